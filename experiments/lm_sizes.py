@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.inputs import SentencePieceTokenizer, TextInput
-from praxis_lite.layers import Lora
-from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.layers import Lora, QuantizedWeights
+from praxis_lite.models import quantize_weights, set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training import registry
@@ -123,3 +123,17 @@ class Llama8BLora(Llama8B):
     task.train.learner.schedule.warmup_steps = 100
     task.train.set(num_train_steps=2000, eval_interval_steps=200, save_interval_steps=200)
     return train_adapters(task, Config(Lora, rank=16, alpha=32.0))
+
+
+@registry.register
+class Llama8BQlora(Llama8BLora):
+  """Llama8BLora on frozen weights in 4 bits: NF4 with a scale in bfloat16 for 64 inputs.
+
+  It starts from a run with such weights, which `praxis-lite quantize` makes: --set task.train.init_from.path=runs/nf4.
+  """
+
+  def task(self) -> Config:
+    task = super().task()
+    nf4 = Config(QuantizedWeights, format='nf4', group_size=64, scale_dtype='bfloat16')
+    quantize_weights(task.model, nf4)
+    return task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, Path, map_with_path
 from praxis_lite.sharding.weights import JointInit, WeightHParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
@@ -15,16 +15,20 @@ def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:
   """Values of declared variables, around zero or the constant that they start as; other constants stay as they are."""
   rng = np.random.default_rng(seed)
 
-  def value(weight: WeightHParams) -> np.ndarray:
+  def value(path: Path, weight: WeightHParams) -> np.ndarray:
     assert weight.init is not None
+    if isinstance(weight.init, JointInit) and weight.as_struct().dtype.itemsize == 1:  # A weight in few bits.
+      dtype = np.iinfo(weight.as_struct().dtype)
+      return np.random.default_rng(seed + 1).integers(dtype.min, dtype.max, weight.full_shape, dtype.dtype)
     if isinstance(weight.init, JointInit):
-      return np.asarray(0.1 * rng.standard_normal(weight.full_shape), weight.as_struct().dtype)
+      size = 0.01 if path[-1].endswith('_quantized_scale') else 0.1
+      return np.asarray(size * rng.standard_normal(weight.full_shape), weight.as_struct().dtype)
     start = weight.init.scale if weight.init.method == 'constant' else 0.0
     drawn = start + 0.1 * rng.standard_normal(weight.full_shape)
     kept = weight.init.method == 'constant' and not weight.trainable
     return np.asarray(np.full(weight.full_shape, start) if kept else drawn, weight.as_struct().dtype)
 
-  return jax.tree.map(value, weights)
+  return map_with_path(value, weights)
 
 
 def drawn_state(partitioned: PartitionedTask, seed: int = 0) -> TrainState[jax.Array]:

@@ -32,6 +32,7 @@ from praxis_lite.cli import (
   list_experiments,
   plan,
   predict,
+  quantize,
   replay,
   runs,
   scaling,
@@ -72,6 +73,7 @@ _MODULES = (
   export,
   import_hf,
   export_hf,
+  quantize,
   checkpoints,
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}

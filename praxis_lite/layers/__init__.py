@@ -74,6 +74,7 @@ from praxis_lite.layers.positions import (
   grid_positions,
 )
 from praxis_lite.layers.projections import PerDimScale, Projection
+from praxis_lite.layers.quantized_weights import QuantizedWeights
 from praxis_lite.layers.quantizers import GumbelQuantizer, QuantizedVectors, RandomVectorQuantizer, VectorQuantizer
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.layers.relative_attention import RelativeAttention
@@ -201,6 +202,7 @@ __all__ = [
   'ProbabilityDropout',
   'Projection',
   'QuantizedVectors',
+  'QuantizedWeights',
   'RMSNorm',
   'RMSNormNoScale',
   'RandomVectorQuantizer',

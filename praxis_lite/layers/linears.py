@@ -5,6 +5,8 @@ I input dims, O output dims.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 
 from praxis_lite.common.config import REQUIRED, Config, template
@@ -43,6 +45,8 @@ class Linear(Layer):
     matmul: 'fprop', the product is in `fprop_dtype`; or 'fp8', its operands are in 8 bits, see `fp8.py`.
     weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
   """
+
+  product_weights: ClassVar[tuple[str, ...]] = ('w',)
 
   input_dims: int = REQUIRED
   output_dims: int = REQUIRED

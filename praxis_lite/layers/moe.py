@@ -125,6 +125,7 @@ class MoeFeedForward(Layer):
   """
 
   takes_paddings: ClassVar[bool] = True
+  product_weights: ClassVar[tuple[str, ...]] = ('gate', 'up', 'down')
 
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED

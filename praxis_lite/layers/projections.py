@@ -6,6 +6,7 @@ D model dims, N heads, K kv heads, H dims per head.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import jax
 
@@ -32,6 +33,8 @@ class Projection(Layer):
     use_bias: whether there is a bias.
     matmul: see `Linear`.
   """
+
+  product_weights: ClassVar[tuple[str, ...]] = ('w',)
 
   in_shape: tuple[int, ...] = REQUIRED
   out_shape: tuple[int, ...] = REQUIRED

@@ -34,6 +34,12 @@ from praxis_lite.models.mup import Mup
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.preference_losses import Dpo, Ipo, Kto, Orpo, PreferenceLoss, SimPo
 from praxis_lite.models.preference_model import PreferenceModel
+from praxis_lite.models.quantization import (
+  dequantize_variables,
+  quantize_variables,
+  quantize_weights,
+  without_quantization,
+)
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.resnet_configs import resnet, resnet_classifier
 from praxis_lite.models.reward_model import RewardModel
@@ -86,6 +92,7 @@ __all__ = [
   'conformer_transducer',
   'convnext',
   'convnext_classifier',
+  'dequantize_variables',
   'diffusion_transformer',
   'encoder_decoder',
   'griffin_lm',
@@ -94,6 +101,8 @@ __all__ = [
   'masked_autoencoder',
   'masked_language_model',
   'merge_adapters',
+  'quantize_variables',
+  'quantize_weights',
   'recurrent_lm',
   'resnet',
   'resnet_classifier',
@@ -108,4 +117,5 @@ __all__ = [
   'weighted_mean',
   'whisper',
   'without_adapters',
+  'without_quantization',
 ]

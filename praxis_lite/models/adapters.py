@@ -10,6 +10,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, merge, node_at, p
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.quantization import dequantize_variables
 
 ModelT = TypeVar('ModelT', bound=BaseModel)
 
@@ -35,8 +36,11 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 
 
 def without_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a copy of a model's config without adapters: that of the model whose variables `merge_adapters` returns."""
-  return model.clone(adapters=())
+  """Returns a copy of a model's config without adapters, and with plain weights.
+
+  It is that of the model whose variables `merge_adapters` returns.
+  """
+  return model.clone(adapters=(), quantized=())
 
 
 def adapter_paths(model: Layer) -> frozenset[Path]:
@@ -50,13 +54,13 @@ def adapter_paths(model: Layer) -> frozenset[Path]:
 def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:
   """Returns variables of the model without adapters that computes the same: adapters are added to the weights.
 
-  The sum is computed in float32, and rounded to the dtype of the weight.
+  The sum is computed in float32, and rounded to the dtype of the weight. Weights in few bits become plain ones.
 
   Args:
     model: the built model, with adapters.
     variables: its variables in their true shapes; see `praxis_lite.unpad`.
   """
-  return _merge(model, variables, sign=1)
+  return _merge(model, dequantize_variables(model, variables), sign=1)
 
 
 def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict) -> NestedDict:
@@ -68,8 +72,14 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
     variables: variables of the model; only the variables of adapters are used.
 
   Raises:
-    ConfigError: a variable of an adapter is missing, or an adapter, such as `Dora`, cannot be taken out again.
+    ConfigError: a variable of an adapter is missing, or an adapter, such as `Dora`, cannot be taken out again, or the
+      model has weights in few bits, which merged weights no longer have.
   """
+  if model.quantized:
+    raise ConfigError(
+      f'{model.path_name}.quantized: adapters cannot be taken out of weights in few bits; keep the variables '
+      'before the merge'
+    )
   declared = model.abstract_init()
   missing = _first_missing(declared, merged, variables)
   if missing:

@@ -25,9 +25,9 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.growth import Counterpart
 from praxis_lite.layers.position_limit import PositionLimit
-from praxis_lite.models.adapter_edits import AdapterEdits
 from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
+from praxis_lite.models.model_edits import ModelEdits
 from praxis_lite.models.mup import build_counterpart
 
 PredictionsT = TypeVar('PredictionsT')
@@ -76,18 +76,23 @@ class BaseModel(Layer, Generic[PredictionsT]):
   Attributes:
     adapters: config of an adapter of layers below the model, such as `Lora`, or several; for each layer, the first one
       that can adapt it wins. `add_adapters` sets them.
+    quantized: config of a `QuantizedWeights`, or several; for each layer, the first one wins. `quantize_weights` sets
+      them.
     mup: config of a `Mup`, which names a smaller model whose hyperparameters of training are right for this one too;
       None disables it.
   """
 
   adapters: Config | tuple[Config, ...] = ()
+  quantized: Config | tuple[Config, ...] = ()
   mup: Config | None = None
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
 
-  def _child_edits(self) -> AdapterEdits | None:
-    return AdapterEdits(self.path, self.path_name, self.adapters) if self.adapters else None
+  def _child_edits(self) -> ModelEdits | None:
+    if not (self.adapters or self.quantized):
+      return None
+    return ModelEdits(self.path, self.path_name, self.adapters, self.quantized)
 
   def _smaller_model(self) -> Counterpart | None:
     return None if self.mup is None else build_counterpart(self, self.mup)

@@ -191,7 +191,9 @@ class WarmStart:
       return _Origin(stored, ours, old)
     if not castable(saved['dtype'], wanted['dtype']) or len(ours) != len(theirs) or (ours != theirs and not may_differ):
       remedy = f'({re.escape(name)!r}, None) among the rules starts it from the seed'
-      if len(ours) == len(theirs):
+      if np.dtype(wanted['dtype']).itemsize == 1 and castable(saved['dtype'], 'float32'):
+        remedy = '`praxis-lite quantize` makes a run with weights in few bits from that one'
+      elif len(ours) == len(theirs):
         remedy += f', and {re.escape(name)!r} in partial copies the part {overlap} that both have'
       raise CheckpointError(
         f'{name} is {wanted["dtype"]}{list(ours)} here, and {source} is {saved["dtype"]}{list(theirs)} in '

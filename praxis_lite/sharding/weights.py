@@ -73,12 +73,14 @@ class WeightHParamsCollection(enum.StrEnum):
 
   Attributes:
     NON_TRAINABLE: no gradient is taken; the layer updates it itself. `create_variable(..., trainable=False)` sets it.
+    CONSTANT: with NON_TRAINABLE: the layer does not update it either.
     SKIP_REGULARIZATION: no weight decay, neither by the learner nor by its optimizer.
     KEEP_FLOAT32: `theta` does not cast it to `fprop_dtype`.
     KEEP_SPLIT: under `partitioning='shard_map'` the layer gets this device's part of the weight, not the whole.
   """
 
   NON_TRAINABLE = 'non_trainable'
+  CONSTANT = 'constant'
   SKIP_REGULARIZATION = 'skip_regularization'
   KEEP_FLOAT32 = 'keep_float32'
   KEEP_SPLIT = 'keep_split'
@@ -267,6 +269,11 @@ class WeightHParams:
   @property
   def trainable(self) -> bool:
     return WeightHParamsCollection.NON_TRAINABLE not in self.collections
+
+  @property
+  def is_updated_by_layer(self) -> bool:
+    """Whether its layer computes new values in training."""
+    return not self.trainable and WeightHParamsCollection.CONSTANT not in self.collections
 
   def repeat(
     self, times: int, split: str | int | Sequence[str | int] | None = None, field: str = 'the split of the stack'

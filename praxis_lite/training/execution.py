@@ -155,7 +155,7 @@ class ShardMapped(Execution):
     self._gathered = {
       (*jax_task.model.path, *path): path
       for path, weight in self._weights.items()
-      if weight.trainable and any(self._split[path][len(weight.repeat_prefix) :])
+      if not weight.is_updated_by_layer and any(self._split[path][len(weight.repeat_prefix) :])
     }
     self.surroundings = Surroundings(
       read_weight=self._read,
@@ -202,13 +202,13 @@ class ShardMapped(Execution):
 
     def readable(path: Path, x: jax.Array) -> jax.Array:
       weight = self._weights[path]
-      return self._gather(path, x, range(len(weight.repeat_prefix))) if weight.trainable else x
+      return x if weight.is_updated_by_layer else self._gather(path, x, range(len(weight.repeat_prefix)))
 
     return map_with_path(readable, variables)
 
   def updatable(self, others: NestedDict) -> NestedDict:
     def whole(path: Path, x: jax.Array) -> jax.Array:
-      return x if self._weights[path].trainable else self._gather(path, x, range(x.ndim))
+      return self._gather(path, x, range(x.ndim)) if self._weights[path].is_updated_by_layer else x
 
     return map_with_path(whole, others)
 

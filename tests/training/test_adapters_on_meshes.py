@@ -14,7 +14,15 @@ from drawn_state import drawn_state
 from praxis_lite.common.config import Config
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
-from praxis_lite.models import ADAPTER_VARIABLES, image_classifier, set_pipeline, set_sharding, transformer_lm
+from praxis_lite.layers.quantized_weights import QuantizedWeights
+from praxis_lite.models import (
+  ADAPTER_VARIABLES,
+  image_classifier,
+  quantize_weights,
+  set_pipeline,
+  set_sharding,
+  transformer_lm,
+)
 from praxis_lite.training import train_adapters
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
@@ -53,6 +61,10 @@ def lm_with_heads_together():
   return model
 
 
+def quantized(make, *rules):
+  return quantize_weights(make(), *rules)
+
+
 def vit():
   return image_classifier(
     num_classes=5, image_size=4, patch_size=2, channels=1, model_dims=18, num_layers=2, num_heads=3, hidden_dims=15
@@ -61,6 +73,11 @@ def vit():
 
 EXPERTS = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
+INT4 = Config(QuantizedWeights, format='int4', group_size=4)
+OTHERS = (
+  Config(QuantizedWeights, layers=r'.*\.ff', format='nf4', group_size=8, scale_dtype='bfloat16'),
+  Config(QuantizedWeights, layers=r'.*\.(query|out)', symmetric=False),
+)
 # Builds a model, the arguments of set_sharding, the adapters, and the batch.
 CASES = {
   'lm': (lm, {}, (EMBEDDING, Config(Lora, rank=3)), of_text),
@@ -74,6 +91,13 @@ CASES = {
   'vit': (vit, {}, (Config(Lora, rank=3),), of_images),
   'dora': (lm, {}, (Config(Dora, rank=3),), of_text),
   'ia3': (functools.partial(lm, use_bias=True), {}, (Config(Ia3),), of_text),
+  'int4': (functools.partial(quantized, lm, INT4), {}, (Config(Lora, rank=3),), of_text),
+  'experts in nf4': (
+    functools.partial(quantized, functools.partial(lm, EXPERTS), *OTHERS),
+    {'expert_axis': 'data'},
+    (Config(Lora, rank=3),),
+    of_text,
+  ),
 }
 
 
@@ -121,6 +145,7 @@ MESHES = [
   *(('experts', mesh) for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
   *(('vit', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
   *((name, mesh) for name in ('dora', 'ia3') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1)]),
+  *((name, mesh) for name in ('int4', 'experts in nf4') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
 ]
 
 
@@ -140,12 +165,18 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name, mesh', [('lm', (2, 1, 2, 2)), ('lm', (2, 1, 3, 1)), ('experts', (2, 1, 2, 1))])
+@pytest.mark.parametrize(
+  'name, mesh',
+  [
+    *(('lm', (2, 1, 2, 2)), ('lm', (2, 1, 3, 1)), ('experts', (2, 1, 2, 1))),
+    *(('int4', (2, 1, 3, 1)), ('experts in nf4', (2, 1, 2, 1))),
+  ],
+)
 def test_in_a_pipeline(name, mesh):
   assert_same_step(after_a_step(name, mesh, stages=2), on_one_device(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['lm', 'experts', 'dora', 'ia3'])
+@pytest.mark.parametrize('name', ['lm', 'experts', 'dora', 'ia3', 'int4', 'experts in nf4'])
 def test_explicit_collectives(name):
   assert_same_step(after_a_step(name, (1, 1, 3, 1), partitioning='shard_map'), on_one_device(name))

@@ -15,6 +15,7 @@ from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint, read_
 from praxis_lite.bridges.hf.tensors import add_copies, pieces
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.common.devices import start_devices
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, node_at, select
 from praxis_lite.models import BaseModel, merge_adapters
 from praxis_lite.sharding.layout import layout_of
@@ -65,6 +66,11 @@ def write_model(
   """
   family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
+  if model.quantized:
+    raise ConfigError(
+      'task.model.quantized: write_model writes plain weights; pass without_quantization(model) built, and '
+      'dequantize_variables(model, variables)'
+    )
   if model.adapters:
     variables = merge_adapters(model, variables)
   weights = family.part_of(select(model.abstract_init(), lambda path: node_at(variables, path) is not None))

@@ -62,8 +62,10 @@ from praxis_lite.models import (
   TextEncoder,
   TwoTowerModel,
   set_sharding,
+  without_quantization,
 )
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
+from praxis_lite.runs.quantized_arrays import dequantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
@@ -262,7 +264,7 @@ def export_run(
   """Writes a checkpoint of a run as one that transformers loads.
 
   With it go the files of its tokenizer, which was imported with it or is the `HfTokenizer` of a dataset, and the
-  settings of its sampler. Adapters are merged into the weights.
+  settings of its sampler. Adapters are merged into the weights, and weights in few bits become plain ones.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
@@ -291,6 +293,8 @@ def export_run(
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
+  if model.quantized:
+    whole, model = dequantize_streamed(model, whole), without_quantization(config.task.model).instantiate()
   if adapter:
     with _appears_complete(target_folder) as folder:
       return write_adapter(folder, model, whole, dtype=dtype)

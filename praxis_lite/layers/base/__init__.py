@@ -42,6 +42,7 @@ from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.growth import GrownLayer
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.layers.base.splits import MappedSplits
+from praxis_lite.layers.base.stored import StoredWeight
 from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.sharding.rules import resolve
 from praxis_lite.sharding.specs import Placement, all_axes, place_by_rank
@@ -83,10 +84,14 @@ _parent: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_l
 
 
 class ChildEdits(Protocol):
-  """Edits of the configs of all layers below one, made before these layers are built."""
+  """Edits of all layers below one: of their configs, before they are built, and of how their weights are stored."""
 
   def edit(self, path: Path, config: Config) -> Config:
     """Returns the config to build the layer at `path` from, which is `config` itself or an edited copy."""
+    ...
+
+  def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
+    """Returns how a weight of a layer is stored; None stores it as it is declared."""
     ...
 
   def check(self) -> None:
@@ -149,6 +154,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     self._path: Path = (*above, self.name) if self.name else above
     self._names: set[str] = set()  # Names of variables, children and lists of children.
     self._weights: dict[str, WeightHParams] = {}
+    self._stored: dict[str, StoredWeight] = {}  # Those of the weights that are not stored as they are declared.
     self._children: dict[str, Layer] = {}
     if self.dtype is None:
       self.dtype = 'float32'
@@ -222,7 +228,12 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       collections=weight.collections | (set() if trainable else {WeightHParamsCollection.NON_TRAINABLE}),
       mapping_field=field,
     )
-    self._weights[name] = self._grow(name, declared)
+    self._weights[name] = declared = self._grow(name, declared)
+    stored = None if self._edits is None else self._edits.stored_weight(self, name, declared)
+    if stored is not None:
+      for part in stored.parts.keys() - {name}:
+        self._claim(part, 'create_variable')
+      self._stored[name] = stored
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`, with inherited values, as `self.<name>`; its path is `<path>.<name>`."""
@@ -325,8 +336,9 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
     count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(self).__name__
     yield f'{kind if name == kind else f"{name}: {kind}"}, {number_of(count, "parameter")}'
-    for key in self._weights:
-      weight: WeightHParams = tree[key]
+    for key, weight in tree.items():
+      if not isinstance(weight, WeightHParams):
+        continue
       shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
       yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
     for key, child in self.children():
@@ -336,7 +348,9 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   def abstract_init(self) -> NestedDict:
     """Returns the declarations of all variables below this layer: the variable tree with `WeightHParams` leaves."""
-    tree: NestedDict = dict(self._weights)
+    tree: NestedDict = {}
+    for name, weight in self._weights.items():
+      tree |= {name: weight} if name not in self._stored else self._stored[name].parts
     for name, child in self.children():
       if below := child.abstract_init():
         tree[name] = below

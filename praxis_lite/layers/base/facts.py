@@ -98,12 +98,16 @@ class Facts:
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
+    product_weights: names of the weights by which the layer multiplies its inputs, and which it only reads as
+      `self.theta.<name>`, so that they may be stored in another form. The dimensions of the inputs are before those of
+      the outputs, which come last.
   """
 
   has_microbatches: ClassVar[bool] = False
   length_fields: ClassVar[tuple[str, ...]] = ()
   noise_fields: ClassVar[tuple[str, ...]] = ()
   count_fields: ClassVar[tuple[str, ...]] = ()
+  product_weights: ClassVar[tuple[str, ...]] = ()
   _weights: dict[str, WeightHParams]
 
   def exchanges(self) -> Sequence[Exchange]:

@@ -14,6 +14,7 @@ from praxis_lite.common.jax_internals.tracing import current_trace
 from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
+from praxis_lite.layers.base.stored import StoredWeight
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 # Kinds of summaries that event files support.
@@ -26,6 +27,7 @@ class InCall:
 
   _path: Path
   _weights: dict[str, WeightHParams]
+  _stored: dict[str, StoredWeight]
   fprop_dtype: DTypeLike | None
 
   @property
@@ -53,7 +55,12 @@ class InCall:
     return None if WeightHParamsCollection.KEEP_FLOAT32 in weight.collections else self.fprop_dtype
 
   def _read_weight(self, name: str, dtype: DTypeLike | None) -> jax.Array:
-    """In a call: returns a variable of this layer, in `dtype` if it is a floating one; None keeps its own dtype."""
+    """In a call: returns a weight of this layer, in `dtype` if it is a floating one; None keeps its own dtype."""
+    if (stored := self._stored.get(name)) is not None:
+      return stored.read({part: self._read_variable(part, None) for part in stored.parts}, dtype)
+    return self._read_variable(name, dtype)
+
+  def _read_variable(self, name: str, dtype: DTypeLike | None) -> jax.Array:
     path, frame = (*self.path, name), self._frame()
     value = frame.variable(path)
     if value is None:

@@ -1,0 +1,53 @@
+"""`praxis-lite quantize`: makes a run with weights in few bits from another run."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, configured_run
+from praxis_lite.cli.command_flags import CommandFlags, run_flags
+from praxis_lite.common.errors import UserError
+
+
+def _run(values: flags.FlagValues) -> int:
+  if not values.out:
+    raise UserError('--out is missing: name the directory of the new run, as in --out=runs/int4')
+  config, job_log_dir = configured_run(values)
+
+  from praxis_lite.common.config import Config
+  from praxis_lite.layers import QuantizedWeights
+  from praxis_lite.runs.quantized import quantize_run
+
+  rules = []
+  if values.format is not None:
+    rule = Config(QuantizedWeights, layers=tuple(values.layers) or None, format=values.format)
+    rule.set(group_size=values.group_size, symmetric=values.symmetric, percentile=values.percentile)
+    rules = [rule.set(scale_dtype=values.scale_dtype)]
+  for line in quantize_run(config, job_log_dir, values.out, *rules, step=values.step):
+    print(line, flush=True)
+  return 0
+
+
+def _flags() -> CommandFlags:
+  values = run_flags(restores=True)
+  values.add_text('out', 'Directory of the new run.', 'runs/int4')
+  form = 'Format of the weights; a run that trained with rounded weights has its own.'
+  values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4'], 'int4')
+  values.add_integer('group_size', 'Inputs that share a scale; by default all inputs of an output.', 64, least=1)
+  values.add_texts('layers', 'Regex of layers, by path; by default, all that can be quantized.', r"'.*\.ff\..*'")
+  values.add_switch('symmetric', 'Integers have no zero points.', default=True)
+  values.add_number('percentile', 'A scale covers this percentage of its weights.', '99.9', 100.0)
+  values.add_choice('scale_dtype', 'Dtype of scales.', ['float32', 'bfloat16', 'float16'], 'bfloat16', 'float32')
+  return values
+
+
+COMMAND = Command(
+  'quantize',
+  'store the weights of a run in 8 or 4 bits',
+  'make a run from another one, whose weights of linear layers, projections and experts are stored as integers of few '
+  'bits, or as NF4, with scales. It can be evaluated, decoded, exported and fine-tuned with adapters.',
+  'praxis-lite quantize --job_log_dir=runs/llama --out=runs/llama-int4 --format=int4 --group_size=64',
+  _flags(),
+  _run,
+  stray='out',
+)

@@ -1,0 +1,37 @@
+"""StoredWeight: a weight that a layer declares as one array, and that is stored as others, such as integers and scales.
+
+The layer's own code sees the declaration, in `layer.theta.w`, and everything else sees the variables that are stored:
+`abstract_init`, specs, checkpoints and optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+from jax.typing import DTypeLike
+
+from praxis_lite.sharding.weights import WeightHParams
+
+
+class StoredWeight(Protocol):
+  """How a weight is stored."""
+
+  @property
+  def weight(self) -> WeightHParams:
+    """The weight as the layer declares it."""
+    ...
+
+  @property
+  def parts(self) -> Mapping[str, WeightHParams]:
+    """The declarations of the layer's variables that hold it, by name."""
+    ...
+
+  def store(self, w: jax.Array) -> dict[str, jax.Array]:
+    """Returns the values of `parts` for those of the weight; layers that repeat this one may stack them."""
+    ...
+
+  def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
+    """Returns the weight from the values of `parts`, in `dtype`; None means the dtype of the weight."""
+    ...

@@ -1,0 +1,201 @@
+"""QuantizedWeights: which weights of a model are stored in few bits, and how; or are rounded like that in training.
+
+    frozen     w_q and its scales are stored; a layer reads s w_q next to the product that needs it
+    trained    w is stored and trained; a layer reads w rounded, and the gradient of w is that of the rounded weight
+
+`praxis_lite.models.quantize_weights` puts it into a model's config; `weight_formats.py` has the formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.common.config import Configurable
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.weight_formats import BITS, SCALE, VALUES, ZERO, WeightFormat, quantize
+from praxis_lite.sharding.weights import (
+  DeclaredSplit,
+  JointInit,
+  WeightHParams,
+  WeightHParamsCollection,
+  init_weight,
+  is_dtype,
+)
+
+SUFFIXES = {VALUES: '', SCALE: '_quantized_scale', ZERO: '_quantized_zp'}
+"""How the names of stored variables end, after the name of the weight; as in Praxis."""
+
+
+class QuantizedWeights(Configurable):
+  """Weights of linear layers, projections of attention and experts in few bits.
+
+  Attributes:
+    layers: regex, or several, that match whole paths of layers below the model, such as r'lm\\..*\\.ff\\..*'; all
+      layers that they match must have such weights. None means every layer that has some. Tables of embeddings, the
+      softmax, norms, biases, routers and adapters stay as they are.
+    format: 'int8', 'int4', 'int2' or 'nf4'; see `weight_formats.py`.
+    group_size: number of inputs that share a scale, along the last dimension of the inputs: for the projection out of
+      heads, a group does not go beyond a head. None gives each output one scale. NF4 is meant for groups of 64.
+    symmetric: whether integers have no zero points.
+    percentile: a scale covers this percentage of its weights, from above 50 to 100; larger weights are cut.
+    scale_dtype: storage dtype of scales.
+    trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
+      aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
+  """
+
+  layers: str | tuple[str, ...] | None = None
+  format: str = 'int8'
+  group_size: int | None = None
+  symmetric: bool = True
+  percentile: float = 100.0
+  scale_dtype: DTypeLike = 'float32'
+  trained: bool = False
+
+  def __post_init__(self) -> None:
+    check_choice('QuantizedWeights.format', self.format, tuple(BITS))
+    check_range('QuantizedWeights.group_size', self.group_size, least=1)
+    if not 50 < self.percentile <= 100:
+      raise ConfigError(f'QuantizedWeights.percentile: expected a number above 50, at most 100, got {self.percentile}')
+    if self.format == 'nf4' and not self.symmetric:
+      raise ConfigError("QuantizedWeights.symmetric: only integers have zero points; leave it True for 'nf4'")
+    if not is_dtype(self.scale_dtype, jnp.floating):
+      raise ConfigError(
+        f'QuantizedWeights.scale_dtype: expected a floating dtype, such as float32, got {self.scale_dtype!r}'
+      )
+    for pattern in self.patterns:
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        raise ConfigError(f'QuantizedWeights.layers: {pattern!r} is not a regular expression: {error}') from None
+
+  @property
+  def patterns(self) -> tuple[str, ...]:
+    """The regexes; () for None."""
+    return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+  def is_for(self, name: str) -> bool:
+    """Whether weights of the layer of this path below the model are stored like this, if it has such weights."""
+    return self.layers is None or any(re.fullmatch(pattern, name) for pattern in self.patterns)
+
+  def store(self, layer: Layer, name: str, weight: WeightHParams) -> QuantizedWeight | RoundedWeight:
+    """Returns how a weight of a layer is stored.
+
+    Args:
+      layer: the layer, in its `setup`.
+      name: the name of the weight, one of `layer.product_weights`.
+      weight: its declaration.
+    """
+    if WeightHParamsCollection.KEEP_SPLIT in weight.collections:
+      raise ConfigError(f'{layer.path_name}.{name}: a tensor-parallel layer has only a part of this weight')
+    num_inputs, num_outputs = _count_axes(weight)
+    form = WeightFormat(
+      self.format, num_inputs, num_outputs, self.group_size, self.symmetric, self.percentile, self.scale_dtype
+    )
+    return RoundedWeight(name, weight, form) if self.trained else QuantizedWeight(layer, name, weight, form)
+
+
+def _count_axes(weight: WeightHParams) -> tuple[int, int]:
+  """Returns the numbers of dimensions of inputs and of outputs, which come last, of a weight."""
+  if weight.fan_in_axes is None or weight.fan_out_axes is None:
+    return 1, 1
+  return len(weight.fan_in_axes), len(weight.fan_out_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedWeight:
+  """A weight that is stored and trained as it is declared, and rounded where it is read; see `StoredWeight`."""
+
+  name: str
+  weight: WeightHParams
+  format: WeightFormat
+
+  @property
+  def parts(self) -> dict[str, WeightHParams]:
+    return {self.name: self.weight}
+
+  def store(self, w: jax.Array) -> dict[str, jax.Array]:
+    return {self.name: w}
+
+  def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
+    w = self.format.round_weight(parts[self.name])
+    return w if dtype is None else w.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+  """A weight that is stored in few bits; see `StoredWeight`.
+
+  Attributes:
+    layer: its layer.
+    name, weight: its name and declaration.
+    format: how it is stored.
+  """
+
+  layer: Layer
+  name: str
+  weight: WeightHParams
+  format: WeightFormat
+
+  @property
+  def parts(self) -> dict[str, WeightHParams]:
+    shape, form = self.weight.shape, self.format
+    declared = {
+      VALUES: self._part(VALUES, form.values_shape(shape), form.values_dtype),
+      SCALE: self._part(SCALE, form.scale_shape(shape), form.scale_dtype),
+    }
+    if form.has_zeros:
+      declared[ZERO] = self._part(ZERO, form.scale_shape(shape), 'uint8')
+    return {self._name_of(kind): part for kind, part in declared.items()}
+
+  def store(self, w: jax.Array) -> dict[str, jax.Array]:
+    return {self._name_of(kind): part for kind, part in quantize(self.format, w).items()}
+
+  def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
+    by_kind = {kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}
+    last = self.weight.shape[self.format.group_axis(len(self.weight.shape))]
+    return self.format.dequantize(by_kind, last, dtype or self.weight.dtype)
+
+  def _name_of(self, kind: str) -> str:
+    return self.name + SUFFIXES[kind]
+
+  def _part(self, kind: str, shape: tuple[int, ...], dtype: DTypeLike) -> WeightHParams:
+    """Returns the declaration of a part, which is split like the weight; a dimension of size 1 is not split."""
+    split = self.weight.tensor_split_dims_mapping
+    if split is not None:
+      whole = DeclaredSplit.from_field(split, self.weight.mapping_field)
+      own = whole.pick(*(i if n > 1 or self.weight.shape[i] == 1 else None for i, n in enumerate(shape)))
+      split = DeclaredSplit(
+        own, [f'{s}, derived from the weight {self.layer.path_name}.{self.name}' for s in own.sources]
+      )
+    share = self.weight.active_share * math.prod(self.weight.shape) / math.prod(shape) if kind == VALUES else 0.0
+    return dataclasses.replace(
+      self.weight,
+      shape=shape,
+      dtype=dtype,
+      tensor_split_dims_mapping=split,
+      init=JointInit((self._name_of(kind),), self._draw),
+      fan_in_axes=None,
+      fan_out_axes=None,
+      collections=self.weight.collections
+      | {WeightHParamsCollection.NON_TRAINABLE, WeightHParamsCollection.CONSTANT, WeightHParamsCollection.KEEP_FLOAT32},
+      # Counts of parameters are those of the weight itself.
+      active_share=share,
+      growth=None,
+    )
+
+  def _draw(self, key: jax.Array) -> dict[tuple[str, ...], jax.Array]:
+    """Returns the first values of all weights of the layer that are stored like this."""
+    values: dict[tuple[str, ...], jax.Array] = {}
+    for i, stored in enumerate(self.layer._stored.values()):
+      if isinstance(stored, QuantizedWeight):
+        w = init_weight(stored.weight, jax.random.fold_in(key, i))
+        values |= {(name,): part for name, part in stored.store(w).items()}
+    return values

@@ -1,0 +1,240 @@
+"""Formats of weights in few bits: integers with scales, and the 16 values of NF4, as pure functions of arrays.
+
+    integers    w ~ s q            q in -2^(b-1) ... 2^(b-1) - 1, s = max |w| / (2^(b-1) - 0.49)
+                w ~ s (q - z)      q, z in 0 ... 2^b - 1, s = (max(w, 0) - min(w, 0)) / (2^b - 1)      not symmetric
+    NF4         w ~ s c[q]         c: 16 quantiles of a normal distribution, s = max |w|      (Dettmers et al., 2023)
+
+A scale belongs to an output, or to an output and a group of inputs. Rounding is off by at most 0.51 s, for NF4 by
+0.152 s, and at the ends of a range that is not symmetric by s. No formula rounds the largest |w| from the middle
+between two integers, where the result would depend on the device. Values of fewer than 8 bits are packed into bytes,
+along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are zero.
+
+    values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
+    scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
+            [*stack, *1, 1, *O]                 for a whole output
+    zero    as scale, uint8                     if not symmetric
+
+I the last dimension of the inputs, J their other dimensions, O outputs, g inputs of a group, b bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+# Dettmers et al., 2023, appendix E: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
+NF4 = (
+  *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+  *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+  *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+BITS = {'int8': 8, 'int4': 4, 'int2': 2, 'nf4': 4}
+VALUES, SCALE, ZERO = 'values', 'scale', 'zero'
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+  """How a weight [*stack, *J, I, *O] is stored; see the top of this file.
+
+  Attributes:
+    name: a key of `BITS`.
+    num_inputs: number of dimensions *J and I.
+    num_outputs: number of dimensions *O.
+    group_size: g; None gives each output one scale for all of its inputs.
+    symmetric: whether integers have no zero points; NF4 never has any.
+    percentile: a scale covers this percentage of the |w| that it belongs to, and larger ones are cut; 100 covers all.
+      Without symmetry, it covers the range between the percentiles 100 - p and p of w.
+    scale_dtype: storage dtype of scales. A scale is rounded before the values are.
+  """
+
+  name: str
+  num_inputs: int = 1
+  num_outputs: int = 1
+  group_size: int | None = None
+  symmetric: bool = True
+  percentile: float = 100.0
+  scale_dtype: DTypeLike = 'float32'
+
+  @property
+  def bits(self) -> int:
+    return BITS[self.name]
+
+  @property
+  def has_zeros(self) -> bool:
+    """Whether there are zero points."""
+    return self.name != 'nf4' and not self.symmetric
+
+  @property
+  def values_dtype(self) -> np.dtype:
+    return np.dtype(np.int8 if self.name == 'int8' and self.symmetric else np.uint8)
+
+  def group_axis(self, rank: int) -> int:
+    """Returns the dimension I of a weight of this rank."""
+    return rank - self.num_outputs - 1
+
+  def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the values of a weight of this shape."""
+    axis = self.group_axis(len(shape))
+    return (*shape[:axis], -(-shape[axis] * self.bits // 8), *shape[axis + 1 :])
+
+  def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the scales, and of the zero points, of a weight of this shape."""
+    axis = self.group_axis(len(shape))
+    if self.group_size is not None:
+      return (*shape[:axis], -(-shape[axis] // self.group_size), *shape[axis + 1 :])
+    first = axis + 1 - self.num_inputs
+    return (*shape[:first], *(1,) * self.num_inputs, *shape[axis + 1 :])
+
+  # ---------------------------------------------------------------- from a weight, and to it
+
+  def quantize(self, w: jax.Array) -> dict[str, jax.Array]:
+    """Returns 'values', 'scale' and perhaps 'zero' of a floating weight [*stack, *J, I, *O].
+
+    Where all weights of a scale are 0, the scale is 1.
+    """
+    groups = self._groups(w.astype(jnp.float32))
+    low, high = self._range(groups)
+    most = 2**self.bits - 1
+    if self.has_zeros:
+      scale = self._usable(jnp.maximum(high, 0) - jnp.minimum(low, 0), most)
+      zero = jnp.clip(jnp.round(-jnp.minimum(low, 0) / scale), 0, most)
+      q = jnp.clip(jnp.round(groups / scale) + zero, 0, most)
+    elif self.name == 'nf4':
+      scale, zero = self._usable(high, 1.0), None
+      middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(NF4)], np.float32)
+      q = jnp.searchsorted(middle, groups / scale, method='compare_all')
+    else:
+      half = 2 ** (self.bits - 1)
+      scale, zero = self._usable(high, half - 0.49), None
+      q = jnp.clip(jnp.round(groups / scale), -half, half - 1)
+      q = q if self.bits == 8 else q + half
+    stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
+    parts = {VALUES: self._pack(self._without_groups(q, w.shape)), SCALE: stored_scale}
+    if zero is not None:
+      parts[ZERO] = zero.reshape(stored_scale.shape).astype(jnp.uint8)
+    return parts
+
+  def dequantize(self, parts: Mapping[str, jax.Array], num_last: int, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns the weight [*stack, *J, I, *O], computed in float32.
+
+    Args:
+      parts: what `quantize` has returned.
+      num_last: I.
+      dtype: dtype of the result; None means float32.
+    """
+    q = self._unpack(parts[VALUES], num_last)
+    if self.name == 'nf4':
+      unscaled = _nf4_values(q)
+    elif self.has_zeros:
+      unscaled = q.astype(jnp.float32) - self._spread(parts[ZERO].astype(jnp.float32), num_last)
+    else:
+      unscaled = q.astype(jnp.float32) - (0 if self.bits == 8 else 2 ** (self.bits - 1))
+    return (unscaled * self._spread(parts[SCALE].astype(jnp.float32), num_last)).astype(dtype or jnp.float32)
+
+  def round_weight(self, w: jax.Array) -> jax.Array:
+    """Returns a weight as it is after rounding, in its own dtype; its gradient goes to w unchanged (straight-through).
+
+    Bengio et al., 2013.
+    """
+    rounded = self.dequantize(self.quantize(w), w.shape[self.group_axis(w.ndim)], w.dtype)
+    return w + jax.lax.stop_gradient(rounded - w)
+
+  # ---------------------------------------------------------------- groups
+
+  def _group_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a weight with its groups as a dimension before I."""
+    axis = self.group_axis(len(shape))
+    size = shape[axis] if self.group_size is None else self.group_size
+    return (*shape[:axis], -(-shape[axis] // size), size, *shape[axis + 1 :])
+
+  def _groups(self, w: jax.Array) -> jax.Array:
+    """Returns a weight by groups; NaN fills up the last one."""
+    shape = self._group_shape(w.shape)
+    axis = self.group_axis(w.ndim)
+    missing = shape[axis] * shape[axis + 1] - w.shape[axis]
+    if missing:
+      w = jnp.pad(w, [(0, missing if dim == axis else 0) for dim in range(w.ndim)], constant_values=jnp.nan)
+    return w.reshape(shape)
+
+  def _without_groups(self, groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    axis = self.group_axis(len(shape))
+    whole = groups.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+    return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)
+
+  def _range(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the least and the greatest number that each scale covers; without zero points, of |w|."""
+    last = groups.ndim - self.num_outputs - 1
+    first = last if self.group_size is not None else last - self.num_inputs
+    axes = tuple(range(first, last + 1))
+    x = groups if self.has_zeros else jnp.abs(groups)
+    if self.percentile == 100:
+      return jnp.nanmin(x, axes, keepdims=True), jnp.nanmax(x, axes, keepdims=True)
+    ends = jnp.array([100 - self.percentile, self.percentile])
+    low, high = jnp.nanpercentile(x, ends, axes, keepdims=True)
+    return low, high
+
+  def _usable(self, span: jax.Array, steps: float) -> jax.Array:
+    """Returns span / steps as it is stored, or 1 where that is 0."""
+    scale = (span / steps).astype(self.scale_dtype)
+    return jnp.where(scale > 0, scale, 1).astype(jnp.float32)
+
+  def _spread(self, scale: jax.Array, num_last: int) -> jax.Array:
+    """Returns scales, [..., groups, *O], so that they can be multiplied with weights [..., I, *O]."""
+    axis = self.group_axis(scale.ndim)
+    if self.group_size is None or scale.shape[axis] == 1:
+      return scale
+    wide = jnp.repeat(scale, self.group_size, axis=axis)
+    return jax.lax.slice_in_dim(wide, 0, num_last, axis=axis)
+
+  # ---------------------------------------------------------------- bytes
+
+  def _pack(self, q: jax.Array) -> jax.Array:
+    """Returns integers [..., I, *O] in bytes."""
+    q, in_byte = q.astype(self.values_dtype), 8 // self.bits
+    if in_byte == 1:
+      return q
+    axis = self.group_axis(q.ndim)
+    missing = -q.shape[axis] % in_byte
+    q = jnp.pad(q, [(0, missing if dim == axis else 0) for dim in range(q.ndim)])
+    q = q.reshape(*q.shape[:axis], -1, in_byte, *q.shape[axis + 1 :])
+    return jnp.sum(q << self._shifts(q.ndim), axis=axis + 1, dtype=jnp.uint8)
+
+  def _unpack(self, stored: jax.Array, num_last: int) -> jax.Array:
+    """Returns integers [..., I, *O]."""
+    in_byte = 8 // self.bits
+    if in_byte == 1:
+      return stored
+    axis = self.group_axis(stored.ndim)
+    q = (jnp.expand_dims(stored, axis + 1) >> self._shifts(stored.ndim + 1)) & jnp.uint8(2**self.bits - 1)
+    q = q.reshape(*stored.shape[:axis], -1, *stored.shape[axis + 1 :])
+    return jax.lax.slice_in_dim(q, 0, num_last, axis=axis)
+
+  def _shifts(self, rank: int) -> np.ndarray:
+    """Returns the first bit of each value of a byte, as an array of this rank."""
+    shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
+    return shifts.reshape(*(1,) * self.group_axis(rank), -1, *(1,) * self.num_outputs)
+
+  def stored_bytes(self, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of a weight of this shape."""
+    scales = math.prod(self.scale_shape(shape)) * (jnp.dtype(self.scale_dtype).itemsize + self.has_zeros)
+    return math.prod(self.values_shape(shape)) + scales
+
+
+quantize = jax.jit(WeightFormat.quantize, static_argnums=0)
+"""`WeightFormat.quantize`, compiled once for all weights of a shape."""
+
+
+def _nf4_values(q: jax.Array) -> jax.Array:
+  """Returns c[q], by four selections: a lookup of each entry is slow on some devices."""
+  values = [jnp.float32(c) for c in NF4]
+  for bit in range(4):
+    is_set = (q >> bit) & 1 != 0
+    values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2])]
+  return values[0]

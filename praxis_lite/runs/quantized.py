@@ -1,0 +1,104 @@
+"""quantize_run: makes a run whose weights are in few bits from a checkpoint of another run, in little memory.
+
+checkpoint -> all inputs of some outputs of a layer -> integers and scales -> checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints import Checkpointer, Step
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.files import user_path
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.common.trees import NestedDict, leaves, map_with_path
+from praxis_lite.models import quantize_weights
+from praxis_lite.runs.quantized_arrays import quantize_streamed
+from praxis_lite.runs.records.moved_files import FOLDER
+from praxis_lite.runs.records.record import write_record
+from praxis_lite.runs.records.run_config import job_directory
+from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.state import TrainState, place_task_variables
+
+
+def quantize_run(
+  config: ExperimentConfig,
+  job_log_dir: str | os.PathLike[str],
+  out: str | os.PathLike[str],
+  *rules: Config,
+  step: Step = None,
+) -> list[str]:
+  """Makes a run directory with the variables of a run, some of its weights in few bits; returns lines about it.
+
+  The new run can be evaluated, decoded, exported, and fine-tuned by adapters; its optimizer starts anew.
+
+  Args:
+    config: configs of the run.
+    job_log_dir: its directory.
+    out: the directory of the new run, which has no checkpoint yet.
+    *rules: which weights, and how: configs such as `Config(QuantizedWeights, format='int4', group_size=64)`; none: as
+      the weights were rounded in training.
+    step: step of the checkpoint; None uses the newest.
+
+  Raises:
+    UserError: a rule is not valid, the run has rules already, its checkpoint does not exist or has NaN, or `out`
+      is not usable.
+  """
+  quantized = dataclasses.replace(config, task=config.task.clone())
+  quantize_weights(quantized.task.model.set(quantized=()), *(rules or _rules_of_training(config.task.model)))
+  if rules and config.task.model.quantized:
+    raise ConfigError('task.model.quantized: the run has rules for its weights already; leave out the new ones')
+  plain, task = config.task.instantiate(), quantized.task.instantiate()
+  mesh = abstract_mesh(task.mesh_sizes())
+  place_task_variables(task, mesh)  # Raises an error if the mesh cannot split the new variables.
+  source = user_path(job_log_dir)
+  plain_shapes = jax.tree.map(lambda weight: weight.as_struct(), plain.model.abstract_init())
+  with contextlib.ExitStack() as to_close:
+    reader = to_close.enter_context(contextlib.closing(Checkpointer(source, read_only=True)))
+    step = reader.existing_step(step)
+    streamed = reader.streamed_variables(plain_shapes, use_ema=plain.evaluate.use_ema, step=step)
+    variables = quantize_streamed(task.model, streamed)
+    directory = to_close.enter_context(job_directory(out))
+    writer = to_close.enter_context(contextlib.closing(Checkpointer(directory)))
+    if writer.latest_step() is not None:
+      raise UserError(f'--out={directory} has checkpoints already; name another directory')
+    try:
+      state = TrainState(np.asarray(step, np.int32), variables, None)
+      writer.save(step, state, TrainState(jax.ShapeDtypeStruct((), np.int32), _stored_shapes(variables), None), None)
+      writer.wait()
+    except CheckpointError as error:
+      if isinstance(error.__cause__, UserError):
+        raise error.__cause__ from None
+      raise
+    if is_primary_process():
+      if (source / FOLDER).is_dir():
+        shutil.copytree(source / FOLDER, directory / FOLDER, dirs_exist_ok=True)
+      write_record(directory, quantized, mesh=mesh.shape)
+  before, after = (sum(x.nbytes for x in leaves(tree).values()) for tree in (streamed, variables))
+  return [
+    f'{before / 1e6:,.1f} MB of variables became {after / 1e6:,.1f} MB',
+    f'step {step}: saved in {directory / "checkpoints"}',
+  ]
+
+
+def _rules_of_training(model: Config) -> tuple[Config, ...]:
+  """Returns rules that store weights as they are rounded in training; raises ConfigError if there are none."""
+  rules = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized)
+  if not rules or not all(rule.trained for rule in rules):
+    raise ConfigError(
+      'task.model.quantized: name a format; only a model whose rules say trained=True, for training, has rules '
+      'by which its weights can be stored'
+    )
+  return tuple(rule.clone(trained=False) for rule in rules)
+
+
+def _stored_shapes(variables: NestedDict) -> NestedDict:
+  return map_with_path(lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)

@@ -1,0 +1,155 @@
+"""Weights in few bits that are computed when they are read, and plain weights that are computed from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
+from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.trees import NestedDict, leaves, nest
+from praxis_lite.layers.quantized_weights import QuantizedWeight, RoundedWeight
+from praxis_lite.layers.weight_formats import WeightFormat
+from praxis_lite.models import BaseModel
+
+
+def quantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
+  """Returns the variables of a model with weights in few bits, which are computed when they are read.
+
+  Args:
+    model: the built model with weights in few bits.
+    streamed: the variables of the model with plain weights.
+  """
+  variables = leaves(streamed)
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      if not isinstance(stored, QuantizedWeight):
+        continue
+      path = layer.path[len(model.path) :]
+      weight = variables.pop((*path, name))
+      for part in stored.parts:
+        variables[*path, part] = _Part(weight, stored, part, f'{layer.path_name}.{name}')
+  return nest(variables)
+
+
+def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
+  """Returns the variables of the model with plain weights, which are computed when they are read.
+
+  Args:
+    model: the built model with weights in few bits, or with weights that are rounded where they are used.
+    streamed: its variables.
+  """
+  variables = leaves(streamed)
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      path = layer.path[len(model.path) :]
+      assert isinstance(stored, QuantizedWeight | RoundedWeight)
+      parts = {part: variables.pop((*path, part)) for part in stored.parts}
+      variables[*path, name] = _Plain(parts, stored)
+  return nest(variables)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part(StreamedArray):
+  """One of the variables that hold a weight in few bits.
+
+  Attributes:
+    weight: the weight [*stack, *I, *O].
+    stored: how it is stored.
+    part: the name of this variable.
+    where: the name of the weight in messages.
+  """
+
+  weight: StreamedArray
+  stored: QuantizedWeight
+  part: str
+  where: str
+
+  @property
+  def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    declared, own = self.stored.parts[self.part].shape, len(self.stored.weight.shape)
+    return (*self.weight.shape[: len(self.weight.shape) - own], *declared)
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.stored.parts[self.part].as_struct().dtype
+
+  def read(self, box: Box) -> np.ndarray:
+    """Returns a part; raises CheckpointError if the weight has NaN or infinities there."""
+    w = self.weight.read(self._inputs_whole(box))
+    if not np.isfinite(w).all():
+      raise CheckpointError(f'{self.where} has NaN or infinities, so it cannot be quantized')
+    whole = np.asarray(self.stored.store(jnp.asarray(w))[self.part])
+    first, last = self._inputs
+    return whole[(*[slice(None)] * first, *box[first:last])]
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    """Returns a shape of parts with all inputs of one layer, and as many outputs as `part_bytes` allow."""
+    first, last = self._inputs
+    shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
+    return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.weight.shape[first:last])))
+
+  @property
+  def _inputs(self) -> tuple[int, int]:
+    return _dims_of_inputs(self.stored.format, len(self.weight.shape))
+
+  def _inputs_whole(self, box: Box) -> Box:
+    first, last = self._inputs
+    return (*box[:first], *whole_box(self.weight.shape)[first:last], *box[last:])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plain(StreamedArray):
+  """A weight that is computed from the variables that hold it.
+
+  Attributes:
+    parts: these variables, by name.
+    stored: how they hold it.
+  """
+
+  parts: Mapping[str, StreamedArray]
+  stored: QuantizedWeight | RoundedWeight
+
+  @property
+  def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    own = self.stored.weight.shape
+    values = self.parts[self.stored.name].shape
+    return (*values[: len(values) - len(own)], *own)
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.stored.weight.as_struct().dtype
+
+  def read(self, box: Box) -> np.ndarray:
+    first, last = _dims_of_inputs(self.stored.format, len(box))
+    parts = {}
+    for name, part in self.parts.items():
+      whole = whole_box(part.shape)
+      parts[name] = jnp.asarray(part.read((*box[:first], *whole[first:last], *box[last:])))
+    w = np.asarray(self.stored.read(parts, self.dtype))
+    return w[(*[slice(None)] * first, *box[first:last])]
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    first, last = _dims_of_inputs(self.stored.format, len(sizes))
+    shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
+    return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.shape[first:last])))
+
+
+def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
+  """Returns the first dimension of the inputs of a weight of this rank, and that after their last one."""
+  last = rank - form.num_outputs
+  return last - form.num_inputs, last
+
+
+def _outputs_within(shape: list[int], sizes: Sequence[int], first: int, most: int) -> tuple[int, ...]:
+  """Returns a shape with as many entries of the last dimensions, from `first` on, as `most` allows."""
+  for axis in reversed(range(first, len(sizes))):
+    shape[axis] = max(1, min(sizes[axis], most))
+    most //= shape[axis]
+    if shape[axis] < sizes[axis]:
+      break
+  return tuple(shape)

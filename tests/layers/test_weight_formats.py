@@ -1,0 +1,207 @@
+"""Weights in few bits against formulas in NumPy, for odd sizes, stacks, groups and zeros."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers import Linear, MoeFeedForward, Projection, QuantizedWeights
+from praxis_lite.layers.weight_formats import NF4, WeightFormat, quantize
+from praxis_lite.models import BaseModel, dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.sharding.weights import WeightInit
+
+INTEGERS = {'int8': 8, 'int4': 4, 'int2': 2}
+
+
+def random(*shape):
+  return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def by_hand(x, name, symmetric):
+  """The numbers of one scale after rounding."""
+  most = np.abs(x).max()
+  if name == 'nf4':
+    return np.float32(most or 1) * np.float32([min(NF4, key=lambda c: abs(v / (most or 1) - c)) for v in x])
+  half = 2 ** (INTEGERS[name] - 1)
+  if symmetric:
+    scale = most / (half - 0.49) or 1
+    return scale * np.clip(np.round(x / scale), -half, half - 1)
+  scale = (max(x.max(), 0) - min(x.min(), 0)) / (2 * half - 1) or 1
+  zero = np.round(-min(x.min(), 0) / scale)
+  return scale * (np.clip(np.round(x / scale) + zero, 0, 2 * half - 1) - zero)
+
+
+def groups_by_hand(w, name, group_size, symmetric):
+  """The rounded weight, for one dimension of inputs before one of outputs."""
+  expected = np.zeros_like(w)
+  for stack in np.ndindex(w.shape[:-2]):
+    for out in range(w.shape[-1]):
+      for start in range(0, w.shape[-2], group_size or w.shape[-2]):
+        at = (*stack, slice(start, start + (group_size or w.shape[-2])), out)
+        expected[at] = by_hand(w[at], name, symmetric)
+  return expected
+
+
+dequantize = jax.jit(WeightFormat.dequantize, static_argnums=(0, 2))
+CASES = [
+  *(('int8', None, True), ('int8', 3, False), ('int4', 4, True), ('int4', None, False)),
+  *(('int2', 5, True), ('nf4', 4, True), ('int4', 64, True)),
+]
+
+
+@pytest.mark.parametrize('shape', [(2, 9, 2), (1, 1)])
+def test_every_format_is_its_formula(shape):
+  w = random(*shape)
+  w.reshape(-1)[2:4] = 0
+  for name, group_size, symmetric in CASES:
+    form = WeightFormat(name, group_size=group_size, symmetric=symmetric)
+    parts = quantize(form, w)
+    np.testing.assert_allclose(
+      dequantize(form, parts, shape[-2]), groups_by_hand(w, name, group_size, symmetric), atol=2e-6, err_msg=name
+    )
+    assert parts['values'].shape == form.values_shape(shape) and parts['scale'].shape == form.scale_shape(shape)
+    assert form.stored_bytes(shape) == sum(x.nbytes for x in parts.values())
+
+
+@pytest.mark.parametrize('name, steps', [('int8', 0.51), ('int4', 0.51), ('int2', 0.51), ('nf4', 0.152)])
+def test_rounding_is_off_by_half_a_step(name, steps):
+  w = random(33, 5)
+  form = WeightFormat(name, group_size=8)
+  parts = quantize(form, w)
+  scales = np.repeat(parts['scale'], 8, axis=0)[:33]
+  assert (np.abs(dequantize(form, parts, 33) - w) <= scales * (steps + 1e-5)).all()
+
+
+@pytest.mark.parametrize('name', ['int8', 'int4', 'nf4'])
+def test_zeros_stay_zero_and_other_dtypes_are_taken(name):
+  form = WeightFormat(name, group_size=2, scale_dtype='bfloat16')
+  parts = form.quantize(np.zeros((5, 2), np.float32))
+  assert parts['scale'].dtype == 'bfloat16' and not np.any(form.dequantize(parts, 5))
+  w = jax.numpy.asarray(random(5, 2), 'bfloat16')
+  again = form.dequantize(form.quantize(w), 5, 'bfloat16')
+  assert again.dtype == 'bfloat16' and np.abs(again - w).max() < 0.5
+
+
+def test_several_dimensions_of_inputs_share_a_scale_unless_there_are_groups():
+  w = random(3, 4, 5)  # Out of 3 heads of 4 dims.
+  whole = WeightFormat('int8', num_inputs=2)
+  assert whole.scale_shape(w.shape) == (1, 1, 5) and whole.values_shape(w.shape) == w.shape
+  flat = WeightFormat('int8').quantize(w.reshape(12, 5))
+  np.testing.assert_array_equal(whole.quantize(w)['values'], flat['values'].reshape(w.shape))
+  assert WeightFormat('int4', num_inputs=2, group_size=3).scale_shape(w.shape) == (3, 2, 5)
+  heads = WeightFormat('int4', num_inputs=1, num_outputs=2, group_size=3)  # To 4 heads of 5 dims.
+  assert heads.values_shape(w.shape) == (2, 4, 5) and heads.scale_shape(w.shape) == (1, 4, 5)
+  assert np.abs(heads.dequantize(heads.quantize(w), 3) - w).max() < 0.3
+
+
+def test_a_percentile_cuts_outliers():
+  w = random(1000, 1) * 0.1
+  w[3] = 50
+  for symmetric in (True, False):
+    errors = []
+    for percentile in (99.5, 100):
+      form = WeightFormat('int4', symmetric=symmetric, percentile=percentile)
+      errors.append(np.abs(np.delete(dequantize(form, quantize(form, w), 1000) - w, 3)).mean())
+    assert errors[0] < 0.02 < errors[1]
+
+
+def test_the_gradient_of_rounding_goes_straight_through():
+  form, w = WeightFormat('int2', group_size=2), random(5, 3)
+  rounded = dequantize(form, quantize(form, w), 5)
+  value, gradient = jax.jit(jax.value_and_grad(lambda w: jax.numpy.sum(form.round_weight(w) ** 2)))(w)
+  np.testing.assert_allclose(value, np.sum(np.square(rounded)), rtol=1e-5)
+  np.testing.assert_allclose(gradient, 2 * rounded, atol=1e-5)
+
+
+def test_initial_values_are_rounded_ones():
+  model = Config(Linear, input_dims=5, output_dims=3, params_init=WeightInit.Gaussian(2.0))
+  edits = Config(OneLayer, layer=model, quantized=Config(QuantizedWeights, format='int4')).instantiate(name='model')
+  found = edits.init(jax.random.key(0))['only']
+  assert found['w'].shape == (3, 3) and len(np.unique(found['w'])) > 3 and found['w_quantized_scale'].min() > 0.1
+
+
+class OneLayer(BaseModel):
+  layer: Config = REQUIRED
+
+  def setup(self):
+    self.create_child('only', self.layer)
+
+
+# ---------------------------------------------------------------- in layers
+
+
+def lm(*rules, experts=None):
+  sizes = {'vocab_size': 37, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 15}
+  return quantize_weights(transformer_lm(**sizes, experts=experts), *rules)
+
+
+def kinds(tree):
+  return jax.tree.map(lambda x: (tuple(getattr(x, 'full_shape', x.shape)), np.dtype(x.dtype)), tree)
+
+
+def logits(model, variables):
+  return jax.jit(lambda v: model.lm.apply(v, IDS, method='logits')[0])(variables['lm'])
+
+
+IDS = np.arange(10).reshape(2, 5)
+EXPERTS = Config(MoeFeedForward, num_experts=3)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('experts', [None, EXPERTS])
+def test_a_model_computes_with_the_rounded_weights(experts):
+  rules = (
+    Config(QuantizedWeights, layers=r'.*\.(query|up|ff)', format='int4', group_size=4),
+    Config(QuantizedWeights, format='nf4', scale_dtype='bfloat16'),
+  )
+  plain, model = lm(experts=experts).instantiate(), lm(*rules, experts=experts).instantiate()
+  variables = drawn_variables(plain.abstract_init())
+  stored = quantize_variables(model, variables)
+  assert kinds(stored) == kinds(model.abstract_init()) == kinds(jax.eval_shape(model.init, jax.random.key(0)))
+  rounded = dequantize_variables(model, stored)
+  assert kinds(rounded) == kinds(variables)
+  assert model.active_num_params == plain.active_num_params
+  found, expected = logits(model, stored), logits(plain, rounded)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  trained = lm(*[rule.clone(trained=True) for rule in rules], experts=experts).instantiate()
+  assert kinds(trained.abstract_init()) == kinds(variables)
+  np.testing.assert_allclose(logits(trained, variables), expected, atol=1e-5)
+
+
+def test_the_weight_of_a_projection_is_the_rounded_one():
+  model = lm(Config(QuantizedWeights, layers=r'.*\.out', format='int8')).instantiate()
+  (layer,) = (x for x in model.descendants() if isinstance(x, Projection) and x.name == 'out')
+  form = layer._stored['w'].format
+  w = random(3, 6, 18)
+  stored = layer._stored['w'].store(jax.numpy.asarray(w))
+  found, _ = layer.apply(stored, method='weight')
+  np.testing.assert_allclose(found, form.dequantize(form.quantize(w), 6), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'rule, text',
+  [
+    ({'format': 'int3'}, 'format.*int3'),
+    ({'group_size': 0}, 'group_size.*at least 1'),
+    ({'percentile': 30.0}, 'percentile: expected a number above 50'),
+    ({'format': 'nf4', 'symmetric': False}, 'symmetric: only integers have zero points'),
+    ({'scale_dtype': 'int8'}, 'scale_dtype: expected a floating dtype'),
+    ({'layers': '('}, 'not a regular expression'),
+    ({'layers': r'.*\.querry'}, r'quantized\[0\].layers: .* matches no layer with weights'),
+    ({'layers': r'lm\.softmax'}, r'matches lm.softmax, a FullSoftmax, whose weights cannot be quantized'),
+  ],
+)
+def test_rules_that_are_not_valid(rule, text):
+  with pytest.raises(ConfigError, match=text):
+    lm(Config(QuantizedWeights, **rule)).instantiate()
+
+
+def test_a_weight_that_is_not_finite_is_named():
+  model, variables = lm(Config(QuantizedWeights)).instantiate(), drawn_variables(lm().instantiate().abstract_init())
+  variables['lm']['transformer']['layers']['attention']['query']['w'][0, 0, 0, 0] = np.nan
+  with pytest.raises(Exception, match=r'attention\.query\.w has NaN or infinities'):
+    quantize_variables(model, variables)

@@ -1,0 +1,112 @@
+"""Runs with weights in few bits: made from a run, evaluated, exported, fine-tuned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.bridges.hf import export_run
+from praxis_lite.bridges.hf.files import read_folder
+from praxis_lite.checkpoints.streamed import PART_BYTES, StreamedArray, boxes, whole_box
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.trees import leaves, leaves_by_path
+from praxis_lite.experiments.lm import SyntheticLmTiny
+from praxis_lite.layers import Lora, MoeFeedForward, QuantizedWeights
+from praxis_lite.models import dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.runs import open_run, run_train
+from praxis_lite.runs.quantized import quantize_run
+from praxis_lite.runs.quantized_arrays import dequantize_streamed, quantize_streamed
+from praxis_lite.runs.records.record import read_record
+from praxis_lite.training import train_adapters
+from praxis_lite.training.experiment import configure
+
+
+class InMemory(StreamedArray):
+  def __init__(self, array):
+    self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+  def read(self, box):
+    return np.array(self.array[box])
+
+
+def in_parts(array, part_bytes):
+  """The whole array, read in parts."""
+  whole = np.zeros(array.shape, array.dtype)
+  for box in boxes(whole_box(array.shape), array.part_shape(array.shape, part_bytes)):
+    whole[box] = array.read(box)
+  return whole
+
+
+def lm(**fields):
+  sizes = {'vocab_size': 7, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 5}
+  return transformer_lm(**sizes, **fields)
+
+
+RULES = (
+  Config(QuantizedWeights, layers=r'.*\.(query|ff)', format='int4', group_size=4, symmetric=False),
+  Config(QuantizedWeights, format='nf4', scale_dtype='bfloat16'),
+)
+
+
+@pytest.mark.parametrize('part_bytes', [PART_BYTES, 200])
+def test_weights_are_converted_part_by_part(part_bytes):
+  experts = Config(MoeFeedForward, num_experts=3)
+  plain, model = lm(experts=experts).instantiate(), quantize_weights(lm(experts=experts), *RULES).instantiate()
+  variables = drawn_variables(plain.abstract_init())
+  streamed = quantize_streamed(model, _in_memory(variables))
+  expected = quantize_variables(model, variables)
+  for path, array in leaves_by_path(expected).items():
+    found = leaves(streamed)[path]
+    np.testing.assert_array_equal(in_parts(found, part_bytes), array)
+  back = leaves(dequantize_streamed(model, _in_memory(expected)))
+  for path, array in leaves_by_path(dequantize_variables(model, expected)).items():
+    np.testing.assert_allclose(in_parts(back[path], part_bytes), array, atol=1e-6)
+
+
+def _in_memory(tree):
+  return {k: _in_memory(v) if isinstance(v, dict) else InMemory(np.asarray(v)) for k, v in tree.items()}
+
+
+@pytest.mark.slow
+def test_a_run_is_quantized_evaluated_exported_and_fine_tuned(tmp_path):
+  config = configure(SyntheticLmTiny)
+  config.task.train.set(num_train_steps=2, save_interval_steps=2, log_interval_steps=2)
+  run_train(config, tmp_path / 'base')
+  lines = quantize_run(config, tmp_path / 'base', tmp_path / 'int8', Config(QuantizedWeights))
+  assert 'MB of variables became' in lines[0]
+  base, model = open_run(tmp_path / 'base').load(), open_run(tmp_path / 'int8').load()
+  stored = model.variables['lm']['transformer']['layers']['attention']['query']
+  assert stored['w'].dtype == np.int8 and model.step == 2
+  np.testing.assert_allclose(model.evaluate('validation')['loss'], base.evaluate('validation')['loss'], rtol=2e-3)
+
+  recorded = read_record(tmp_path / 'int8').config
+  export_run(recorded, tmp_path / 'int8', tmp_path / 'exported')
+  theirs = read_folder(tmp_path / 'exported')['model.layers.1.self_attn.q_proj.weight'].read_all()
+  plain = dequantize_variables(model.layer, model.variables)['lm']['transformer']['layers']['attention']['query']['w']
+  np.testing.assert_allclose(theirs, np.asarray(plain[1]).reshape(18, 18).T, atol=1e-6)
+
+  with pytest.raises(ConfigError, match='has rules for its weights already'):
+    quantize_run(recorded, tmp_path / 'int8', tmp_path / 'again', Config(QuantizedWeights))
+  with pytest.raises(UserError, match='has checkpoints already'):
+    quantize_run(config, tmp_path / 'base', tmp_path / 'int8', Config(QuantizedWeights))
+
+  train_adapters(recorded.task, Config(Lora, rank=2))
+  recorded.task.train.init_from.path = str(tmp_path / 'int8')
+  recorded.task.ici_mesh_shape = (1, 3, 1)
+  run_train(recorded, tmp_path / 'qlora')
+  after = leaves(open_run(tmp_path / 'qlora').load().variables)
+  for path, value in leaves(model.variables).items():
+    np.testing.assert_array_equal(after[path], value)
+
+  unlike = configure(SyntheticLmTiny)
+  quantize_weights(unlike.task.model, Config(QuantizedWeights))
+  unlike.task.train.init_from.path = str(tmp_path / 'base')
+  with pytest.raises(CheckpointError, match='praxis-lite quantize'):
+    run_train(unlike, tmp_path / 'unlike')
+
+
+def test_a_run_without_rules_for_training_needs_a_format(tmp_path):
+  with pytest.raises(ConfigError, match='name a format'):
+    quantize_run(configure(SyntheticLmTiny), tmp_path / 'base', tmp_path / 'int8')
