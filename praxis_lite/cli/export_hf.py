@@ -31,6 +31,7 @@ def _run(values: flags.FlagValues) -> int:
     dtype=values.dtype,
     max_file_bytes=size,
     adapter=values.adapter,
+    quantized=values.quantized,
   )
   say_how_config_differs(values, config)
   print(f'{values.out}: {", ".join(files)}')
@@ -48,6 +49,7 @@ def _flags() -> CommandFlags:
   values.add_switch(
     'adapter', 'Write only the adapters (LoRA), as a folder that peft loads; otherwise they are merged.'
   )
+  values.add_switch('quantized', 'Write weights in 8 or 4 bits as they are, for vLLM (compressed-tensors).')
   return values
 
 

@@ -163,6 +163,15 @@ class QuantizedWeight:
     last = self.weight.shape[self.format.group_axis(len(self.weight.shape))]
     return self.format.dequantize(by_kind, last, dtype or self.weight.dtype)
 
+  def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns what the parts of integers say for each entry of the weight.
+
+    Returns:
+      'integers', from -2^(b-1) on for b bits, 'scale' and perhaps 'zero', counted like the integers.
+    """
+    last = self.weight.shape[self.format.group_axis(len(self.weight.shape))]
+    return self.format.spread({kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}, last)
+
   def _name_of(self, kind: str) -> str:
     return self.name + SUFFIXES[kind]
 

@@ -138,6 +138,15 @@ class WeightFormat:
       unscaled = q.astype(jnp.float32) - (0 if self.bits == 8 else 2 ** (self.bits - 1))
     return (unscaled * self._spread(parts[SCALE].astype(jnp.float32), num_last)).astype(dtype or jnp.float32)
 
+  def spread(self, parts: Mapping[str, jax.Array], num_last: int) -> dict[str, jax.Array]:
+    """Returns 'integers', 'scale' and perhaps 'zero' for each entry of a weight; see `QuantizedWeight.spread`."""
+    q, half = self._unpack(parts[VALUES], num_last), 2 ** (self.bits - 1)
+    signed = q if q.dtype == jnp.int8 else (q.astype(jnp.int32) - half).astype(jnp.int8)
+    found = {'integers': signed, SCALE: self._spread(parts[SCALE].astype(jnp.float32), num_last)}
+    if self.has_zeros:
+      found[ZERO] = self._spread((parts[ZERO].astype(jnp.int32) - half).astype(jnp.int8), num_last)
+    return {kind: jnp.broadcast_to(x, q.shape) for kind, x in found.items()}
+
   def round_weight(self, w: jax.Array) -> jax.Array:
     """Returns a weight as it is after rounding, in its own dtype; its gradient goes to w unchanged (straight-through).
 
@@ -232,9 +241,5 @@ quantize = jax.jit(WeightFormat.quantize, static_argnums=0)
 
 
 def _nf4_values(q: jax.Array) -> jax.Array:
-  """Returns c[q], by four selections: a lookup of each entry is slow on some devices."""
-  values = [jnp.float32(c) for c in NF4]
-  for bit in range(4):
-    is_set = (q >> bit) & 1 != 0
-    values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2])]
-  return values[0]
+  """Returns c[q]."""
+  return jnp.asarray(NF4, jnp.float32).at[q].get(mode='promise_in_bounds')

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import NestedDict, leaves, nest
 from praxis_lite.layers.quantized_weights import QuantizedWeight, RoundedWeight
 from praxis_lite.layers.weight_formats import WeightFormat
@@ -51,6 +53,32 @@ def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
       parts = {part: variables.pop((*path, part)) for part in stored.parts}
       variables[*path, name] = _Plain(parts, stored)
   return nest(variables)
+
+
+def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedDict]:
+  """Returns what the variables of weights in few bits say for each entry of these weights, in trees of `SpreadPart`.
+
+  The trees are 'integers', from -2^(b-1) on for b bits, 'scale' and, if there are weights that are not symmetric,
+  'zero', which is counted like the integers.
+
+  Args:
+    model: the built model with weights in few bits.
+    streamed: its variables.
+  """
+  variables = leaves(streamed)
+  found: dict[str, dict[tuple[str, ...], StreamedArray]] = {'integers': {}, 'scale': {}, 'zero': {}}
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      path = layer.path[len(model.path) :]
+      if not isinstance(stored, QuantizedWeight):
+        raise ConfigError(
+          f'{layer.path_name}.{name} is stored as it is trained; `praxis-lite quantize` without a format stores it in '
+          'few bits'
+        )
+      parts = {part: variables[*path, part] for part in stored.parts}
+      for kind in ('integers', 'scale', *(['zero'] if stored.format.has_zeros else [])):
+        found[kind][*path, name] = SpreadPart(parts, stored, kind)
+  return {kind: nest(tree) for kind, tree in found.items() if tree}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,8 +131,8 @@ class _Part(StreamedArray):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plain(StreamedArray):
-  """A weight that is computed from the variables that hold it.
+class _OfParts(StreamedArray):
+  """An array of the shape of a weight that is computed from the variables that hold it.
 
   Attributes:
     parts: these variables, by name.
@@ -114,15 +142,15 @@ class _Plain(StreamedArray):
   parts: Mapping[str, StreamedArray]
   stored: QuantizedWeight | RoundedWeight
 
+  @abc.abstractmethod
+  def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns entries for parts with all inputs."""
+
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
     own = self.stored.weight.shape
     values = self.parts[self.stored.name].shape
     return (*values[: len(values) - len(own)], *own)
-
-  @property
-  def dtype(self) -> np.dtype:  # type: ignore[override]
-    return self.stored.weight.as_struct().dtype
 
   def read(self, box: Box) -> np.ndarray:
     first, last = _dims_of_inputs(self.stored.format, len(box))
@@ -130,13 +158,43 @@ class _Plain(StreamedArray):
     for name, part in self.parts.items():
       whole = whole_box(part.shape)
       parts[name] = jnp.asarray(part.read((*box[:first], *whole[first:last], *box[last:])))
-    w = np.asarray(self.stored.read(parts, self.dtype))
+    w = np.asarray(self._compute(parts))
     return w[(*[slice(None)] * first, *box[first:last])]
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     first, last = _dims_of_inputs(self.stored.format, len(sizes))
     shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
     return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.shape[first:last])))
+
+
+class _Plain(_OfParts):
+  """The weight itself."""
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.stored.weight.as_struct().dtype
+
+  def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
+    return self.stored.read(parts, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpreadPart(_OfParts):
+  """For each entry of a weight its integer, its scale, or its zero point; see `spread_streamed`.
+
+  Attributes:
+    kind: 'integers', 'scale' or 'zero'.
+  """
+
+  stored: QuantizedWeight
+  kind: str
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return np.dtype(np.float32 if self.kind == 'scale' else np.int8)
+
+  def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
+    return self.stored.spread(parts)[self.kind]
 
 
 def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from drawn_state import drawn_variables
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import Linear, MoeFeedForward, Projection, QuantizedWeights
+from praxis_lite.layers import FeedForward, Linear, MoeFeedForward, Projection, QuantizedWeights
 from praxis_lite.layers.weight_formats import NF4, WeightFormat, quantize
 from praxis_lite.models import BaseModel, dequantize_variables, quantize_variables, quantize_weights, transformer_lm
 from praxis_lite.sharding.weights import WeightInit
@@ -205,3 +207,42 @@ def test_a_weight_that_is_not_finite_is_named():
   variables['lm']['transformer']['layers']['attention']['query']['w'][0, 0, 0, 0] = np.nan
   with pytest.raises(Exception, match=r'attention\.query\.w has NaN or infinities'):
     quantize_variables(model, variables)
+
+
+class OnlyFeedForward(BaseModel):
+  def setup(self):
+    self.create_child('ff', Config(FeedForward, input_dims=8, hidden_dims=64))
+
+  def __call__(self, x):
+    return self.ff(x)
+
+
+def test_training_with_rounded_weights_recovers_what_rounding_afterwards_loses():
+  rule = Config(QuantizedWeights, format='int2')
+  plain, trained, frozen = (
+    Config(OnlyFeedForward, quantized=rules).instantiate(name='model')
+    for rules in ((), (rule.clone(trained=True),), (rule,))
+  )
+  variables, x = drawn_variables(plain.abstract_init()), random(64, 8)
+  variables = jax.tree.map(lambda v: 5 * v, variables)
+  wanted = plain.apply(variables, x)[0]
+  optimizer = optax.adam(1e-2)
+
+  def loss(v):
+    return jnp.mean((trained.apply(v, x)[0] - wanted) ** 2)
+
+  @jax.jit
+  def train(v):
+    def step(state, _):
+      v, slots = state
+      value, gradients = jax.value_and_grad(loss)(v)
+      updates, slots = optimizer.update(gradients, slots)
+      return (optax.apply_updates(v, updates), slots), value
+
+    (v, _), losses = jax.lax.scan(step, (v, optimizer.init(v)), length=300)
+    return v, losses
+
+  tuned, losses = train(variables)
+  after = float(jnp.mean((frozen.apply(quantize_variables(frozen, tuned), x)[0] - wanted) ** 2))
+  np.testing.assert_allclose(after, loss(tuned), rtol=1e-4)
+  assert after < 0.3 * losses[0], (after, losses[0])

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, cast
 
+from praxis_lite.bridges.hf.compressed_tensors import is_compressed
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
@@ -76,7 +77,7 @@ class Family:
 
   def takes(self, quantization: object) -> bool:
     """Whether weights may be stored as `quantization_config` of config.json says."""
-    return quantization is None
+    return quantization is None or is_compressed(quantization)
 
   def refusal(self) -> str:
     """Returns the end of the message about another architecture."""

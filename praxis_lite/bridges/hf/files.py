@@ -40,7 +40,8 @@ _DTYPES: dict[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
 }
 _MASKS: dict[str, np.dtype] = {'BOOL': np.dtype(np.bool_), 'U8': np.dtype(np.uint8)}
-_NAMES = {dtype: name for name, dtype in (_DTYPES | _MASKS).items()}
+_INTEGERS: dict[str, np.dtype] = {'I8': np.dtype(np.int8), 'I32': np.dtype(np.int32), 'I64': np.dtype(np.int64)}
+_NAMES = {dtype: name for name, dtype in (_DTYPES | _MASKS | _INTEGERS).items()}
 _METADATA = '__metadata__'
 
 
@@ -100,6 +101,12 @@ class StoredTensor(NamedTuple):
   def read_bytes(self, index: tuple[slice, ...]) -> np.ndarray:
     """Like `read`, for a tensor of bytes."""
     return np.array(np.memmap(self.file, np.uint8, 'r', self.offset, self.shape)[index])
+
+  def read_integers(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Like `read`, for a tensor of signed integers; raises CheckpointError if it has another dtype."""
+    if self.kind not in _INTEGERS:
+      raise CheckpointError(f'{self.file}: {self.name} has dtype {self.kind}; expected {" or ".join(_INTEGERS)}')
+    return np.array(np.memmap(self.file, _INTEGERS[self.kind], 'r', self.offset, self.shape)[index])
 
   def read_all(self) -> np.ndarray:
     """Returns a copy of the whole tensor, which may also be a mask of booleans or bytes."""
@@ -190,7 +197,7 @@ def read_header(file: str) -> dict[str, StoredTensor]:
   if end > size:
     raise CheckpointError(f'{file} is truncated: its header describes {end} bytes, and there are {size}')
   for tensor in found.values():
-    dtype = (_DTYPES | _MASKS).get(tensor.kind)
+    dtype = (_DTYPES | _MASKS | _INTEGERS).get(tensor.kind)
     if dtype is not None and tensor.offset + math.prod(tensor.shape) * dtype.itemsize > size:
       raise CheckpointError(f'{file} is damaged: {tensor.name} of shape {list(tensor.shape)} goes beyond its end')
   return found

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.bridges.hf.compressed_tensors import is_compressed, join_packed
 from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.bridges.hf.files import Tensor, read_folder
@@ -79,7 +80,10 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   config = family.as_stored(config, tensors)
   hf = config.replace_defaults(family.defaults)
   stored = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
-  readable = join_scales(stored) if hf.values.get('quantization_config') else dict[str, Tensor](stored)
+  quantization = hf.values.get('quantization_config')
+  readable = dict[str, Tensor](stored)
+  if quantization:
+    readable = join_packed(stored) if is_compressed(quantization) else join_scales(stored)
   notes = _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
   if hf['tie_word_embeddings'] and family.head in readable:
     embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 
+from praxis_lite.bridges.hf.compressed_tensors import compress_tensors
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.bridges.hf.generation import GENERATION_FILE, set_decoder, write_generation
 from praxis_lite.bridges.hf.hf_config import CONFIG_FILE, HfConfig, read_json
@@ -33,7 +34,7 @@ from praxis_lite.bridges.hf.reader import (
 )
 from praxis_lite.bridges.hf.tensors import add_copies, pieces
 from praxis_lite.bridges.hf.whisper import set_transcription
-from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint, write_tensors
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.config.overrides import apply_overrides
@@ -65,7 +66,7 @@ from praxis_lite.models import (
   without_quantization,
 )
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
-from praxis_lite.runs.quantized_arrays import dequantize_streamed
+from praxis_lite.runs.quantized_arrays import dequantize_streamed, spread_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
@@ -260,6 +261,7 @@ def export_run(
   dtype: str | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
   adapter: bool = False,
+  quantized: bool = False,
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads.
 
@@ -274,6 +276,7 @@ def export_run(
     dtype: dtype to write, such as 'bfloat16'; None keeps that of the checkpoint.
     max_file_bytes: above this size, several files are written.
     adapter: write only the adapters, as a folder that peft loads; see `write_adapter`.
+    quantized: write weights in few bits as they are, in the format of compressed-tensors, which vLLM reads.
 
   Returns:
     The names of the files.
@@ -293,6 +296,10 @@ def export_run(
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
+  if quantized and (model.adapters or not model.quantized):
+    what = 'adapters, which are merged into plain weights' if model.adapters else 'no weights in few bits'
+    raise ConfigError(f'--quantized: the model has {what}; `praxis-lite quantize` makes a run with weights in few bits')
+  spread = {kind: family.part_of(tree) for kind, tree in spread_streamed(model, whole).items()} if quantized else {}
   if model.quantized:
     whole, model = dequantize_streamed(model, whole), without_quantization(config.task.model).instantiate()
   if adapter:
@@ -304,7 +311,12 @@ def export_run(
     weights = select(weights, lambda path: node_at(variables, path) is not None)
   found = add_copies(pieces(family.table_of(weights), weights), family.written_copies(HfConfig(values)))
   with _appears_complete(target_folder) as folder:
-    files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
+    if quantized:
+      written = compress_tensors(variables, spread, found, family.head, dtype)
+      config_json = {**values, 'quantization_config': written.quantization}
+      files = write_tensors(folder, config_json, written.declared, written.tensor, max_file_bytes)
+    else:
+      files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(_tokenizer_folder(config, directory / FOLDER), folder, _TOKENIZER_FILES)
     files += _copy_files(directory / FOLDER, folder, (PREPROCESSOR_FILE,))
     if isinstance(model, LanguageModel):

@@ -38,10 +38,25 @@ def write_checkpoint(
     max_file_bytes: larger checkpoints are written as several files and an index.
     dtype: the dtype of all tensors; None keeps the dtype of each variable.
   """
-  declared, tensor = tensors_to_write(variables, found, dtype)
+  return write_tensors(folder, config, *tensors_to_write(variables, found, dtype), max_file_bytes)
+
+
+def write_tensors(
+  folder: str | os.PathLike[str],
+  config: Mapping[str, object],
+  declared: Mapping[str, Declared],
+  tensor: Callable[[str], np.ndarray],
+  max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+  """Writes config.json and tensors; returns the names of the files.
+
+  Args:
+    folder, config, max_file_bytes: see `write_checkpoint`.
+    declared, tensor: dtypes and shapes by name, and a function of the name that returns a tensor.
+  """
   check_range('max_file_bytes', max_file_bytes, least=1)
   files = write_folder(folder, declared, tensor, max_file_bytes)
-  dtypes = {str(d.dtype) for d in declared.values()}
+  dtypes = {str(d.dtype) for d in declared.values() if not np.issubdtype(d.dtype, np.integer)}
   content = {**config, 'torch_dtype': dtypes.pop() if len(dtypes) == 1 else 'float32'}
   with open(os.path.join(folder, CONFIG_FILE), 'w', encoding='utf-8') as f:
     json.dump(content, f, indent=2, sort_keys=True)
