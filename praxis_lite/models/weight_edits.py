@@ -10,6 +10,7 @@ from praxis_lite.common.errors import ConfigError, prefix_errors
 from praxis_lite.common.trees import Path, path_name, suggest_pattern
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.stored import StoredWeight
+from praxis_lite.layers.low_rank import LowRankUpdate
 from praxis_lite.layers.quantized_weights import QuantizedWeights
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -38,6 +39,8 @@ class WeightEdits:
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
     path = path_name(layer.path[len(self._path) :])
+    if isinstance(layer, LowRankUpdate):  # A part of an adapter, which a regex for the layer's own weights may match.
+      return None
     self._kinds[path] = type(layer).__name__
     if name not in layer.product_weights:
       return None

@@ -11,9 +11,16 @@ from drawn_state import drawn_variables
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import FeedForward, Linear, MoeFeedForward, Projection, QuantizedWeights
+from praxis_lite.layers import FeedForward, Linear, Lora, MoeFeedForward, Projection, QuantizedWeights
 from praxis_lite.layers.weight_formats import NF4, WeightFormat, quantize
-from praxis_lite.models import BaseModel, dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.models import (
+  BaseModel,
+  add_adapters,
+  dequantize_variables,
+  quantize_variables,
+  quantize_weights,
+  transformer_lm,
+)
 from praxis_lite.sharding.weights import WeightInit
 
 INTEGERS = {'int8': 8, 'int4': 4, 'int2': 2}
@@ -200,6 +207,14 @@ def test_the_weight_of_a_projection_is_the_rounded_one():
 def test_rules_that_are_not_valid(rule, text):
   with pytest.raises(ConfigError, match=text):
     lm(Config(QuantizedWeights, **rule)).instantiate()
+
+
+def test_a_rule_may_match_the_adapters_of_its_layers():
+  model = lm(Config(QuantizedWeights, layers=r'.*\.ff\..*'))
+  ff = (
+    add_adapters(model, Config(Lora, rank=2)).instantiate().abstract_init()['lm']['transformer']['layers']['ff']['up']
+  )
+  assert np.dtype(ff['w'].dtype) == np.int8 and ff['lora']['a'].trainable
 
 
 def test_a_weight_that_is_not_finite_is_named():
