@@ -30,6 +30,7 @@ ORDER = (
     'runs.throughput',
     'runs.console',
     'runs.decoding_memory',
+    'runs.answers',
     'runs.programs',
   ),
   *('runs.observer', 'runs.hooks', 'runs.trouble', 'runs.cluster', 'runs'),

@@ -13,6 +13,7 @@ from praxis_lite.inputs.preferences import PreferenceInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
 from praxis_lite.inputs.recordings import RecordingInput
+from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.inputs.rows import Feature
 from praxis_lite.inputs.source_target import SourceTargetInput
 from praxis_lite.inputs.span_corruption import SpanCorruptionInput
@@ -52,6 +53,7 @@ __all__ = [
   'RandomAccessInput',
   'RandomFeature',
   'RecordingInput',
+  'RewardedInput',
   'SentencePieceTokenizer',
   'SourceTargetInput',
   'SpanCorruptionInput',

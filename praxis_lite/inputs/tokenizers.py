@@ -106,6 +106,10 @@ class BaseTokenizer(Configurable):
       "tokenizer_tpl=praxis_lite.inputs.HfTokenizer with the path of a chat model's tokenizer"
     )
 
+  def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the ids of a chat to which a model adds its answer; see `HfTokenizer.chat_ids`."""
+    return self.chat_tokens(messages).ids.tolist()
+
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of ids. Special ids are left out; invalid UTF-8 becomes U+FFFD."""
     raise NotImplementedError

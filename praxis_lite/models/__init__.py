@@ -32,6 +32,8 @@ from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_auto
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.mup import Mup
 from praxis_lite.models.pipeline_configs import set_pipeline
+from praxis_lite.models.policy_losses import Grpo
+from praxis_lite.models.policy_model import PolicyModel
 from praxis_lite.models.preference_losses import Dpo, Ipo, Kto, Orpo, PreferenceLoss, SimPo
 from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.quantization import (
@@ -66,6 +68,7 @@ __all__ = [
   'Dpo',
   'DraftedModel',
   'EncoderDecoderModel',
+  'Grpo',
   'ImageFeatureModel',
   'Ipo',
   'Kto',
@@ -74,6 +77,7 @@ __all__ = [
   'MaskedLanguageModel',
   'Mup',
   'Orpo',
+  'PolicyModel',
   'PreferenceLoss',
   'PreferenceModel',
   'RewardModel',

@@ -3,32 +3,21 @@
     scores      log-probability of each answer, under the model and under a frozen reference
     loss        of these scores, see `preference_losses.py`
 
-The reference is the model before it is tuned. If the model has adapters, it is the model without them, which needs no
-further memory. Otherwise it is a frozen copy, without gradients or slots of the optimizer: it costs a fraction of what
-training a model costs, and unlike log-probabilities that are stored with the data, it cannot be that of another
-tokenizer, template or checkpoint.
+`referenced_model.py` says what the reference is.
 
 B batch, T length, S pairs of a row. `pairs_of_answers.py` says what a batch has.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from praxis_lite.common.config import Config, build_at, child, template
+from praxis_lite.common.config import Config, build_at, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layers.softmax import SoftmaxOutput
-from praxis_lite.layers.transformer_lm import TransformerLm
-from praxis_lite.models.adapters import ADAPTER_VARIABLES, adapter_paths
-from praxis_lite.models.frozen import FrozenVariables
-from praxis_lite.models.language_model import LanguageModel, clear_padding, sized_network
 from praxis_lite.models.pairs_of_answers import (
   CHOSEN,
   MISMATCHED,
@@ -40,61 +29,35 @@ from praxis_lite.models.pairs_of_answers import (
   sum_by_pair,
 )
 from praxis_lite.models.preference_losses import AnswerScores, Dpo, PairScores, PreferenceLoss
+from praxis_lite.models.referenced_model import ReferencedModel
 
 
-class PreferenceModel(LanguageModel):
+class PreferenceModel(ReferencedModel):
   """A language model that trains on pairs of answers; it decodes, predicts and is exported like any other.
 
-  Attributes: the same as for `LanguageModel`, and
+  Attributes: the same as for `ReferencedModel`, and
     loss_tpl: config of the loss: `Dpo`, `Ipo`, `Kto`, `Orpo` or `SimPo`.
-    reference_dtype: storage dtype of the child `reference`, a frozen copy of the network, which exists if the loss
-      needs a reference and the model has no adapters; None uses `dtype`.
   """
 
   loss_tpl: Config = template(Dpo)
-  reference_dtype: DTypeLike | None = None
 
-  reference: TransformerLm = child()
+  _learns_from = 'pairs of answers'
 
   def setup(self) -> None:
     super().setup()
-    if not isinstance(self.lm, TransformerLm):
-      raise ConfigError(f'{self.path_name}.lm_tpl: pairs of answers need a TransformerLm, got {type(self.lm).__name__}')
-    if self.model_type != 'causal':
-      raise ConfigError(f"{self.path_name}.model_type: pairs of answers need 'causal', got {self.model_type!r}")
-    if self.lm.softmax.label_smoothing:
-      raise ConfigError(
-        f'{self.lm.softmax.path_name}.label_smoothing: the losses of pairs need log-probabilities without smoothing; '
-        f'set it to 0 here, and label_smoothing of {self.path_name}.loss_tpl if the labels of pairs may be wrong'
-      )
     loss = build_at(f'{self.path_name}.loss_tpl', self.loss_tpl)
     if not isinstance(loss, PreferenceLoss):
       raise ConfigError(f'{self.path_name}.loss_tpl: expected the config of a loss, such as Config(Dpo), got {loss!r}')
     self.pair_loss: PreferenceLoss = loss
-    if self._has_copy:
-      network = sized_network(self, self.path_name)
-      if self.reference_dtype is not None:
-        network.dtype = self.reference_dtype
-      self.create_child('reference', network.set(mtp_tpl=None))
+    self._create_reference()
 
   @property
-  def _has_copy(self) -> bool:
-    return self.pair_loss.needs_reference and not self.adapters
+  def needs_reference(self) -> bool:
+    return self.pair_loss.needs_reference
 
   @property
-  def frozen_variables(self) -> FrozenVariables | None:
-    if not self.pair_loss.needs_reference:
-      return None
-    paths = frozenset(leaves(self.abstract_init()))
-    if self._has_copy:
-      copied = frozenset(path for path in paths if path[0] == 'reference')
-      return FrozenVariables(copied, 'bprop_variable_exclusion', r'reference\..*', 'the reference must keep its values')
-    return FrozenVariables(
-      paths - adapter_paths(self),
-      'bprop_variable_inclusion',
-      ADAPTER_VARIABLES,
-      'the model without adapters is the reference, which must keep its values',
-    )
+  def _other_smoothing(self) -> str:
+    return f', and label_smoothing of {self.path_name}.loss_tpl if the labels of pairs may be wrong'
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if a batch is not one of pairs, or an id, a label or a position is not in its table."""
@@ -159,49 +122,25 @@ class PreferenceModel(LanguageModel):
 
   # ---------------------------------------------------------------- log-probabilities
 
-  def sums_of_answers(
-    self, rows: dict[str, jax.Array], shape: tuple[int, ...], network: str
-  ) -> tuple[jax.Array, jax.Array]:
+  def _scores(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probabilities of answers, and their numbers of tokens, each of the `shape` of weights of pairs.
 
     Args:
-      rows: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
+      rows: see `log_probs_of_labels`.
       shape: [B], or [B, S].
-      network: 'lm' or 'reference'.
     """
-    lm: TransformerLm = getattr(self, network)
-    weights_BT, is_token_BT = rows['weights'], (rows['segment_ids'] > 0).astype(jnp.float32)
-    ids_BT, labels_BT = clear_padding(rows['ids'], is_token_BT), clear_padding(rows['labels'], weights_BT)
-    visible = {name: rows[name] for name in ('segment_ids', 'segment_pos')} if self.packed else {}
-    # Not lm(...), whose heads for further tokens would learn from rejected answers too.
-    output: SoftmaxOutput = lm.softmax(lm.encode(ids_BT, is_token_BT, **visible), labels_BT, weights_BT)
-    log_probs_BT = jnp.where(weights_BT == 0, 0, -output.xent * weights_BT)
     segments_BT = rows['segment_ids']
-    return sum_by_pair(log_probs_BT, segments_BT, shape), sum_by_pair(weights_BT, segments_BT, shape)
-
-  def _scores(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    return self.sums_of_answers(rows, shape, 'lm')
+    sums = sum_by_pair(self.log_probs_of_labels(rows), segments_BT, shape)
+    return sums, sum_by_pair(rows['weights'], segments_BT, shape)
 
   def _reference_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    if not self.pair_loss.needs_reference:
+    if not self.needs_reference:
       return jnp.zeros(shape, jnp.float32)
     return self._frozen_sums(rows, shape, of_reference=True)
 
   def _frozen_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...], of_reference: bool) -> jax.Array:
     """Returns log-probabilities of answers without dropout, through which no gradient flows."""
-    surroundings = self.surroundings
-    if of_reference and not self._has_copy:
-      surroundings = dataclasses.replace(surroundings, without_adapters=True)
-    (sums, _), _ = self.apply(
-      jax.lax.stop_gradient(self.variables),
-      rows,
-      shape,
-      'reference' if of_reference and self._has_copy else 'lm',
-      do_eval=True,
-      method='sums_of_answers',
-      surroundings=surroundings,
-    )
-    return jax.lax.stop_gradient(sums)
+    return sum_by_pair(self._frozen_log_probs(rows, of_reference), rows['segment_ids'], shape)
 
   def _divergence(self, batch: NestedDict) -> jax.Array:
     """Returns the mean ratio of answers to other prompts, over all rows of the batch."""

@@ -22,7 +22,7 @@ from praxis_lite.runs.throughput import Rates
 
 # The metrics that a training line shows, and their labels; other metrics are only in the summaries. The learning rates
 # of the rules of a `MultiLearner`, such as 'learning_rate/head', are shown like one, as 'lr/head'.
-_TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
+_TRAIN_COLUMNS = {'loss': 'loss', 'reward': 'reward', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
 # The share of time that devices wait for input, and the least share that a training line shows.
 _INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
 

@@ -151,7 +151,8 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- who does the work, and who watches
     stop = StopSignals()
-    put_batch, skip = job.partitioned.train_step.put_inputs, batches_to_skip(read_troubles(path))
+    put_batch = job.partitioned.train_step.put_inputs if job.answers is None else None
+    skip = batches_to_skip(read_troubles(path))
     feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)
     saver = RunSaver(saving, directory, feed, start.data, job.watched, writer, observers)
@@ -171,6 +172,8 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       with observers.measure('compiling'):
         times = job.partitioned.train_step.compile()
         job.partitioned.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
+        if job.answers is not None:
+          job.answers.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
       meet_others()
     if start.is_restored:

@@ -26,8 +26,10 @@ from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, path_name
 from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.layers.base.call import Summary
+from praxis_lite.runs.answers import AnswerSampling, prompt_struct
 from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
@@ -92,6 +94,18 @@ class TaskOnMesh:
       )
     return self._by_shape[shape]
 
+  def answering(self, data: BaseInput, key: jax.Array, step: PartitionedStep) -> AnswerSampling | None:
+    """Returns what completes the batches of `data` with answers of the model; None for inputs that need none.
+
+    Args:
+      data: the input.
+      key: PRNG key on the mesh, for answers.
+      step: what takes the completed batches.
+    """
+    if not isinstance(data, RewardedInput):
+      return None
+    return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
+
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
     """Returns the task partitioned for as many rows, or for the next larger number that was compiled, if it is close.
 
@@ -144,6 +158,7 @@ class InputProgram(Generic[Out]):
     self._step = step
     self._data = data
     self._key = prng_key
+    self._answers: AnswerSampling | None = None
     self._max_batches = settings.max_batches
 
   def run(
@@ -156,13 +171,18 @@ class InputProgram(Generic[Out]):
     self._lines: list[str] = []
     self._begin()
     self._step.compile()
+    if self._answers is not None:
+      self._answers.compile()
     meet_others()
-    with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
+    put = self._step.put_inputs if self._answers is None else None
+    with PrefetchIterator(self._data.reset(), put) as batches:
       for batch in itertools.islice(batches, self._max_batches):
         if interrupts():
           return None
         num_batches += 1
         note_progress(f'{self.split}, batch {num_batches}')
+        if self._answers is not None:
+          batch = self._answers.complete(mdl_vars, global_step, batch)
         out = self._step(mdl_vars, self._key, global_step, batch)
         self._keep(out, batch)
         in_flight.append(self._metrics_of(out))
@@ -204,6 +224,7 @@ class EvalProgram(InputProgram[EvalStepOutput]):
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task, 'evaluate')
+    self._answers = tasks.answering(data, prng_key, self._step)
 
   def _metrics_of(self, out: EvalStepOutput) -> DeviceMetrics:
     return out.mean_metrics
@@ -254,11 +275,13 @@ class TracedPrograms(NamedTuple):
 
   Attributes:
     partitioned: the task for the batches of the training input.
+    answers: completes these batches with answers of the model; None if they need none.
     evaluation: the programs of the inputs to evaluate.
     metric_names: the names of the metrics of each of these that are single numbers, by its split.
   """
 
   partitioned: PartitionedTask
+  answers: AnswerSampling | None
   evaluation: list[EvalProgram]
   metric_names: dict[str, list[str]]
 
@@ -271,10 +294,13 @@ def trace_programs(
   key: jax.Array,
   startup: StartupTimes,
 ) -> TracedPrograms:
-  """Traces the train step, and the steps that evaluate and decode these inputs; `key` is for the latter two."""
+  """Traces the train step, and the steps that evaluate and decode these inputs; `key` is for all but the first."""
   partitioned = tasks.taking(training)
+  answers = tasks.answering(training, key, partitioned.train_step)
   startup.mark('build')
   partitioned.train_step.trace()
+  if answers is not None:
+    answers.trace()
   evaluation, metric_names = [EvalProgram(tasks, data, key) for data in evaluated], {}
   for program in evaluation:
     with prefix_errors(program.split):
@@ -283,7 +309,7 @@ def trace_programs(
     with prefix_errors(f'decode/{data.label}'):
       tasks.taking(data).decode_step.trace()
   startup.mark('trace')
-  return TracedPrograms(partitioned, evaluation, metric_names)
+  return TracedPrograms(partitioned, answers, evaluation, metric_names)
 
 
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:

@@ -19,6 +19,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.nonfinite import NonFiniteError
+from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.run_config import build_datasets, run_keys
 from praxis_lite.runs.trouble import batches_to_skip, read_troubles
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
@@ -174,7 +175,9 @@ def _repeat_until(
   mesh = task.create_mesh(devices)
   keys = run_keys(seed, mesh)
   train_input = build_datasets(config.datasets).the_training_input()
-  partitioned = PartitionedTask(task, train_input.batch_struct(), mesh=mesh)
+  tasks = TaskOnMesh(task, mesh)
+  partitioned = tasks.taking(train_input)
+  answers = tasks.answering(train_input, keys.evaluate, partitioned.train_step)
 
   troubles = [trouble for trouble in read_troubles(directory) if trouble.action != 'repeat']
   number = next((i for i, t in enumerate(troubles) if t.first <= step <= t.last), None)
@@ -195,8 +198,13 @@ def _repeat_until(
       train_input.set_state(saved)
   line(f'from {"the start" if start is None else f"the checkpoint of step {start}"} to step {step}')
   skipped = batches_to_skip(troubles[:number])
-  with PrefetchIterator(train_input, partitioned.train_step.put_inputs, left_out=skipped) as batches:
-    for batch in batches:
+
+  def latest() -> TrainState:
+    return state
+
+  put = partitioned.train_step.put_inputs if answers is None else None
+  with PrefetchIterator(train_input, put, left_out=skipped) as batches:
+    for batch in batches if answers is None else answers.complete_all(batches, latest):
       if int(state.step) == step - 1:
         break
       state = partitioned.train_step(state, keys.train, batch).state

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     partition_spmd_model as partition_spmd_model,
   )
   from praxis_lite.training.preferences import (
+    train_policy as train_policy,
     train_preferences as train_preferences,
     train_rewards as train_rewards,
   )
@@ -44,7 +45,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     'praxis_lite.training.partitioned_step': 'PartitionedStep',
     'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '
     'get_partitioned_spmd_model_decode_fn partition_spmd_model',
-    'praxis_lite.training.preferences': 'train_preferences train_rewards',
+    'praxis_lite.training.preferences': 'train_policy train_preferences train_rewards',
     'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpad',
     'praxis_lite.training.steps': 'decode_step eval_step_single_learner train_step_single_learner',
   },

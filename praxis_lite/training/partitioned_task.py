@@ -208,6 +208,11 @@ class PartitionedTask:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
     return self._inference_step(steps.decode_step, 'decoded')
 
+  @functools.cached_property
+  def sample_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
+    """Like `decode_step`, of a model that samples answers from its own distribution."""
+    return self._inference_step(functools.partial(steps.decode_step, method='sample'), 'decoded', 'sample_step')
+
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
     """`steps.gradient_norms` on the mesh; arguments as in `train_step`. By default executed like the train step."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)

@@ -1,4 +1,4 @@
-"""train_preferences and train_rewards: make the task of a language model learn from pairs of answers."""
+"""train_preferences, train_rewards and train_policy: make the task of a language model learn which answers are good."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection
 
 from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.models.decoding import Sampler
 from praxis_lite.models.language_model import SIZES_OF_NETWORK, LanguageModel, sized_network
+from praxis_lite.models.policy_losses import Grpo
+from praxis_lite.models.policy_model import PolicyModel
 from praxis_lite.models.preference_losses import Dpo
 from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.reward_model import RewardModel
@@ -29,10 +32,38 @@ def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config
   model = to_class(task.model, PreferenceModel)
   model.loss_tpl = Config(Dpo) if loss is None else loss
   task.model = model
-  if target(model.loss_tpl).needs_reference and not model.adapters:  # type: ignore[attr-defined]
+  if target(model.loss_tpl).needs_reference:  # type: ignore[attr-defined]
+    _keep_reference(task)
+  return task
+
+
+def train_policy(task: Config[TaskT], loss: Config | None = None, sampler: Config | None = None) -> Config[TaskT]:
+  """Makes the model of a task a `PolicyModel`, in place, and returns the task. It learns from rewards of its answers.
+
+      train_policy(task, Config(Grpo, kl_weight=0.02))
+
+  A reference is as in `train_preferences`. The training input must be a `RewardedInput`.
+
+  Args:
+    task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
+    loss: config of a `Grpo`; None means its defaults.
+    sampler: config of the `Sampler` of training; None takes `max_decode_steps` and `stop_ids` of `decoder_tpl`.
+  """
+  model = to_class(task.model, PolicyModel)
+  model.loss_tpl = Config(Grpo) if loss is None else loss
+  decoder = model.decoder_tpl
+  model.sampler_tpl = sampler or Config(Sampler, max_decode_steps=decoder.max_decode_steps, stop_ids=decoder.stop_ids)
+  task.model = model
+  if model.loss_tpl.kl_weight:
+    _keep_reference(task)
+  return task
+
+
+def _keep_reference(task: Config[TaskT]) -> None:
+  """Makes a run not train the frozen copy of the network, if the model has one, and start it from the same weights."""
+  if not task.model.adapters:
     exclude(task, r'reference\..*')
     task.train.init_from.rules = ((r'reference\.(.*)', r'lm.\1'), *task.train.init_from.rules)
-  return task
 
 
 def train_rewards(task: Config[TaskT]) -> Config[TaskT]:

@@ -263,11 +263,16 @@ def decode_step(
   global_step: jax.Array,
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
+  method: str = 'decode',
 ) -> DecodeStepOutput:
-  """Decodes one batch of prompts; arguments as in `eval_step_single_learner`."""
+  """Decodes one batch of prompts; other arguments as in `eval_step_single_learner`.
+
+  Args:
+    method: 'decode', or 'sample' for answers that a `PolicyModel` learns from.
+  """
   key = jax.random.fold_in(prng_key, global_step)
-  out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings)
-  return DecodeStepOutput(*checked_outputs(jax_task.model, out, batch_size(inputs), method='decode'))
+  out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method=method, surroundings=surroundings)
+  return DecodeStepOutput(*checked_outputs(jax_task.model, out, batch_size(inputs), method=method))
 
 
 def add_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:

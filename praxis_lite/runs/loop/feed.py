@@ -28,7 +28,7 @@ class Feed:
 
   Args:
     data: the training input, already at the position to read from.
-    put: puts a batch on the mesh.
+    put: puts a batch on the mesh; None leaves batches on the host.
     skip: the states of the input before the batches to skip.
     observers: measure how long the devices wait for input.
     line: prints a line.
@@ -38,7 +38,7 @@ class Feed:
   def __init__(
     self,
     data: BaseInput,
-    put: Callable[[Any], NestedDict],
+    put: Callable[[Any], NestedDict] | None,
     skip: Sequence[InputState],
     observers: Observers,
     line: Callable[[str], object],

@@ -19,6 +19,7 @@ from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
+from praxis_lite.runs.answers import AnswerSampling, check_steps_of_answers
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers import Logger, build_loggers
@@ -53,6 +54,7 @@ class TrainJob(NamedTuple):
     seed, keys: the source of all its random numbers.
     task, settings: the task that is trained, and its `task.train`.
     partitioned: the task on its mesh, for the batches of the training input.
+    answers: completes the batches of the training input with answers of the model; None if they need none.
     train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
     evaluation, decoding: programs for the other inputs.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
@@ -68,6 +70,7 @@ class TrainJob(NamedTuple):
   task: SingleTask
   settings: TrainParams
   partitioned: PartitionedTask
+  answers: AnswerSampling | None
   train_input: BaseInput
   batch_struct: Struct
   evaluation: Sequence[InputProgram]
@@ -104,6 +107,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   data = datasets.the_training_input()
   decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   datasets.check([data, *datasets.evaluation], task.model)
+  check_steps_of_answers(data, task.train)
   startup.mark('data')
   traced = trace_programs(
     tasks, data, datasets.evaluation, _decode_inputs(task, decode_datasets), keys.evaluate, startup
@@ -117,7 +121,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   lines = [*_describe(task, partitioned, batch, fit, devices), *out]
   lines += partitioned.taps.left_out if partitioned.taps is not None else []
   return TrainJob(
-    *(given, config, directory, seed, keys, task, task.train, partitioned, data, batch),
+    *(given, config, directory, seed, keys, task, task.train, partitioned, traced.answers, data, batch),
     *(evaluation, decoding, watched, loggers, lines),
   )
 
@@ -168,6 +172,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         datasets, decode_datasets = built[inputs]
         data = datasets.the_training_input()
         datasets.check([data, *datasets.evaluation], task.model)
+        check_steps_of_answers(data, task.train)
         decoded, key = _decode_inputs(task, decode_datasets), jax.random.key(0)
         traced = trace_programs(tasks, data, datasets.evaluation, decoded, key, StartupTimes())
         watched_metrics(task.train, traced.metric_names)

@@ -81,7 +81,8 @@ class TrainingLoop:
       run.state, run.step = out.state, run.step + 1
       for observer in self.observers:
         observer.on_step(run, out, self.feed.position_before)
-      self.run_due(run)
+      if not self._is_within_batch(run):
+        self.run_due(run)
 
     self.stop.requested_now()  # Also after the last step: all processes must agree, even if only some got a signal.
     self.saver.save(run)
@@ -141,7 +142,19 @@ class TrainingLoop:
       raise corruption_policy(self.job, self.options).answer(found) from None
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
-    """Yields a batch for each remaining step."""
+    """Yields a batch for each remaining step; if the model must answer it first, with the answers."""
+    for batch in self._batches_of_feed(run):
+      if self.job.answers is not None:
+        batch = self.job.answers.complete(run.state.mdl_vars, run.state.step, batch)
+      yield batch
+      while self._is_within_batch(run) and self.observers.failure(is_over=False) is None:
+        yield batch
+
+  def _is_within_batch(self, run: Run) -> bool:
+    """Whether the next step uses the batch of the last one again. Nothing is saved then, and no signal ends the run."""
+    return self.job.answers is not None and run.step % self.job.answers.steps_per_batch != 0
+
+  def _batches_of_feed(self, run: Run) -> Iterator[NestedDict]:
     while run.step < run.total_steps and not self._is_stopped(run):
       note_progress(f'the input of step {run.step + 1}')
       if not self.feed.wait(run.step, run.state.step, lambda: self.stop.requested):

@@ -1,0 +1,242 @@
+"""RewardedInput: prompts to which a model samples answers, which are rewarded and become its training batches.
+
+    prompts      p0 p0 p0 p0 | p1 p1 p1 p1        each prompt is in G rows that follow each other, a group
+    the model    answers all rows
+    rewards      1  0  0  1  |  0  0  0  0        by the user's functions, on the host
+    advantages   +  -  -  +  |  0  0  0  0        compared with the other answers of the group
+
+An input yields batches without answers. What runs the model calls `complete` with its answers.
+
+B batch, T length, G answers of a group, M largest number of tokens of an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, check_choice
+from praxis_lite.inputs.answers import AnswersInput, Said, fill_segment, messages_of
+from praxis_lite.inputs.random_access import permutation
+from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
+from praxis_lite.inputs.tokenizers import ChatTokens
+
+# (prompt, answer, the whole example) -> reward
+Reward = Callable[[Any, str, dict[str, Any]], float]
+
+SCALES = ('group', 'batch', 'none')
+_LEAST_SPREAD = 1e-4  # What TRL adds to standard deviations too.
+
+
+class _Prompt(NamedTuple):
+  """A prompt, its tokens, and the example that it is from."""
+
+  said: Said
+  ids: np.ndarray
+  example: dict[str, Any]
+
+
+class RewardedInput(AnswersInput):
+  """Prompts, and functions that reward answers to them.
+
+  A line has an object with a prompt, a text or messages, and anything else that the functions need; a TSV file has the
+  columns prompt and answer.
+
+      def is_right(prompt: str, answer: str, example: dict) -> float:
+        return float(answer == example['answer'])
+
+      Config(RewardedInput, path='problems.jsonl', rewards={'right': is_right}, num_answers=8, batch_size=64, ...)
+
+  Attributes: the same as for `AnswersInput`, where `batch_size` counts answers, and
+    rewards: functions of prompt, answer and example, or configs of such, by name. They must return the same number for
+      the same arguments, or a resumed run will differ.
+    reward_weights: the factors of rewards in their sum, by name; 1 for others.
+    num_answers: G, the answers to each prompt, which divides `batch_size`.
+    answer_length: M; prompts may have seq_len - M tokens.
+    scale_rewards: 'group' divides advantages by the standard deviation of the rewards of their group, 'batch' by that
+      of the whole batch of this host; 'none' does not.
+    steps_per_batch: steps of training that each batch of answers is used for. From the second step on, the model is no
+      longer the one that has sampled them, which the loss corrects by its ratios.
+
+  Raises (when the data is first needed):
+    DataError: a path does not exist or cannot be read, there are no prompts, or, unless `on_bad_record` is 'skip', a
+      line has no prompt or one that is too long.
+  """
+
+  rewards: dict[str, Reward | Config] = REQUIRED
+  reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
+  num_answers: int = 8
+  answer_length: int = REQUIRED
+  scale_rewards: Literal['group', 'batch', 'none'] = 'group'
+  steps_per_batch: int = 1
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(num_answers=1, answer_length=1, steps_per_batch=1)
+    check_choice(f'{self.label}.scale_rewards', self.scale_rewards, SCALES)
+    if self.packed:
+      raise ConfigError(f'{self.label}.packed: each row has one prompt and its answer; set it to False')
+    if self.answer_length >= self.seq_len:
+      raise ConfigError(
+        f'{self.label}.answer_length: {self.answer_length} tokens leave no room for a prompt in seq_len = '
+        f'{self.seq_len}; set a larger seq_len'
+      )
+    if self.batch_size % (self.num_answers * self.num_hosts):
+      hosts = f' on each of {self.num_hosts} hosts' if self.num_hosts > 1 else ''
+      raise ConfigError(
+        f'{self.label}.batch_size: {self.batch_size} answers are no whole groups of num_answers = '
+        f'{self.num_answers}{hosts}; set it to a multiple of {self.num_answers * self.num_hosts}'
+      )
+    self._rewards = {name: self._build_reward(name, given) for name, given in self._given_rewards().items()}
+    for name in self.reward_weights:
+      check_choice(f'{self.label}.reward_weights', name, tuple(self._rewards))
+
+  def _given_rewards(self) -> dict[str, Reward | Config]:
+    if not isinstance(self.rewards, Mapping) or not self.rewards:
+      raise ConfigError(f"{self.label}.rewards: expected functions by name, as in {{'right': is_right}}")
+    return dict(self.rewards)
+
+  def _build_reward(self, name: str, given: Reward | Config) -> Reward:
+    built = given.instantiate() if isinstance(given, Config) else given
+    if not callable(built):
+      raise ConfigError(f'{self.label}.rewards[{name!r}]: expected a function of prompt, answer and example')
+    reward: Reward = built
+    return reward
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._prompts) * self.num_answers
+
+  @property
+  def prompt_length(self) -> int:
+    """The largest number of tokens of a prompt."""
+    return self.seq_len - self.answer_length
+
+  def example_struct(self) -> Struct:
+    number, count = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
+    return {
+      **token_struct(self.seq_len, 'old_log_probs'),
+      'example': count,
+      'num_given': count,
+      'advantages': number,
+      'reward': number,
+      'is_equal': number,
+      'rewards': dict.fromkeys(self._rewards, number),
+    }
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'num_answers': self.num_answers}
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    batch = pad_rows(None, len(indices), self.example_struct())
+    for name in ('ids', 'labels'):
+      batch[name][:] = self.tokenizer.special_ids[2]
+    for row, index in enumerate(indices):
+      number = index // self.num_answers
+      ids = self._prompts[number].ids
+      fill_segment(batch, row, 0, ChatTokens(ids, np.zeros(len(ids), bool)), 1)
+      batch['example'][row], batch['num_given'][row] = number, len(ids)
+    return batch
+
+  def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
+    if not self.shuffle:
+      return self.rows(places)
+    order, group = self._order_of_prompts(epoch), self.num_answers
+    return self.rows(order[places // group] * group + places % group)
+
+  def prompts(self, batch: Rows) -> Rows:
+    """Returns what a model continues: `ids` [B, P] and `prompt_lengths` [B], where rows of padding have length 0."""
+    return {'ids': batch['ids'][:, : self.prompt_length], 'prompt_lengths': batch['num_given']}
+
+  def complete(self, batch: Rows, answers: Rows) -> Rows:
+    """Returns a batch with the answers of a model, their rewards and advantages.
+
+    Args:
+      batch: of this host, as this input has yielded it.
+      answers: `ids` [B, M] int32, `lengths` [B] int32 and `log_probs` [B, M] float32, see `Decoded`.
+
+    Raises:
+      DataError: a reward is not a finite number.
+    """
+    batch = jax.tree.map(np.copy, batch)
+    is_row = batch['num_given'] > 0
+    for row in np.flatnonzero(is_row).tolist():
+      given, count = int(batch['num_given'][row]), int(answers['lengths'][row])
+      ids = np.concatenate([batch['ids'][row, :given], answers['ids'][row, :count]])
+      fill_segment(batch, row, 0, ChatTokens(ids, np.arange(len(ids)) >= given), 1)
+      batch['old_log_probs'][row, given - 1 : given + count - 1] = answers['log_probs'][row, :count]
+      prompt, answer = self._prompts[batch['example'][row]], self.tokenizer.decode(answers['ids'][row, :count])
+      for name in self._rewards:
+        batch['rewards'][name][row] = self._reward(name, prompt, answer)
+      batch['reward'][row] = sum(self.reward_weights.get(name, 1.0) * x[row] for name, x in batch['rewards'].items())
+    advantages, is_equal = group_advantages(batch['reward'][is_row], self.num_answers, self.scale_rewards)
+    batch['advantages'][is_row], batch['is_equal'][is_row] = advantages, is_equal
+    return batch
+
+  def _reward(self, name: str, prompt: _Prompt, answer: str) -> float:
+    try:
+      found = self._rewards[name](prompt.said, answer, dict(prompt.example))
+    except Exception as error:
+      error.add_note(f'praxis_lite: {self.label}.rewards[{name!r}] was given the answer {answer!r} to {prompt.said!r}')
+      raise
+    is_number = isinstance(found, int | float | np.generic) and math.isfinite(found)
+    if not is_number:
+      raise DataError(
+        f'{self.label}.rewards[{name!r}]: expected a finite number for the answer {answer!r} to {prompt.said!r}, got '
+        f'{found!r}'
+      )
+    return float(found)
+
+  def _order_of_prompts(self, epoch: int) -> np.ndarray:
+    if self._order is None or self._order[0] != epoch:
+      self._order = (epoch, permutation(len(self._prompts), self.seed, epoch))
+    return self._order[1]
+
+  @functools.cached_property
+  def _prompts(self) -> list[_Prompt]:
+    return self._encode_all(('prompt', 'answer'), self._encode)
+
+  def _encode(self, values: dict[str, Any]) -> _Prompt:
+    said = values.get('prompt')
+    if isinstance(said, str):
+      ids = self.tokenizer.prompt_ids(said)
+    elif isinstance(said, list):
+      ids = self.tokenizer.chat_ids(messages_of(said, 'prompt'))
+    else:
+      raise ValueError(f"has neither a text nor messages 'prompt'; its fields: {', '.join(map(str, values)) or 'none'}")
+    if not ids:
+      raise ValueError("its 'prompt' has no tokens")
+    if len(ids) > self.prompt_length and not self.truncate:
+      raise ValueError(
+        f'its prompt has {len(ids)} tokens, and seq_len - answer_length = {self.prompt_length}; set a larger seq_len, '
+        'or truncate=True'
+      )
+    return _Prompt(said, np.asarray(ids[: self.prompt_length], np.int32), values)
+
+
+def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the advantage of each answer, and whether all rewards of its group are equal, 1 or 0: [n] float32.
+
+      advantage = (reward - mean of the group) / (standard deviation + 1e-4)
+
+  Args:
+    rewards: [n] of groups that follow each other.
+    group: G, answers of a group, a divisor of n.
+    scale: 'group', 'batch' or 'none', see `RewardedInput.scale_rewards`. The deviation is that of a sample.
+  """
+  by_group = rewards.astype(np.float64).reshape(-1, group)
+  advantages = by_group - by_group.mean(axis=1, keepdims=True)
+  is_equal = np.broadcast_to(np.ptp(by_group, axis=1, keepdims=True) == 0, by_group.shape)
+  if scale == 'group' and group > 1:
+    advantages = advantages / (by_group.std(axis=1, ddof=1, keepdims=True) + _LEAST_SPREAD)
+  elif scale == 'batch' and by_group.size > 1:
+    advantages = advantages / (by_group.std(ddof=1) + _LEAST_SPREAD)
+  advantages = np.where(is_equal, 0, advantages)
+  return advantages.reshape(-1).astype(np.float32), is_equal.reshape(-1).astype(np.float32)
