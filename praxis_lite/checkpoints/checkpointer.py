@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from praxis_lite.checkpoints.base import BASE, Base, arrays_in, base_of, check_base
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint, BestRecord
 from praxis_lite.checkpoints.contents import (
   add_checksum,
@@ -49,12 +50,21 @@ from praxis_lite.checkpoints.orbax.store import OrbaxStore
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
-from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
-from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, nest, node_at, path_name
+from praxis_lite.common.trees import (
+  NestedDict,
+  Path as TreePath,
+  leaves_by_path,
+  map_with_path,
+  merge,
+  nest,
+  node_at,
+  path_name,
+  to_path,
+)
 from praxis_lite.common.versions import own_version
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
@@ -87,6 +97,8 @@ class Checkpointer:
       the folder of the damaged one; 'fail' raises an error.
 
   Attributes:
+    base: the checkpoint of another run whose arrays are left out of those that are saved; None saves all. It may be set
+      at any time.
     notes: a line for each damaged checkpoint that was skipped.
 
   Raises:
@@ -107,6 +119,7 @@ class Checkpointer:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
     self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), CHECKPOINTS)
     self.notes: list[str] = []
+    self.base: Base | None = None
     self._read_only = read_only
     self._on_damage = on_damage
     self._damaged: set[int] = set()
@@ -158,11 +171,15 @@ class Checkpointer:
         self._mend()
     if self._store.has_step(step):
       return False
-    seal = new_seal(step)
-    arrays = {**nest(leaves_by_path(jax.tree.map(to_stored, state))), SEAL: seal_array(seal)}
+    seal, base = new_seal(step), self.base
+    stored = leaves_by_path(jax.tree.map(to_stored, state))
+    if base is not None:
+      stored = {path: x for path, x in stored.items() if path_name(path) not in base.names}
+    arrays = {**nest(stored), SEAL: seal_array(seal)}
+    of_base = {} if base is None else {BASE: base.to_record(self.folder(step))}
     records = {
       'inputs': add_checksum({'input_state': input_state, SEAL: seal}),
-      'about': add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal}),
+      'about': add_checksum({**_about(state, true_shapes), **of_base, 'progress': progress, SEAL: seal}),
     }
     with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
@@ -310,12 +327,13 @@ class Checkpointer:
     step = self.existing_step(step)
     where = self.folder(step)
     self._to_close.enter_context(being_read(where))
-    saved = self.about(step)['variables']
+    about = self.about(step)
+    saved = about['variables']
     check_same_model(saved, array_records({'mdl_vars': shapes}), where)
     names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
     if use_ema:
       names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
-    arrays = stored_arrays(os.path.join(where, STATE), {name: saved[name]['shape'] for name in names.values()})
+    arrays = arrays_in(Path(where), about, {name: saved[name]['shape'] for name in names.values()})
     check_seal(Path(where), step)
     return map_with_path(lambda path, _: arrays[names[path]], shapes)
 
@@ -386,7 +404,27 @@ class Checkpointer:
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
+  def base_of(self, step: Step = None) -> Base | None:
+    """Returns the checkpoint that has the arrays that the checkpoint of a step has left out; None if it has all."""
+    step = self.existing_step(step)
+    return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
+
   def _read_arrays(self, step: int, shapes: NestedDict) -> Any:
+    base = self.base_of(step)
+    if base is None:
+      return self._read_own_arrays(step, shapes)
+    own = leaves_by_path(shapes)
+    left_out = {path: (there, own.pop(path)) for path in list(own) if (there := base.names.get(path_name(path)))}
+    found = leaves_by_path(self._read_own_arrays(step, nest(own))) if own else {}
+    if left_out:
+      check_base(base, Path(self.folder(step)))
+      with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
+        for wanted in _without_duplicates(left_out):
+          read = other._read_arrays(base.step, nest({to_path(name): x for name, x in wanted.values()}))
+          found |= {path: node_at(read, to_path(name)) for path, (name, _) in wanted.items()}
+    return nest(found)
+
+  def _read_own_arrays(self, step: int, shapes: NestedDict) -> Any:
     try:
       check_plain_below(os.path.join(self.folder(step), STATE))
       return self._store.read_arrays(step, shapes)
@@ -433,6 +471,16 @@ class Checkpointer:
       self._is_broken = True
       why = str(error) if isinstance(error, CheckpointError) else error_summary(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
+
+
+def _without_duplicates(
+  entries: dict[TreePath, tuple[str, jax.ShapeDtypeStruct]],
+) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
+  """Yields parts of `entries`, in each of which every name occurs once."""
+  while entries:
+    part = {path: (name, x) for name, (path, x) in {name: (path, x) for path, (name, x) in entries.items()}.items()}
+    yield part
+    entries = {path: entry for path, entry in entries.items() if path not in part}
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:

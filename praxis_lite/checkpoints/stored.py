@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.checkpoints.base import BASE, arrays_in, base_of, check_base
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import ArrayRecord, OtherModelError, check_same_model, read_checkpoint_record
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
-from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole_box
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import local_path, remove_all
 from praxis_lite.common.trees import nest, to_path
@@ -84,7 +84,14 @@ class StoredCheckpoint:
           read_checkpoint_record(self.folder, item)
       if 'about' in damaged:
         return damaged
-      for name in read_checkpoint_record(self.folder, 'about')['variables']:
+      about = read_checkpoint_record(self.folder, 'about')
+      base = base_of(self.folder, about)
+      if base is not None:
+        with _collect(damaged, BASE):
+          check_base(base, self.folder)
+      for name in about['variables']:
+        if base is not None and name in base.names:
+          continue
         with _collect(damaged, name):
           array = self._array(name)
           for box in boxes(whole_box(array.shape), array.part_shape(array.shape)):
@@ -96,7 +103,7 @@ class StoredCheckpoint:
 
   def _array(self, name: str) -> StreamedArray:
     """Returns an array as it is stored, with padding; PRNG keys as the integers that represent them."""
-    return stored_arrays(str(self.folder / STATE), {name: None})[name]
+    return arrays_in(self.folder, read_checkpoint_record(self.folder, 'about'), {name: None})[name]
 
   def differences(self, other: StoredCheckpoint) -> Iterator[ArrayDifference]:
     """Yields the difference of each array that both checkpoints have with the same true shape."""
@@ -148,7 +155,7 @@ class StoredCheckpoint:
   def _copy_variables(self, job_log_dir: Path) -> None:
     records = {name: r for name, r in self.variables().items() if not name.startswith('opt_states.')}
     with being_read(self.folder), contextlib.closing(Checkpointer(job_log_dir)) as checkpointer:
-      arrays = stored_arrays(str(self.folder / STATE), {name: r['shape'] for name, r in records.items()})
+      arrays = arrays_in(self.folder, self.about(), {name: r['shape'] for name, r in records.items()})
       structs = {name: jax.ShapeDtypeStruct(r['shape'], jnp.dtype(r['dtype'])) for name, r in records.items()}
       checkpointer.save(self.step, _state(arrays), _state(structs), None)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import jax
@@ -21,16 +22,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints import Checkpointer, Step
+from praxis_lite.checkpoints.base import Base, base_in
 from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
-from praxis_lite.common.trees import Path, nest, node_at, path_name, suggest_pattern, to_path
+from praxis_lite.common.trees import Path as TreePath, leaves, nest, node_at, path_name, suggest_pattern, to_path
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.layers.position_grids import grid_of, resample_positions
 from praxis_lite.runs.records.runs import runs_near
+from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
 from praxis_lite.training.task import InitFromParams
@@ -85,7 +88,7 @@ class WarmStart:
     shapes = self._partitioned.state_shapes.mdl_vars
     known = {to_path(name): origin.known for name, origin in self._origins.items() if origin.source}
     left = {name: origin.source for name, origin in self._origins.items() if origin.source}
-    values: dict[Path, jax.Array] = {}
+    values: dict[TreePath, jax.Array] = {}
     with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
       while left:
         now = {source: name for name, source in left.items()}  # Several variables may share a source.
@@ -95,6 +98,26 @@ class WarmStart:
           values[to_path(name)] = self._resample(name, node_at(read, to_path(source)), node_at(shapes, to_path(name)))
           del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
+
+  def base(self, learner: BoundLearner) -> Base:
+    """Returns the checkpoint as the base of a run whose variables start from it: those that training does not change.
+
+    Raises:
+      ConfigError: training changes all variables.
+    """
+    declared = leaves(self._partitioned.jax_task.model.abstract_init())
+    unchanged = {
+      f'mdl_vars.{name}': origin.source
+      for name, origin in self._origins.items()
+      if origin.source and origin.grid is None and origin.known == tuple(self._wanted[name]['shape'])
+      if declared[to_path(name)].trainable and not learner.is_trained(to_path(name))
+    }
+    if not unchanged:
+      raise ConfigError(
+        f'{_FIELD}.store_changes_only: the learner trains all variables that come from {self._where}, so checkpoints '
+        'must have all of them; set it to False, or train only some, as train_adapters does'
+      )
+    return base_in(Path(self._where), unchanged)
 
   def _shape_to_read(self, name: str, padded: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape in which a variable is read: that of the state, or all of a table that is resampled."""

@@ -122,6 +122,9 @@ class InitFromParams(Configurable):
     partial: regexes of variables whose shape may differ: the entries that both have are copied, and the others are
       drawn from the seed.
     use_ema: whether to take the moving averages, if the checkpoint has them.
+    store_changes_only: whether checkpoints leave out the variables that come from there and that the learner does not
+      train, such as all but adapters. Whatever reads such a checkpoint takes them from the checkpoint of the other run,
+      which must stay as it is. Only a run that starts can begin with this.
   """
 
   path: str | None = None
@@ -129,6 +132,7 @@ class InitFromParams(Configurable):
   rules: tuple[tuple[str, str | None], ...] = ()
   partial: tuple[str, ...] = ()
   use_ema: bool = False
+  store_changes_only: bool = False
 
   def __post_init__(self) -> None:
     for i, rule in enumerate(self.rules):

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.checkpoints.base import Base
+from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.init_from import WarmStart
@@ -94,8 +95,25 @@ def find_start(
     if is_restored and step < total:
       where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
       notes.append(f'restored step {step} of {total} from {where}')
+    checkpointer.base = _base_of_checkpoints(job, checkpointer, is_restored, warm_start)
     lost_metrics = [] if copy is None else copy.metrics
     yield Start(step, state, is_restored, checkpointer, lost_metrics, progress, data, origins, notes)
+
+
+def _base_of_checkpoints(
+  job: TrainJob, checkpointer: Checkpointer, is_restored: bool, warm_start: WarmStart | None
+) -> Base | None:
+  """Returns the checkpoint whose arrays those of this run leave out; None if they have all."""
+  if not job.settings.init_from.store_changes_only:
+    return None
+  if is_restored:  # The other run may have newer checkpoints by now, so this never takes another one.
+    return checkpointer.base_of() if checkpointer.steps() else None
+  if warm_start is None or job.settings.init_from.path is None:
+    raise ConfigError(
+      'task.train.init_from.store_changes_only: checkpoints can leave out only what is in those of another run; set '
+      'task.train.init_from.path, or set this to False'
+    )
+  return warm_start.base(job.task.bind_learner())
 
 
 def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, options: TrainOptions) -> str:
