@@ -77,7 +77,7 @@ def test_killed_within_a_batch_it_resumes_and_ends_with_the_same_bits(tmp_path, 
   process = run_python(RUN.format(tests=str(pathlib.Path(__file__).parent)), str(tmp_path / 'killed'), devices=2)
   process.communicate()
   assert process.returncode == -signal.SIGKILL
-  assert open_run(tmp_path / 'killed').checkpoints.steps[-1] == 4
+  assert open_run(tmp_path / 'killed').checkpoints.steps[-1] in (2, 4)  # The newest save may not be complete.
   run_train(small(8, devices=2), tmp_path / 'killed')
   result = run_train(small(8, devices=2), tmp_path / 'whole')
   killed, whole = variables_of(tmp_path / 'killed'), variables_of(tmp_path / 'whole')
