@@ -127,7 +127,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a batch is one of pairs, or has prefixes or segments that do not fit this model.
+    """Raises a `ConfigError` if a batch is one of pairs or prompts, or its prefixes or segments do not fit this model.
 
     The same for an id, a label or a position that is not in its table.
     """
@@ -136,6 +136,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
         f'{data.label}: its batches are pairs of answers, which a {type(self).__name__} does not learn from; set '
         'task.model=praxis_lite.models.PreferenceModel, or in Python call train_preferences(task) or '
         'train_rewards(task)'
+      )
+    if 'num_given' in batch:
+      raise ConfigError(
+        f'{data.label}: its batches are prompts, to which a {type(self).__name__} samples no answers in training; set '
+        'task.model=praxis_lite.models.PolicyModel, or in Python call train_policy(task)'
       )
     if 'labels' in batch:
       self._prefixes(batch)

@@ -385,6 +385,10 @@ def test_a_model_that_cannot_be():
   chats = Config(ChatInput, examples=[{'prompt': 'a', 'completion': 'b'}], seq_len=T, batch_size=2).instantiate()
   with pytest.raises(ConfigError, match='needs a RewardedInput, got ChatInput'):
     model.check_input(chats, next(chats))
+  with pytest.raises(
+    ConfigError, match=r'LanguageModel samples no answers in training; set .*or in Python call train_p'
+  ):
+    lm().instantiate().check_input(given := data(), next(given))
   short = data(answer_length=M - 1, seq_len=T)
   with pytest.raises(ConfigError, match=r'answer_length: 4 tokens, but task.model.sampler_tpl.max_decode_steps = 5'):
     model.check_input(short, next(short))
