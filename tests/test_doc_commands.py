@@ -85,6 +85,7 @@ CHANGED = {
   r'train --exp=encoders\.SameDate .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].examples.count=64',
   r'train --exp=vision\.Digits\w+ .*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=preferences\.SortedTiny .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'train --exp=policies\.Digits.*': r'\g<0> --set task.train.num_train_steps=2',
   r'train --exp=seq2seq\.Dates .*': r'\g<0> --set task.train.num_train_steps=2 --set datasets[*].pairs.count=64'
   ' --set decode_datasets[*].pairs.count=64',
   r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',
