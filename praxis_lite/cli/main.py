@@ -19,6 +19,7 @@ from typing import TextIO, cast
 from absl import flags
 
 from praxis_lite.cli import (
+  agree,
   check,
   checkpoints,
   completion,
@@ -62,6 +63,7 @@ _MODULES = (
   train,
   status,
   replay,
+  agree,
   launch,
   sweep,
   runs,

@@ -92,7 +92,8 @@ class PartitionedTask:
     inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
     inputs_shape: the same including the rows that fill up the mesh.
-    train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps, compiled when first used.
+    train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps, compiled when first used, like
+      the others below.
     batch_size: rows of a global batch, not counting rows that fill up the mesh.
     row_parts: the number of rows that a step computes is a multiple of this.
     total_num_params: number of model parameters, without padding, but with moving statistics.
@@ -197,6 +198,11 @@ class PartitionedTask:
   def score_step(self) -> PartitionedStep[steps.PredictStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`, of a language model."""
     return self._inference_step(functools.partial(steps.predict_step, method='score'), 'predictions', 'score_step')
+
+  @functools.cached_property
+  def score_training_step(self) -> PartitionedStep[steps.PredictStepOutput]:
+    """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`, of a language model, as in training."""
+    return self._inference_step(steps.score_training_step, 'predictions')
 
   @functools.cached_property
   def tap_step(self) -> PartitionedStep[steps.TapStepOutput]:

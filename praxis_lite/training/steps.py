@@ -234,6 +234,26 @@ def predict_step(
   return PredictStepOutput(checked_predictions(model, predictions, batch_size(inputs)))
 
 
+def score_training_step(
+  jax_task: SingleTask,
+  mdl_vars: NestedDict,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: NestedDict,
+  surroundings: Surroundings | None = None,
+) -> PredictStepOutput:
+  """Returns what `predict_step` returns for 'score', as the loss of training computes it: layers train, not evaluate.
+
+  Raises:
+    ConfigError: a layer draws random numbers in training, such as a dropout.
+  """
+  del prng_key, global_step  # Without a key, a layer that draws random numbers raises an error.
+  out, _ = jax_task.model.apply(
+    mdl_vars, inputs, do_eval=False, method='compute_predictions', surroundings=surroundings
+  )
+  return PredictStepOutput({'log_probs': -out.xent, 'is_greedy': out.correct})
+
+
 def tap_step(
   jax_task: SingleTask,
   mdl_vars: NestedDict,

@@ -1,0 +1,372 @@
+"""Whether a language model computes the same log-probabilities in training, evaluation, decoding and elsewhere.
+
+    agreement = Agreement(model, random_texts(model.layer.score_limits(), 4, 64))
+    for way in agreement.own_ways():
+      print(format_compared(agreement, agreement.compare(way)))
+
+Each way computes the log-probabilities of the same known texts. They are compared token by token with those of the
+training step. The tolerance is measured: rounding to bfloat16 changes the log-probabilities of this model by so much,
+and an error by rounding is proportional to the machine epsilon of a dtype. If a way differs by more, the values between
+its layers are compared, and the first layer that differs is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.common.config import Config, field_names, nested_configs
+from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.figures import format_axes, number_of
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.models import EncoderDecoderModel, LanguageModel
+from praxis_lite.runs.forced_tokens import KnownTexts, batch_texts, change_model, decode_texts
+from praxis_lite.runs.layer_values import (
+  PointValues,
+  first_layer_difference,
+  values_in_decoding,
+  values_on_mesh,
+)
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.scoring import score_rows
+from praxis_lite.runs.trained import TrainedModel
+
+LogProbs = list[np.ndarray]
+PAGE_SIZE = 8  # Slots of a page, so that short texts take several pages.
+
+
+class Way(NamedTuple):
+  """A way to compute log-probabilities of known texts.
+
+  Attributes:
+    name: as in the table.
+    compute: returns the log-probabilities of each continuation, [n]; NaN for tokens that it leaves out.
+    values: returns the values between its layers, by point; None if there are none.
+    is_exact: whether it computes in float32, whatever the dtype of the model.
+    cache_dtype: the dtype of its caches, if it is another one.
+  """
+
+  name: str
+  compute: Callable[[], LogProbs]
+  values: Callable[[], dict[str, PointValues]] | None = None
+  is_exact: bool = False
+  cache_dtype: str | None = None
+
+
+class Compared(NamedTuple):
+  """The result of comparing a way with the reference.
+
+  Attributes:
+    name: the name of the way.
+    num_tokens: how many tokens were compared.
+    difference: the largest difference of log-probabilities, in nats.
+    tolerance: the largest one that counts as equal; None if the way is only shown.
+    first: (text, index) of the first token that differs; None if none does.
+    layer: the first layer that differs, as text.
+    problem: why the way was not compared; '' if it was.
+  """
+
+  name: str
+  num_tokens: int = 0
+  difference: float = 0.0
+  tolerance: float | None = None
+  first: tuple[int, int] | None = None
+  layer: str = ''
+  problem: str = ''
+
+  @property
+  def is_right(self) -> bool:
+    return self.first is None
+
+
+class Agreement:
+  """Compares ways with the training step of a model.
+
+  Args:
+    model: a language model.
+    texts: what to compare; see `texts_of_batch`.
+
+  Attributes:
+    limits: what batches the model can score.
+    model, exact: the model, and the model that computes in float32.
+    drops_tokens: whether experts of the training step skip tokens beyond their capacity, which `model` does not.
+    dtype: the name of the dtype in which the model computes.
+    note: how the reference differs from the training step; '' if it does not.
+    reference, exact_reference: the log-probabilities of each continuation, in that dtype and in float32.
+    rounding: the largest change of log-probabilities by rounding to bfloat16, in nats.
+    rounding_of_dtype: the same for the dtype of the model.
+
+  Raises:
+    ConfigError: the model is no language model.
+  """
+
+  def __init__(self, model: TrainedModel, texts: KnownTexts):
+    limits = model.layer.score_limits()
+    if limits is None:
+      raise ConfigError(f'agree: needs a language model; this model is a {type(model.layer).__name__}')
+    self.limits, self.texts = limits, texts
+    self.model = change_model(model, _make_comparable)
+    self.drops_tokens = any(map(_has_capacity, nested_configs(model.config.task.model)))
+    self.dtype = np.dtype(jnp.dtype(self.model.layer.fprop_dtype)).name
+    self.exact = self.model if self.dtype == 'float32' else change_model(self.model, to_float32)
+    self.note = ''
+    self.reference = self.score_training(self.model)
+    self.exact_reference = self.reference if self.exact is self.model else self.score_training(self.exact)
+    rounded = change_model(self.exact, lambda task: _set_everywhere(task, 'fprop_dtype', 'bfloat16'))
+    in_bfloat16 = self.reference if self.dtype == 'bfloat16' else self.score(rounded)
+    self.rounding = largest_difference(in_bfloat16, self.exact_reference)
+    self.rounding_of_dtype = largest_difference(self.reference, self.exact_reference)
+
+  # ---------------------------------------------------------------- ways
+
+  def own_ways(self, cache_dtype: str | None = None) -> list[Way]:
+    """Returns the ways of praxis_lite itself.
+
+    Args:
+      cache_dtype: also decode with caches of this dtype.
+    """
+    plain, exact, in_float32 = self.model, self.exact, self.exact is not self.model
+    ways = [Way('one pass, as in evaluation', lambda: self.score(plain), lambda: self.values_in_one_pass(plain))]
+    if in_float32:
+      ways.append(self._cached('cached decoding', plain, is_exact=False))
+    suffix = ', in float32' if in_float32 else ''
+    ways.append(self._cached(f'cached decoding{suffix}', exact))
+    paged = change_model(exact, lambda task: _set_everywhere(task, 'cache_page_size', PAGE_SIZE))
+    if has_field(exact.config.task.model, 'cache_page_size'):
+      ways.append(self._cached(f'decoding in pages of {PAGE_SIZE} slots{suffix}', paged))
+    if cache_dtype is not None:
+      stored = change_model(exact, lambda task: _set_everywhere(task, 'cache_dtype', cache_dtype))
+      ways.append(self._cached(f'decoding with {cache_dtype} caches{suffix}', stored)._replace(cache_dtype=cache_dtype))
+    chunk = 8
+    ways.append(
+      Way(
+        f'a batcher, contexts in chunks of {chunk}{suffix}',
+        lambda: batch_texts(exact, self.texts, chunk=chunk),
+        lambda: self._values_in_decoding(exact, True, chunk),
+        is_exact=True,
+      )
+    )
+    if self.model.tasks.mesh.size > 1:
+      alone = on_one_device(exact)
+      ways.append(
+        Way(
+          f'one pass on one device{suffix}',
+          lambda: self.score(alone),
+          lambda: self.values_in_one_pass(alone),
+          is_exact=True,
+        )
+      )
+    return ways
+
+  def _cached(self, name: str, model: TrainedModel, is_exact: bool = True) -> Way:
+    return Way(
+      name,
+      lambda: decode_texts(model, self.texts),
+      lambda: self._values_in_decoding(model, False, None),
+      is_exact=is_exact,
+    )
+
+  # ---------------------------------------------------------------- computing
+
+  def score(self, model: TrainedModel) -> LogProbs:
+    """Returns the log-probabilities of a pass in evaluation."""
+    return self.score_with(
+      lambda batch: model._run_by_rows(model.tasks, batch, lambda task: task.score_step).predictions
+    )
+
+  def score_with(self, run: Callable[[Rows], dict[str, np.ndarray]]) -> LogProbs:
+    """Returns the log-probabilities that `run` computes for a batch with all texts."""
+    scores = score_rows(self.limits, lambda: None, *self.texts, len(self.texts.contexts), run)
+    return [score.log_probs for score in scores]
+
+  def score_training(self, model: TrainedModel) -> LogProbs:
+    """Returns the log-probabilities of a training step, or of a pass in evaluation; then `note` says why."""
+
+    def run(batch: Rows) -> dict[str, np.ndarray]:
+      predictions: dict[str, np.ndarray] = model._run_by_rows(
+        model.tasks, batch, lambda task: task.score_training_step
+      ).predictions
+      return predictions
+
+    own = getattr(type(model.layer), 'compute_predictions', None)
+    if own not in (LanguageModel.compute_predictions, EncoderDecoderModel.compute_predictions):
+      self.note = f'as in evaluation: a {type(model.layer).__name__} trains on other batches'
+      return self.score(model)
+    try:
+      return self.score_with(run)
+    except ConfigError as error:
+      if 'draws random numbers' not in str(error):
+        raise
+      self.note = f'without random numbers, as in evaluation: {first_line(error).partition(" draws")[0]} draws some'
+    return self.score(model)
+
+  def batch(self) -> Rows:
+    """Returns the texts as one batch, in their order, without padding that none of them needs."""
+    batches: list[Rows] = []
+
+    def keep(batch: Rows) -> dict[str, np.ndarray]:
+      batches.append(batch)
+      return {'log_probs': np.zeros(batch['ids'].shape), 'is_greedy': np.zeros(batch['ids'].shape, bool)}
+
+    self.score_with(keep)
+    (batch,) = batches
+    contexts = [[0]] * len(self.texts.contexts) if self.limits.start_id is not None else self.texts.contexts
+    lengths = [len(context) + len(more) - 1 for context, more in zip(contexts, self.texts.continuations)]
+    rows = np.argsort(np.argsort(lengths, kind='stable'))  # Scores are computed in the order of the lengths.
+    width = batch['ids'].shape[1]
+    return {
+      name: x[rows, : max(lengths)] if x.shape[1:] == (width,) and 'source' not in name else x[rows]
+      for name, x in batch.items()
+    }
+
+  def values_in_one_pass(self, model: TrainedModel) -> dict[str, PointValues]:
+    """Returns the values between the layers of a pass over the texts, on the mesh of a model."""
+    return values_on_mesh(model, self.batch())
+
+  def _values_in_decoding(self, model: TrainedModel, can_go_back: bool, chunk: int | None) -> dict[str, PointValues]:
+    starts = [1 if self.limits.start_id is not None else len(context) for context in self.texts.contexts]
+    return values_in_decoding(model, self.batch(), starts, can_go_back=can_go_back, chunk=chunk)
+
+  # ---------------------------------------------------------------- comparing
+
+  def tolerance_of(self, way: Way) -> float:
+    """Returns the largest difference that rounding explains, in nats."""
+    narrowest = way.cache_dtype or ('float32' if way.is_exact else self.dtype)
+    largest = max(float(np.max(np.abs(x), initial=1.0)) for x in self.exact_reference)
+    epsilon = _epsilon(narrowest)
+    return max(4 * self.rounding * epsilon / _epsilon('bfloat16'), 32 * largest * float(np.finfo(np.float32).eps))
+
+  def compare(self, way: Way) -> Compared:
+    """Computes a way, and compares it with the reference."""
+    expected = self.exact_reference if way.is_exact else self.reference
+    try:
+      found = way.compute()
+    except UserError as error:
+      return Compared(way.name, problem=first_line(error))
+    tolerance = self.tolerance_of(way)
+    count = sum(int((~np.isnan(x)).sum()) for x in found)
+    first = _first_token(expected, found, tolerance)
+    compared = Compared(way.name, count, largest_difference(expected, found), tolerance)
+    if first is None:
+      return compared
+    row, token = first
+    start = 0 if self.limits.start_id is not None else len(self.texts.contexts[row])
+    return compared._replace(first=(row, start + token), layer=self._layer(way))
+
+  def _layer(self, way: Way) -> str:
+    """Returns the first layer of a way that differs."""
+    if way.values is None:
+      return 'its layers cannot be compared'
+    reference = self.values_in_one_pass(self.exact if way.is_exact else self.model)
+    epsilon = _epsilon('float32' if way.is_exact else self.dtype)
+    try:
+      difference = first_layer_difference(reference, way.values(), (self.batch()['weights'] > 0).sum(1), 128 * epsilon)
+    except UserError as error:
+      return f'its layers cannot be compared: {first_line(error)}'
+    return 'no layer alone: what is around the layers' if difference is None else str(difference)
+
+
+def largest_difference(expected: LogProbs, found: LogProbs) -> float:
+  """Returns the largest difference of log-probabilities; infinity if one is not finite, or none is known."""
+  differences = np.concatenate([np.abs(a - b)[~np.isnan(b)] for a, b in zip(expected, found)])
+  return float(np.max(differences)) if len(differences) else float('inf')
+
+
+def _first_token(expected: LogProbs, found: LogProbs, tolerance: float) -> tuple[int, int] | None:
+  differs = [
+    (row, int(i)) for row, (a, b) in enumerate(zip(expected, found)) for i in np.flatnonzero(np.abs(a - b) > tolerance)
+  ]
+  return min(differs, key=lambda at: at[::-1], default=None)
+
+
+def _epsilon(dtype: str) -> float:
+  """Returns the relative distance between neighbouring numbers near the largest one that is stored."""
+  return 1 / 127 if dtype == 'int8' else float(jnp.finfo(dtype).eps)
+
+
+# ---------------------------------------------------------------- changes of a model
+
+
+def to_float32(task: Config) -> None:
+  """Makes a task compute in float32, without fused kernels."""
+  for config in nested_configs(task.model):
+    for name in field_names(config) or ():
+      value = getattr(config, name, None)
+      if name == 'fprop_dtype' and value is not None:
+        setattr(config, name, 'float32')
+      elif name == 'implementation' and value in ('cudnn', 'tokamax', 'splash'):
+        setattr(config, name, 'dense')
+  task.model.fprop_dtype = 'float32'
+
+
+def _set_everywhere(task: Config, field: str, value: object) -> None:
+  """Sets a field of all configs of a model that have it; `fprop_dtype` only where it is set, and of the model."""
+  for config in nested_configs(task.model):
+    if field in (field_names(config) or ()) and (field != 'fprop_dtype' or config.fprop_dtype is not None):
+      setattr(config, field, value)
+  if field == 'fprop_dtype':
+    task.model.fprop_dtype = value
+
+
+def _make_comparable(task: Config) -> None:
+  """Makes the cross entropies of a task log-probabilities, and gives experts room for all tokens, as decoding does."""
+  for config in nested_configs(task.model):
+    if getattr(config, 'label_smoothing', 0):
+      config.label_smoothing = 0.0
+    if _has_capacity(config):
+      config.capacity_factor = float(config.num_experts)
+
+
+def _has_capacity(config: Config) -> bool:
+  """Whether a config is of experts that skip tokens beyond their capacity."""
+  return getattr(config, 'dispatch', None) == 'capacity' and isinstance(getattr(config, 'num_experts', None), int)
+
+
+def has_field(model: Config, field: str) -> bool:
+  """Whether a config, or one in it, has a field."""
+  return any(field in (field_names(config) or ()) for config in nested_configs(model))
+
+
+def on_one_device(model: TrainedModel) -> TrainedModel:
+  """Returns the model on the first device of its mesh."""
+  mesh = model.tasks.mesh
+  one = Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
+  tasks = TaskOnMesh.make_for_inference(model.tasks.jax_task, one)
+  variables = tasks.layout.mdl_vars.to_mesh(model.variables)
+  return dataclasses.replace(model, tasks=tasks, stored_variables=variables, global_step=jnp.int32(model.step))
+
+
+# ---------------------------------------------------------------- the table
+
+
+def format_compared(agreement: Agreement, compared: Compared | None = None) -> str:
+  """Returns a line of the table: of a comparison, or by default the lines of its head and of the reference."""
+  if compared is None:
+    texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')
+    mesh = f'{agreement.dtype}, mesh {format_axes(agreement.model.tasks.mesh.shape)}'
+    head = f'log-probabilities of {tokens} in {texts}, in nats; {mesh}'
+    why = f'tolerance: 4 times what rounding to a dtype changes, measured with bfloat16: {agreement.rounding:.1e}'
+    columns = _row('way', 'tokens', 'largest difference', 'tolerance', '')
+    reference = _row('training step', str(agreement.texts.num_tokens), '', '', 'the reference')
+    return '\n'.join(
+      [head, why, *([f'note: the training step {agreement.note}'] if agreement.note else []), columns, reference]
+    )
+  if compared.problem:
+    return _row(compared.name, '-', '', '', f'not compared: {compared.problem}')
+  figures = str(compared.num_tokens), f'{compared.difference:.1e}'
+  if compared.tolerance is None:
+    return _row(compared.name, *figures, '', 'for information')
+  result = 'ok'
+  if compared.first is not None:
+    row, token = compared.first
+    result = f'DIFFERS from token {token} of text {row}; first in {compared.layer}'
+  return _row(compared.name, *figures, f'{compared.tolerance:.1e}', result)
+
+
+def _row(name: str, tokens: str, difference: str, tolerance: str, result: str) -> str:
+  return f'{name:<46} {tokens:>6}  {difference:>18}  {tolerance:>9}  {result}'.rstrip()
