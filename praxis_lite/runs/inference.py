@@ -23,6 +23,7 @@ from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import build_datasets, job_directory
 from praxis_lite.runs.restoring import RestoreOptions, restore_model
 from praxis_lite.runs.run import open_run
+from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.training.experiment import ExperimentConfig
@@ -44,10 +45,12 @@ def run_eval(
   config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
-  if not inputs:
+  if not inputs and not config.task.evaluate.task_files:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
   model = restore_model(config, job_log_dir, check=functools.partial(datasets.check, inputs), tap=tap, **options)
-  return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
+  programs: list[InputProgram] = [EvalProgram(model.tasks, i, model.key) for i in inputs]
+  programs += task_file_programs(model.tasks, config, Path(job_log_dir), [program.split for program in programs])
+  return _run(programs, model)
 
 
 def run_decode(

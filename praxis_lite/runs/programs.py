@@ -81,6 +81,11 @@ class TaskOnMesh:
     """Returns a task on a mesh whose layout has no `opt_states`."""
     return cls(jax_task, mesh, state_layout(jax_task, mesh, optimizer=False), taps)
 
+  @property
+  def untapped(self) -> TaskOnMesh:
+    """The same task without taps, with compiled steps of its own if it has taps."""
+    return self if self.taps is None else TaskOnMesh(self.jax_task, self.mesh, self.layout, edits=self.edits)
+
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
     return self.taking_batches_of(data.batch_struct())

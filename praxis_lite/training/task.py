@@ -215,8 +215,8 @@ class TrainParams(Configurable):
     _build_sections(self, 'task.train', 'loss_spike', 'early_stopping', 'emergency_copies', 'init_from')
 
 
-class EvalParams(Configurable):
-  """How the task is evaluated.
+class DecodeParams(Configurable):
+  """How the task decodes its `decode_datasets()`.
 
   Attributes:
     use_ema: whether to use the moving averages, if the learner keeps them.
@@ -227,8 +227,14 @@ class EvalParams(Configurable):
   max_batches: int | None = None
 
 
-class DecodeParams(EvalParams):
-  """How the task decodes its `decode_datasets()`; has the attributes of `EvalParams`."""
+class EvalParams(DecodeParams):
+  """How the task is evaluated.
+
+  Attributes: the same as for `DecodeParams`, and
+    task_files: configs of `TaskFile`s, questions to evaluate a language model on; see `runs/task_files.py`.
+  """
+
+  task_files: tuple[Any, ...] = ()
 
 
 TaskT = TypeVar('TaskT', bound='SingleTask')

@@ -34,6 +34,7 @@ from praxis_lite.runs.records.run_config import (
   check_all_take_part,
   run_keys,
 )
+from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
@@ -112,10 +113,12 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   traced = trace_programs(
     tasks, data, datasets.evaluation, _decode_inputs(task, decode_datasets), keys.evaluate, startup
   )
-  partitioned, evaluation = traced.partitioned, traced.evaluation
+  partitioned, metric_names = traced.partitioned, dict(traced.metric_names)
   if options.check_replicas is not None and not options.elastic:
     check_has_replicas(partitioned.layout)
-  watched = watched_metrics(task.train, traced.metric_names)
+  questions = list(task_file_programs(tasks, config, directory, list(metric_names)))
+  evaluation: list[InputProgram] = [*traced.evaluation, *questions]
+  watched = watched_metrics(task.train, metric_names | {program.split: program.metric_names() for program in questions})
   decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
   batch = data.batch_struct()
   lines = [*_describe(task, partitioned, batch, fit, devices), *out]
@@ -175,7 +178,9 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         check_steps_of_answers(data, task.train)
         decoded, key = _decode_inputs(task, decode_datasets), jax.random.key(0)
         traced = trace_programs(tasks, data, datasets.evaluation, decoded, key, StartupTimes())
-        watched_metrics(task.train, traced.metric_names)
+        questions = task_file_programs(tasks, config, None, list(traced.metric_names))
+        names = {program.split: program.metric_names() for program in questions}
+        watched_metrics(task.train, traced.metric_names | names)
       except UserError:
         raise
       except Exception:

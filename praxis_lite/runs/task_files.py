@@ -1,0 +1,226 @@
+"""Task files: questions with right answers, on which a language model is evaluated while it trains.
+
+    {"prompt": "2 + 2 =", "target": " 4"}                          the model writes a text; metrics compare it
+    {"prompt": "2 + 2 =", "target": [" 4", " four"]}               several right answers
+    {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}    the most probable choice counts: accuracy
+
+    task.evaluate.task_files = (Config(TaskFile, path='sums.jsonl', metrics=('exact_match', 'f1')),)
+
+Results are those of an evaluation: `eval/<name>/<metric>` in the log, in `metrics.jsonl`, and for `best_metric`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at
+from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
+from praxis_lite.common.files import parse_json_line, read_plain
+from praxis_lite.common.processes import note_progress
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.runs.programs import InputProgram, ProgramResult, TaskOnMesh
+from praxis_lite.runs.prompts import tokenizer_of
+from praxis_lite.runs.records.metrics import HostMetrics
+from praxis_lite.runs.text_metrics import TextMetric, find_metrics
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.training.experiment import ExperimentConfig
+
+
+class TaskFile(Configurable):
+  """A file of questions, JSON lines; the top of `task_files.py` describes them.
+
+  Attributes:
+    path: the file.
+    name: the name of its results; None uses that of the file.
+    metrics: metrics of questions with a target, names in `text_metrics.py` or functions like those.
+    max_tokens: the largest number of tokens of an answer.
+    stop: texts that end an answer, and are not part of it.
+    batch_size: how many questions are computed at a time.
+    max_examples: how many of the first questions are computed; None means all.
+  """
+
+  path: str = REQUIRED
+  name: str | None = None
+  metrics: tuple[str | Callable[..., float], ...] = ('exact_match', 'f1')
+  max_tokens: int = 64
+  stop: tuple[str, ...] = ('\n',)
+  batch_size: int = 32
+  max_examples: int | None = None
+
+  @property
+  def label(self) -> str:
+    """The name of its results."""
+    return self.name or Path(self.path).stem
+
+
+class Question(NamedTuple):
+  """A line of a task file: with targets, or with choices and the number of the right one."""
+
+  prompt: str
+  targets: list[str]
+  choices: list[str]
+  answer: int = -1
+
+
+def read_questions(path: str, where: str) -> list[Question]:
+  """Returns the questions of a file; raises UserError, which begins with `where` and names the line."""
+  try:
+    lines = read_plain(path).decode().split('\n')
+  except OSError as error:
+    raise UserError(f'{where}: {path} cannot be read: {error.strerror}') from None
+  except UnicodeDecodeError as error:
+    raise UserError(f'{where}: {path} is not UTF-8 text: byte {error.start}') from None
+  questions = [_parse(f'{where}: {path}, line {i}', line) for i, line in enumerate(lines, 1) if line.strip()]
+  if not questions:
+    raise UserError(f'{where}: {path} has no questions; expected one in each line')
+  if len({bool(question.choices) for question in questions}) > 1:
+    raise UserError(f'{where}: {path} has questions with choices and others without; put them in two files')
+  return questions
+
+
+def _parse(where: str, line: str) -> Question:
+  form = '{"prompt": "...", "target": "..."} or {"prompt": "...", "choices": ["...", "..."], "answer": 0}'
+  try:
+    value = parse_json_line(line)
+  except ValueError as error:
+    raise UserError(f'{where}: no JSON: {error}; expected {form}') from None
+  if not isinstance(value, dict) or not isinstance(value.get('prompt'), str):
+    raise UserError(f'{where}: expected {form}')
+  targets, choices = value.get('target'), value.get('choices')
+  targets = [targets] if isinstance(targets, str) else targets
+  if (targets is None) == (choices is None):
+    raise UserError(f'{where}: expected a target, or choices and an answer, as in {form}')
+  texts = targets if choices is None else choices
+  if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+    raise UserError(f'{where}: expected a list of texts with at least one, got {texts!r}')
+  if choices is None:
+    return Question(value['prompt'], texts, [])
+  answer = value.get('answer')
+  if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(texts) or not all(texts):
+    raise UserError(f'{where}: answer is {answer!r}; expected the number of a choice that is no empty text, from 0')
+  return Question(value['prompt'], [], texts, answer)
+
+
+def evaluate_questions(
+  model: TrainedModel, questions: Sequence[Question], file: TaskFile, metrics: Mapping[str, TextMetric]
+) -> dict[str, float]:
+  """Returns the metrics of a model on questions.
+
+  Of targets, those of `metrics`, for greedy answers. Of choices `accuracy`, the fraction of questions whose most
+  probable choice is right, and `accuracy_per_byte`, the same for probabilities per byte of text.
+  """
+  if questions[0].choices:
+    return _choose(model, questions, file.batch_size)
+  prompts = [question.prompt for question in questions]
+  settings: Any = {'max_tokens': file.max_tokens, 'temperature': 0.0, 'stop': file.stop, 'batch_size': file.batch_size}
+  answers = [cut_at(text, file.stop) for text in model.decode(prompts, **settings)]
+  references = [question.targets for question in questions]
+  return {name: float(metric(answers, references)) for name, metric in metrics.items()}
+
+
+def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> dict[str, float]:
+  pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
+  scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))
+  right = {'accuracy': 0, 'accuracy_per_byte': 0}
+  for question in questions:
+    log_probs = np.array([next(scores).log_prob for _ in question.choices])
+    sizes = np.array([len(choice.encode()) for choice in question.choices])
+    right['accuracy'] += int(np.argmax(log_probs) == question.answer)
+    right['accuracy_per_byte'] += int(np.argmax(log_probs / sizes) == question.answer)
+  return {name: count / len(questions) for name, count in right.items()}
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+  """Returns a text up to the first of the stop texts, without it."""
+  return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+class TaskFileProgram(InputProgram[Any]):
+  """Evaluates variables on the questions of a task file, like an `EvalProgram` on an input.
+
+  Args:
+    tasks: the task on its mesh.
+    config: the configs of the run, whose tokenizer it uses.
+    directory: the run's directory; None if it has none.
+    number: which of the files it is, for messages.
+
+  Raises:
+    UserError: the file cannot be used, the model is no language model, or a metric is not available.
+  """
+
+  def __init__(
+    self, tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, file: TaskFile, number: int
+  ):  # It has no step of its own: the methods of a model run its steps.
+    where = f'task.evaluate.task_files[{number}]'
+    for name in ('max_tokens', 'batch_size'):
+      if getattr(file, name) < 1:
+        raise ConfigError(f'{where}.{name} = {getattr(file, name)}; expected at least 1')
+    self._file, self._questions = file, read_questions(file.path, f'{where}.path')[: file.max_examples]
+    if not self._questions:
+      raise ConfigError(f'{where}.max_examples = {file.max_examples}; expected at least 1, or None')
+    self._metrics = find_metrics(f'{where}.metrics', file.metrics)
+    model = tasks.jax_task.model
+    if model.score_limits() is None:
+      raise ConfigError(f'{where}: needs a language model; this model is a {type(model).__name__}')
+    if tokenizer_of(config, directory) is None:
+      raise ConfigError(f'{where}: its texts need a dataset with a tokenizer, and none of the datasets has one')
+    settings = tasks.jax_task.evaluate
+    self.split = f'eval/{file.label}'
+    self.use_ema = settings.use_ema
+    self.is_of_average = settings.use_ema and tasks.jax_task.learner.keeps_averages
+    shapes = tasks.layout.padded_shapes
+    self._model = TrainedModel(config, tasks.untapped, shapes.mdl_vars, shapes.step, directory=directory)
+
+  def run(
+    self, mdl_vars: NestedDict, global_step: jax.Array, interrupts: Callable[[], bool] = lambda: False
+  ) -> ProgramResult | None:
+    start = time.perf_counter()
+    if interrupts():
+      return None
+    note_progress(self.split)
+    self._model.stored_variables, self._model.global_step = mdl_vars, global_step
+    try:
+      found = evaluate_questions(self._model, self._questions, self._file, self._metrics)
+    finally:  # The next step overwrites these arrays.
+      shapes = self._model.tasks.layout.padded_shapes
+      self._model.stored_variables, self._model.global_step = shapes.mdl_vars, shapes.step
+    metrics: HostMetrics = {**found}
+    note = f', {number_of(len(self._questions), "question")}'
+    return ProgramResult(
+      metrics, -(-len(self._questions) // self._file.batch_size), time.perf_counter() - start, {}, note
+    )
+
+  def metric_names(self) -> list[str]:
+    return ['accuracy', 'accuracy_per_byte'] if self._questions[0].choices else sorted(self._metrics)
+
+
+def task_file_programs(
+  tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, taken: Sequence[str]
+) -> Iterator[TaskFileProgram]:
+  """Yields the programs of `task.evaluate.task_files`.
+
+  Args:
+    tasks, config, directory: as for `TaskFileProgram`.
+    taken: names of the other evaluations, 'eval/<input>'.
+
+  Raises:
+    UserError: a file cannot be used, or two evaluations have the same name.
+  """
+  names = list(taken)
+  for number, entry in enumerate(tasks.jax_task.evaluate.task_files):
+    where = f'task.evaluate.task_files[{number}]'
+    file = build_at(where, entry) if isinstance(entry, Config) else entry
+    if not isinstance(file, TaskFile):
+      raise ConfigError(f'{where}: expected the config of a TaskFile, got {entry!r}')
+    program = TaskFileProgram(tasks, config, directory, file, number)
+    if program.split in names:
+      raise ConfigError(f'{where}.name: there is already an evaluation {program.split!r}; set another name')
+    names.append(program.split)
+    yield program
