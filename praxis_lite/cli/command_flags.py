@@ -127,7 +127,7 @@ def add_traceback(values: CommandFlags) -> None:
 
 
 def add_track(values: CommandFlags) -> None:
-  track = 'Also send metrics to wandb, mlflow or prometheus, as task.train.loggers does. TensorBoard needs nothing.'
+  track = 'Also send metrics to wandb, mlflow, aim, comet or prometheus, as task.train.loggers does.'
   values.add_texts('track', track, 'wandb')
 
 

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
   from praxis_lite.runs.executor import TrainResult as TrainResult, run_train as run_train
   from praxis_lite.runs.hooks import Hook as Hook
   from praxis_lite.runs.inference import run_decode as run_decode, run_eval as run_eval
-  from praxis_lite.runs.loggers import Logger as Logger, MlflowLogger as MlflowLogger, WandbLogger as WandbLogger
+  from praxis_lite.runs.loggers import (
+    AimLogger as AimLogger,
+    CometLogger as CometLogger,
+    Logger as Logger,
+    MlflowLogger as MlflowLogger,
+    WandbLogger as WandbLogger,
+  )
   from praxis_lite.runs.loop.options import TrainOptions as TrainOptions
   from praxis_lite.runs.nonfinite import NonFiniteError as NonFiniteError
   from praxis_lite.runs.observer import Run as Run
@@ -34,7 +40,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     'praxis_lite.runs.executor': 'TrainResult run_train',
     'praxis_lite.runs.hooks': 'Hook',
     'praxis_lite.runs.inference': 'run_decode run_eval',
-    'praxis_lite.runs.loggers': 'Logger MlflowLogger WandbLogger',
+    'praxis_lite.runs.loggers': 'AimLogger CometLogger Logger MlflowLogger WandbLogger',
     'praxis_lite.runs.loop.options': 'TrainOptions',
     'praxis_lite.runs.nonfinite': 'NonFiniteError',
     'praxis_lite.runs.observer': 'Run',

@@ -163,7 +163,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     loop = TrainingLoop(job, options, directory, feed, saver, observers, stop, done_at, metrics)
     what = job.task, path, dict(job.partitioned.mesh.shape), job.batch_struct
     run = Run(*what, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
-    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, stop))
+    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, stop, loggers))
 
     # ---- train
     for observer in observers:

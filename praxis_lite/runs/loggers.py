@@ -1,8 +1,9 @@
-"""Loggers send the metrics of a run to Weights & Biases, MLflow, Prometheus, or a service of the user's own.
+"""Loggers send the metrics of a run to Weights & Biases, MLflow, Aim, Comet, Prometheus, or a service of the user's own.
 
-    config.task.train.loggers = ('wandb', Config(MlflowLogger, experiment='curves'), Config(MyLogger))
+    config.task.train.loggers = ('wandb', Config(MlflowLogger, experiment='curves', checkpoints=True), Config(MyLogger))
 
-They get the numbers that are written to `metrics.jsonl`, when they are written. A logger that fails, at its start or
+They get the numbers that are written to `metrics.jsonl`, when they are written, and with `checkpoints` each checkpoint
+once it is complete. A run that is resumed goes on as the same run of the service. A logger that fails, at its start or
 later, is reported once and then left out; training goes on. Event files for TensorBoard are always written.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import math
 import time
@@ -22,6 +24,8 @@ from praxis_lite.common.config.text import fields_of, to_text
 from praxis_lite.common.errors import ConfigError, check_choice, first_line
 from praxis_lite.common.files import read_plain, replace_file
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
+from praxis_lite.runs.hooks import Hook
+from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.record import first_launch
 
 
@@ -43,10 +47,17 @@ class Logger(Configurable):
   """Sends the metrics of a run somewhere. Only one process of a run calls it, in the thread that trains.
 
   An exception in a method is reported, and then the logger is left out. `package` is the package that the logger
-  imports; a run whose config needs one that is not installed does not start.
+  imports; a run whose config needs one that is not installed does not start. `extra` is the extra of praxis_lite that
+  installs it.
+
+  Attributes:
+    checkpoints: whether it also gets the checkpoints, as artifacts of the run. Training waits for `save`.
   """
 
   package = ''
+  extra = ''
+
+  checkpoints: bool = False
 
   def start(self, run: LoggedRun) -> None:
     """Called before the first `log` of this process."""
@@ -55,19 +66,23 @@ class Logger(Configurable):
     """Takes metrics by name, such as 'train/loss' or 'eval/valid/accuracy'."""
     raise NotImplementedError
 
+  def save(self, step: int, folder: Path) -> None:
+    """Takes the checkpoint of a step, a complete folder, if `checkpoints`."""
+    raise NotImplementedError
+
   def finish(self, *, failed: bool) -> None:
     """Called at the end of the process; `failed` if an error ends it."""
 
 
 class WandbLogger(Logger):
-  """Weights & Biases. A run that is resumed continues its curves.
+  """Weights & Biases.
 
-  Attributes:
+  Attributes: the same as for `Logger`, and
     project: None uses the name of the directory that contains the run.
     entity: user or team; None uses the default of the account.
   """
 
-  package = 'wandb'
+  package = extra = 'wandb'
 
   project: str | None = None
   entity: str | None = None
@@ -83,18 +98,25 @@ class WandbLogger(Logger):
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     self._run.log(dict(metrics), step=step)
 
+  def save(self, step: int, folder: Path) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(f'checkpoint-{self._run.id}', type='model', metadata={'step': step})
+    artifact.add_dir(str(folder))
+    self._run.log_artifact(artifact, aliases=[f'step-{step}', 'latest'])
+
   def finish(self, *, failed: bool) -> None:
     self._run.finish(exit_code=int(failed))
 
 
 class MlflowLogger(Logger):
-  """MLflow, at the server of MLFLOW_TRACKING_URI. A run that is resumed continues its curves.
+  """MLflow, at the server of MLFLOW_TRACKING_URI.
 
-  Attributes:
+  Attributes: the same as for `Logger`, and
     experiment: None uses the name of the directory that contains the run.
   """
 
-  package = 'mlflow'
+  package = extra = 'mlflow'
 
   experiment: str | None = None
 
@@ -112,6 +134,9 @@ class MlflowLogger(Logger):
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     self._mlflow.log_metrics(dict(metrics), step=step)
+
+  def save(self, step: int, folder: Path) -> None:
+    self._mlflow.log_artifacts(str(folder), artifact_path=f'checkpoints/{step}')
 
   def finish(self, *, failed: bool) -> None:
     self._mlflow.end_run('FAILED' if failed else 'FINISHED')
@@ -173,12 +198,104 @@ def _sample(value: float) -> str:
   return ('+Inf' if value > 0 else '-Inf') if math.isinf(value) else repr(float(value))
 
 
+class AimLogger(Logger):
+  """Aim.
+
+  Attributes: the same as for `Logger`, and
+    repo: the repository, a directory or the address of a server; None uses the nearest one, or that of AIM_REPO.
+    experiment: None uses the name of the directory that contains the run.
+    artifacts_uri: where checkpoints go, such as 's3://bucket/aim'; None uses a folder `aim-artifacts` in the run's
+      directory.
+  """
+
+  package = extra = 'aim'
+
+  repo: str | None = None
+  experiment: str | None = None
+  artifacts_uri: str | None = None
+
+  def start(self, run: LoggedRun) -> None:
+    import aim
+
+    repo = aim.Repo.from_path(self.repo, init=True) if self.repo and '://' not in self.repo else self.repo
+    known = run.directory / _AIM_FILE  # Aim chooses the name of a run itself.
+    name = read_plain(known).decode().strip() if known.exists() else None
+    settings: dict[str, Any] = {'repo': repo, 'experiment': self.experiment or run.directory.parent.name}
+    settings |= {'system_tracking_interval': None, 'capture_terminal_logs': False}
+    self._run = aim.Run(name, force_resume=name is not None, **settings)
+    known.write_text(f'{self._run.hash}\n', encoding='utf-8')
+    self._run.name = run.directory.name
+    self._run['praxis_lite'] = run.id
+    self._run['config'] = dict(run.config)
+    if self.checkpoints:
+      self._run.set_artifacts_uri(self.artifacts_uri or (run.directory / 'aim-artifacts').absolute().as_uri())
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+      self._run.track(value, name=name, step=step)
+
+  def save(self, step: int, folder: Path) -> None:
+    self._run.log_artifacts(str(folder), name=f'checkpoints/{step}', block=True)
+
+  def finish(self, *, failed: bool) -> None:
+    self._run['failed'] = failed
+    self._run.close()
+
+
+class CometLogger(Logger):
+  """Comet, with the key of COMET_API_KEY.
+
+  Attributes: the same as for `Logger`, and
+    project: None uses the name of the directory that contains the run.
+    workspace: None uses the default of the account.
+    offline_directory: a directory in which to keep what `comet upload` sends later; None sends it at once.
+  """
+
+  package, extra = 'comet_ml', 'comet'
+
+  project: str | None = None
+  workspace: str | None = None
+  offline_directory: str | None = None
+
+  def start(self, run: LoggedRun) -> None:
+    import comet_ml
+
+    offline = self.offline_directory
+    settings = {
+      'log_code': False,
+      'auto_param_logging': False,
+      'auto_metric_logging': False,
+      'auto_output_logging': False,
+    }
+    # The key of a run has 32 to 50 letters and digits, and is the same for all launches.
+    key = hashlib.sha1(run.id.encode()).hexdigest()
+    self._run = comet_ml.start(
+      project_name=self.project or run.directory.parent.name,
+      workspace=self.workspace,
+      experiment_key=key,
+      mode='get_or_create',
+      online=offline is None,
+      experiment_config=comet_ml.ExperimentConfig(name=run.directory.name, offline_directory=offline, **settings),
+    )
+    self._run.log_parameters(dict(run.config), nested_support=False)
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._run.log_metrics(dict(metrics), step=step)
+
+  def save(self, step: int, folder: Path) -> None:
+    self._run.log_model(f'checkpoint-{step}', str(folder), metadata={'step': step})
+
+  def finish(self, *, failed: bool) -> None:
+    self._run.log_other('failed', failed)
+    self._run.end()
+
+
+_AIM_FILE = 'aim_run.txt'  # Its line is the name that Aim has given to the run.
+
 # What `task.train.loggers` and --track may name. TensorBoard needs no logger.
 LOGGERS: dict[str, type[Logger] | None] = {
-  'tensorboard': None,
-  'wandb': WandbLogger,
-  'mlflow': MlflowLogger,
-  'prometheus': PrometheusLogger,
+  **{'tensorboard': None, 'wandb': WandbLogger, 'mlflow': MlflowLogger},
+  **{'aim': AimLogger, 'comet': CometLogger, 'prometheus': PrometheusLogger},
 }
 
 
@@ -209,7 +326,8 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
     if not isinstance(logger, Logger):
       raise ConfigError(f'{path}: expected the config of a Logger, got that of {type(logger).__name__}')
     if logger.package and importlib.util.find_spec(logger.package) is None:
-      raise ConfigError(f'{path}: {logger.package} is not installed; pip install {logger.package}')
+      install = f"'praxis_lite[{logger.extra}]'" if logger.extra else logger.package
+      raise ConfigError(f'{path}: {logger.package} is not installed; pip install {install}')
     loggers.append(logger)
   return loggers
 
@@ -235,11 +353,20 @@ class LoggersOfRun:
     """Passes on the metrics of a split after a step."""
     metrics = {f'{split}/{name}': value for name, value in scalars.items()}
     for logger in list(self._loggers):
-      if logger not in self._started:
-        self._started.append(logger)
-        self._try(logger, functools.partial(self._start, logger))
-      if logger in self._loggers:
-        self._try(logger, functools.partial(logger.log, step, metrics))
+      self._call(logger, functools.partial(logger.log, step, metrics))
+
+  def save(self, step: int, folder: Path) -> None:
+    """Passes on the checkpoint of a step to the loggers that get checkpoints."""
+    for logger in [logger for logger in self._loggers if logger.checkpoints]:
+      self._call(logger, functools.partial(logger.save, step, folder))
+
+  def _call(self, logger: Logger, call: Callable[[], None]) -> None:
+    """Starts a logger, unless it has started, and calls it."""
+    if logger not in self._started:
+      self._started.append(logger)
+      self._try(logger, functools.partial(self._start, logger))
+    if logger in self._loggers:
+      self._try(logger, call)
 
   def __enter__(self) -> LoggersOfRun:
     return self
@@ -264,3 +391,13 @@ class LoggersOfRun:
     shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in fields.items()}
     number = '' if started is None else f'-{int(started * 1000):x}'
     logger.start(LoggedRun(self._directory, f'{self._directory.name}{number}', shown))
+
+
+class CheckpointsToLoggers(Hook):
+  """Passes on the checkpoints of a run to its loggers."""
+
+  def __init__(self, loggers: LoggersOfRun):
+    self._loggers = loggers
+
+  def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
+    self._loggers.save(step, path)

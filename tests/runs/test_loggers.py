@@ -76,6 +76,29 @@ def test_a_logger_gets_what_is_written_and_a_resumed_run_goes_on(tmp_path, capsy
   assert [call[0] for call in Recorder.calls] == ['start', 6, 6, 'finish']
 
 
+class Keeper(Recorder):
+  """Also gets checkpoints, and lists what is in them; fails for the one of step 6."""
+
+  saved = []
+
+  def save(self, step, folder):
+    self.saved.append((step, folder.name, any(folder.iterdir())))
+    if step == 6:
+      raise OSError('disk full')
+
+
+def test_a_logger_gets_complete_checkpoints_if_it_asks_for_them(tmp_path, capsys):
+  Recorder.calls.clear()
+  Keeper.saved.clear()
+  config = tiny_run(1, num_train_steps=8, save_interval_steps=3, log_interval_steps=8)
+  config.task.train.loggers = (Config(Recorder), Config(Keeper, checkpoints=True))
+  run_train(config, tmp_path / 'run')
+  assert [step for step, *_ in Keeper.saved] == [3, 6] and all(is_full for *_, is_full in Keeper.saved)
+  line = 'Keeper gets no more metrics: OSError: disk full; training goes on without it\n'
+  assert capsys.readouterr().out.count(line) == 1
+  assert Recorder.calls[-1] == ('finish', False)
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize('fails_in', ['init', 'log', 'finish'])
 def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, monkeypatch, capsys, fails_in):
@@ -165,7 +188,9 @@ def test_the_command_line_names_loggers(tmp_path, capsys, monkeypatch, command):
   sets = ['--set=task.train.num_train_steps=1,2'] if command == 'sweep' else []
   run = [command, '--exp=lm.SyntheticLmTiny', f'--job_log_dir={tmp_path / "run"}', *sets]
   assert main([*run, '--track=mlflow']) == 2
-  assert 'task.train.loggers[0]: mlflow is not installed; pip install mlflow\n' in capsys.readouterr().err
+  assert (
+    "task.train.loggers[0]: mlflow is not installed; pip install 'praxis_lite[mlflow]'\n" in capsys.readouterr().err
+  )
   assert not (tmp_path / 'run').exists()
 
 

@@ -14,6 +14,7 @@ from praxis_lite.runs.console import Console
 from praxis_lite.runs.corruption import ReplicaWatch
 from praxis_lite.runs.hooks import Hook, Hooks
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
+from praxis_lite.runs.loggers import CheckpointsToLoggers, LoggersOfRun
 from praxis_lite.runs.loop.feed import BadRecordLines
 from praxis_lite.runs.loop.job import TrainJob, corruption_policy
 from praxis_lite.runs.loop.options import TrainOptions
@@ -84,6 +85,7 @@ def attach_observers(
   startup: StartupTimes,
   saving: Saving,
   stop: StopSignals,
+  loggers: LoggersOfRun,
 ) -> Iterator[None]:
   """Adds the other observers of a run, and catches signals until the block ends."""
   settings, on_nonfinite, first_step = job.settings, job.task.learner.on_nonfinite, start.step
@@ -93,7 +95,7 @@ def attach_observers(
   log = TrainLog(task, batch, console, writer, startup, first_step=first_step, observers=observers)
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
-    own: list[Hook] = [profiler, BadRecordLines(job.train_input)]
+    own: list[Hook] = [profiler, BadRecordLines(job.train_input), CheckpointsToLoggers(loggers)]
     if job.watched.best is not None:
       own.append(KeepBest(job.watched.best, start.checkpointer))
     if job.watched.stopping is not None:
