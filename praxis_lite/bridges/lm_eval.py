@@ -11,7 +11,6 @@ Each process of a run of several hosts evaluates all requests together with the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,18 +191,3 @@ def register() -> None:
   from lm_eval.api.registry import register_model
 
   register_model(NAME)(RunLM)
-
-
-def main() -> None:
-  """Runs the command `lm_eval`, with `praxis_lite` among its models."""
-  from lm_eval.__main__ import cli_evaluate
-
-  register()
-  try:
-    cli_evaluate()
-  except UserError as error:
-    sys.exit(f'lm_eval: error: {error}')
-
-
-if __name__ == '__main__':
-  main()

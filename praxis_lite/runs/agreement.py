@@ -5,9 +5,9 @@
       print(format_compared(agreement, agreement.compare(way)))
 
 Each way computes the log-probabilities of the same known texts. They are compared token by token with those of the
-training step. The tolerance is measured: rounding to bfloat16 changes the log-probabilities of this model by so much,
-and an error by rounding is proportional to the machine epsilon of a dtype. If a way differs by more, the values between
-its layers are compared, and the first layer that differs is named.
+training step. The tolerance is measured: how much rounding to bfloat16, and weights that differ by a rounding error,
+change the log-probabilities of this model; an error by rounding is proportional to the machine epsilon of a dtype. If
+a way differs by more, the values between its layers are compared, and the first layer that differs is named.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -23,6 +24,7 @@ from jax.sharding import Mesh
 from praxis_lite.common.config import Config, field_names, nested_configs
 from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.figures import format_axes, number_of
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models import EncoderDecoderModel, LanguageModel
 from praxis_lite.runs.forced_tokens import KnownTexts, batch_texts, change_model, decode_texts
@@ -100,6 +102,7 @@ class Agreement:
     reference, exact_reference: the log-probabilities of each continuation, in that dtype and in float32.
     rounding: the largest change of log-probabilities by rounding to bfloat16, in nats.
     rounding_of_dtype: the same for the dtype of the model.
+    sensitivity: the largest change by weights that differ by a rounding error of float32, in nats.
 
   Raises:
     ConfigError: the model is no language model.
@@ -120,6 +123,7 @@ class Agreement:
     rounded = change_model(self.exact, lambda task: _set_everywhere(task, 'fprop_dtype', 'bfloat16'))
     in_bfloat16 = self.reference if self.dtype == 'bfloat16' else self.score(rounded)
     self.rounding = largest_difference(in_bfloat16, self.exact_reference)
+    self.sensitivity = self._measure_sensitivity()
     self.rounding_of_dtype = largest_difference(self.reference, self.exact_reference)
 
   # ---------------------------------------------------------------- ways
@@ -238,8 +242,16 @@ class Agreement:
     """Returns the largest difference that rounding explains, in nats."""
     narrowest = way.cache_dtype or ('float32' if way.is_exact else self.dtype)
     largest = max(float(np.max(np.abs(x), initial=1.0)) for x in self.exact_reference)
-    epsilon = _epsilon(narrowest)
-    return max(4 * self.rounding * epsilon / _epsilon('bfloat16'), 32 * largest * float(np.finfo(np.float32).eps))
+    scaled = self.rounding * _epsilon(narrowest) / _epsilon('bfloat16')
+    return max(4 * scaled, 8 * self.sensitivity, 32 * largest * _epsilon('float32'))
+
+  def _measure_sensitivity(self) -> float:
+    """Returns the largest change of log-probabilities by weights that differ by a rounding error of float32."""
+    expected, stored = self.score(self.exact), self.exact.stored_variables
+    floats = [x.dtype for x in jax.tree.leaves(stored) if jnp.issubdtype(x.dtype, jnp.floating)]
+    coarsest = max((_epsilon(dtype.name) for dtype in floats), default=_epsilon('float32'))
+    found = [self.score(dataclasses.replace(self.exact, stored_variables=_perturb(stored, seed))) for seed in range(2)]
+    return max(largest_difference(expected, x) for x in found) * _epsilon('float32') / coarsest
 
   def compare(self, way: Way) -> Compared:
     """Computes a way, and compares it with the reference."""
@@ -282,6 +294,22 @@ def _first_token(expected: LogProbs, found: LogProbs, tolerance: float) -> tuple
     (row, int(i)) for row, (a, b) in enumerate(zip(expected, found)) for i in np.flatnonzero(np.abs(a - b) > tolerance)
   ]
   return min(differs, key=lambda at: at[::-1], default=None)
+
+
+def _perturb(stored: NestedDict, seed: int) -> NestedDict:
+  """Returns variables that differ by one machine epsilon, each up or down, on the same devices."""
+
+  def change(variables: NestedDict) -> NestedDict:
+    leaves, structure = jax.tree.flatten(variables)
+    for i, x in enumerate(leaves):
+      if jnp.issubdtype(x.dtype, jnp.floating):
+        signs = jax.random.rademacher(jax.random.fold_in(jax.random.key(seed), i), x.shape, x.dtype)
+        leaves[i] = x * (1 + signs * jnp.finfo(x.dtype).eps)
+    perturbed: NestedDict = jax.tree.unflatten(structure, leaves)
+    return perturbed
+
+  perturbed: NestedDict = jax.jit(change, out_shardings=jax.tree.map(lambda x: x.sharding, stored))(stored)
+  return perturbed
 
 
 def _epsilon(dtype: str) -> float:
@@ -350,7 +378,8 @@ def format_compared(agreement: Agreement, compared: Compared | None = None) -> s
     texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')
     mesh = f'{agreement.dtype}, mesh {format_axes(agreement.model.tasks.mesh.shape)}'
     head = f'log-probabilities of {tokens} in {texts}, in nats; {mesh}'
-    why = f'tolerance: 4 times what rounding to a dtype changes, measured with bfloat16: {agreement.rounding:.1e}'
+    measured = f'bfloat16 changes {agreement.rounding:.1e}, other last bits of weights {agreement.sensitivity:.1e}'
+    why = f'tolerance: what rounding explains; measured: {measured}'
     columns = _row('way', 'tokens', 'largest difference', 'tolerance', '')
     reference = _row('training step', str(agreement.texts.num_tokens), '', '', 'the reference')
     return '\n'.join(
