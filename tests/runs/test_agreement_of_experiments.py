@@ -34,6 +34,7 @@ def small_model(config):
   """The model of an experiment, small, in float32, on one device, with random variables; None if it stays large."""
   struct = fill_required(config.datasets[0]).instantiate().batch_struct()
   task = small_task(config.task, struct).config
+  task.mesh_axis_names = tuple(task.mesh_axis_names or ('data',))
   task.ici_mesh_shape, task.dcn_mesh_shape = (1,) * len(task.mesh_axis_names), None
   built = task.instantiate()
   if sum(math.prod(weight.full_shape) for weight in jax.tree.leaves(built.model.abstract_init())) > 10**8:
