@@ -18,8 +18,8 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
 from praxis_lite.runs.answers import AnswerSampling, check_steps_of_answers
+from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers import Logger, build_loggers
