@@ -186,7 +186,7 @@ def _positive(name: str, text: str) -> int:
   return int(text)
 
 
-def register() -> None:
+def register_with_lm_eval() -> None:
   """Makes `praxis_lite` a model that `lm_eval` knows by its name."""
   from lm_eval.api.registry import register_model
 

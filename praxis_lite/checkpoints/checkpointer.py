@@ -419,7 +419,7 @@ class Checkpointer:
     if left_out:
       check_base(base, Path(self.folder(step)))
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
-        for wanted in _without_duplicates(left_out):
+        for wanted in _split_by_name(left_out):
           read = other._read_arrays(base.step, nest({to_path(name): x for name, x in wanted.values()}))
           found |= {path: node_at(read, to_path(name)) for path, (name, _) in wanted.items()}
     return nest(found)
@@ -473,10 +473,10 @@ class Checkpointer:
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
 
 
-def _without_duplicates(
+def _split_by_name(
   entries: dict[TreePath, tuple[str, jax.ShapeDtypeStruct]],
 ) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
-  """Yields parts of `entries`, in each of which every name occurs once."""
+  """Yields parts of `entries`; in each part, every name occurs once."""
   while entries:
     part = {path: (name, x) for name, (path, x) in {name: (path, x) for path, (name, x) in entries.items()}.items()}
     yield part

@@ -11,12 +11,12 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.common.foreign_text import printable
 
 
-def main() -> None:
+def run_lm_eval() -> None:
   """Runs `lm_eval` with the arguments of this process; a mistake of the user is one line, and exit code 2."""
   try:
-    from praxis_lite.bridges.lm_eval import register
+    from praxis_lite.bridges.lm_eval import register_with_lm_eval
 
-    register()
+    register_with_lm_eval()
 
     from lm_eval.__main__ import cli_evaluate
 
@@ -27,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  run_lm_eval()

@@ -16,7 +16,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import is_url
 
 if TYPE_CHECKING:
-  from praxis_lite.runs.bulk.job import Job
+  from praxis_lite.runs.bulk.job import ShardJob
   from praxis_lite.runs.bulk.ledger import Ledger
   from praxis_lite.training.experiment import ExperimentConfig
 
@@ -72,7 +72,7 @@ def predict_many(values: CommandFlags) -> int:
 
   config, job_log_dir = configured_run(values)
   ledger = _open_ledger(values, config, job_log_dir)
-  left = ledger.unfinished()
+  left = ledger.remaining_shards()
   done = len(ledger.plan.shards) - len(left)
   if done and values.process_index is None:
     print(f'{done} of {number_of(len(ledger.plan.shards), "shard")} are finished; going on with the rest', flush=True)
@@ -133,8 +133,8 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
   return Ledger.open(values.output, folder, values.input, settings, values.shard_rows)
 
 
-def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: Ledger) -> Job:
-  from praxis_lite.runs.bulk.job import Job
+def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: Ledger) -> ShardJob:
+  from praxis_lite.runs.bulk.job import ShardJob
   from praxis_lite.runs.bulk.kinds import Generation, make_compute
   from praxis_lite.runs.restoring import restore_model
   from praxis_lite.runs.vocabulary import use_kept_vocabulary
@@ -146,7 +146,7 @@ def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, 
   generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}
   generation |= {'top_k': values.top_k, 'top_p': values.top_p, 'stop': values.stop, 'seed': values.seed}
   compute = make_compute(model, values.what, values.batch_size, generation, values.keep)
-  return Job(ledger, compute, batch_size=values.batch_size, keep=values.keep, most_bad=values.max_bad_rows)
+  return ShardJob(ledger, compute, batch_size=values.batch_size, keep=values.keep, most_bad=values.max_bad_rows)
 
 
 def _arguments(values: CommandFlags) -> list[str]:

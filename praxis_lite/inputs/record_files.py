@@ -68,14 +68,14 @@ def _rows(file: str, columns: Sequence[str]) -> Iterator[bytes | BadRecord]:
       raise DataError(f'{file} has no column {missing[0]!r}; it has {", ".join(there)}')
     for batch in opened.iter_batches(_AT_ONCE, columns=list(columns)):
       for row in batch.to_pylist():
-        yield _serialized(row, file, number)
+        yield _serialize(row, file, number)
         number += 1
   except (pa.ArrowException, OSError) as error:
     reason = unless_empty(file, f'is not a whole Parquet file: {first_line(error)}')
     yield BadRecord(file, f'row {number}' if number else '', reason)
 
 
-def _serialized(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord:
+def _serialize(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord:
   values: dict[str, np.ndarray | bytes] = {}
   for name, value in row.items():
     if isinstance(value, dict):

@@ -48,7 +48,7 @@ def _check_arrays(leaf: AttentionMask, expected: dict[str, tuple[int, ...]]) -> 
 
 
 def _try_methods(leaf: AttentionMask, batch: int) -> None:
-  """Tries `allows` and `some_allowed` with small arrays, of which only shapes are known."""
+  """Tries `allows` and `some_allowed` with the shapes of small arrays."""
   name = type(leaf).__name__
   results: list[Any] = []
 

@@ -1,7 +1,7 @@
 """QuantizedWeights: which weights of a model are stored in few bits, and how; or are rounded like that in training.
 
     frozen     w_q and its scales are stored; a layer reads s w_q next to the product that needs it
-    trained    w is stored and trained; a layer reads w rounded, and the gradient of w is that of the rounded weight
+    trained    w is stored and trained; a layer reads w rounded, and w gets the gradient of the rounded weight
 
 `praxis_lite.models.quantize_weights` puts it into a model's config; `weight_formats.py` has the formats.
 """
@@ -195,7 +195,7 @@ class QuantizedWeight:
       fan_out_axes=None,
       collections=self.weight.collections
       | {WeightHParamsCollection.NON_TRAINABLE, WeightHParamsCollection.CONSTANT, WeightHParamsCollection.KEEP_FLOAT32},
-      # Counts of parameters are those of the weight itself.
+      # Parameters are counted as in the weight itself.
       active_share=share,
       growth=None,
     )

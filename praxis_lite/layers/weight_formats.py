@@ -116,7 +116,7 @@ class WeightFormat:
       q = jnp.clip(jnp.round(groups / scale), -half, half - 1)
       q = q if self.bits == 8 else q + half
     stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
-    parts = {VALUES: self._pack(self._without_groups(q, w.shape)), SCALE: stored_scale}
+    parts = {VALUES: self._pack(self._join_groups(q, w.shape)), SCALE: stored_scale}
     if zero is not None:
       parts[ZERO] = zero.reshape(stored_scale.shape).astype(jnp.uint8)
     return parts
@@ -172,7 +172,7 @@ class WeightFormat:
       w = jnp.pad(w, [(0, missing if dim == axis else 0) for dim in range(w.ndim)], constant_values=jnp.nan)
     return w.reshape(shape)
 
-  def _without_groups(self, groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  def _join_groups(self, groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     axis = self.group_axis(len(shape))
     whole = groups.reshape(*shape[:axis], -1, *shape[axis + 1 :])
     return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)

@@ -147,6 +147,6 @@ class PolicyModel(ReferencedModel):
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, for the token after each of `ids`."""
-    if 'num_given' in batch:  # Its weights are those of answers; prompts count too.
+    if 'num_given' in batch:  # The weights of the model itself: prompts count too.
       batch = {**batch, 'weights': (batch['segment_ids'] > 0).astype(jnp.float32)}
     return super().predict(batch)

@@ -1,8 +1,8 @@
 """Whether a language model computes the same log-probabilities in training, evaluation, decoding and elsewhere.
 
     agreement = Agreement(model, random_texts(model.layer.score_limits(), 4, 64))
-    for way in agreement.own_ways():
-      print(format_compared(agreement, agreement.compare(way)))
+    for way in agreement.list_ways():
+      print(format_result(agreement, agreement.compare(way)))
 
 Each way computes the log-probabilities of the same known texts. They are compared token by token with those of the
 training step. The tolerance is measured: how much rounding to bfloat16, and weights that differ by a rounding error,
@@ -60,7 +60,7 @@ class Way(NamedTuple):
   cache_dtype: str | None = None
 
 
-class Compared(NamedTuple):
+class WayResult(NamedTuple):
   """The result of comparing a way with the reference.
 
   Attributes:
@@ -116,7 +116,7 @@ class Agreement:
     self.model = change_model(model, _make_comparable)
     self.drops_tokens = any(map(_has_capacity, nested_configs(model.config.task.model)))
     self.dtype = np.dtype(jnp.dtype(self.model.layer.fprop_dtype)).name
-    self.exact = self.model if self.dtype == 'float32' else change_model(self.model, to_float32)
+    self.exact = self.model if self.dtype == 'float32' else change_model(self.model, set_float32)
     self.note = ''
     self.reference = self.score_training(self.model)
     self.exact_reference = self.reference if self.exact is self.model else self.score_training(self.exact)
@@ -128,7 +128,7 @@ class Agreement:
 
   # ---------------------------------------------------------------- ways
 
-  def own_ways(self, cache_dtype: str | None = None) -> list[Way]:
+  def list_ways(self, cache_dtype: str | None = None) -> list[Way]:
     """Returns the ways of praxis_lite itself.
 
     Args:
@@ -137,15 +137,17 @@ class Agreement:
     plain, exact, in_float32 = self.model, self.exact, self.exact is not self.model
     ways = [Way('one pass, as in evaluation', lambda: self.score(plain), lambda: self.values_in_one_pass(plain))]
     if in_float32:
-      ways.append(self._cached('cached decoding', plain, is_exact=False))
+      ways.append(self._way_of_decoding('cached decoding', plain, is_exact=False))
     suffix = ', in float32' if in_float32 else ''
-    ways.append(self._cached(f'cached decoding{suffix}', exact))
+    ways.append(self._way_of_decoding(f'cached decoding{suffix}', exact))
     paged = change_model(exact, lambda task: _set_everywhere(task, 'cache_page_size', PAGE_SIZE))
     if has_field(exact.config.task.model, 'cache_page_size'):
-      ways.append(self._cached(f'decoding in pages of {PAGE_SIZE} slots{suffix}', paged))
+      ways.append(self._way_of_decoding(f'decoding in pages of {PAGE_SIZE} slots{suffix}', paged))
     if cache_dtype is not None:
       stored = change_model(exact, lambda task: _set_everywhere(task, 'cache_dtype', cache_dtype))
-      ways.append(self._cached(f'decoding with {cache_dtype} caches{suffix}', stored)._replace(cache_dtype=cache_dtype))
+      ways.append(
+        self._way_of_decoding(f'decoding with {cache_dtype} caches{suffix}', stored)._replace(cache_dtype=cache_dtype)
+      )
     chunk = 8
     ways.append(
       Way(
@@ -156,7 +158,7 @@ class Agreement:
       )
     )
     if self.model.tasks.mesh.size > 1:
-      alone = on_one_device(exact)
+      alone = move_to_one_device(exact)
       ways.append(
         Way(
           f'one pass on one device{suffix}',
@@ -167,7 +169,7 @@ class Agreement:
       )
     return ways
 
-  def _cached(self, name: str, model: TrainedModel, is_exact: bool = True) -> Way:
+  def _way_of_decoding(self, name: str, model: TrainedModel, is_exact: bool = True) -> Way:
     return Way(
       name,
       lambda: decode_texts(model, self.texts),
@@ -253,17 +255,17 @@ class Agreement:
     found = [self.score(dataclasses.replace(self.exact, stored_variables=_perturb(stored, seed))) for seed in range(2)]
     return max(largest_difference(expected, x) for x in found) * _epsilon('float32') / coarsest
 
-  def compare(self, way: Way) -> Compared:
+  def compare(self, way: Way) -> WayResult:
     """Computes a way, and compares it with the reference."""
     expected = self.exact_reference if way.is_exact else self.reference
     try:
       found = way.compute()
     except UserError as error:
-      return Compared(way.name, problem=first_line(error))
+      return WayResult(way.name, problem=first_line(error))
     tolerance = self.tolerance_of(way)
     count = sum(int((~np.isnan(x)).sum()) for x in found)
     first = _first_token(expected, found, tolerance)
-    compared = Compared(way.name, count, largest_difference(expected, found), tolerance)
+    compared = WayResult(way.name, count, largest_difference(expected, found), tolerance)
     if first is None:
       return compared
     row, token = first
@@ -284,7 +286,7 @@ class Agreement:
 
 
 def largest_difference(expected: LogProbs, found: LogProbs) -> float:
-  """Returns the largest difference of log-probabilities; infinity if one is not finite, or none is known."""
+  """Returns the largest difference of log-probabilities; infinity if one is not finite, or if there are none."""
   differences = np.concatenate([np.abs(a - b)[~np.isnan(b)] for a, b in zip(expected, found)])
   return float(np.max(differences)) if len(differences) else float('inf')
 
@@ -320,7 +322,7 @@ def _epsilon(dtype: str) -> float:
 # ---------------------------------------------------------------- changes of a model
 
 
-def to_float32(task: Config) -> None:
+def set_float32(task: Config) -> None:
   """Makes a task compute in float32, without fused kernels."""
   for config in nested_configs(task.model):
     for name in field_names(config) or ():
@@ -360,7 +362,7 @@ def has_field(model: Config, field: str) -> bool:
   return any(field in (field_names(config) or ()) for config in nested_configs(model))
 
 
-def on_one_device(model: TrainedModel) -> TrainedModel:
+def move_to_one_device(model: TrainedModel) -> TrainedModel:
   """Returns the model on the first device of its mesh."""
   mesh = model.tasks.mesh
   one = Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
@@ -372,7 +374,7 @@ def on_one_device(model: TrainedModel) -> TrainedModel:
 # ---------------------------------------------------------------- the table
 
 
-def format_compared(agreement: Agreement, compared: Compared | None = None) -> str:
+def format_result(agreement: Agreement, compared: WayResult | None = None) -> str:
   """Returns a line of the table: of a comparison, or by default the lines of its head and of the reference."""
   if compared is None:
     texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')

@@ -27,7 +27,7 @@ from praxis_lite.runs.records.faulty_devices import (
   record_faulty_devices,
 )
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT
-from praxis_lite.runs.replicas import Difference, ReplicaSums, find_suspects
+from praxis_lite.runs.replicas import ReplicaDifference, ReplicaSums, find_suspects
 from praxis_lite.runs.trouble import GoBack, Trouble
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.steps import TrainStepOutput
@@ -179,7 +179,7 @@ class ReplicaWatch(Observer):
       raise self._policy.answer(self._describe(step, differences))
     self._clean = step
 
-  def _describe(self, step: int, differences: Sequence[Difference]) -> Corruption:
+  def _describe(self, step: int, differences: Sequence[ReplicaDifference]) -> Corruption:
     suspects = find_suspects(differences)
     devices = [self._devices[number] for number in suspects.devices]
     paths = list(dict.fromkeys(path_name(difference.path) for difference in differences))

@@ -129,7 +129,7 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ndarray]:
   begin = [[limits.start_id]] * len(texts.contexts) if limits.start_id is not None else texts.contexts
   whole = [[*context, *more] for context, more in zip(begin, texts.continuations)]
   most = max(map(len, texts.continuations))
-  forced = _with_sampler(model, _force_row(_table(whole)), most)
+  forced = _force_tokens(model, _force_row(_table(whole)), most)
   batch: Rows = dict(prompt_batch([*texts.contexts, texts.contexts[0]]))
   batch['prompt_lengths'][-1] = 0
   if limits.start_id is None:
@@ -149,7 +149,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
   """
   whole = [[*context, *more] for context, more in zip(texts.contexts, texts.continuations)]
   longest = max(map(len, whole))
-  forced = _with_sampler(model, _force_text(_table(whole), np.array(list(map(len, whole)))), longest)
+  forced = _force_tokens(model, _force_text(_table(whole), np.array(list(map(len, whole)))), longest)
   batcher = forced.batcher(rows=rows, max_length=longest, tokens_per_step=3, chunk=chunk)
   requests = [batcher.submit(context, max_tokens=len(more)) for context, more in zip(*texts)]
   batcher.run()
@@ -163,7 +163,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
   return found
 
 
-def _with_sampler(model: TrainedModel, processor: Callable[..., jax.Array], most: int) -> TrainedModel:
+def _force_tokens(model: TrainedModel, processor: Callable[..., jax.Array], most: int) -> TrainedModel:
   def change(task: Config) -> None:
     # Without a limited context: a decoder that forgets the first tokens computes something else on purpose.
     task.model.decoder_tpl = Config(Sampler, temperature=0.0, max_decode_steps=most, logit_processors=(processor,))

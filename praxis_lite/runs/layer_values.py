@@ -1,7 +1,7 @@
 """Values between the layers of a language model, in one pass or by cached decoding, and the first layer that differs.
 
 One pass and decoding compute the same values at the same points (`layers/base/taps.py`). Because all tokens of a text
-are known, the values of a layer depend on the layers before it alone. So the first that differs has the fault.
+are known, the values of a layer depend only on the layers before it. So the first that differs has the fault.
 
 B batch, T tokens of the longest text, C tokens that are read at once, S slots.
 """
@@ -76,9 +76,9 @@ def values_in_one_pass(model: BaseModel, variables: NestedDict, batch: Rows) -> 
     summaries: dict[str, Summary] = model.apply(
       variables, batch, do_eval=True, method='predict', surroundings=surroundings
     )[1].summaries
-    return _tapped(summaries)
+    return _select_arrays(summaries)
 
-  return _by_point(jax.jit(run)(variables, batch), seen)
+  return _group_by_point(jax.jit(run)(variables, batch), seen)
 
 
 def values_on_mesh(model: TrainedModel, batch: Rows) -> dict[str, PointValues]:
@@ -88,11 +88,11 @@ def values_on_mesh(model: TrainedModel, batch: Rows) -> dict[str, PointValues]:
   def run(variables: NestedDict, batch: Rows, surroundings: Surroundings) -> dict[str, Summary]:
     surroundings = dataclasses.replace(surroundings, taps=_taps(seen, surroundings))
     layer = model.tasks.jax_task.model
-    return _tapped(
+    return _select_arrays(
       layer.apply(variables, batch, do_eval=True, method='predict', surroundings=surroundings)[1].summaries
     )
 
-  return _by_point(_on_mesh(model.tasks, run)(model.stored_variables, batch), seen)
+  return _group_by_point(_map_over_mesh(model.tasks, run)(model.stored_variables, batch), seen)
 
 
 def values_in_decoding(
@@ -133,16 +133,16 @@ def values_in_decoding(
     arguments = ids_BC, pos_BC, jnp.zeros(B, jnp.int32), *prefix
     settings: dict[str, Any] = {'do_eval': True, 'method': 'extend_step', 'surroundings': surroundings}
     side = lm.apply(variables['lm'], *arguments, decode_state=state, **settings)[1]
-    return side.decode_state, _tapped(side.summaries)
+    return side.decode_state, _select_arrays(side.summaries)
 
-  run = _on_mesh(model.tasks, extend)
-  state = _on_mesh(model.tasks, start)(model.stored_variables)
+  run = _map_over_mesh(model.tasks, extend)
+  state = _map_over_mesh(model.tasks, start)(model.stored_variables)
   found: dict[str, PointValues] = {}
   for pos_BC in _positions(read_B, lengths_B, chunk):
     ids_BC = np.where(pos_BC < 0, 0, np.take_along_axis(ids_BT, np.maximum(pos_BC, 0), axis=1))
     state, summaries = run(model.stored_variables, ids_BC, pos_BC, state)
     rows, columns = np.nonzero(pos_BC >= 0)
-    for name, new in _by_point(summaries, seen, is_one_token=pos_BC.shape[1] == 1).items():
+    for name, new in _group_by_point(summaries, seen, is_one_token=pos_BC.shape[1] == 1).items():
       if new.values.shape[1:3] == pos_BC.shape:
         unknown = np.full((len(new.values), B, T, *new.values.shape[3:]), np.nan, np.float32)
         values = found.setdefault(name, PointValues(unknown, new.is_stacked)).values
@@ -191,7 +191,7 @@ def first_layer_difference(
 
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
-  """Yields the points of each stack together, and other points alone, in the order of the layers."""
+  """Yields the points of each stack together, and each other point by itself, in the order of the layers."""
   group: list[str] = []
   for name, point in values.items():
     if group and not (
@@ -207,7 +207,7 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
 # ---------------------------------------------------------------- how
 
 
-def _on_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a program of (stored variables, *arguments) for `fn`, of (variables, *arguments, surroundings)."""
   surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
 
@@ -222,11 +222,11 @@ def _taps(seen: dict[str, str], surroundings: Surroundings) -> Taps:
   return Taps(lambda name: (ARRAY,), seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
 
 
-def _tapped(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
+def _select_arrays(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
   return {name: summary for name, summary in summaries.items() if summary.kind == ARRAY}
 
 
-def _by_point(
+def _group_by_point(
   summaries: Mapping[str, Summary], seen: Mapping[str, str], is_one_token: bool = False
 ) -> dict[str, PointValues]:
   """Returns values by point, in the order in which they were seen; of one token, the dimension may be missing."""

@@ -27,7 +27,7 @@ from praxis_lite.sharding.specs import all_axes
 from praxis_lite.training.state import TrainState
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
   """Replicas of one part of an array that are not equal; devices are numbered in the order of the mesh.
 
   Attributes:
@@ -80,7 +80,7 @@ class ReplicaSums:
     """Returns uint32 [D, A], the same on every device; does not wait for it, and does not change the state."""
     return self._program(state)
 
-  def compare(self, table_DA: np.ndarray) -> list[Difference]:
+  def compare(self, table_DA: np.ndarray) -> list[ReplicaDifference]:
     """Returns the parts whose replicas differ, in the order of the arrays."""
     sizes = tuple(self._mesh.shape.values())
     numbers = np.arange(self._mesh.size).reshape(sizes)
@@ -100,7 +100,7 @@ class ReplicaSums:
     return jax.lax.all_gather(own_A, self._mesh.axis_names)
 
 
-def find_suspects(differences: Iterable[Difference]) -> Suspects:
+def find_suspects(differences: Iterable[ReplicaDifference]) -> Suspects:
   """Returns the devices that a majority has outvoted most often; without a majority, all devices that differ.
 
   A wrong value spreads: it enters the gradients, and other arrays on other devices. The device where it began differs
@@ -114,11 +114,11 @@ def find_suspects(differences: Iterable[Difference]) -> Suspects:
   return Suspects(tuple(sorted({device for difference in differences for device in difference.replicas})), False)
 
 
-def _vote(path: Path, devices: Sequence[int], sums: Sequence[int]) -> Difference:
+def _vote(path: Path, devices: Sequence[int], sums: Sequence[int]) -> ReplicaDifference:
   (value, count), *_ = Counter(int(s) for s in sums).most_common(1)
   replicas = tuple(int(device) for device in devices)
   odd = tuple(d for d, s in zip(replicas, sums) if s != value) if 2 * count > len(replicas) else ()
-  return Difference(path, replicas, odd)
+  return ReplicaDifference(path, replicas, odd)
 
 
 def _shard_bytes(shape: jax.ShapeDtypeStruct) -> int:

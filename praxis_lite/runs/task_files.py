@@ -6,7 +6,7 @@
 
     task.evaluate.task_files = (Config(TaskFile, path='sums.jsonl', metrics=('exact_match', 'f1')),)
 
-Results are those of an evaluation: `eval/<name>/<metric>` in the log, in `metrics.jsonl`, and for `best_metric`.
+Results appear as of other evaluations: `eval/<name>/<metric>` in the log, in `metrics.jsonl`, and for `best_metric`.
 """
 
 from __future__ import annotations

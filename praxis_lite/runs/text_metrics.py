@@ -51,17 +51,17 @@ def bleu(predictions: Sequence[str], references: References) -> float:
   """Returns the BLEU score of the corpus, 0 to 100, with sacrebleu's own tokens (Papineni et al., 2002; Post, 2018)."""
   import sacrebleu
 
-  return float(sacrebleu.corpus_bleu(list(predictions), _by_number(references)).score)
+  return float(sacrebleu.corpus_bleu(list(predictions), _transpose(references)).score)
 
 
 def chrf(predictions: Sequence[str], references: References) -> float:
   """Returns the chrF score of the corpus, 0 to 100 (Popovic, 2015)."""
   import sacrebleu
 
-  return float(sacrebleu.corpus_chrf(list(predictions), _by_number(references)).score)
+  return float(sacrebleu.corpus_chrf(list(predictions), _transpose(references)).score)
 
 
-def _by_number(references: References) -> list[list[str | None]]:
+def _transpose(references: References) -> list[list[str | None]]:
   """Returns the first reference of each text, then the second ones, and so on; None where a text has fewer."""
   most = max(map(len, references), default=1)
   return [[others[i] if i < len(others) else None for others in references] for i in range(most)]

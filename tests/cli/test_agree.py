@@ -9,7 +9,7 @@ from tiny_language_model import import_tiny_run
 
 from praxis_lite.bridges.hf import agreement
 from praxis_lite.cli.main import main
-from praxis_lite.runs.agreement import Compared
+from praxis_lite.runs.agreement import WayResult
 
 
 @pytest.fixture(scope='module')
@@ -30,7 +30,7 @@ def asked(monkeypatch):
   def agree(model, texts, *, progress, **settings):
     calls.append((texts, settings))
     progress('a line of the table')
-    return [Compared('one pass'), Compared('decoding', first=(0, 3), layer='lm.softmax')]
+    return [WayResult('one pass'), WayResult('decoding', first=(0, 3), layer='lm.softmax')]
 
   monkeypatch.setattr(agreement, 'agree', agree)
   return calls

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from praxis_lite.cli.lm_eval_command import main
+from praxis_lite.cli.lm_eval_command import run_lm_eval
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):
@@ -15,7 +15,7 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
   monkeypatch.delitem(sys.modules, 'praxis_lite.bridges.lm_eval', raising=False)
   with pytest.raises(SystemExit) as end:
-    main()
+    run_lm_eval()
   (line,) = capsys.readouterr().err.splitlines()
   assert end.value.code == 2
   assert line.startswith('praxis-lite-lm-eval: error: lm_eval cannot be imported')
@@ -34,6 +34,6 @@ def test_a_run_that_does_not_exist_is_one_line(monkeypatch, capsys, tmp_path):
   arguments = ['--model', 'praxis_lite', '--model_args', 'path=runs/none', '--tasks', 'tiny']
   monkeypatch.setattr(sys, 'argv', ['lm_eval', *arguments, '--include_path', str(tmp_path)])
   with pytest.raises(SystemExit) as end:
-    main()
+    run_lm_eval()
   assert end.value.code == 2
   assert 'praxis-lite-lm-eval: error: there is no run in runs/none' in capsys.readouterr().err

@@ -15,7 +15,7 @@ from praxis_lite.bridges.hf.agreement import agree, export, read_again
 from praxis_lite.common.errors import UserError
 from praxis_lite.layers import MultiHeadAttention, RotaryPositions, cached_attention
 from praxis_lite.models.base import ScoreLimits
-from praxis_lite.runs.agreement import Agreement, format_compared
+from praxis_lite.runs.agreement import Agreement, format_result
 from praxis_lite.runs.forced_tokens import random_texts, texts_of_batch, texts_of_tokens
 
 LIMITS = ScoreLimits(37, None, takes_prefixes=False)
@@ -29,7 +29,7 @@ def agreement():
 
 
 def way_named(agreement, name, **settings):
-  return next(way for way in agreement.own_ways(**settings) if way.name.startswith(name))
+  return next(way for way in agreement.list_ways(**settings) if way.name.startswith(name))
 
 
 def test_a_right_model_agrees_in_every_way(agreement):
@@ -37,8 +37,8 @@ def test_a_right_model_agrees_in_every_way(agreement):
     compared = agreement.compare(way_named(agreement, name))
     assert compared.is_right and compared.num_tokens == TEXTS.num_tokens and not compared.problem
     assert compared.difference < compared.tolerance < 1e-4
-    assert format_compared(agreement, compared).endswith('ok')
-  head = format_compared(agreement)
+    assert format_result(agreement, compared).endswith('ok')
+  head = format_result(agreement)
   assert f'{TEXTS.num_tokens} tokens in 3 texts' in head and 'the reference' in head and 'note' not in head
 
 
@@ -50,7 +50,7 @@ def test_an_export_agrees_and_a_wrong_one_does_not(agreement, tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(values))
   compared = agreement.compare(read_again(agreement, tmp_path))
   assert compared.layer == 'lm.transformer.layers.attention.rotary, layer 0 of the stack, from token 1 of text 0'
-  line = format_compared(agreement, compared)
+  line = format_result(agreement, compared)
   assert not compared.is_right and 'DIFFERS' in line and compared.layer in line
 
 
@@ -181,10 +181,10 @@ def test_a_missing_package_is_a_line_of_its_own(agreement, tmp_path):
   python = tmp_path / 'python'
   python.write_text('#!/bin/sh\necho "ModuleNotFoundError: No module named \'torch\'" >&2\nexit 1\n')
   python.chmod(0o755)
-  compared = agreement.compare(hf_agreement.in_transformers(agreement, tmp_path / 'exported', str(python)))
+  compared = agreement.compare(hf_agreement.transformers_way(agreement, tmp_path / 'exported', str(python)))
   assert compared.problem == f'torch is not installed for {python}; another Python may have it: --python=...'
-  assert compared.is_right and 'not compared: torch' in format_compared(agreement, compared)
-  missing = agreement.compare(hf_agreement.in_transformers(agreement, tmp_path / 'exported', str(tmp_path / 'none')))
+  assert compared.is_right and 'not compared: torch' in format_result(agreement, compared)
+  missing = agreement.compare(hf_agreement.transformers_way(agreement, tmp_path / 'exported', str(tmp_path / 'none')))
   assert missing.problem == f'{tmp_path / "none"} cannot be run: No such file or directory'
 
 
@@ -195,11 +195,11 @@ def test_transformers_agrees_and_a_wrong_export_is_named(agreement, tmp_path):
   import sys
 
   export(agreement.model, tmp_path)
-  assert agreement.compare(hf_agreement.in_transformers(agreement, tmp_path, sys.executable)).is_right
+  assert agreement.compare(hf_agreement.transformers_way(agreement, tmp_path, sys.executable)).is_right
   values = json.loads((tmp_path / 'config.json').read_text())
   values['rope_theta'] = 31.0
   (tmp_path / 'config.json').write_text(json.dumps(values))
-  wrong = agreement.compare(hf_agreement.in_transformers(agreement, tmp_path, sys.executable))
+  wrong = agreement.compare(hf_agreement.transformers_way(agreement, tmp_path, sys.executable))
   assert wrong.layer.startswith('lm.transformer.layers, layer 0 of the stack, from token 1')
 
 

@@ -19,7 +19,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs import ImageRecordInput, LabelledTextInput
 from praxis_lite.runs.bulk.input_files import list_inputs, read_part
-from praxis_lite.runs.bulk.job import Job
+from praxis_lite.runs.bulk.job import ShardJob
 from praxis_lite.runs.bulk.kinds import make_compute
 from praxis_lite.runs.bulk.ledger import Ledger
 from praxis_lite.runs.bulk.on_ray import run_on_ray
@@ -47,8 +47,8 @@ def open_ledger(output, *paths, shard_rows=4, **settings):
 
 
 def run(ledger, shards=None, **fields):
-  job = Job(ledger, double, **{'batch_size': 3, **fields})
-  job.run(ledger.unfinished() if shards is None else shards)
+  job = ShardJob(ledger, double, **{'batch_size': 3, **fields})
+  job.run(ledger.remaining_shards() if shards is None else shards)
   return job
 
 
@@ -85,8 +85,8 @@ def test_results_in_parquet_and_lines_of_text(tmp_path):
   pq = pytest.importorskip('pyarrow.parquet', reason='needs the package pyarrow: pip install praxis_lite[grain]')
   (tmp_path / 'a.txt').write_bytes('to be\nnaïve\n\n\xff\n'.encode().replace(b'\xc3\xbf', b'\xff'))
   ledger = open_ledger(str(tmp_path / 'out'), str(tmp_path / 'a.txt'), format='parquet', shard_rows=2)
-  job = Job(ledger, lambda rows, first: [{'n': len(row['text'])} for row in rows], batch_size=8, most_bad=1)
-  job.run(ledger.unfinished())
+  job = ShardJob(ledger, lambda rows, first: [{'n': len(row['text'])} for row in rows], batch_size=8, most_bad=1)
+  job.run(ledger.remaining_shards())
   assert ledger.check_complete() == (3, 1)
   first, last = (pq.read_table(tmp_path / 'out' / f'part-0000{i}.parquet').to_pylist() for i in range(2))
   assert first == [{'row': 0, 'n': 5}, {'row': 1, 'n': 5}]
@@ -98,13 +98,15 @@ def test_a_second_start_goes_on_and_computes_nothing_twice(tmp_path):
   ledger = open_ledger(str(tmp_path / 'out'), data)
   run(ledger, [1])
   again = open_ledger(str(tmp_path / 'out'), data)
-  assert again.plan == ledger.plan and again.unfinished() == [0, 2]
+  assert again.plan == ledger.plan and again.remaining_shards() == [0, 2]
   with pytest.raises(DataError, match='out: 2 of 3 shards are missing'):
     again.check_complete()
-  Job(again, lambda rows, first: seen.append(first) or double(rows, first), batch_size=4).run(again.unfinished())
+  ShardJob(again, lambda rows, first: seen.append(first) or double(rows, first), batch_size=4).run(
+    again.remaining_shards()
+  )
   assert seen == [0, 8] and again.check_complete() == (10, 0)
   os.utime(data, (1, 1))  # Written again, with the same content.
-  assert not open_ledger(str(tmp_path / 'out'), data).unfinished()
+  assert not open_ledger(str(tmp_path / 'out'), data).remaining_shards()
 
 
 def test_another_input_or_setting_is_refused_with_one_line(tmp_path):
@@ -155,7 +157,7 @@ def test_what_killed_processes_leave_is_removed_and_no_result(tmp_path):
   data, out = write_lines(tmp_path / 'a.jsonl', range(10)), tmp_path / 'out'
   ledger = open_ledger(str(out), data)
   (out / '.writing-part-00000.jsonl-x1').write_text('{"row": 0')
-  assert ledger.unfinished() == [0, 1, 2]
+  assert ledger.remaining_shards() == [0, 1, 2]
   run(ledger)
   assert sorted(path.name for path in out.iterdir()) == [f'part-0000{i}.jsonl' for i in range(3)] + ['plan.json']
 
@@ -213,7 +215,7 @@ def test_files_and_results_may_be_in_an_object_store(tmp_path):
   ledger = open_ledger('memory://bulk/out', *inputs, shard_rows=2)
   run(ledger, [0])
   again = open_ledger('memory://bulk/out', *inputs, shard_rows=2)
-  assert again.unfinished() == [1, 2]
+  assert again.remaining_shards() == [1, 2]
   run(again)
   assert again.check_complete() == (4, 0)
   assert store.cat('/bulk/out/part-00001.jsonl') == b'{"row": 2, "y": 4}\n'
@@ -233,11 +235,11 @@ WORKER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from test_bulk import double, open_ledger
-from praxis_lite.runs.bulk.job import Job
+from praxis_lite.runs.bulk.job import ShardJob
 
 ledger = open_ledger(*sys.argv[2:4], shard_rows=10)
 slow = lambda rows, first: time.sleep(0.002) or double(rows, first)
-Job(ledger, slow, batch_size=4).run([n for n in ledger.unfinished() if n % 2 == int(sys.argv[4])])
+ShardJob(ledger, slow, batch_size=4).run([n for n in ledger.remaining_shards() if n % 2 == int(sys.argv[4])])
 """
 
 

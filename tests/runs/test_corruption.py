@@ -22,7 +22,7 @@ from praxis_lite.runs.corruption import CorruptionError
 from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.records.faulty_devices import FaultyDevice, read_faulty_devices, record_faulty_devices
 from praxis_lite.runs.replay import compare_with_checkpoint
-from praxis_lite.runs.replicas import Difference, ReplicaSums, _sum_bits, find_suspects
+from praxis_lite.runs.replicas import ReplicaDifference, ReplicaSums, _sum_bits, find_suspects
 from praxis_lite.runs.trouble import read_troubles
 from praxis_lite.training.partitioned_task import PartitionedTask
 
@@ -122,16 +122,20 @@ def test_with_two_replicas_both_are_suspects_and_whole_parts_have_none(state_of)
   sums, state = state_of(data=2, mdl=2)
   assert sums.replicated[W] == 2 and sums.replicated[('step',)] == 4
   (found,) = sums.compare(np.asarray(sums(flip_in_state(state, Flip(W, 3, 0, 0)))))
-  assert found == Difference(W, (2, 3), ()) and find_suspects([found]) == ((2, 3), False)
+  assert found == ReplicaDifference(W, (2, 3), ()) and find_suspects([found]) == ((2, 3), False)
   split, state = state_of(data=3)
   assert split.replicated[W] == 1 and split.replicated[('step',)] == 3
   assert split.compare(np.asarray(split(flip_in_state(state, Flip(W, 1, 0, 0))))) == []
 
 
 def test_the_device_that_differs_most_often_is_blamed():
-  many = [Difference(W, (0, 1, 2), (1,)), Difference(V, (0, 1, 2), (1,)), Difference(V, (3, 4, 5), (4,))]
+  many = [
+    ReplicaDifference(W, (0, 1, 2), (1,)),
+    ReplicaDifference(V, (0, 1, 2), (1,)),
+    ReplicaDifference(V, (3, 4, 5), (4,)),
+  ]
   assert find_suspects(many) == ((1,), True)
-  assert find_suspects([Difference(W, (0, 1, 2, 3), ()), *many]) == ((1,), True)
+  assert find_suspects([ReplicaDifference(W, (0, 1, 2, 3), ()), *many]) == ((1,), True)
 
 
 # ---------------------------------------------------------------- runs

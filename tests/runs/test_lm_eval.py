@@ -16,7 +16,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ByteTokenizer, TextInput
 
 lm_eval = pytest.importorskip('lm_eval', reason="needs lm_eval: pip install 'praxis_lite[eval]'")
-from praxis_lite.bridges.lm_eval import RunLM, register  # noqa: E402
+from praxis_lite.bridges.lm_eval import RunLM, register_with_lm_eval  # noqa: E402
 
 QUESTIONS = [
   {'question': 'one and two', 'options': ['three', 'six'], 'gold': 0, 'text': 'three'},
@@ -163,8 +163,8 @@ def test_bad_arguments_are_one_message(model, arguments, message):
 
 
 def test_the_command_knows_the_model_by_name():
-  register()
-  register()
+  register_with_lm_eval()
+  register_with_lm_eval()
   from lm_eval.api.registry import get_model
 
   assert get_model('praxis_lite') is RunLM

@@ -19,9 +19,9 @@ from praxis_lite.runs.serving.engine import (
   STOPPED,
   Accepted,
   BusyError,
-  Ended,
+  EndEvent,
   Engine,
-  Piece,
+  NewTokensEvent,
   Refused,
 )
 from praxis_lite.runs.serving.replies import Replies
@@ -42,7 +42,7 @@ def test_what_a_request_asks_for():
   assert parse({'prompt': ['a'], 'n': 1, 'echo': False, 'logit_bias': {}, 'presence_penalty': 0.0}) == Asked('a')
   assert parse(
     {'prompt': [1, 2], 'stop': 'x', 'logprobs': 0, 'temperature': 1, 'model': 'tiny', 'user': None}
-  ) == Asked([1, 2], temperature=1.0, stop=['x'], num_top=0)
+  ) == Asked([1, 2], temperature=1.0, stop=('x',), num_top=0)
   hello = [{'role': 'user', 'content': 'hi'}]
   whole = {'messages': hello, 'max_completion_tokens': 5, 'stream': True, 'stream_options': {'include_usage': True}}
   asked = Asked(hello, True, max_tokens=5, is_stream=True, has_usage=True)
@@ -130,7 +130,7 @@ def test_a_stop_text_is_never_shown(said, stops, expected):
 
 
 def test_log_probabilities_are_numbers_that_json_has():
-  piece = Piece([97], [float('-inf')], [[(97, float('-inf'))]])
+  piece = NewTokensEvent([97], [float('-inf')], [[(97, float('-inf'))]])
   replies = Replies('tiny', ByteTokenizer(), True, 1)
   (event,) = replies.piece('a', piece).decode().splitlines()[:1]
   token = json.loads(event.removeprefix('data: '))['choices'][0]['logprobs']['content'][0]
@@ -164,7 +164,7 @@ def events_of(engine, asked):
 
 def all_events(following):
   found = [following()]
-  while not isinstance(found[-1], Ended):
+  while not isinstance(found[-1], EndEvent):
     found.append(following())
   return found
 
@@ -181,10 +181,10 @@ def test_a_request_gets_the_tokens_that_it_gets_alone_and_then_an_end(engine):
   ids = [i for piece in pieces for i in piece.ids]
   assert accepted == Accepted(list(b'abcd')) and len(pieces) > 1
   assert [ByteTokenizer().decode(ids)] == made().decode(['abcd'], temperature=0.7, seed=5, max_tokens=9)
-  assert ended == Ended(LENGTH if len(ids) == 9 else STOPPED)
+  assert ended == EndEvent(LENGTH if len(ids) == 9 else STOPPED)
   assert all(len(piece.ids) == len(piece.log_probs) == len(piece.top) for piece in pieces)
   stopped = all_events(events_of(engine, asked._replace(stop=[ByteTokenizer().decode(ids[1:2])]))[1])
-  assert stopped[-1] == Ended(STOPPED)
+  assert stopped[-1] == EndEvent(STOPPED)
 
 
 def test_without_max_tokens_a_request_has_those_of_the_config_that_fit(engine):
@@ -207,7 +207,7 @@ def test_without_max_tokens_a_request_has_those_of_the_config_that_fit(engine):
 def test_a_request_that_cannot_be_continued_is_refused(engine, asked, told, does_not_fit):
   refused, ended = all_events(events_of(engine, asked)[1])
   assert isinstance(refused, Refused) and told in refused.message and refused.does_not_fit == does_not_fit
-  assert ended == Ended(CANCELLED) and not engine.num_open
+  assert ended == EndEvent(CANCELLED) and not engine.num_open
 
 
 def test_more_requests_than_there_are_places_are_refused_and_cancelled_ones_make_room():
@@ -251,7 +251,7 @@ def test_an_engine_that_fails_or_stops_ends_its_requests():
       raise MemoryError('no memory')
 
     engine.batcher.step = fail
-    assert all_events(events_of(engine, Asked('a'))[1])[-1] == Ended('the engine failed: MemoryError')
+    assert all_events(events_of(engine, Asked('a'))[1])[-1] == EndEvent('the engine failed: MemoryError')
     assert told.wait(WAIT_S) and isinstance(engine.failure, MemoryError)
     with pytest.raises(BusyError):
       events_of(engine, Asked('a'))

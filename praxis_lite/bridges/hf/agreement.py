@@ -25,7 +25,7 @@ from praxis_lite.bridges.hf.runs import export_run
 from praxis_lite.common.errors import UserError, first_line
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.models import BaseModel
-from praxis_lite.runs.agreement import Agreement, Compared, LogProbs, Way, format_compared, largest_difference
+from praxis_lite.runs.agreement import Agreement, LogProbs, Way, WayResult, format_result, largest_difference
 from praxis_lite.runs.forced_tokens import KnownTexts
 from praxis_lite.runs.layer_values import PointValues, values_in_one_pass
 from praxis_lite.runs.trained import TrainedModel
@@ -40,7 +40,7 @@ def agree(
   cache_dtype: str | None = None,
   python: str = sys.executable,
   progress: Callable[[str], object] = lambda line: None,
-) -> list[Compared]:
+) -> list[WayResult]:
   """Compares the log-probabilities of known texts in training, evaluation, decoding, and after an export.
 
   Args:
@@ -53,16 +53,16 @@ def agree(
   Raises:
     UserError: the model is no language model, or a text is too long for it.
   """
-  compared: list[Compared] = []
+  compared: list[WayResult] = []
 
-  def note(result: Compared) -> None:
+  def note(result: WayResult) -> None:
     compared.append(result)
-    progress(format_compared(agreement, result))
+    progress(format_result(agreement, result))
 
   with jax.default_matmul_precision('highest'), tempfile.TemporaryDirectory(prefix='agree-') as temporary:
     agreement = Agreement(model, texts)
-    progress(format_compared(agreement))
-    for way in agreement.own_ways(cache_dtype):
+    progress(format_result(agreement))
+    for way in agreement.list_ways(cache_dtype):
       note(agreement.compare(way))
     folder = Path(temporary) / 'exported'
     try:
@@ -71,15 +71,15 @@ def agree(
       why = first_line(error)
       is_unknown = 'none of the families' in why  # The message names them all.
       short = 'no model of transformers computes the same; export-hf names the differences'
-      note(Compared('exported', problem=short if is_unknown else why))
+      note(WayResult('exported', problem=short if is_unknown else why))
     else:
       note(agreement.compare(read_again(agreement, folder)))
-      note(agreement.compare(in_transformers(agreement, folder, python)))
+      note(agreement.compare(transformers_way(agreement, folder, python)))
     if agreement.drops_tokens:
       dropping = largest_difference(agreement.reference, agreement.score_training(model))
-      note(Compared('training with the capacity of its experts', texts.num_tokens, dropping))
+      note(WayResult('training with the capacity of its experts', texts.num_tokens, dropping))
   if agreement.dtype != 'float32':
-    note(Compared(f'float32 beside {agreement.dtype}', texts.num_tokens, agreement.rounding_of_dtype))
+    note(WayResult(f'float32 beside {agreement.dtype}', texts.num_tokens, agreement.rounding_of_dtype))
   return compared
 
 
@@ -95,21 +95,21 @@ def read_again(agreement: Agreement, folder: Path) -> Way:
   """Returns the way of an exported model that praxis_lite reads, on one device."""
 
   @functools.cache
-  def imported() -> tuple[BaseModel, NestedDict]:
+  def read() -> tuple[BaseModel, NestedDict]:
     return read_model(folder)
 
   def compute() -> LogProbs:
-    model, variables = imported()
+    model, variables = read()
     score = jax.jit(lambda variables, batch: model.apply(variables, batch, do_eval=True, method='score')[0])
     return agreement.score_with(lambda batch: jax.device_get(score(variables, batch)))
 
   def values() -> dict[str, PointValues]:
-    return values_in_one_pass(*imported(), agreement.batch())
+    return values_in_one_pass(*read(), agreement.batch())
 
   return Way('exported, and read again', compute, values, is_exact=True)
 
 
-def in_transformers(agreement: Agreement, folder: Path, python: str) -> Way:
+def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
   """Returns the way of an exported model in transformers, which runs in `python`."""
 
   @functools.cache
@@ -157,7 +157,7 @@ def run_transformers(
     except OSError as error:
       raise UserError(f'{python} cannot be run: {error.strerror}') from None
     except subprocess.TimeoutExpired:
-      raise UserError(f'transformers has not ended within {_MOST_SECONDS:.0f} s') from None
+      raise UserError(f'transformers did not end within {_MOST_SECONDS:.0f} s') from None
     if ended.returncode:
       last = (ended.stderr.strip().splitlines() or ['it printed nothing'])[-1]
       if missing := transformers_process.missing_package(last):

@@ -16,7 +16,7 @@ def missing_package(line: str) -> str:
   return found[1] if found else ''
 
 
-def main(question: str, answer: str) -> None:
+def answer_request(question: str, answer: str) -> None:
   """Reads a request, `run_transformers` in `agreement.py` writes it, and writes its answer."""
   import numpy as np
   import torch
@@ -44,4 +44,4 @@ def main(question: str, answer: str) -> None:
 
 
 if __name__ == '__main__':
-  main(*sys.argv[1:])
+  answer_request(*sys.argv[1:])

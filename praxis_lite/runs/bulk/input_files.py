@@ -64,7 +64,7 @@ class Part(NamedTuple):
   sha256: str
 
 
-class FileSum(NamedTuple):
+class InputFile(NamedTuple):
   """Identifies the content of a file. Attributes: file; stamp, which changes if it is written; size; sha256; rows."""
 
   file: str
@@ -100,7 +100,7 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
   return found
 
 
-def cut_file(file: str, first: int, most: int) -> tuple[FileSum, list[Part]]:
+def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
   """Returns what identifies a file, and its rows in parts of at most `most`; reads it once.
 
   Args:
@@ -115,7 +115,7 @@ def cut_file(file: str, first: int, most: int) -> tuple[FileSum, list[Part]]:
   if stamp_of(file) != before:
     raise DataError(f'{file}: it changed while it was read')
   stamp, size = before
-  return FileSum(file, stamp, size, sum_, sum(part.num_rows for part in parts)), parts
+  return InputFile(file, stamp, size, sum_, sum(part.num_rows for part in parts)), parts
 
 
 def read_part(part: Part) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Job: computes the shards of a ledger."""
+"""ShardJob: computes the shards of a ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from praxis_lite.runs.bulk.kinds import Compute
 from praxis_lite.runs.bulk.ledger import Ledger
 
 
-class Job:
+class ShardJob:
   """Computes shards.
 
   Args:
@@ -54,13 +54,13 @@ class Job:
     """Returns the results of rows; if they fail together, computes each alone to find those that are bad."""
     try:
       found = self._compute([row.values or {} for row in rows], rows[0].number)
-      return [self._with_kept(row, result) for row, result in zip(rows, found, strict=True)]
+      return [self._result_of(row, result) for row, result in zip(rows, found, strict=True)]
     except UserError as error:
       if len(rows) == 1:
         return [self._bad(rows[0], str(error))]
     return [self._compute_batch([row])[0] for row in rows]
 
-  def _with_kept(self, row: Row, result: dict[str, Any]) -> dict[str, Any]:
+  def _result_of(self, row: Row, result: dict[str, Any]) -> dict[str, Any]:
     values = row.values or {}
     return {'row': row.number, **{name: values[name] for name in self._keep if name in values}, **result}
 
@@ -71,4 +71,4 @@ class Job:
       too_many = f' ({number_of(self.num_bad, "bad row")}, and --max_bad_rows={self._most_bad})'
       remedy = '; --max_bad_rows=10 allows some' if not self._most_bad else too_many
       raise DataError(f'{row.where}: {error}{remedy}')
-    return self._with_kept(row, {'error': f'{row.where}: {error}'})
+    return self._result_of(row, {'error': f'{row.where}: {error}'})

@@ -27,9 +27,9 @@ from praxis_lite.runs.prompts import chat_prompt, encode_prompt
 from praxis_lite.runs.trained import TrainedModel
 
 KINDS = ('predict', 'evaluate', 'score', 'generate')
-Values = Mapping[str, Any]
+RowValues = Mapping[str, Any]
 # (values of rows, number of the first of them) -> a result for each.
-Compute = Callable[[Sequence[Values], int], list[dict[str, Any]]]
+Compute = Callable[[Sequence[RowValues], int], list[dict[str, Any]]]
 
 
 class Generation(TypedDict, total=False):
@@ -72,7 +72,7 @@ class _Predict:
     with contextlib.suppress(UserError, OSError):  # The data of the run may be elsewhere.
       self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
 
-  def __call__(self, rows: Sequence[Values], first: int) -> list[dict[str, Any]]:
+  def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
     names = rows[0].keys()
     if other := next((row for row in rows if row.keys() != names), None):
       raise DataError(f'expected the names {", ".join(names)}, got {", ".join(other) or "none"}')
@@ -83,7 +83,7 @@ class _Predict:
       raise ConfigError(f'{type(self._model.layer).__name__} reports no values of single examples')
     return [dict(example) for example in examples_of(named, np.ones(len(rows), np.float32))]
 
-  def _to_arrays(self, rows: Sequence[Values]) -> Mapping[str, Any]:
+  def _to_arrays(self, rows: Sequence[RowValues]) -> Mapping[str, Any]:
     if isinstance(rows[0].get('text'), str):
       return self._texts_to_arrays(rows)
     if isinstance(rows[0].get('file'), str):
@@ -99,7 +99,7 @@ class _Predict:
     structs = self._structs
     return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in batch.items()}
 
-  def _texts_to_arrays(self, rows: Sequence[Values]) -> Rows:
+  def _texts_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
     """Returns texts as the first dataset of the run with texts and classes reads them."""
     config = next((c for c in datasets_by_use(self._model) if _is_of(c, LabelledTextInput)), None)
     if config is None:
@@ -130,7 +130,7 @@ def _is_of(config: Any, kind: type) -> bool:
   return isinstance(built, type) and issubclass(built, kind)
 
 
-def _score(model: TrainedModel, rows: Sequence[Values], batch_size: int) -> list[dict[str, Any]]:
+def _score(model: TrainedModel, rows: Sequence[RowValues], batch_size: int) -> list[dict[str, Any]]:
   pairs = [_pair(row) for row in rows]
   contexts: Any = [context for context, _ in pairs]
   continuations: Any = [continuation for _, continuation in pairs]
@@ -138,7 +138,7 @@ def _score(model: TrainedModel, rows: Sequence[Values], batch_size: int) -> list
   return [{'log_prob': s.log_prob, 'num_tokens': len(s.ids), 'is_greedy': s.is_greedy} for s in scores]
 
 
-def _pair(row: Values) -> tuple[Any, Any]:
+def _pair(row: RowValues) -> tuple[Any, Any]:
   if 'continuation' in row:
     continuation = row['continuation']
     return row.get('context', '' if isinstance(continuation, str) else []), continuation
@@ -163,7 +163,7 @@ class _Generate:
     self._model, self._seed, self._stop = model, generation.get('seed', 0), generation.get('stop', ())
     self._settings: Any = {name: value for name, value in generation.items() if name != 'seed'}
 
-  def __call__(self, rows: Sequence[Values], first: int) -> list[dict[str, Any]]:
+  def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
     prompts = [self._prompt(row) for row in rows]
     seed = (self._seed * 1_000_003 + first) % 2**32  # Each batch has its own random numbers.
     found: Any = self._model.decode([prompt.ids for prompt in prompts], seed=seed, **self._settings)
@@ -175,7 +175,7 @@ class _Generate:
     text = GrowingText(self._model.tokenizer, prompt.before, self._stop)
     return {'continuation': text.add(ids, is_all=True)}
 
-  def _prompt(self, row: Values) -> _Prompt:
+  def _prompt(self, row: RowValues) -> _Prompt:
     given = [name for name in ('prompt', 'prompt_ids', 'messages', 'text') if name in row]
     if not given:
       raise DataError('expected prompt, prompt_ids, messages or text')

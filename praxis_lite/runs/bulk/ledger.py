@@ -11,7 +11,7 @@ from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.tables import import_pyarrow
 from praxis_lite.runs.bulk.output_folder import OutputFolder, check_not_input
-from praxis_lite.runs.bulk.plan import PLAN, Plan, check_unchanged, make_plan
+from praxis_lite.runs.bulk.plan import PLAN, ShardPlan, check_unchanged, make_plan
 
 _PART = 'part-'
 FORMATS = ('jsonl', 'parquet')
@@ -38,7 +38,7 @@ class Ledger:
     plan: as above.
   """
 
-  def __init__(self, output: str, plan: Plan, folder: OutputFolder):
+  def __init__(self, output: str, plan: ShardPlan, folder: OutputFolder):
     self.output, self.plan, self._folder = output, plan, folder
     self._format: str = plan.settings['format']
 
@@ -66,17 +66,17 @@ class Ledger:
       plan = make_plan(paths, settings, shard_rows)
       check_not_input(output, [file.file for file in plan.files])
       folder.write(PLAN, plan.to_bytes())
-    plan = Plan.from_bytes(folder.read(PLAN), f'{output}/{PLAN}')
+    plan = ShardPlan.from_bytes(folder.read(PLAN), f'{output}/{PLAN}')
     check_unchanged(plan, paths, settings, f'--output={output}')
     return cls(output, plan, folder)
 
-  def unfinished(self) -> list[int]:
+  def remaining_shards(self) -> list[int]:
     """Returns the numbers of the shards that have no file yet."""
     there = set(self._folder.names())
     return [number for number in range(len(self.plan.shards)) if self._name(number) not in there]
 
   def finish(self, number: int, results: Sequence[Result]) -> None:
-    """Writes the results of a shard: as many as it has rows, each with its number as `row`."""
+    """Writes the results of a shard: one for each row, with its number as `row`."""
     self._check(number, [result['row'] for result in results])
     self._folder.clean(self._name(number))
     self._folder.write(self._name(number), _to_bytes(results, self._format))
@@ -87,7 +87,7 @@ class Ledger:
     Raises:
       DataError: a row is missing, or is there twice, or not in its place.
     """
-    if missing := self.unfinished():
+    if missing := self.remaining_shards():
       raise DataError(f'{self.output}: {len(missing)} of {len(self.plan.shards)} shards are missing')
     rows = bad = 0
     for number in range(len(self.plan.shards)):

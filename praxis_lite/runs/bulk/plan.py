@@ -1,4 +1,4 @@
-"""Plan: the work of a bulk prediction, cut into shards. It is made once, and sealed in the output folder."""
+"""ShardPlan: the work of a bulk prediction, cut into shards. It is made once, and sealed in the output folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import parse_json
-from praxis_lite.runs.bulk.input_files import FileSum, Part, cut_file, list_inputs, stamp_of, sum_of_input
+from praxis_lite.runs.bulk.input_files import InputFile, Part, cut_file, list_inputs, stamp_of, sum_of_input
 
 PLAN = 'plan.json'
 _VERSION = 1
 
 
-class Plan(NamedTuple):
+class ShardPlan(NamedTuple):
   """The work.
 
   Attributes:
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
   """
 
   settings: dict[str, Any]
-  files: list[FileSum]
+  files: list[InputFile]
   shards: list[Part]
 
   @property
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     return json.dumps({'seal': _seal(content), **content}, indent=1).encode()
 
   @classmethod
-  def from_bytes(cls, data: bytes, where: str) -> Plan:
+  def from_bytes(cls, data: bytes, where: str) -> ShardPlan:
     """Returns the plan that `to_bytes` has written; raises DataError if it is damaged."""
     try:
       content = parse_json(data)
@@ -51,33 +51,33 @@ class Plan(NamedTuple):
       if content['version'] != _VERSION or seal != _seal(content):
         raise ValueError('its seal does not fit')
       files, shards = content['files'], content['shards']
-      return cls(content['settings'], [FileSum(**file) for file in files], [Part(**shard) for shard in shards])
+      return cls(content['settings'], [InputFile(**file) for file in files], [Part(**shard) for shard in shards])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise DataError(f'{where} is damaged: {error}; name another --output, or remove the whole folder') from None
 
 
-def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int) -> Plan:
+def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int) -> ShardPlan:
   """Cuts the rows of files into shards; reads each file once.
 
   Args:
     paths: see `list_inputs`.
-    settings: see `Plan`.
+    settings: see `ShardPlan`.
     shard_rows: the largest number of rows of a shard; a shard has rows of one file.
 
   Raises:
     DataError: a file cannot be read, or there are no rows.
   """
-  files, shards = list[FileSum](), list[Part]()
+  files, shards = list[InputFile](), list[Part]()
   for file in list_inputs(paths):
     found, parts = cut_file(file, sum(each.rows for each in files), shard_rows)
     files.append(found)
     shards += parts
   if not shards:
     raise DataError(f'--input={paths[0]}: there are no rows')
-  return Plan(dict(settings), files, shards)
+  return ShardPlan(dict(settings), files, shards)
 
 
-def check_unchanged(plan: Plan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
+def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
   """Raises DataError unless a plan is one of this input and these settings; reads files only if they were written."""
   for name in sorted({*plan.settings, *settings}):
     before, now = plan.settings.get(name), settings.get(name)

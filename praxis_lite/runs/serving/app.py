@@ -31,13 +31,13 @@ from praxis_lite.runs.serving.engine import (
   STOPPED,
   Accepted,
   BusyError,
-  Ended,
+  EndEvent,
   Engine,
   Event,
-  Piece,
+  NewTokensEvent,
   Refused,
 )
-from praxis_lite.runs.serving.replies import Replies, Usage, to_event, to_json
+from praxis_lite.runs.serving.replies import Replies, Usage, encode_json, to_event
 from praxis_lite.runs.serving.requests import Asked, RequestError, parse_request
 from praxis_lite.runs.serving.served_text import ServedText
 
@@ -191,7 +191,7 @@ class _Work:
     """Returns the reply in one piece."""
     await self.accept(deadline)
     piece = NOTHING
-    while isinstance(event := await self._next(deadline), Piece):
+    while isinstance(event := await self._next(deadline), NewTokensEvent):
       piece += event
     reason = _reason(event)
     usage = self._usage._replace(continuation=len(piece.ids))
@@ -203,7 +203,7 @@ class _Work:
     yield self._replies.start()
     ids = list[int]()
     try:
-      while isinstance(event := await self._next(deadline), Piece):
+      while isinstance(event := await self._next(deadline), NewTokensEvent):
         ids += event.ids
         yield self._replies.piece(self._text.add(ids, is_all=False), event)
       reason = _reason(event)
@@ -239,13 +239,13 @@ class _Stream(StreamingResponse):  # type: ignore[misc, unused-ignore]
 
 
 def _reason(event: Event) -> str:
-  if isinstance(event, Ended) and event.reason in (STOPPED, LENGTH):
+  if isinstance(event, EndEvent) and event.reason in (STOPPED, LENGTH):
     return event.reason
   raise _ended_early(event)
 
 
 def _ended_early(event: Event) -> RequestError:
-  return RequestError(f'the request was not completed: {event.reason if isinstance(event, Ended) else event}', 503)
+  return RequestError(f'the request was not completed: {event.reason if isinstance(event, EndEvent) else event}', 503)
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:
@@ -287,7 +287,7 @@ async def _wait_until_gone(request: Request) -> None:
 
 
 def _json(value: object, status: int = 200) -> Response:
-  return Response(to_json(value), status, media_type='application/json')
+  return Response(encode_json(value), status, media_type='application/json')
 
 
 def _error(error: RequestError) -> Response:

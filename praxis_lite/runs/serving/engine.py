@@ -3,7 +3,7 @@
 Callers put calls into a queue, which the thread takes between two steps of the batcher. What happens to a request is
 told by events, in the thread of the engine:
 
-    Accepted, Piece, Piece, ..., Ended          or Refused, Ended
+    Accepted, NewTokensEvent, NewTokensEvent, ..., EndEvent          or Refused, EndEvent
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Refused(NamedTuple):
   does_not_fit: bool
 
 
-class Piece(NamedTuple):
+class NewTokensEvent(NamedTuple):
   """New tokens. Attributes: `ids`, `log_probs` and `top`, see `Request`."""
 
   ids: list[int]
   log_probs: list[float]
   top: list[list[tuple[int, float]]]
 
-  def __add__(self, other: object) -> Piece:
-    assert isinstance(other, Piece)
-    return Piece(self.ids + other.ids, self.log_probs + other.log_probs, self.top + other.top)
+  def __add__(self, other: object) -> NewTokensEvent:
+    assert isinstance(other, NewTokensEvent)
+    return NewTokensEvent(self.ids + other.ids, self.log_probs + other.log_probs, self.top + other.top)
 
 
-NOTHING = Piece([], [], [])
+NOTHING = NewTokensEvent([], [], [])
 
 
-class Ended(NamedTuple):
+class EndEvent(NamedTuple):
   """Nothing follows. Attributes: reason, one of the constants of this module; or why the engine failed."""
 
   reason: str
 
 
-Event = Accepted | Refused | Piece | Ended
+Event = Accepted | Refused | NewTokensEvent | EndEvent
 
 
 class BusyError(Exception):
@@ -99,7 +99,7 @@ class Engine:
     self._most = batcher.num_rows + most_waiting
     self._calls = queue.SimpleQueue[Callable[[], object]]()
     self._lock = threading.Lock()
-    self._tickets = set[Ticket]()  # Those that have not ended.
+    self._tickets = set[Ticket]()  # The requests that go on.
     self._by_request: dict[Request, Ticket] = {}  # Only the thread uses it.
     self._is_stopping = False
     self.num_accepted = self.num_busy = self.num_refused = self.num_cancelled = self.num_ended = 0
@@ -236,7 +236,7 @@ class Engine:
     assert request is not None
     new = slice(ticket._num_sent, None)
     ticket._num_sent = len(request.ids)
-    ticket._send(Piece(request.ids[new], request.log_probs[new], request.top[new]))
+    ticket._send(NewTokensEvent(request.ids[new], request.log_probs[new], request.top[new]))
 
   def _cancel(self, ticket: Ticket) -> None:
     if ticket in self._tickets:
@@ -251,4 +251,4 @@ class Engine:
     if ticket._request is not None:
       self._by_request.pop(ticket._request, None)
     self.num_ended += reason in (STOPPED, LENGTH)
-    ticket._send(Ended(reason))
+    ticket._send(EndEvent(reason))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from praxis_lite.inputs import BaseTokenizer
-from praxis_lite.runs.serving.engine import Piece
+from praxis_lite.runs.serving.engine import NewTokensEvent
 
 DONE = b'data: [DONE]\n\n'
 _LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
@@ -46,7 +46,7 @@ class Replies:
     self._about = {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
     self._num_characters = 0
 
-  def whole(self, text: str, piece: Piece, reason: str, usage: Usage) -> dict[str, Any]:
+  def whole(self, text: str, piece: NewTokensEvent, reason: str, usage: Usage) -> dict[str, Any]:
     """Returns the reply in one piece."""
     said = {'message': {'role': 'assistant', 'content': text}} if self._is_chat else {'text': text}
     choice = {'index': 0, **said, 'logprobs': self._log_probs(piece), 'finish_reason': reason}
@@ -57,7 +57,7 @@ class Replies:
     """Returns what comes before the first piece."""
     return self._event([self._choice({'role': 'assistant', 'content': ''}, None, None)]) if self._is_chat else b''
 
-  def piece(self, text: str, piece: Piece) -> bytes:
+  def piece(self, text: str, piece: NewTokensEvent) -> bytes:
     """Returns a piece; nothing if it says nothing."""
     log_probs = self._log_probs(piece)
     if not text and not (log_probs and piece.ids):
@@ -77,7 +77,7 @@ class Replies:
     name = 'delta' if self._is_chat else 'text'
     return {'index': 0, name: said, 'logprobs': log_probs, 'finish_reason': reason}
 
-  def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
+  def _log_probs(self, piece: NewTokensEvent) -> dict[str, Any] | None:
     if self._num_top is None:
       return None
     tops = [top[: self._num_top] for top in piece.top]
@@ -108,9 +108,9 @@ def _finite(log_prob: float) -> float:
 
 def to_event(value: dict[str, Any]) -> bytes:
   """Returns a server-sent event."""
-  return b'data: ' + to_json(value) + b'\n\n'
+  return b'data: ' + encode_json(value) + b'\n\n'
 
 
-def to_json(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
   """Returns JSON in ASCII, which can hold any text."""
   return json.dumps(value).encode()

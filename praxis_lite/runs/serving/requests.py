@@ -123,7 +123,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
   except ValueError as error:
     raise RequestError(f'the body is not JSON: {error}') from None
   if not isinstance(given, dict):
-    raise RequestError(f'the body is {_shown(given)}; expected an object')
+    raise RequestError(f'the body is {_shorten(given)}; expected an object')
   fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
   prompt_field = 'messages' if is_chat else 'prompt'
   checks = {**_OF_BOTH, **(_OF_CHAT if is_chat else _OF_COMPLETION)}
@@ -131,16 +131,16 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
     if name in checks:
       is_right, expected = checks[name]
       if not is_right(value):
-        raise RequestError(f'{name} is {_shown(value)}; expected {expected}', field=name)
+        raise RequestError(f'{name} is {_shorten(value)}; expected {expected}', field=name)
     elif name in _FIXED:
       if not any(value == right and isinstance(value, bool) == isinstance(right, bool) for right in _FIXED[name]):
         raise RequestError(f'{name}: this server has only {json.dumps(_FIXED[name][0])}', field=name)
     elif name not in (prompt_field, 'stop'):
       known = ', '.join(sorted([*checks, *_FIXED, prompt_field, 'stop']))
-      raise RequestError(f'there is no field {_shown(name)}; there are {known}', field=name[:_MOST_SHOWN])
+      raise RequestError(f'there is no field {_shorten(name)}; there are {known}', field=name[:_MOST_SHOWN])
   if fields.get('model', model) != model:
     raise RequestError(
-      f'there is no model {_shown(fields["model"])}; this server has {model!r}', 404, 'model', 'model_not_found'
+      f'there is no model {_shorten(fields["model"])}; this server has {model!r}', 404, 'model', 'model_not_found'
     )
   if prompt_field not in fields:
     raise RequestError(f'{prompt_field} is missing', field=prompt_field)
@@ -184,12 +184,12 @@ def _prompt(value: Any) -> str | list[int]:
     return value
   if isinstance(value, list) and len(value) > 1 and all(isinstance(x, str | list) for x in value):
     raise RequestError('prompt has several prompts; send one in a request', field='prompt')
-  raise RequestError(f'prompt is {_shown(value)}; expected a text, or a list of tokens', field='prompt')
+  raise RequestError(f'prompt is {_shorten(value)}; expected a text, or a list of tokens', field='prompt')
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
   if not isinstance(value, list) or not value:
-    raise RequestError(f'messages is {_shown(value)}; expected a list of messages', field='messages')
+    raise RequestError(f'messages is {_shorten(value)}; expected a list of messages', field='messages')
   return [_message(f'messages[{i}]', message) for i, message in enumerate(value)]
 
 
@@ -198,19 +198,19 @@ def _message(where: str, message: Any) -> dict[str, str]:
   if isinstance(content, list) and all(isinstance(x, dict) and isinstance(x.get('text'), str) for x in content):
     content = ''.join(part['text'] for part in content)
   if not isinstance(content, str) or not isinstance(message.get('role'), str):
-    raise RequestError(f'{where} is {_shown(message)}; expected {{"role": ..., "content": a text}}', field='messages')
+    raise RequestError(f'{where} is {_shorten(message)}; expected {{"role": ..., "content": a text}}', field='messages')
   return {'role': message['role'], 'content': content}
 
 
 def _stops(value: Any) -> tuple[str, ...]:
   stops = [value] if isinstance(value, str) else value
   if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-    raise RequestError(f'stop is {_shown(value)}; expected a text, or a list of texts', field='stop')
+    raise RequestError(f'stop is {_shorten(value)}; expected a text, or a list of texts', field='stop')
   if len(stops) > MOST_STOPS:
     raise RequestError(f'stop has {len(stops)} texts; expected at most {MOST_STOPS}', field='stop')
   return tuple(stops)
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
   text = json.dumps(value)
   return text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'

@@ -26,7 +26,7 @@ class ServedText:
     self._num_sent = 0
 
   def add(self, ids: Sequence[int], *, is_all: bool) -> str:
-    """Returns the new text. What may be the beginning of a stop text comes later, if it is none.
+    """Returns the new text. What may begin a stop text is held back until more is known.
 
     Args:
       ids: all tokens of the continuation so far.
