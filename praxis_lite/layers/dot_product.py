@@ -305,7 +305,7 @@ def dot_product_attention(
     mask = make_mask(*(older.pop(name, default) for name, default in zip(rules, (False, *(None,) * 4)))) & mask
     spec = dataclasses.replace(spec, **older)
   heads, (T, S) = (query_BTNH, key_BSKH, value_BSKH), (query_BTNH.shape[1], key_BSKH.shape[1])
-  check_mask(mask, len(query_BTNH), T, S)
+  check_mask(mask, query_BTNH.shape[0], T, S)
   case = AttentionCase.make(
     query_BTNH.dtype,
     (T, S),
