@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import Config, Layer, WeightHParams, layers
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.mistakes import (
   MissingEntryError,
   NotALayerError,
@@ -239,3 +239,35 @@ def test_a_dict_in_place_of_an_array():
     layer.apply(np.ones(3), {})
   with pytest.raises(UserError, match=r'^Casting\.init\(0\): expected a key, such as jax\.random\.key\(0\)'):
     layer.init(0)
+
+
+class NoSegments(Layer):
+  """In the place of an attention layer, which is called with segments."""
+
+  input_dims: int = 0
+  num_heads: int = 0
+  num_kv_heads: int | None = None
+  dims_per_head: int | None = None
+
+  def __call__(self, x_BTD):
+    return x_BTD
+
+
+def test_a_layer_that_lacks_an_argument_which_its_parent_passes_is_one_line():
+  block = Config(layers.TransformerBlock, input_dims=4, hidden_dims=4, num_heads=2)
+  layer = block.set(attention_tpl=Config(NoSegments)).instantiate()
+  told = r'attention \(NoSegments\): __call__\(\) got an unexpected keyword argument .*, as TransformerBlock calls it'
+  with pytest.raises(ConfigError, match=rf'{told}; declare its arguments \(.*test_mistakes\.py:\d+\)'):
+    jax.eval_shape(layer.apply, layer.abstract_init(), jnp.ones((1, 3, 4)), segment_ids=jnp.ones((1, 3), int))
+
+
+def test_a_feed_forward_layer_without_the_sizes_that_its_block_sets_is_told_what_to_declare():
+  class Memory(Layer):
+    input_dims: int = 0
+
+  block = Config(layers.TransformerBlock, input_dims=4, hidden_dims=4, num_heads=2, ff_tpl=Config(Memory))
+  told = (
+    r'^TransformerBlock\.ff_tpl: Memory does not declare hidden_dims; TransformerBlock sets input_dims, hidden_dims on'
+  )
+  with pytest.raises(ConfigError, match=told):
+    block.instantiate()

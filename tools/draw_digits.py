@@ -1,6 +1,6 @@
 """Draws digits that a run of `generative.DigitsDiffusion` makes, a row for each seed: docs/assets/made-digits.png.
 
-python tools/draw_digits.py runs/digits docs/assets/made-digits.png
+python tools/draw_digits.py runs/made-digits docs/assets/made-digits.png
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ def _flags() -> CommandFlags:
 COMMAND = Command(
   'import-hf',
   'make a run from a Hugging Face checkpoint',
-  'make a run from a Hugging Face checkpoint (Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 and 2, GPT-2, T5, BERT, '
-  'RoBERTa), to decode, evaluate, fine-tune and export it. Importing needs little memory, and no device of the mesh.',
+  'make a run from a Hugging Face checkpoint of one of many families (Llama, Qwen, Gemma, T5, BERT and others; '
+  'docs/families.md lists them), to decode, evaluate, fine-tune and export it. Importing needs little memory, and no '
+  'device of the mesh.',
   'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
   _flags(),
   _run,

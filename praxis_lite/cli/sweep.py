@@ -27,6 +27,11 @@ def _run(values: flags.FlagValues) -> int:
     from praxis_lite.cli.sweep_search import run_search
 
     return run_search(values)
+  if unused := next((name for name in ('trials', 'prune') if values[name].present), ''):
+    raise UserError(
+      f'--{unused} has an effect only with --search; a sweep trains all combinations of the values of --set. Leave it '
+      "out, or search, as in --search 'task.train.learner.learning_rate=log(1e-4,1e-2)'"
+    )
   from praxis_lite.common.config.text import to_text
   from praxis_lite.runs.records.record import has_record
 

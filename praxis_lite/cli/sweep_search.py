@@ -15,11 +15,12 @@ from praxis_lite.cli.sweep_runs import STOPPED, command_of, count_devices, print
 from praxis_lite.common.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator
+  from collections.abc import Iterator, Mapping
   from pathlib import Path
 
   from praxis_lite.runs.search import Search, SearchRange
   from praxis_lite.runs.sweep import Point
+  from praxis_lite.training.experiment import ExperimentConfig
 
 _BAR = 24  # Characters of a bar for an importance of 1.
 
@@ -53,7 +54,10 @@ def run_search(values: flags.FlagValues) -> int:
       config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
   num_devices = values.devices or count_devices([config.task for config in configs.values()])
   leave_accelerators_alone()  # The training processes use the accelerators.
-  check_configs(configs, num_devices)
+  try:
+    check_configs(configs, num_devices)
+  except UserError as error:
+    raise _name_failing(ranges, configs, num_devices) or error from None
   with job_directory(values.job_log_dir) as folder:
     compared = {'metric': values.metric, 'mode': values.mode, 'prunes': values.prune}
     shared = '\n'.join([*texts, f'seed {values.seed}'])
@@ -119,6 +123,27 @@ def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]
     overrides = tuple(f'{each.path}={value}' for each, value in zip(ranges, chosen))
     yield ','.join(overrides), overrides
+
+
+def _name_failing(
+  ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None
+) -> UserError | None:
+  """Returns an error that names all values that fail, and of a single range those that work; None if none fails."""
+  from praxis_lite.runs.loop.job import check_configs
+
+  failing: dict[str, str] = {}
+  for name, config in configs.items():
+    try:
+      check_configs({name: config}, num_devices)
+    except UserError as error:
+      failing[name] = str(error)
+  if not failing:
+    return None
+  told = f'--search: fails with {"; ".join(failing)}'
+  good = [name.partition('=')[2] for name in configs if name not in failing]
+  if len(ranges) == 1 and ranges[0].kind not in ('log', 'uniform') and len(good) > 1:
+    told += f'. Search what works, as in --search {ranges[0].path}={",".join(good)}'
+  return UserError(f'{told}. {next(iter(failing.values()))}')
 
 
 def _describe_importances(search: Search, ranges: list[SearchRange]) -> Iterator[str]:

@@ -29,6 +29,9 @@ _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|i
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
 _MAX_OPERANDS = 8
+# Python's messages about a call that does not fit the parameters of a method, and the functions between both.
+_SIGNATURE = re.compile(r'(?:\w+\.)*(\w+)\(\) (got an unexpected .*|missing \d+ required .*|takes .* given)')
+_OWN_FRAMES = ('_wrong_signature', 'explain_error', 'run')
 
 
 class ShapesError(DataError, TypeError, IndexError):
@@ -157,6 +160,8 @@ def explain_error(
     found = _describe_non_array(error, own)
     return NotAnArrayError(f'{name}: {found}{where}') if found else None
   message = str(error)
+  if isinstance(error, TypeError) and (found := _wrong_signature(message, layer, places)):
+    return ConfigError(f'{name_method(layer, path, "")}: {found}')
   for kind, pattern, what, remedy in _TRACED:
     if isinstance(error, kind) and re.search(pattern, message, re.DOTALL):
       code = (shown or own[-1]).code
@@ -177,6 +182,19 @@ def explain_error(
     operands += [f'{n} {list(shape)}' for n, shape in weights.items() if n not in arrays]
   operands_shown = f'; {", ".join(operands[:_MAX_OPERANDS])}' if operands else ''
   return ShapesError(f'{name}: {what}{operands_shown}{remedy}{where}')
+
+
+def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str | None:
+  """Returns what a method of a user's layer lacks that a layer of the library calls; None if the error is another."""
+  found = _SIGNATURE.match(message)
+  method = found and getattr(type(layer), found[1], None)
+  callers = [frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name not in _OWN_FRAMES]
+  if not found or not method or len(places) > 1 or not _is_of_user(layer) or not callers:
+    return None
+  caller = callers[0].f_locals.get('self')
+  if not isinstance(caller, Configurable) or not is_library(callers[0].f_code.co_filename):
+    return None
+  return f'{found[1]}() {found[2]}, as {type(caller).__name__} calls it; declare its arguments {defined_at(method)}'
 
 
 def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]]) -> str:
@@ -238,8 +256,30 @@ def name_method(layer: object, path: str, method: str) -> str:
 
 def missing_return_hint(method: Callable[..., object]) -> str:
   """Returns what is wrong with a method that has returned None, and where its code is; begins with a verb."""
+  return f'returned None; does it lack a return? {defined_at(method)}'
+
+
+def defined_at(method: Callable[..., object]) -> str:
+  """Returns where the code of a method is, in parentheses."""
   code = inspect.unwrap(method).__code__
-  return f'returned None; does it lack a return? ({short_path(code.co_filename)}:{code.co_firstlineno})'
+  return f'({short_path(code.co_filename)}:{code.co_firstlineno})'
+
+
+def check_arguments(method: Callable[..., object], where: str, arguments: Mapping[str, object]) -> None:
+  """Raises ConfigError if a method, perhaps of a user's subclass, does not take these arguments by name.
+
+  `where` names the method in the message.
+  """
+  parameters = inspect.signature(method).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return
+  if missing := [name for name in arguments if name not in {p.name for p in parameters}]:
+    plural = 's' * (len(missing) > 1)
+    form = ', '.join(f'{name}=None' for name in arguments)
+    raise ConfigError(
+      f'{where} lacks the argument{plural} {", ".join(missing)}; define it as {method.__name__}(self, *, {form}), or '
+      f'with **rows {defined_at(method)}'
+    )
 
 
 def _missing_entry(error: KeyError, place: _Place) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.files import parse_json
+from praxis_lite.common.files import parse_json_line
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import find_files, read_file
 
@@ -47,7 +47,10 @@ def read_lines(
 
 def parse_object(line: str) -> dict[str, Any]:
   """Returns the JSON object in a line; raises ValueError if there is none."""
-  values = parse_json(line)
+  try:
+    values = parse_json_line(line)
+  except ValueError as error:
+    raise ValueError(f'is not JSON: {error}') from None
   if not isinstance(values, dict):
     raise ValueError('is no JSON object')
   return values

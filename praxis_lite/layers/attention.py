@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, child
 from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.mistakes import check_arguments, defined_at, missing_return_hint, name_method
 from praxis_lite.layers.alibi import AlibiBias
 from praxis_lite.layers.attention_heads import AttentionHeads, QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
@@ -128,7 +129,8 @@ class MultiHeadAttention(AttentionHeads):
     self._check_range('dropout_rate', least=0, below=1)
     if self.implementation is None:  # Configs recorded by older versions may contain None.
       self.implementation = 'auto'
-    check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
+    if self.implementation != 'xla':
+      check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     check_cache_dtype(f'{self.path_name}.cache_dtype', self.cache_dtype)
     super().setup()
     self._grow_logits()
@@ -177,7 +179,7 @@ class MultiHeadAttention(AttentionHeads):
       self._check_cross_attention()
     else:
       kv_BSD, kv_segment_ids = x_BTD, segment_ids
-    rules = self.attention_mask(
+    rules = self._checked_mask(
       segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths
     )
     if mask is not None:
@@ -204,6 +206,20 @@ class MultiHeadAttention(AttentionHeads):
     mask = make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
     if self.local_chunk is not None:
       mask = mask & local_chunks(self.local_chunk, segment_ids, kv_segment_ids, segment_pos)
+    return mask
+
+  def _checked_mask(self, **rows: jax.Array | None) -> AttentionMask:
+    """Returns `attention_mask(**rows)`; raises a `ConfigError` if that of a subclass cannot be used."""
+    where = name_method(self, self.path_name, 'attention_mask')
+    check_arguments(self.attention_mask, where, rows)
+    mask = self.attention_mask(**rows)
+    if mask is None:
+      raise ConfigError(f'{where} {missing_return_hint(self.attention_mask)}')
+    if not isinstance(mask, AttentionMask):
+      kind = 'an array' if isinstance(mask, jax.Array) else type(mask).__name__
+      raise ConfigError(
+        f'{where} returned {kind}; it must return an AttentionMask, as super() does {defined_at(self.attention_mask)}'
+      )
     return mask
 
   # ---------------------------------------------------------------- token by token
@@ -239,7 +255,7 @@ class MultiHeadAttention(AttentionHeads):
       )
     if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
-    mask = self.attention_mask(prefix_lengths=prefix_lengths)
+    mask = self._checked_mask(prefix_lengths=prefix_lengths)
     cached = self._cached_attention(logit_bias, self._sinks())
     context_BTNH = self._extend(cached, x_BTD, pos_BT, read_cache(self), mask, first_values)
     return self._output(context_BTNH, self._gate(x_BTD))
@@ -395,7 +411,7 @@ class MultiHeadAttention(AttentionHeads):
 
   def implementation_of(self, length: int, packed: bool) -> str:
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
-    mask = jax.eval_shape(lambda ids: self.attention_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
+    mask = jax.eval_shape(lambda ids: self._checked_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
     is_split = self.context_axis is not None
     _, obstacle = self._mesh.pass_split(is_split, self.num_heads, self._kv_heads[0])
     name, reason = self._choose(length, length, mask, is_split, obstacle)

@@ -118,7 +118,7 @@ class MemoryAttention(MultiHeadAttention):
     """Does what `__call__` does, with gradients that end at the beginning of a chunk."""
     if logit_bias is not None:
       raise ConfigError(f'{self.path_name}.chunk_length: layers with a memory take no shared bias; set it to None')
-    rules = self.attention_mask(
+    rules = self._checked_mask(
       segment_ids=segment_ids, kv_segment_ids=segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths
     )
     T = x_BTD.shape[1]

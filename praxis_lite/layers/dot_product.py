@@ -47,8 +47,8 @@ from praxis_lite.sharding.mesh import ask_device, platform
 
 Kernel = Literal['cudnn', 'tokamax', 'splash']
 Chosen = Literal['dense', 'blockwise', Kernel]
-# 'xla' is an older name of 'dense'.
-IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash', 'xla')
+# 'xla' is an older name of 'dense', which recorded configs may have.
+IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash')
 _MANY_LOGITS, _MANY_LOGITS_ON_CPU = 2048 * 2048, 1024 * 1024
 # 'auto' chooses a fused kernel for at least this number of queries and of keys; and on a GPU, if the kernel needs the
 # mask as an array, for at most this number of logits.
@@ -141,7 +141,8 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
   Raises:
     ConfigError: there is no such implementation, or it cannot compute this case.
   """
-  check_choice(path, implementation, IMPLEMENTATIONS)
+  if implementation != 'xla':
+    check_choice(path, implementation, IMPLEMENTATIONS)
   if implementation in ('dense', 'xla'):
     return AttentionChoice('dense', f'{path} is {implementation!r}')
   if implementation == 'blockwise':

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, child, field_names, template
-from praxis_lite.common.errors import check_choice
+from praxis_lite.common.config import REQUIRED, Config, child, field_names, target, template
+from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.facts import LayerProblem
@@ -79,12 +79,25 @@ class TransformerBlock(Layer):
     norms = ['attention_norm', 'ff_norm']
     if self.norm_policy == 'primer_hybrid':
       norms += ['attention_out_norm', 'ff_out_norm']
-    self.create_children(*norms, template=self.norm_tpl.clone(dims=self.input_dims))
-    self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
-    self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
+    self.create_children(*norms, template=self._sized('norm_tpl', dims=self.input_dims))
+    self.create_child('attention', self._sized('attention_tpl', input_dims=self.input_dims, **heads))
+    self.create_child('ff', self._sized('ff_tpl', input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
     if self.residual_tpl is not None:
       self.create_child('residual', self.residual_tpl)
+
+  def _sized(self, name: str, **sizes: object) -> Config:
+    """Returns a template with its sizes set; raises a `ConfigError` if its layer does not declare them."""
+    config: Config = getattr(self, name)
+    known = field_names(config)
+    lacks = [size for size in sizes if known is not None and size not in known]
+    if lacks:
+      layer = getattr(target(config), '__name__', 'the layer')
+      raise ConfigError(
+        f'{self.path_name}.{name}: {layer} does not declare {", ".join(lacks)}; {type(self).__name__} sets '
+        f'{", ".join(sizes)} on its {name}, so the layer must declare them, as in {lacks[0]}: int = REQUIRED'
+      )
+    return config.clone(**sizes)
 
   def __call__(self, x_BTD: jax.Array, *, paddings: jax.Array | None = None, **attention: Any) -> jax.Array:
     """Returns [B, T, D].

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -90,11 +90,12 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     generated = self.generate(len(real))
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))
 
-  def generate(self, rows: int) -> jax.Array:
-    """Returns images of `rows` random latents, [rows, H, W, C]."""
+  def generate(self, rows: int, seed_B: jax.Array | None = None) -> jax.Array:
+    """Returns images of `rows` random latents, [rows, H, W, C]; rows of equal seeds, by default 0, 1, 2, ..., agree."""
     key = self.next_prng_key()
     shape = (*self._grid, self.latent_dims)
-    z_BHWZ = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), shape))(jnp.arange(rows))
+    seeds = jnp.arange(rows) if seed_B is None else seed_B
+    z_BHWZ = jax.vmap(lambda seed: jax.random.normal(jax.random.fold_in(key, seed), shape))(seeds)
     return self.generator(z_BHWZ)
 
   def compute_loss(self, predictions: AdversarialOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
@@ -109,9 +110,17 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     rows['loss'] = generator + discriminator
     return {name: weighted_mean(x, batch['weights']) for name, x in rows.items()}, {'loss': rows['loss']}
 
-  def predict(self, batch: NestedDict) -> jax.Array:
-    """Returns a generated image for each row, [B, H, W, C]."""
-    return self.generate(len(batch[self.input_name]))
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `image`, a generated one for each row, [B, H, W, C].
+
+    Args:
+      batch: `seed`, [B] int32: rows with another seed get another image. Without it, the seeds are 0, 1, 2, ..., and
+        the number of real images says how many rows there are.
+    """
+    if not {'seed', self.input_name} & set(batch):
+      raise DataError(f'{self.path_name}: to make images, a batch has seed, got {list(batch)}')
+    seed_B = batch.get('seed')
+    return {'image': self.generate(len(batch[self.input_name] if seed_B is None else seed_B), seed_B)}
 
   def _logits(self, x_BHWC: jax.Array) -> jax.Array:
     logits = self.discriminator(x_BHWC).astype(jnp.float32)

@@ -26,7 +26,7 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.growth import Counterpart
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.frozen import FrozenVariables
-from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
+from praxis_lite.models.labels import IdLimit, check_labels, labels_in, number_of_classes
 from praxis_lite.models.model_edits import ModelEdits
 from praxis_lite.models.mup import build_counterpart
 
@@ -159,6 +159,13 @@ class BaseModel(Layer, Generic[PredictionsT]):
   def num_ids(self) -> int | None:
     """V, if a batch has `ids` [B, T] from 0 to V - 1, which a trained model then checks; None if it has no such ids."""
     return None
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    """Returns which integers have an entry in a table of the model, by the name of an array of the batch.
+
+    A trained model checks them before it computes a batch; `ids` are checked by `num_ids`.
+    """
+    return {}
 
   def position_limits(self) -> dict[str, PositionLimit]:
     """Returns how many positions the model has, by the name of an array of positions in a batch, such as `segment_pos`.

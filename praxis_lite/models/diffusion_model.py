@@ -23,7 +23,7 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, prediction_target, sample
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.labels import check_labels
+from praxis_lite.models.labels import IdLimit, check_labels
 from praxis_lite.models.padding import make_padding_finite
 
 
@@ -97,6 +97,12 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
     if self.network.num_classes:
       labels = {'label': np.asarray(batch['label'])}
       check_labels(data, labels, batch, 'task.model.network.num_classes', self.network.num_classes)
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    count = self.network.num_classes
+    if not count:
+      return {}
+    return {'label': IdLimit(count + 1, f'the model has classes 0 to {count - 1}, and {count} stands for any class')}
 
   def compute_predictions(self, batch: NestedDict) -> DiffusionOutput:
     """Returns the prediction and its target for a random time and random noise of each row."""

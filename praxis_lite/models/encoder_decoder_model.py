@@ -29,6 +29,7 @@ from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.models.base import PromptLimits, ScoreLimits
 from praxis_lite.models.decoding import Draws, find_row_axes
+from praxis_lite.models.labels import IdLimit
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 
 
@@ -106,6 +107,11 @@ class EncoderDecoderModel(LanguageModel):
     weights_BT = weights_of_tokens(batch)
     source_BS, visible = self._source(batch)
     return {'logits': self.lm.logits(source_BS, clear_padding(batch['ids'], weights_BT), weights_BT, **visible)}
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    if (known := self.num_ids) is None:
+      return {}
+    return {'source_ids': IdLimit(known, f'the vocabulary of the model has ids 0 to {known - 1}', 'source_segment_ids')}
 
   def position_limits(self) -> dict[str, PositionLimit]:
     limits, sources = super().position_limits(), getattr(self.lm, 'source_position_limit', None)

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import NestedDict, leaves, path_name
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.softmax import FullSoftmax
+
+
+class IdLimit(NamedTuple):
+  """Which integers of an array of a batch have an entry in a table of the model.
+
+  Attributes:
+    size: the number of entries; the integers are from 0 to size - 1.
+    what: what the model has, for messages, such as 'the model has classes 0 to 9'.
+    counted_by: the array of the batch that is 0 where an integer does not count.
+  """
+
+  size: int
+  what: str
+  counted_by: str = 'weights'
+
+
+def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None:
+  """Raises DataError if a batch has an integer for which a table of the model has no entry, which would become NaN.
+
+  Args:
+    limits: what `BaseModel.id_limits` returns.
+    rows: arrays by name; those that are missing are not checked.
+  """
+  for name, limit in limits.items():
+    x = np.asarray(rows.get(name, ()))
+    bad = ((x < 0) | (x >= limit.size)) & (_weights_of(x, rows, limit.counted_by) != 0)
+    if bad.any():
+      raise DataError(f'{name} {x[bad][0]}: {limit.what}')
 
 
 def check_labels(
@@ -58,9 +87,9 @@ def number_of_classes(model: Layer) -> tuple[str, int] | None:
   return None if largest is None else (f'{largest.path_name}.num_classes', largest.num_classes)
 
 
-def _weights_of(labels: np.ndarray, rows: NestedDict) -> np.ndarray:
+def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> np.ndarray:
   """Returns the rows' weights, shaped to broadcast with labels; 1 if they do not belong to the labels."""
-  weights = np.asarray(rows.get('weights', 1.0))
+  weights = np.asarray(rows.get(name, 1.0))
   if weights.shape != labels.shape[: weights.ndim]:
     return np.ones(())
   return weights.reshape(weights.shape + (1,) * (labels.ndim - weights.ndim))

@@ -26,7 +26,7 @@ from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.labels import check_labels
+from praxis_lite.models.labels import IdLimit, check_labels
 from praxis_lite.models.positions import check_positions_of_input
 
 
@@ -132,6 +132,9 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     limit = self.encoder.position_limit
     return {'segment_pos': limit} if self.packed and limit is not None else {}
 
+  def id_limits(self) -> dict[str, IdLimit]:
+    return type_limits(self.encoder)
+
   @property
   def num_ids(self) -> int | None:
     return self.encoder.vocab_size
@@ -180,6 +183,14 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
   pos_BT = batch.get('segment_pos') if packed else None
   types_BT = batch.get('token_type_ids')
   return encoder(ids_BT, segment_ids=segments_BT, segment_pos=pos_BT, token_type_ids=types_BT)
+
+
+def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
+  """Returns the limit of the types of tokens, if the encoder looks them up in a table; see `BaseModel.id_limits`."""
+  if encoder.token_type_tpl is None:
+    return {}
+  count = encoder.token_type.num_classes
+  return {'token_type_ids': IdLimit(count, f'the model has types of tokens 0 to {count - 1}', 'segment_ids')}
 
 
 def check_tokens(

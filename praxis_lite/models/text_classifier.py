@@ -23,7 +23,8 @@ from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.models.classifier import Classifier
-from praxis_lite.models.masked_text_model import check_tokens, encode_batch
+from praxis_lite.models.labels import IdLimit
+from praxis_lite.models.masked_text_model import check_tokens, encode_batch, type_limits
 
 POOLINGS = ('first', 'mean')
 
@@ -70,6 +71,9 @@ class SequenceClassifier(Classifier):
     if self.pooling == 'mean':
       x_BD = mean_over_tokens(to_sum_dtype(states_BTD), batch.get('segment_ids'))
     return self.dropout(x_BD if self.pooler_tpl is None else self.pooler(x_BD))
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    return type_limits(self.encoder)
 
   @property
   def num_ids(self) -> int | None:

@@ -20,7 +20,8 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.encoder import HeadTransform, TransformerEncoder
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.masked_text_model import check_tokens, encode_batch
+from praxis_lite.models.labels import IdLimit
+from praxis_lite.models.masked_text_model import check_tokens, encode_batch, type_limits
 
 
 class TextEncoder(BaseModel[dict[str, jax.Array]]):
@@ -63,6 +64,9 @@ class TextEncoder(BaseModel[dict[str, jax.Array]]):
       'task.model: a TextEncoder has no loss, so it neither trains nor evaluates; train a masked_language_model or a '
       'sequence_classifier that starts from its encoder, by task.train.init_from'
     )
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    return type_limits(self.encoder)
 
   @property
   def num_ids(self) -> int | None:

@@ -27,7 +27,8 @@ from praxis_lite.layers.normalizations import to_units
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.masked_text_model import check_tokens, encode_batch
+from praxis_lite.models.labels import IdLimit
+from praxis_lite.models.masked_text_model import check_tokens, encode_batch, type_limits
 from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.text_classifier import mean_over_tokens
 
@@ -138,6 +139,9 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     if not out:
       raise ConfigError(f'task.model: the batch has neither image nor ids, only {", ".join(sorted(batch))}')
     return out
+
+  def id_limits(self) -> dict[str, IdLimit]:
+    return type_limits(self.text)
 
   @property
   def num_ids(self) -> int | None:

@@ -20,7 +20,9 @@ from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.records.heartbeat import read_heartbeats
 from praxis_lite.runs.records.run_config import build_datasets, run_keys
+from praxis_lite.runs.records.runs import read_run
 from praxis_lite.runs.trouble import batches_to_skip, read_troubles
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.padding import slice_to
@@ -170,6 +172,7 @@ def _repeat_until(
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
+  _check_was_taken(config, directory, step)
   config = use_kept_vocabulary(config, directory)
   task = config.task.instantiate()
   mesh = task.create_mesh(devices)
@@ -214,3 +217,15 @@ def _repeat_until(
     for example in train_input.examples_at(batches.state_before):
       line(f'  {example}')
   return _Replay(partitioned, state, keys.train, batch, start)
+
+
+def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
+  """Raises UserError if a run has not taken a step, as far as its files tell.
+
+  A step that ended the run is not in its files; it is less than `log_interval_steps` after what they tell.
+  """
+  taken = [beat.step for beat in read_heartbeats(directory)] + [trouble.last for trouble in read_troubles(directory)]
+  reached, train = max([read_run(directory).step, *taken]), config.task.train
+  last = max(reached, min(reached + train.log_interval_steps, train.num_train_steps))
+  if step > last:
+    raise UserError(f'--step={step}: the run is at step {reached}; name a step that it has taken')

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _FILE = 'search.json'
 _KINDS = ('log', 'uniform', 'int', 'log_int')
 _RANGE = re.compile(r'\s*([^=\s]+)\s*=\s*(\w+)\(([^,()]+),([^,()]+)\)\s*')
+_MOST_CHECKED = 16  # Integers of a range that are all checked before anything is trained.
 _FIRST_WHOLE = 4  # Trials that are never pruned, to compare others with.
 
 
@@ -93,9 +94,13 @@ class SearchRange:
     return short if self.kind == 'choice' or self.low <= short <= self.high else value
 
   def ends(self) -> tuple[Any, ...]:
-    """Returns the values to check before anything is trained: all choices, or both ends."""
-    ends = (int(self.low), int(self.high)) if self.kind in ('int', 'log_int') else (self.low, self.high)
-    return self.choices or ends
+    """Returns the values to check before anything is trained: all choices or integers if they are few, or both ends."""
+    if self.choices:
+      return self.choices
+    if self.kind not in ('int', 'log_int'):
+      return self.low, self.high
+    low, high = int(self.low), int(self.high)
+    return tuple(range(low, high + 1)) if high - low < _MOST_CHECKED else (low, high)
 
 
 def parse_ranges(texts: Sequence[str]) -> list[SearchRange]:

@@ -28,6 +28,7 @@ from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models import BaseModel
 from praxis_lite.models.decoding import LogitProcessor
+from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.models.positions import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
@@ -521,6 +522,7 @@ class TrainedModel:
     if not len(rows['weights']):
       raise DataError('batch: there are no examples')
     check_ids(rows, self.layer.num_ids)
+    check_ids_in_tables(self.layer.id_limits(), rows)
     check_positions(self.layer.position_limits(), rows)
     task = tasks.taking_rows_like(rows)
     return step_of(task), rows, task.batch_size  # The step adds rows of zero weight.

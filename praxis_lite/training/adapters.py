@@ -1,10 +1,10 @@
-"""train_adapters: makes a task train adapters of its model, and nothing else."""
+"""train_adapters: makes a task train adapters of its model, and nothing else; and a warning where more is trained."""
 
 from __future__ import annotations
 
 from praxis_lite.common.config import Config
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, add_adapters
-from praxis_lite.training.task import TaskT
+from praxis_lite.training.task import SingleTask, TaskT
 
 
 def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
@@ -29,3 +29,19 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
   if (rule := (ADAPTER_VARIABLES, None)) not in start.rules:
     start.rules = (rule, *start.rules)  # Of several that match, the first counts.
   return task
+
+
+def describe_untypical_training(task: SingleTask) -> str:
+  """Returns a warning if a model with adapters trains all of its weights, with what to set; '' if it does not."""
+  learner, start = task.train.learner, task.train.init_from
+  narrowed = [getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion')]
+  if not task.model.adapters or any(narrowed) or getattr(learner, 'rules', None):
+    return ''
+  begins, more = '', ''
+  if start.path is None:
+    begins = ', and begins from the seed, so weights of an imported run are not used'
+    more = ' --set task.train.init_from.path=RUN --set "task.train.init_from.rules=((\'.*lora.*\',None),)"'
+  return (
+    f'warning: task.model.adapters: training changes all weights, not only the adapters{begins}; to train only '
+    f"adapters: --set 'task.train.learner.bprop_variable_inclusion=.*lora.*'{more}"
+  )

@@ -454,7 +454,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained
   difference = r'mdl_vars\.lm\.\S+ is float32\[.*\] in the checkpoint'
   assert re.search(rf'checkpoints/2 is a checkpoint of another model: {difference}', told)
   assert 'What differs from the recorded config: task.model.' in told
-  assert 'so leave out --exp' in told and 'start a new run in another --job_log_dir' in told
+  assert 'Start a new run in another --job_log_dir; or, to go on with this run, leave out --exp' in told
   assert sorted(trained.rglob('*')) == before
 
 

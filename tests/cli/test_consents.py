@@ -227,4 +227,4 @@ def test_a_default_that_its_user_edited_is_as_recorded_on_the_command_line(user,
     out, err = capsys.readouterr()
     assert err == line and ('task.model.hidden = 7' in out or 'eval/valid loss' in out)
   assert main(['eval', run, '--nocompilation_cache', f'--exp={file}:Tiny']) == 2
-  assert 'task.model.hidden: 7 -> 8. The directory records its config, so leave out --exp' in capsys.readouterr().err
+  assert 'task.model.hidden: 7 -> 8. Start a new run in another --job_log_dir; or' in capsys.readouterr().err

@@ -14,6 +14,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.predict_files import predict_files
+from praxis_lite.runs.programs import examples_of
 from praxis_lite.training.experiment import configure
 
 
@@ -54,6 +55,11 @@ def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):
     UserError, match=r'new\.npz: int\.compute_loss reports no values of single examples; those are its'
   ):
     list(predict_files(model, [str(tmp_path / 'new.npz')], what='evaluate'))
+
+
+def test_numbers_that_json_does_not_have_are_null():
+  found = examples_of({'a': np.array([[1.5, np.nan], [np.inf, 2]]), 'b': np.array([np.nan, 1])}, np.ones(2))
+  assert json.dumps(list(found), allow_nan=False) == '[{"a": [1.5, null], "b": null}, {"a": [null, 2.0], "b": 1.0}]'
 
 
 def test_other_files_are_read_by_a_dataset_of_the_run(predicted, tmp_path):

@@ -67,7 +67,7 @@ def test_a_model_that_does_not_match_the_checkpoint_is_refused_by_its_path(run, 
     error = call(capsys, command, run, '--set=task.model.hidden=7', '--set=task.train.num_train_steps=9', code=2)
     assert 'is a checkpoint of another model' in error
     assert 'What differs from the recorded config: task.model.hidden: 9 -> 7. ' in error
-    assert 'so leave out --exp, and the --set of these fields' in error
+    assert 'leave out --exp, and the --set of these fields' in error
   lion = ['--set=task.train.learner.optimizer=optax.lion', '--set=task.train.num_train_steps=9']
   error = call(capsys, 'train', run, *lion, code=2)
   assert 'task.train.learner.optimizer: optax.adamw -> optax.lion' in error

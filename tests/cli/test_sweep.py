@@ -208,3 +208,21 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path, monkeypatch, cap
   assert main(['sweep', *arguments]) == 2
   assert message in capsys.readouterr().err
   assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_a_search_are_refused_without_one(tmp_path):
+  for flag, name in (('--trials=4', 'trials'), ('--noprune', 'prune')):
+    told = f'praxis-lite sweep: error: --{name} has an effect only with --search; a sweep trains all'
+    code, _ = sweep(tmp_path / 'rates', f'--set={RATE}=1e-3,1e-1', flag, error=told)
+    assert code == 2 and not (tmp_path / 'rates').exists()
+
+
+@pytest.mark.slow
+def test_each_integer_of_a_small_range_is_checked_before_anything_is_trained(tmp_path, capsys):
+  """16 dims have no 3 heads; both ends are right."""
+  folder, search = f'--job_log_dir={tmp_path / "heads"}', '--search=task.model.num_heads=int(2,4)'
+  code = main(['sweep', '--exp=lm.StdlibLmTiny', folder, search, '--set=task.model.num_layers=1'])
+  told = capsys.readouterr().err
+  assert code == 2 and not (tmp_path / 'heads').exists()
+  assert '--search: fails with task.model.num_heads=3. Search what works' in told
+  assert '--search task.model.num_heads=2,4. task.model.num_heads=3: ' in told

@@ -411,6 +411,37 @@ def test_a_mask_of_a_users_own_is_the_same_in_one_pass_in_blocks_and_with_a_cach
   np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, atol=2e-6)
 
 
+class Forgets(MultiHeadAttention):
+  def attention_mask(self, **rows):
+    super().attention_mask(**rows)
+
+
+class LacksAnArgument(MultiHeadAttention):
+  def attention_mask(self, *, segment_ids=None, segment_pos=None, prefix_lengths=None):
+    return super().attention_mask(segment_ids=segment_ids)
+
+
+class ReturnsAnArray(MultiHeadAttention):
+  def attention_mask(self, **rows):
+    return jnp.ones((T, T), bool)
+
+
+WRONG_MASKS = {
+  Forgets: r'\(?Forgets\.attention_mask\)? returned None; does it lack a return\? \(.*test_masks\.py:\d+\)',
+  LacksAnArgument: r'LacksAnArgument\.attention_mask lacks the argument kv_segment_ids; define it as .*test_masks\.py:',
+  ReturnsAnArray: r'ReturnsAnArray\.attention_mask returned an array; it must return an AttentionMask, .*test_masks',
+}
+
+
+@pytest.mark.parametrize(('kind', 'message'), WRONG_MASKS.items(), ids=[kind.__name__ for kind in WRONG_MASKS])
+def test_an_attention_mask_that_cannot_be_used_is_one_line(kind, message):
+  layer = Config(kind, input_dims=6, num_heads=2, dims_per_head=3, causal=True).instantiate()
+  with pytest.raises(ConfigError, match=message):
+    jax.eval_shape(layer.apply, layer.abstract_init(), jnp.ones((B, T, 6)))
+  with pytest.raises(ConfigError, match=message):
+    layer.implementation_of(T, packed=True)
+
+
 class PackedOnlyAttention(MultiHeadAttention):
   """Its mask has an array of keys, in decoding too."""
 

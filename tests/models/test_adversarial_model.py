@@ -19,7 +19,7 @@ import pytest
 import praxis_lite
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.experiments.digits import digits
 from praxis_lite.experiments.generative import DigitsGan
 from praxis_lite.layers import ImageDecoder, ImageEncoder
@@ -111,8 +111,16 @@ def test_padding_may_hold_anything_and_the_latent_of_a_row_is_its_own() -> None:
   assert {name: float(x) for name, (x, _) in again.items()} == {name: float(x) for name, (x, _) in metrics.items()}
   images, _ = model.apply(variables, BATCH, key=key, method='predict')
   fewer, _ = model.apply(variables, {'image': IMAGES[:2]}, key=key, method='predict')
-  assert images.shape == IMAGES.shape
-  np.testing.assert_allclose(fewer, images[:2], rtol=1e-5, atol=1e-6)
+  assert images['image'].shape == IMAGES.shape
+  np.testing.assert_allclose(fewer['image'], images['image'][:2], rtol=1e-5, atol=1e-6)
+  seeds = {'seed': np.array([7, 1, 7], np.int32)}
+  of_seeds, _ = model.apply(variables, seeds, key=key, method='predict')
+  expected = np.asarray(images['image'])[1]
+  np.testing.assert_allclose(of_seeds['image'][1], expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(of_seeds['image'][0], of_seeds['image'][2])
+  assert not np.allclose(of_seeds['image'][0], expected)
+  with pytest.raises(DataError, match=r'to make images, a batch has seed, got .*latent'):
+    model.apply(variables, {'latent': np.ones(2)}, key=key, method='predict')
 
 
 def test_a_loss_that_the_model_does_not_have_and_images_of_another_size_are_refused() -> None:
@@ -192,4 +200,4 @@ def test_digits_are_made_that_are_more_like_real_ones(tmp_path: Path) -> None:
   config.task.train.set(num_train_steps=300, eval_interval_steps=10**6, save_interval_steps=300)
   run_train(config, tmp_path)
   loaded, real = praxis_lite.open_run(tmp_path).load(), digits('validation')['image']
-  assert frechet_distance(np.asarray(loaded.predict({'image': real})), real) < 7
+  assert frechet_distance(np.asarray(loaded.predict({'image': real})['image']), real) < 7

@@ -14,8 +14,12 @@ from praxis_lite.experiments.generative import DigitsDiffusion, DitXl
 from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.layers import DiffusionTransformer
 from praxis_lite.models import DiffusionModel
+from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.runs import run_train
-from praxis_lite.training.experiment import configure
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.training.experiment import ExperimentConfig, configure
+from praxis_lite.training.task import SingleTask
 
 KEY = jax.random.key(3)
 
@@ -88,6 +92,22 @@ def test_mistakes_are_named():
     layer.check_input(data, data.get_next())
   with pytest.raises(ConfigError, match=r"found 3 in 'label', but task\.model\.network\.num_classes is 3"):
     layer.check_input(data, {'image': np.zeros((1, 4, 6, 1)), 'label': np.array([3])})
+
+
+def test_a_class_that_the_model_does_not_have_is_refused_before_an_image_is_made():
+  config = ExperimentConfig(Config(SingleTask, model=model()), [])
+  jax_task = config.task.instantiate()
+  tasks = TaskOnMesh.make_for_inference(jax_task, jax_task.create_mesh())
+  variables = tasks.layout.mdl_vars.to_mesh(drawn(jax_task.model))
+  trained = TrainedModel(config, tasks, variables, jnp.int32(0))
+  images = {'image': np.zeros((2, 4, 6, 1), np.float32)}
+  for bad in (17, -1):
+    message = rf'^label {bad}: the model has classes 0 to 2, and 3 stands for any class$'
+    with pytest.raises(DataError, match=message):
+      trained.predict({'label': np.array([1, bad]), 'seed': np.array([1, 1])})
+    with pytest.raises(DataError, match=message):
+      trained.evaluate_examples({**images, 'label': np.array([1, bad])})
+  check_ids_in_tables(jax_task.model.id_limits(), {'label': np.array([3, 99]), 'weights': np.array([1.0, 0.0])})
 
 
 def test_the_published_size_has_the_published_number_of_parameters():

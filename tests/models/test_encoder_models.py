@@ -12,11 +12,12 @@ from drawn_state import drawn_variables
 from model_steps import assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.inputs import ArrayInput, LabelledTextInput
 from praxis_lite.layers import Embedding
-from praxis_lite.models import masked_language_model, sequence_classifier, set_sharding
+from praxis_lite.models import encoder_decoder, masked_language_model, sequence_classifier, set_sharding
+from praxis_lite.models.labels import check_ids_in_tables
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -339,3 +340,17 @@ def test_mistakes_are_named():
     classifier.check_input(rows, {**texts, 'label': np.full(B, 3, np.int32)})
   with pytest.raises(ConfigError, match=r"found 13 in 'ids'"):
     classifier.check_input(rows, {**texts, 'ids': np.full((B, T), V, np.int32)})
+
+
+def test_types_of_tokens_that_the_table_lacks_are_found_in_rows_for_predictions():
+  limits, batch = make('first')[0].id_limits(), batch_of('first')
+  check_ids_in_tables(limits, batch)
+  batch['token_type_ids'][0, -1] = 9  # Padding.
+  check_ids_in_tables(limits, batch)
+  batch['token_type_ids'][1, 0] = 2
+  with pytest.raises(DataError, match=r'^token_type_ids 2: the model has types of tokens 0 to 1$'):
+    check_ids_in_tables(limits, batch)
+  assert not config(num_token_types=0).instantiate().id_limits()
+  sources = encoder_decoder(vocab_size=V, model_dims=4, num_layers=1, num_heads=1).instantiate().id_limits()
+  with pytest.raises(DataError, match=f'^source_ids {V}: the vocabulary of the model has ids 0 to {V - 1}$'):
+    check_ids_in_tables(sources, {'source_ids': np.array([[1, V]]), 'weights': np.ones(1)})

@@ -223,6 +223,7 @@ def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
   found = plan(small_lm((1, 8, 1), remat='full'), None, 'h100:1x8')
   assert found.mode == 'analytic'
   assert "pip install 'praxis_lite[plan]'" in found.notes[0]
+  assert 'analytic: formulas, no compiler (compiling for h100' in ' '.join(format_plan(found).split())
   assert any('temporaries, what is fused and what overlaps are estimates' in n for n in found.notes)
   recomputed = TOKENS * (2 * LAYERS * MATRICES + ATTENTION_FLOPS / 3)
   assert found.cost.flops * 8 == pytest.approx(found.work.flops + recomputed, rel=0.05)

@@ -8,6 +8,7 @@ import pytest
 
 from praxis_lite.bridges.hf import export_run, read_adapter
 from praxis_lite.bridges.hf.files import read_folder
+from praxis_lite.bridges.hf.runs import _base_of
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.trees import leaves, merge, node_at, select
@@ -15,7 +16,9 @@ from praxis_lite.experiments.lm import SyntheticLmTiny, SyntheticLoraTiny
 from praxis_lite.layers import Lora
 from praxis_lite.models import merge_adapters, without_adapters
 from praxis_lite.runs import open_run, run_train
+from praxis_lite.runs.records.record import write_record
 from praxis_lite.training import train_adapters
+from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import configure
 
 
@@ -71,3 +74,31 @@ def test_other_variables_may_be_trained_too():
   }
   assert trained == {('lora', 'a'), ('lora', 'b'), ('w',)}
   assert len(task.model.adapters) == 2 and len(task.train.init_from.rules) == 1
+
+
+def test_an_adapter_names_the_folder_that_its_base_was_imported_from(tmp_path):
+  config = configure(SyntheticLmTiny)
+  assert _base_of(config, tmp_path / 'tuned') is None
+  commands = {
+    'base': "praxis-lite import-hf 'my llama/' --job_log_dir=runs/base",
+    'tuned': 'praxis-lite train --exp=a.B',
+  }
+  for name, command in commands.items():
+    (tmp_path / name).mkdir()
+    write_record(tmp_path / name, config, command=command)
+  config.task.train.init_from.path = str(tmp_path / 'base')
+  assert _base_of(config, tmp_path / 'tuned') == _base_of(config, tmp_path / 'base') == 'my llama'
+
+
+def test_adapters_whose_base_is_trained_too_are_warned_of():
+  task = configure(SyntheticLmTiny).task
+  assert not describe_untypical_training(task.instantiate())
+  task.model.adapters = Config(Lora, rank=2)
+  told = describe_untypical_training(task.instantiate())
+  assert 'training changes all weights, not only the adapters, and begins from the seed' in told
+  assert "--set 'task.train.learner.bprop_variable_inclusion=.*lora.*' --set task.train.init_from.path=RUN" in told
+  task.train.init_from.path = 'runs/base'
+  assert 'seed' not in describe_untypical_training(task.instantiate())
+  assert not describe_untypical_training(
+    train_adapters(task.set(model=without_adapters(task.model)), Config(Lora)).instantiate()
+  )

@@ -152,6 +152,9 @@ def test_ranges_are_read():
   assert SearchRange.parse('a.b=log_int(1,64)') == SearchRange('a.b', 'log_int', 1, 64)
   assert SearchRange.parse('a=x,(1,2)') == SearchRange('a', 'choice', choices=('x', '(1,2)'))
   assert SearchRange('a', 'uniform', 0.0, 0.12346).round(0.123456) == 0.123456  # Short numbers stay inside.
+  for text, checked in {'a=int(2,4)': (2, 3, 4), 'a=int(2,99)': (2, 99), 'a=log_int(1,4)': (1, 2, 3, 4)}.items():
+    assert SearchRange.parse(text).ends() == checked
+  assert SearchRange.parse('a=uniform(0,1)').ends() == (0.0, 1.0)
   with pytest.raises(ConfigError, match='a is given twice'):
     parse_ranges(['a=1,2', 'a=3,4'])
 

@@ -196,6 +196,8 @@ def test_replay_names_the_layer_and_its_number(risky, capsys):
   assert 'all values are finite' in capsys.readouterr().out
   with pytest.raises(UserError, match='--step=0: expected the number of a step'):
     replay(config, directory, 0, seed=0)
+  with pytest.raises(UserError, match=r'^--step=999: the run is at step 9; name a step that it has taken$'):
+    replay(config, directory, 999, seed=0)
   assert main(['replay', str(directory)]) == 2 and '--step is missing' in capsys.readouterr().err
 
 

@@ -84,7 +84,10 @@ def write_adapter(
   weights = list(weights_below(network, family, model))
   adapted = [w for w in weights if isinstance(layer_at(network, w.layer), AdaptedLayer)]
   if not adapted:
-    raise ConfigError('task.model.adapters: this model has no adapters to write; write_model writes its weights')
+    raise ConfigError(
+      'task.model.adapters: this model has no adapters to write; leave out --adapter, or in Python use '
+      'write_model, to write its weights'
+    )
   declared = family.part_of(model.abstract_init())
   _check_is_lora(network)
   found = pieces_of(adapted, declared)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,7 @@ from praxis_lite.models import (
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, spread_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
-from praxis_lite.runs.records.record import write_record
+from praxis_lite.runs.records.record import read_record, write_record
 from praxis_lite.runs.records.run_config import job_directory
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.experiment import ExperimentConfig
@@ -304,7 +305,7 @@ def export_run(
     whole, model = dequantize_streamed(model, whole), without_quantization(config.task.model).instantiate()
   if adapter:
     with _appears_complete(target_folder) as folder:
-      return write_adapter(folder, model, whole, dtype=dtype)
+      return write_adapter(folder, model, whole, dtype=dtype, base=_base_of(config, directory))
   variables, weights = family.part_of(whole), family.part_of(model.abstract_init())
   if model.adapters:
     variables = merge_streamed(variables, model, family)
@@ -323,6 +324,18 @@ def export_run(
       write_generation(folder, model.decoder, directory / FOLDER)
       files.append(GENERATION_FILE)
   return files
+
+
+def _base_of(config: ExperimentConfig, directory: Path) -> str | None:
+  """Returns the folder that a run, or the run that it begins from, was imported from; None if no record tells."""
+  for run in (directory, config.task.train.init_from.path):
+    with contextlib.suppress(UserError):
+      for command in read_record(run).commands if run else ():
+        _, _, given = command.partition(' import-hf ')
+        words = [word.removeprefix('--path=') for word in shlex.split(given)]
+        if folders := [word for word in words if not word.startswith('--')]:
+          return folders[0].rstrip('/')
+  return None
 
 
 def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, object]:

@@ -287,7 +287,7 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
     ),
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
-    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached)),
+    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached, plan.failure)),
     (
       'fits' if plan.fits else 'does not fit',
       f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device: {format_bytes(weights)} of '

@@ -115,7 +115,7 @@ def _about(plan: Plan | InferencePlan) -> dict[str, object]:
     'numChips': plan.topology.num_chips,
     'mesh': format_mesh(plan.mesh),
     'mode': plan.mode,
-    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached),
+    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached, plan.failure),
     'fits': plan.fits,
     'refused': plan.is_refused,
     'seconds': plan.cost.seconds,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
+from praxis_lite.instruments.plan.compilers import missing_compiler
 from praxis_lite.instruments.plan.cost import Communication
 from praxis_lite.instruments.plan.planning import Plan
 from praxis_lite.instruments.plan.targets import find_target
@@ -31,7 +32,7 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
     *(('pipeline', line) for line in plan.pipelines),
-    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached)),
+    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached, plan.failure)),
     ('fits' if plan.fits else 'does not fit', _fits(plan)),
     ('step', _time(plan)),
     ('model FLOPs', _mfu(plan)),
@@ -68,9 +69,10 @@ def chips_text(topology: Topology) -> str:
   return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}{network}'
 
 
-def mode_text(mode: str, topology: Topology, compile_seconds: float, is_cached: bool) -> str:
+def mode_text(mode: str, topology: Topology, compile_seconds: float, is_cached: bool, failure: str = '') -> str:
   if mode == 'analytic':
-    return 'analytic: formulas, no compiler'
+    missing = f' ({failure})' if failure and failure == missing_compiler(topology) else ''
+    return f'analytic: formulas, no compiler{missing}'
   when = ', by an earlier plan' if is_cached else ''
   return f'compiled for {topology.target.name} in {compile_seconds:.0f} s{when}'
 

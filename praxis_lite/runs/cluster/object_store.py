@@ -10,6 +10,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +89,9 @@ class ObjectStore:
     try:
       fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
     except ImportError as error:  # Its message names the package: 'Install s3fs to access S3'.
-      raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}, as with pip') from None
+      told = error_summary(error).partition(': ')[2]
+      package = re.search(r'[Ii]nstall (\w+)', told)
+      raise ConfigError(f'{named}: {told}' + (f': pip install {package[1]}' if package else '')) from None
     except Exception as error:
       known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
       raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}; there are {known} and others') from None

@@ -38,6 +38,7 @@ from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
+from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import find_slow_paths
@@ -211,6 +212,8 @@ def _describe(
   kind = mesh.devices.flat[0].device_kind
   where = f'1 device ({kind})' if mesh.size == 1 else f'{mesh.size} devices ({kind}), mesh {format_axes(mesh.shape)}'
   yield f'{task.name}: {number_of(total, "parameter")}{of_token} on {where}'
+  if warning := describe_untypical_training(task):
+    yield warning
   if fit:
     yield fit
   available = jax.device_count() if devices is None else len(devices)

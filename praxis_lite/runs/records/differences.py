@@ -54,8 +54,9 @@ _DECIDES_NO_SHAPE = re.compile(r'split_|axis|\.learning_rate|\.schedule|\.clip_|
 
 def _differing_config(changes: Sequence[str]) -> str:
   return (
-    f'What differs from the recorded config: {"; ".join(first_lines(changes, most=5))}. The directory records its '
-    'config, so leave out --exp, and the --set of these fields; or start a new run in another --job_log_dir.'
+    f'What differs from the recorded config: {"; ".join(first_lines(changes, most=5))}. Start a new run in '
+    'another --job_log_dir; or, to go on with this run, leave out --exp, and the --set of these fields, since the '
+    'directory records its config.'
   )
 
 

@@ -55,7 +55,9 @@ def _life(alive: str, beat: Heartbeat, now: float) -> str:
     return f'ended ({beat.ended}), {when}'
   if alive == 'dead':
     return f'dead: {who} has disappeared; its last sign of life was {when}'
-  doing = f'{ACTIVITIES.get(beat.doing, beat.doing)} for {duration(beat.doing_for)}'
+  doing = ACTIVITIES.get(beat.doing, beat.doing)
+  if beat.doing_for >= 1:  # Less tells nothing: steps and waits for input take turns.
+    doing += f' for {duration(beat.doing_for)}'
   if alive == 'silent':
     return f'silent: {who} exists, but gives no sign of life; the last was {when}: {doing}'
   return f'alive: {who}, {doing} ({when})'
