@@ -20,6 +20,7 @@ if TYPE_CHECKING:
   from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.runs import RunState
 
+_FIGURES = ('step time', 'memory', 'communication, as planned')  # Of a Markdown table, those that some run has.
 _MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
 _TIMES, _MEMORY = 'step / planned', 'memory / planned'
@@ -164,17 +165,22 @@ def _format_quotient(value: float | None) -> str:
 
 
 def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
-  """Returns a Markdown table for each group of runs, with planned and measured figures, as for a comment in CI."""
+  """Returns a Markdown table for each group of runs, as for a comment in CI.
+
+  It has the fields that differ, and the planned and measured figures that some run has.
+  """
   from praxis_lite.common.figures import format_bytes, format_seconds
   from praxis_lite.runs.records.certificate import format_communication
-  from praxis_lite.runs.records.runs import format_number
+  from praxis_lite.runs.records.comparing import values_over_time
+  from praxis_lite.runs.records.runs import age, format_number
 
   texts = []
   for group in groups:
-    head = ['run', 'step', 'loss', f'best {group.metric}', 'step time', 'memory', 'communication, as planned']
+    head = ['run', 'step', 'age', 'loss', f'best {group.metric}', *group.columns, *_FIGURES]
     rows = []
-    for run in group.runs:
+    for i, run in enumerate(group.runs):
       best, found = run.best(group.metric, group.mode), run.certificate
+      own = [drop_module(value) or '-' for value in values_over_time(group, i)]
       planned, seen = (None, None) if found is None else found
       time = memory = communication = '-'
       if seen is not None:
@@ -187,7 +193,10 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
         communication = format_communication(planned) or '-'
       steps = f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}'
       at = '-' if best is None else f'{format_number(best[0])} @{best[1]}'
-      rows.append([name_below(folder, run), steps, format_number(run.last_loss), at, time, memory, communication])
+      fixed = [name_below(folder, run), steps, age(run), format_number(run.last_loss), at]
+      rows.append([*fixed, *own, time, memory, communication])
+    kept = [i for i, name in enumerate(head) if name not in _FIGURES or any(row[i] != '-' for row in rows)]
+    head, *rows = ([cells[i] for i in kept] for cells in (head, *rows))
     lines = [head, ['---'] * len(head), *rows]
     table = '\n'.join(f'| {" | ".join(map(_escape, cells))} |' for cells in lines)
     texts.append(f'### {_escape(group.title)}\n\n{table}')

@@ -94,7 +94,7 @@ def test_a_run_on_known_chips_ends_with_its_certificate(tmp_path, on_h100, capsy
   assert float(cells['planned_step_seconds']) == found.predicted.step_seconds and cells['measured_peak_bytes'] == ''
   assert main(['runs', str(run.parent), '--markdown']) == 0
   table = capsys.readouterr().out.splitlines()
-  assert table[2].startswith('| run | step | loss |') and table[3].count('---') == table[2].count('|') - 1
+  assert table[2].startswith('| run | step | age | loss |') and table[3].count('---') == table[2].count('|') - 1
   assert '| one | 20/20 | ' in table[4] and f'{found.times:.2f} x the planned' in table[4]
   assert train(run) == 0  # Nothing is left to train.
   assert 'planned' not in capsys.readouterr().out

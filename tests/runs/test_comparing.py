@@ -290,3 +290,12 @@ def test_the_page_in_use(page, tmp_path):
 @needs_chromium
 def test_the_page_on_a_phone(page, tmp_path):
   assert use_page(page, IS_NARROW, tmp_path, width=400)[0::2] == ['true', 'true']
+
+
+def test_markdown_has_age_and_the_fields_that_differ_and_no_empty_figures(folder, capsys):
+  assert main(['runs', str(folder / 'lm'), '--markdown']) == 0
+  head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
+  names = [name.strip() for name in head.strip('|').split('|')]
+  assert names[:4] == ['run', 'step', 'age', 'loss'] and 'learning_rate' in names and 'step time' not in names
+  cells = {row.split('|')[1].strip(): row.strip('|').split('|')[names.index('learning_rate')].strip() for row in rows}
+  assert float(cells['a10']) == 0.01 and float(cells['b']) == 3e-4
