@@ -273,7 +273,7 @@ def test_names_lead_to_no_other_directory(stored, tmp_path):
     ('nothing://bucket/1', "task.train.mirror = 'nothing://bucket/1': Protocol not known: nothing; there are s3://"),
     (
       'oss://bucket/1',
-      "task.train.mirror = 'oss://bucket/1': Install ossfs to access Alibaba Object Storage System",
+      "task.train.mirror = 'oss://bucket/1': Install ossfs to access Alibaba Object Storage System: pip install ossfs",
     ),
     ('file:///proc/nowhere/1', 'task.train.mirror: file:///proc/nowhere/1: writing .test-'),
   ],

@@ -94,6 +94,9 @@ def test_who_lives():
   assert life(gone, is_held=False, now=1003) == 'dead'
   assert life(elsewhere, is_held=False, now=1003) == 'alive'
   assert life(elsewhere, is_held=False, now=2000) == 'dead'
+  short, long = (dataclasses.replace(beat, doing='productive', doing_for=x) for x in (0.0, 5.0))
+  told = [status_of([each], is_held=True, now=1003).lines[0] for each in (short, long)]
+  assert ', training (' in told[0] and ', training for 5' in told[1]
   done = dataclasses.replace(beat, ended='done')
   assert status_of([done], is_held=False).is_well
   failed = status_of([dataclasses.replace(beat, ended='DataError: no file')], is_held=False)
