@@ -129,8 +129,7 @@ class MultiHeadAttention(AttentionHeads):
     self._check_range('dropout_rate', least=0, below=1)
     if self.implementation is None:  # Configs recorded by older versions may contain None.
       self.implementation = 'auto'
-    if self.implementation != 'xla':
-      check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
+    check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     check_cache_dtype(f'{self.path_name}.cache_dtype', self.cache_dtype)
     super().setup()
     self._grow_logits()

@@ -48,7 +48,7 @@ from praxis_lite.sharding.mesh import ask_device, platform
 Kernel = Literal['cudnn', 'tokamax', 'splash']
 Chosen = Literal['dense', 'blockwise', Kernel]
 # 'xla' is an older name of 'dense', which recorded configs may have.
-IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash')
+IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash', 'xla')
 _MANY_LOGITS, _MANY_LOGITS_ON_CPU = 2048 * 2048, 1024 * 1024
 # 'auto' chooses a fused kernel for at least this number of queries and of keys; and on a GPU, if the kernel needs the
 # mask as an array, for at most this number of logits.
@@ -141,8 +141,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
   Raises:
     ConfigError: there is no such implementation, or it cannot compute this case.
   """
-  if implementation != 'xla':
-    check_choice(path, implementation, IMPLEMENTATIONS)
+  check_choice(path, implementation, IMPLEMENTATIONS)
   if implementation in ('dense', 'xla'):
     return AttentionChoice('dense', f'{path} is {implementation!r}')
   if implementation == 'blockwise':
