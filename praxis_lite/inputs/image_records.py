@@ -90,7 +90,9 @@ class ImageRecordInput(TFRecordInput):
     return is_tfrecord(file)
 
   def read_file(self, file: str) -> Iterable[bytes | BadRecord]:
-    return super().read_file(file) if is_tfrecord(file) else read_examples(file, list(self._features_to_read()))
+    if is_tfrecord(file):
+      return super().read_file(file)
+    return read_examples(file, list(self._features_to_read()), f'{self.label}.file_pattern')
 
   def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
     tf = import_tensorflow()

@@ -14,7 +14,7 @@ import numpy as np
 from praxis_lite.common.errors import ConfigError, DataError, first_line
 from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord
-from praxis_lite.inputs.tables import import_pyarrow
+from praxis_lite.inputs.tables import check_columns, import_pyarrow
 from praxis_lite.inputs.tf_example import serialized_example
 
 _ARRAY_RECORD = ('.array_record', '.arrayrecord')
@@ -27,18 +27,19 @@ def is_tfrecord(file: str) -> bool:
   return not file.endswith((*_ARRAY_RECORD, _PARQUET))
 
 
-def read_examples(file: str, columns: Sequence[str]) -> Iterator[bytes | BadRecord]:
+def read_examples(file: str, columns: Sequence[str], where: str) -> Iterator[bytes | BadRecord]:
   """Yields each record of an ArrayRecord or Parquet file, or a `BadRecord` in its place.
 
   Args:
     file: the path.
     columns: the columns to read from a Parquet file. Images may be bytes, or as the package `datasets` stores them.
+    where: the path of the input, for messages.
 
   Raises:
     ConfigError: a package is missing.
     DataError: a Parquet file lacks a column.
   """
-  return _rows(file, columns) if file.endswith(_PARQUET) else _array_records(file)
+  return _rows(file, columns, where) if file.endswith(_PARQUET) else _array_records(file)
 
 
 def _array_records(file: str) -> Iterator[bytes | BadRecord]:
@@ -46,42 +47,47 @@ def _array_records(file: str) -> Iterator[bytes | BadRecord]:
     from array_record.python.array_record_module import ArrayRecordReader
   except ImportError:
     raise ConfigError('array_record is not installed; pip install praxis_lite[grain]') from None
-  number = 0
+  number, reader = 0, ArrayRecordReader(file)
   try:
-    reader = ArrayRecordReader(file)
     if not reader.ok():
       reader.close()  # Raises an error that says why.
     for number in range(0, reader.num_records(), _AT_ONCE):
       yield from reader.read(number, min(number + _AT_ONCE, reader.num_records()))
+    reader.close()
   except (RuntimeError, ValueError, OSError) as error:
     reason = unless_empty(file, f'is not a whole ArrayRecord file: {first_line(error)}')
     yield BadRecord(file, f'record {number}' if number else '', reason)
 
 
-def _rows(file: str, columns: Sequence[str]) -> Iterator[bytes | BadRecord]:
+def _rows(file: str, columns: Sequence[str], where: str) -> Iterator[bytes | BadRecord]:
   pa, number = import_pyarrow(), 0
   try:
-    opened = pa.parquet.ParquetFile(file)
-    there = opened.schema_arrow.names
-    missing = [name for name in columns if name not in there]
-    if missing:
-      raise DataError(f'{file} has no column {missing[0]!r}; it has {", ".join(there)}')
-    for batch in opened.iter_batches(_AT_ONCE, columns=list(columns)):
-      for row in batch.to_pylist():
-        yield _serialize(row, file, number)
-        number += 1
+    with pa.parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
+      check_columns(columns, opened.schema_arrow.names, file, where)
+      for batch in opened.iter_batches(_AT_ONCE, columns=list(columns)):
+        for row in batch.to_pylist():
+          yield _serialize(row, file, number)
+          number += 1
   except (pa.ArrowException, OSError) as error:
     reason = unless_empty(file, f'is not a whole Parquet file: {first_line(error)}')
     yield BadRecord(file, f'row {number}' if number else '', reason)
 
 
 def _serialize(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord:
+  try:
+    return _example(row)
+  except (DataError, TypeError, ValueError) as error:
+    return BadRecord(file, f'row {number}', f'cannot be stored as a tf.train.Example: {first_line(error)}')
+
+
+def _example(row: dict[str, Any]) -> bytes:
+  """Returns a row as a serialized example; raises ValueError or TypeError if it holds something else."""
   values: dict[str, np.ndarray | bytes] = {}
   for name, value in row.items():
     if isinstance(value, dict):
       value = value.get('bytes')
     if value is None:
-      return BadRecord(file, f'row {number}', f'has nothing in its column {name!r}')
+      raise ValueError(f'it has nothing in its column {name!r}')
     if isinstance(value, str):
       value = value.encode()
     values[name] = value if isinstance(value, bytes) else np.asarray(value)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -359,10 +360,10 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> p
   try:
     if _is_parquet(file):
       with pa.parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
-        _check_columns(columns, opened.schema_arrow.names, file, where)
+        check_columns(columns, opened.schema_arrow.names, file, where)
         return opened.read_row_group(number, columns=None if columns is None else list(columns), use_threads=False)
     table = pa.Table.from_batches([_batches(file)[number]])
-    _check_columns(columns, table.column_names, file, where)
+    check_columns(columns, table.column_names, file, where)
     return table if columns is None else table.select(list(columns))
   except (pa.ArrowException, OSError) as e:
     if not is_damage(e):
@@ -370,7 +371,8 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> p
     raise BadRecordError(where, BadRecord(file, f'group {number}', f'cannot be read: {first_line(e)}')) from None
 
 
-def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str, where: str) -> None:
+def check_columns(columns: Sequence[str] | None, known: list[str], file: str, where: str) -> None:
+  """Raises DataError, which begins with `where`, if a file lacks a column."""
   for column in columns or ():
     if column not in known:
       close = did_you_mean(column, known)

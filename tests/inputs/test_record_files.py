@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import numpy as np
@@ -100,12 +101,33 @@ def test_a_column_that_is_not_there_and_a_row_without_an_image_are_named(tmp_pat
   path = str(tmp_path / 'a.parquet')
   rows = [{'bytes': encoded(1)[0], 'path': 'a.png'}, {'bytes': None, 'path': 'b.png'}]
   pq.write_table(pa.table({'picture': rows, 'label': [0, 1]}), path)
-  with pytest.raises(DataError, match=r"a\.parquet has no column 'image'; it has picture, label"):
+  with pytest.raises(
+    DataError, match=r"file_pattern: there is no column 'image' in .*a\.parquet\. It has picture"
+  ):
     images(path).get_next()
-  with pytest.raises(DataError, match=r"row 1 of .*a\.parquet: has nothing in its column 'picture'"):
+  with pytest.raises(DataError, match=r"row 1 of .*a\.parquet: .*it has nothing in its column 'picture'"):
     images(path, image_feature='picture', batch_size=2).get_next()
   skipping = images(path, image_feature='picture', batch_size=1, on_bad_record='skip')
   assert skipping.get_next()['label'].tolist() == [0]
+
+
+@pytest.mark.parametrize('label', [datetime.date(2026, 1, 1), [1, None], np.uint64(2**63)], ids=['date', 'list', 'large'])
+def test_values_that_are_no_numbers_are_bad_rows(label, tmp_path):
+  path = str(tmp_path / 'a.parquet')
+  pq.write_table(pa.table({'image': encoded(1), 'label': [label]}), path)
+  with pytest.raises(DataError, match=r'row 0 of .*a\.parquet: cannot be stored as a tf.train.Example: '):
+    images(path, batch_size=1).get_next()
+
+
+def test_a_damaged_page_is_not_read(tmp_path):
+  path = tmp_path / 'a.parquet'
+  rows = pa.table({'image': encoded(), 'label': list(range(COUNT))})
+  pq.write_table(rows, path, write_page_checksum=True, use_dictionary=False, compression='none')
+  content = bytearray(path.read_bytes())
+  content[content.index(encoded()[3]) + 40] ^= 1
+  path.write_bytes(content)
+  with pytest.raises(DataError, match=r'images\.file_pattern: .*a\.parquet is not a whole Parquet file: .*CRC'):
+    images(str(path)).get_next()
 
 
 def test_texts_beside_images_may_be_strings(tmp_path):

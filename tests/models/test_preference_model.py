@@ -378,7 +378,7 @@ def test_mistakes_are_named():
       config.clone().set(**change).instantiate()
   smooth = config.clone()
   smooth.lm_tpl.softmax_tpl.label_smoothing = 0.1
-  with pytest.raises(ConfigError, match=r'softmax.label_smoothing: the losses of pairs need'):
+  with pytest.raises(ConfigError, match=r'softmax.label_smoothing: the losses of pairs of answers need'):
     smooth.instantiate()
   batch = batch_of()
   rows = data()
