@@ -101,9 +101,7 @@ def test_a_column_that_is_not_there_and_a_row_without_an_image_are_named(tmp_pat
   path = str(tmp_path / 'a.parquet')
   rows = [{'bytes': encoded(1)[0], 'path': 'a.png'}, {'bytes': None, 'path': 'b.png'}]
   pq.write_table(pa.table({'picture': rows, 'label': [0, 1]}), path)
-  with pytest.raises(
-    DataError, match=r"file_pattern: there is no column 'image' in .*a\.parquet\. It has picture"
-  ):
+  with pytest.raises(DataError, match=r"file_pattern: there is no column 'image' in .*a\.parquet\. It has picture"):
     images(path).get_next()
   with pytest.raises(DataError, match=r"row 1 of .*a\.parquet: .*it has nothing in its column 'picture'"):
     images(path, image_feature='picture', batch_size=2).get_next()
@@ -111,7 +109,9 @@ def test_a_column_that_is_not_there_and_a_row_without_an_image_are_named(tmp_pat
   assert skipping.get_next()['label'].tolist() == [0]
 
 
-@pytest.mark.parametrize('label', [datetime.date(2026, 1, 1), [1, None], np.uint64(2**63)], ids=['date', 'list', 'large'])
+@pytest.mark.parametrize(
+  'label', [datetime.date(2026, 1, 1), [1, None], np.uint64(2**63)], ids=['date', 'list', 'large']
+)
 def test_values_that_are_no_numbers_are_bad_rows(label, tmp_path):
   path = str(tmp_path / 'a.parquet')
   pq.write_table(pa.table({'image': encoded(1), 'label': [label]}), path)
