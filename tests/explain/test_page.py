@@ -11,7 +11,7 @@ import pytest
 from browser import IS_NARROW, needs_chromium, use_page
 
 from praxis_lite.instruments.explain import Problem, Severity, ShardingReport, check, explain_task
-from praxis_lite.instruments.explain.page import render_page, write_page
+from praxis_lite.instruments.explain.page import render_page, sort_arrays, write_page
 from praxis_lite.training import registry
 
 
@@ -46,6 +46,10 @@ def test_slots_stand_beside_their_variable_in_the_tree(report: ShardingReport) -
   places = {a['path']: a['place'] for a in data_of(render_page(report, 'x'))['arrays']}
   slot = next(p for p in places if p.endswith('mu.lm.softmax.w'))
   assert places[slot] == ['lm', 'softmax', 'w · mu']
+  order = [e.path for e in sort_arrays(report)]
+  assert sorted(order) == sorted(e.path for e in report.arrays())
+  at = order.index('lm.softmax.w')
+  assert all(path.endswith('lm.softmax.w') for path in order[at : at + 3])
   assert places['lm.softmax.w'] == ['lm', 'softmax', 'w']
 
 

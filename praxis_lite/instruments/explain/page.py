@@ -43,7 +43,7 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
     'title': title,
     'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
     'meshText': format_mesh(report.mesh_sizes),
-    'arrays': [_array(e) for e in report.arrays()],
+    'arrays': [_array(e) for e in sort_arrays(report)],
     'problems': [
       {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
     ],
@@ -73,6 +73,14 @@ def fill_page(package: str, title: str, data: Mapping[str, object], name: str, s
 
 def _asset(package: str, name: str) -> str:
   return (importlib.resources.files(package) / 'assets' / name).read_text(encoding='utf-8')
+
+
+def sort_arrays(report: ShardingReport) -> list[Explanation]:
+  """Returns all arrays, each variable followed by its slots."""
+  owners = {e.path: i for i, e in enumerate(report.variables)}
+  state = [*report.variables, *report.slots]
+  last = len(owners)
+  return sorted(state, key=lambda e: owners.get(e.owner or e.path, last)) + [*report.activations, *report.inputs]
 
 
 def _array(e: Explanation) -> dict[str, Any]:
