@@ -78,9 +78,8 @@ def _asset(package: str, name: str) -> str:
 def sort_arrays(report: ShardingReport) -> list[Explanation]:
   """Returns all arrays, each variable followed by its slots."""
   owners = {e.path: i for i, e in enumerate(report.variables)}
-  state = [*report.variables, *report.slots]
-  last = len(owners)
-  return sorted(state, key=lambda e: owners.get(e.owner or e.path, last)) + [*report.activations, *report.inputs]
+  state = sorted([*report.variables, *report.slots], key=lambda e: owners.get(e.owner or e.path, len(owners)))
+  return [*state, *report.activations, *report.inputs]
 
 
 def _array(e: Explanation) -> dict[str, Any]:
