@@ -27,6 +27,7 @@ from praxis_lite.layers.mixers import Axes
 from praxis_lite.layers.normalizations import Norm, RMSNorm, to_units
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
+from praxis_lite.layers.state_parts import scan_delta_rule_in_parts
 from praxis_lite.layers.state_space import segment_starts
 
 _UNIT_EPSILON = 1e-6
@@ -38,8 +39,11 @@ class GatedDeltaNet(GroupedMixer):
   Attributes: those of `GroupedMixer`, and
     key_dims: S.
     norm_tpl: template of the child `norm`, over H.
+    activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, with S more
+      columns, and states pass from part to part, see `state_parts.py`.
   """
 
+  _passes_states = True
   _state_split = (0, 2, None, 3)
 
   dims_per_head: int = 128
@@ -53,8 +57,7 @@ class GatedDeltaNet(GroupedMixer):
   @classmethod
   def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
     config.weight_split_dims_mapping.set(wt=(data, mdl, None), groups=(data, None, None))
-    # A device scans whole rows: the length is gathered here.
-    config.activation_split_dims_mapping.set(blnh=(batch, None, mdl, None), out=(batch, length, None))
+    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     N, H = self.num_heads, self.dims_per_head
@@ -80,8 +83,13 @@ class GatedDeltaNet(GroupedMixer):
       _unit(query_BTGS, self.key_dims**-0.5),
       segment_starts(segment_ids),
     )
-    y_BTNH, state_BNSH = scan_delta_rule(tokens, state_BNSH, self.chunk_size)
+    parts = self._num_parts() if pos_BT is None else 1
+    if parts > 1:
+      y_BTNH = scan_delta_rule_in_parts(tokens, self.chunk_size, parts, self._shard_parts)
+    else:
+      y_BTNH, state_BNSH = scan_delta_rule(tokens, state_BNSH, self.chunk_size)
     if pos_BT is not None:
+      assert state_BNSH is not None
       self._keep(state_BNSH)
     y_BTNH = self.norm(self.shard(y_BTNH, 'blnh'))
     y_BTNH = (to_sum_dtype(y_BTNH) * jax.nn.silu(to_sum_dtype(gate_BTNH))).astype(y_BTNH.dtype)

@@ -4,10 +4,13 @@
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
     out_t += what is left of before_p at token t
 
-where kept_p is what a part leaves of the state before it. The devices so exchange one state for each part, whatever the
-length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler adds the gather of states.
+where kept_p is what a part leaves of the state before it: a factor, or for the gated delta rule a matrix [S, S], which
+the scan computes as the states that begin with the columns of a unit matrix. The devices so exchange one state for each
+part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler adds the
+gather of states.
 
-B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state.
+B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state,
+C = H + S columns.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
 from praxis_lite.layers.linear_scan import scan_states
+from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
 
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array whose dimensions have these letters.
@@ -62,6 +67,35 @@ def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, sh
   left = jnp.cumprod(decay, axis=2)
   before = _pass_on(left[:, :, -1], states[:, :, -1], ('B', 'P', 'N', ''), shard)
   return _join(states + left * before[:, :, None], T)
+
+
+def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
+  """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments as of `scan_in_parts`."""
+  (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
+  parts = DeltaTokens(
+    shard(_cut(jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S))), num_parts), ('B', 'P', '', 'N', '')),
+    *(shard(_cut(x, num_parts), ('B', 'P', '', 'N')) for x in (tokens.decay, tokens.rate)),
+    *(shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query)),
+    None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
+  )
+  # H columns of zeros, which become the states of the part itself; and the unit matrix.
+  first_SC = jnp.concatenate([jnp.zeros((S, H), sums), jnp.eye(S, dtype=sums)], axis=1)
+  first_BNSC = jnp.broadcast_to(first_SC, (len(tokens.value), N, *first_SC.shape))
+  scan = jax.vmap(lambda part: scan_delta_rule(part, first_BNSC, chunk), in_axes=1, out_axes=1)
+  out_BPLNC, last_BPNSC = scan(parts)
+  last_PBNSC = jnp.moveaxis(shard(last_BPNSC, ('B', '', 'N', '', '')), 1, 0)
+
+  def pass_on(before_BNSH: jax.Array, last_BNSC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    own_BNSH, kept_BNSS = jnp.split(last_BNSC, [H], axis=-1)
+    return own_BNSH + jnp.matmul(kept_BNSS, before_BNSH, precision='highest'), before_BNSH
+
+  _, before_PBNSH = jax.lax.scan(pass_on, jnp.zeros_like(last_PBNSC[0, ..., :H]), last_PBNSC)
+  before_BPNSH = shard(jnp.moveaxis(before_PBNSH, 0, 1), ('B', 'P', 'N', '', ''))
+  own_BPLNH, read_BPLNS = jnp.split(out_BPLNC, [H], axis=-1)
+  carried_BPLNH = jnp.einsum(
+    'BPLNS,BPNSH->BPLNH', read_BPLNS, before_BPNSH.astype(read_BPLNS.dtype), preferred_element_type=sums
+  )
+  return _join((own_BPLNH + carried_BPLNH).astype(own_BPLNH.dtype), T)
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

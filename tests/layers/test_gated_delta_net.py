@@ -14,6 +14,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import GatedDeltaNet
 from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
+from praxis_lite.layers.state_parts import scan_delta_rule_in_parts
 from praxis_lite.layers.state_space import segment_starts
 
 D, N, H, G, S, W = 12, 4, 3, 2, 5, 3
@@ -68,6 +69,21 @@ def test_chunks_equal_the_rule(B, T, chunk, at_once, groups, packed):
   state = jnp.asarray(np.random.default_rng(1).standard_normal((B, N, S, H)), jnp.float32)
   actual = results(lambda t, s: scan_delta_rule(t, s, chunk, at_once), tokens, state)
   expected = results(one_by_one, tokens, state)
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-5, atol=5e-5), actual, expected)
+
+
+@pytest.mark.parametrize('parts, packed', [(3, True), (16, False)])
+def test_parts_that_pass_states_on_equal_the_rule(parts, packed):
+  """Also more parts than tokens."""
+  tokens = drawn(2, 11, starts=segment_starts(jnp.asarray(SEGMENTS)) if packed else None)
+
+  def in_parts(tokens, _):
+    return scan_delta_rule_in_parts(tokens, 2, parts, lambda x, _: x), jnp.zeros(1)
+
+  def whole(tokens, _):
+    return one_by_one(tokens, jnp.zeros((2, N, S, H)))[0], jnp.zeros(1)
+
+  actual, expected = (results(compute, tokens, jnp.zeros(1)) for compute in (in_parts, whole))
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-5, atol=5e-5), actual, expected)
 
 
@@ -152,6 +168,17 @@ def test_heads_over_an_axis_of_three_equal_one_device():
     data='data',
     mdl='mdl',
   )
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4 * (1e-3 + np.abs(e).max())), actual, expected)
+
+
+@pytest.mark.parametrize('length, packed', [(9, True), pytest.param(10, False, marks=pytest.mark.slow)])
+def test_a_length_over_an_axis_of_three_equals_one_device(length, packed):
+  """States pass between three devices, whose parts of 10 tokens are not even, beside two for heads."""
+  mesh, config = {'data': 1, 'context': 3, 'mdl': 2}, delta_net(chunk_size=2)
+  ids = np.array([[1] * 5 + [2] * (length - 5), [1] * (length - 1) + [0]]) if packed else None
+  split = {'batch': 'data', 'length': 'context', 'data': 'data', 'mdl': 'mdl'}
+  actual, expected = on_mesh_and_alone(built, config, mesh, inputs()[:, :length], ids, **split)
+  assert [e.axes for e in config.instantiate().exchanges()] == [('context',)]
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4 * (1e-3 + np.abs(e).max())), actual, expected)
 
 
