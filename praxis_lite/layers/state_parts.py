@@ -72,10 +72,14 @@ def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, sh
 def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
   """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments as of `scan_in_parts`."""
   (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
+  decay, rate = (shard(_cut(x, num_parts), ('B', 'P', '', 'N')) for x in (tokens.decay, tokens.rate))
+  key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
   parts = DeltaTokens(
     shard(_cut(jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S))), num_parts), ('B', 'P', '', 'N', '')),
-    *(shard(_cut(x, num_parts), ('B', 'P', '', 'N')) for x in (tokens.decay, tokens.rate)),
-    *(shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query)),
+    decay,
+    rate,
+    key,
+    query,
     None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
   )
   # H columns of zeros, which become the states of the part itself; and the unit matrix.
