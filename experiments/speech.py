@@ -1,4 +1,4 @@
-"""Speech: spelled digits that a small Conformer learns to write down in minutes, and Conformer L.
+"""Speech: spelled digits that a small Conformer learns to write down in minutes, Conformer L, and Whisper small.
 
 praxis-lite train --exp=speech.SpelledDigits --job_log_dir=runs/digits
 praxis-lite predict --job_log_dir=runs/digits my_recording.wav
@@ -18,12 +18,13 @@ import numpy as np
 from praxis_lite.common.config import Config
 from praxis_lite.inputs import CharTokenizer, RandomFeature, RecordingInput, SyntheticInput, write_wav
 from praxis_lite.layers import LogMel, SpectrumAugmenter
-from praxis_lite.models import conformer_ctc, conformer_transducer, set_sharding
+from praxis_lite.models import conformer_ctc, conformer_transducer, set_sharding, whisper
 from praxis_lite.sharding.weights import WeightInit
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.tasks.speech_recognition import SpeechRecognitionTask
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.task import SingleTask
 
 _ROWS = ('replica', 'data')
 _DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
@@ -192,5 +193,40 @@ class ConformerL(BaseExperiment):
     task = Config(SpeechRecognitionTask, model=set_sharding(self.model()))
     task.train.learner = adamw_learner(learning_rate=1e-3, warmup_steps=10_000, weight_decay=0.01)
     task.train.set(num_train_steps=200_000, eval_interval_steps=None, save_interval_steps=5000)
+    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_2d': (_ROWS, None)}
+    return task
+
+
+@registry.register
+class WhisperSmall(BaseExperiment):
+  """Whisper small, 242M parameters (Radford et al., 2022), on synthetic windows of 30 s, over 8 devices."""
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 8, 1)
+  batch_size = 256
+  vocab_size, label_len = 51_865, 448
+
+  def datasets(self) -> list[Config]:
+    token = Config(RandomFeature, shape=(self.label_len,), dtype='int32', low=0, high=self.vocab_size)
+    features = {'audio': Config(RandomFeature, shape=(480_000,), low=-1, high=1), 'ids': token, 'labels': token.clone()}
+    return [Config(SyntheticInput, name='train', is_training=True, features=features, batch_size=self.batch_size)]
+
+  def model(self) -> Config:
+    return whisper(
+      vocab_size=self.vocab_size,
+      model_dims=768,
+      num_layers=12,
+      num_encoder_layers=12,
+      num_heads=12,
+      max_len=self.label_len,
+      remat='full',
+      fprop_dtype=jnp.bfloat16,
+    )
+
+  def task(self) -> Config:
+    task = Config(SingleTask, name='speech', model=set_sharding(self.model()))
+    learner = adamw_learner(learning_rate=5e-4, warmup_steps=2048, weight_decay=0.1)
+    learner.clip_gradient_norm_to_value = 1.0
+    task.train.set(learner=learner, num_train_steps=1_048_576, eval_interval_steps=None, save_interval_steps=5000)
     task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_2d': (_ROWS, None)}
     return task

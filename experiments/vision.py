@@ -13,7 +13,7 @@ import optax
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.experiments.digits import digit_datasets, digits
-from praxis_lite.inputs import ImageRecordInput
+from praxis_lite.inputs import ImageRecordInput, RandomFeature, SyntheticInput
 from praxis_lite.layers import ImageMixing
 from praxis_lite.models import (
   TwoTowerModel,
@@ -387,3 +387,61 @@ class MaeL16(_ImageNet):
       learning_rate=2.4e-3,
       schedule=Config(LinearWarmupCosine, warmup_steps=40 * self.steps_per_epoch, final_value=0.0),
     )
+
+
+@registry.register
+class SiglipB16(BaseExperiment):
+  """SigLIP B/16, 203M parameters (Zhai et al., 2023), on synthetic images and texts, fully sharded over 8 devices.
+
+  The published model has seen 9 billion images in such batches. For data of your own, replace the input by an
+  `ImageTextRecordInput` with the tokenizer of the texts.
+  """
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 8, 1)
+  batch_size = 32_768
+  vocab_size, text_len = 32_000, 64
+
+  def datasets(self) -> list[Config]:
+    features = {
+      'image': Config(RandomFeature, shape=(224, 224, 3), low=-1, high=1),
+      'ids': Config(RandomFeature, shape=(self.text_len,), dtype='int32', low=0, high=self.vocab_size),
+    }
+    return [Config(SyntheticInput, name='train', is_training=True, features=features, batch_size=self.batch_size)]
+
+  def model(self) -> Config:
+    remat = 'full'
+    image = vision_transformer(
+      image_size=224, patch_size=16, model_dims=768, num_layers=12, num_heads=12, pooling='attention', remat=remat
+    )
+    text = transformer_encoder(
+      vocab_size=self.vocab_size,
+      max_len=self.text_len,
+      model_dims=768,
+      num_layers=12,
+      num_heads=12,
+      hidden_dims=3072,
+      style='pre_norm',
+      num_token_types=0,
+      activation='gelu_tanh',
+      remat=remat,
+    )
+    model = Config(TwoTowerModel, embedding_dims=768, image_tpl=image, text_tpl=text, has_image_projection=False)
+    model.set(text_pooling='last', params_init=image.params_init, fprop_dtype=jnp.bfloat16)
+    model.projection_tpl.use_bias = True
+    model.loss_tpl.kind = 'sigmoid'
+    return model
+
+  def task(self) -> Config:
+    task = Config(SingleTask, name='towers', model=set_sharding(self.model()))
+    task.train.learner = Config(
+      Learner,
+      optimizer=Config(optax.adamw, b2=0.95, weight_decay=0.1),
+      learning_rate=1e-3,
+      schedule=Config(LinearWarmupCosine, warmup_steps=20_000, final_value=0.0),
+      clip_gradient_norm_to_value=1.0,
+    )
+    steps = 9_000_000_000 // self.batch_size
+    task.train.set(num_train_steps=steps, eval_interval_steps=None, save_interval_steps=5000)
+    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_2d': (_ROWS, None), 'map_4d': (_ROWS, None, None, None)}
+    return task
