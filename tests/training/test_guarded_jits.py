@@ -19,8 +19,11 @@ from praxis_lite.training.state import state_initializer
 PACKAGE = pathlib.Path(praxis_lite.__file__).parent
 # Of each file that uses `jax.jit` itself: how often, and why.
 UNGUARDED = {
+  'bridges/hf/agreement.py': (1, 'one device: an export that is read again'),
   'bridges/hf/reader.py': (1, 'one device: what is read is placed on each by itself'),
   'common/jax_internals/lowering.py': (1, 'a part of a program that is lowered by itself, to be read'),
+  'layers/weight_formats.py': (1, 'a weight by itself, in parts that were read from a file'),
+  'models/quantization.py': (1, 'a weight by itself; each entry follows from one entry of each array'),
   'layers/splash.py': (1, 'within the step, whose program is guarded'),
   'layers/tokamax_attention.py': (1, 'within the step, whose program is guarded'),
   'layers/grouped_kernels.py': (1, 'a product that is lowered to see whether it can be; it never runs'),
@@ -29,6 +32,8 @@ UNGUARDED = {
   'sharding/constraints.py': (1, 'a reshard, which is right for all splits'),
   'sharding/guards/guard.py': (2, 'GuardedJit, and what is exported, whose program is guarded'),
   'instruments/plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
+  'runs/agreement.py': (1, 'changes each entry of arrays by itself'),
+  'runs/layer_values.py': (1, 'one device: a model that is not on a mesh'),
   'runs/determinism.py': (1, 'one device: each compares its part with another one'),
   'runs/replicas.py': (1, 'each device adds up its own parts, inside shard_map'),
   'runs/records/run_config.py': (1, 'keys, which are not split'),
