@@ -19,6 +19,7 @@ from praxis_lite.runs.serving.engine import (
   STOPPED,
   Accepted,
   BusyError,
+  EndedError,
   EndEvent,
   Engine,
   NewTokensEvent,
@@ -253,7 +254,7 @@ def test_an_engine_that_fails_or_stops_ends_its_requests():
     engine.batcher.step = fail
     assert all_events(events_of(engine, Asked('a'))[1])[-1] == EndEvent('the engine failed: MemoryError')
     assert told.wait(WAIT_S) and isinstance(engine.failure, MemoryError)
-    with pytest.raises(BusyError):
+    with pytest.raises(EndedError, match='the engine failed: MemoryError'):
       events_of(engine, Asked('a'))
   with running() as engine:
     _, following = events_of(engine, Asked('a', max_tokens=40, temperature=0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import pathlib
@@ -16,14 +17,16 @@ from batched_lm import V, made
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import ByteTokenizer
-from praxis_lite.runs.serving.engine import Engine
+from praxis_lite.runs.serving.engine import EndedError, Engine
+from praxis_lite.runs.serving.requests import Asked
 
 pytest.importorskip('starlette', reason="needs starlette: pip install 'praxis_lite[serve]'")
 pytest.importorskip('uvicorn', reason="needs uvicorn: pip install 'praxis_lite[serve]'")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / 'tools'))
 import load_serving
 
-from praxis_lite.runs.serving.app import Served
+from praxis_lite.runs.serving import server as server_module
+from praxis_lite.runs.serving.app import Served, make_app
 from praxis_lite.runs.serving.server import is_loopback, serve
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -178,7 +181,9 @@ def test_a_chat_is_put_into_the_template_of_the_run(tmp_path):
     ({'prompt': 'ab', 'max_tokens': 60}, {}, 400, 'at most 61 tokens; the prompt has 2, and max_tokens = 60'),
     ({'prompt': [V]}, {}, 400, 'is not in the vocabulary'),
     ({'prompt': 'a', 'stream': True, 'max_tokens': 100}, {}, 400, 'sees at most 61 tokens'),
-    ({'prompt': '\ud800 \ud800'}, {}, 400, 'is not UTF-8 text'),
+    ({'prompt': '\ud800 \ud800'}, {}, 400, 'prompt is "\\ud800 \\ud800"; expected text that UTF-8 can hold'),
+    ({'prompt': 'a', 'stop': '\ud800'}, {}, 400, 'stop is "\\ud800"; expected text that UTF-8 can hold'),
+    ({'prompt': 'a', 'logprobs': 10**1000}, {}, 400, '00...; this server reports up to 3'),
     ({'prompt': 'a', 'model': 'other'}, {}, 404, 'there is no model "other"'),
     ({'prompt': 'a'}, {'content-type': 'text/plain'}, 415, "content-type is 'text/plain'; expected application/json"),
     ({'prompt': 'a' * 2**20}, {}, 413, 'the body has more than 1,048,576 bytes'),
@@ -199,7 +204,8 @@ def test_other_routes(server):
     status, body = server.get(path)
     assert status == expected and path in json.loads(body)['error']['message']
   # A page of another site, whose name leads to this machine.
-  assert server.get('/health', host='other.example')[0] == 400
+  status, body = server.get('/health', host='other.example')
+  assert status == 400 and "the host 'other.example' is not one of this server" in json.loads(body)['error']['message']
   assert server.is_local and is_loopback('127.0.0.5') and is_loopback('::1') and is_loopback('localhost')
   assert not is_loopback('0.0.0.0') and not is_loopback('example.com')
 
@@ -268,6 +274,45 @@ def test_a_failing_engine_is_told_and_ends_the_server():
   assert status == 503 and 'the engine failed: MemoryError' in json.loads(body)['error']['message']
   server.thread.join(WAIT_S)
   assert isinstance(server.told[0], RuntimeError) and isinstance(server.told[0].__cause__, MemoryError)
+
+
+def test_idle_connections_keep_nobody_out_and_are_closed(monkeypatch):
+  monkeypatch.setattr(server_module, '_OTHER_CONNECTIONS', 4)
+  monkeypatch.setattr(server_module, '_HEADERS_S', 1.0)
+  running = Running(ByteTokenizer(), rows=1, most_waiting=1)
+  try:
+    idle = [socket.create_connection(('127.0.0.1', running.port), timeout=WAIT_S) for _ in range(20)]
+    idle[-1].sendall(b'GET /health HTTP/1.1\r\nhost: ')
+    assert running.get('/health')[0] == 200 and running.whole(ASKED)
+    for connection in idle:  # Those that made room, and those whose time is over.
+      assert connection.recv(1) == b''
+      connection.close()
+    status, headers, _ = running.post(b'x' * (2**20 + 1))
+    assert status == 413 and headers['connection'] == 'close'
+  finally:
+    running.end()
+
+
+def test_more_requests_than_fit_get_an_error_of_openai():
+  running = Running(ByteTokenizer(), limits={'most_requests': 0})
+  running.end()
+  with pytest.raises(EndedError, match='the server has ended'):
+    running.engine.submit(Asked('a'), print)
+  sent = []
+
+  async def send(message):
+    sent.append(message)
+
+  scope = {'type': 'http', 'method': 'GET', 'path': '/health', 'headers': [(b'host', b'a')], 'query_string': b''}
+  asyncio.run(make_app(running.engine, Served('x', most_requests=0))(scope, None, send))
+  assert sent[0]['status'] == 503 and (b'connection', b'close') in sent[0]['headers']
+  assert 'the server is overloaded' in json.loads(sent[1]['body'])['error']['message']
+
+
+@pytest.mark.parametrize('host', ['a..b', 'x' * 80])
+def test_a_host_that_is_no_name_is_told(host):
+  with pytest.raises(UserError, match=f'--host={host} --port=0 cannot be used: it is no name of a host'):
+    serve(None, Served('x'), host, 0, most_open=1, drain_s=1, on_ready=print)
 
 
 def test_a_port_in_use_is_named():

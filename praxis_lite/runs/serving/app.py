@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.serving.engine import (
@@ -31,6 +31,7 @@ from praxis_lite.runs.serving.engine import (
   STOPPED,
   Accepted,
   BusyError,
+  EndedError,
   EndEvent,
   Engine,
   Event,
@@ -55,6 +56,7 @@ class Served(NamedTuple):
     most_bytes: the largest body of a request.
     timeout_s: the longest time that a request may take, with sending its answer.
     hosts: the names of this server that requests may use; ['*'] for any.
+    most_requests: how many requests may be under way, those that are refused and those of other routes included.
   """
 
   name: str
@@ -63,6 +65,7 @@ class Served(NamedTuple):
   most_bytes: int = 1 << 20
   timeout_s: float = 600.0
   hosts: tuple[str, ...] = ('*',)
+  most_requests: int = 1 << 16
 
 
 def make_app(engine: Engine, served: Served) -> Starlette:
@@ -88,9 +91,31 @@ def make_app(engine: Engine, served: Served) -> Starlette:
       Route('/health', answer(routes.health)),
       Route('/metrics', answer(routes.metrics)),
     ],
-    middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(served.hosts))],
+    middleware=[Middleware(_Door, served=served)],
     exception_handlers={HTTPException: _answer_http_error},
   )
+
+
+class _Door:
+  """Refuses requests to other hosts, and those for which there is no room."""
+
+  def __init__(self, app: ASGIApp, served: Served):
+    self._app, self._served = app, served
+    self._num_inside = 0
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    most, host = self._served.most_requests, Headers(scope=scope).get('host', '')
+    if not {'*', host.partition(':')[0]} & {*self._served.hosts}:
+      error = RequestError(f'the host {host[:60]!r} is not one of this server: {", ".join(self._served.hosts)}')
+    elif self._num_inside >= most:
+      error = RequestError(f'the server is overloaded: {most} requests are under way; try again', 503, code='busy')
+    else:
+      self._num_inside += 1
+      try:
+        return await self._app(scope, receive, send)
+      finally:
+        self._num_inside -= 1
+    await _error(error, closes=True)(scope, receive, send)
 
 
 class _Routes:
@@ -163,6 +188,8 @@ class _Work:
 
     try:
       self._ticket = engine.submit(asked, send)
+    except EndedError as error:
+      raise RequestError(str(error), 503) from None
     except BusyError as error:
       raise RequestError(f'the server is busy: {error}; try again', 429, code='busy') from None
     self._engine, self._served, self._asked = engine, served, asked
@@ -290,10 +317,12 @@ def _json(value: object, status: int = 200) -> Response:
   return Response(encode_json(value), status, media_type='application/json')
 
 
-def _error(error: RequestError) -> Response:
+def _error(error: RequestError, *, closes: bool = False) -> Response:
   response = _json(error.to_json(), error.status)
-  if error.status == 429:
+  if error.code == 'busy':
     response.headers['retry-after'] = '1'
+  if closes or error.status in (408, 413):  # The rest of the body would follow.
+    response.headers['connection'] = 'close'
   return response
 
 

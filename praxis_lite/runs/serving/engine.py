@@ -65,6 +65,10 @@ class BusyError(Exception):
   """There are as many requests as the engine takes."""
 
 
+class EndedError(Exception):
+  """The engine has failed, or is ending."""
+
+
 class TooLongError(ConfigError):
   """A prompt and its continuation are longer than a row."""
 
@@ -141,11 +145,15 @@ class Engine:
       send: called with each event, in the thread of the engine; it must return at once and raise no error.
 
     Raises:
-      BusyError: there are as many requests as the engine takes, or it has ended.
+      BusyError: there are as many requests as the engine takes.
+      EndedError: it has failed, or is ending.
     """
     ticket = Ticket(asked, send)
     with self._lock:
-      if len(self._tickets) >= self._most or self._is_stopping:
+      if self._is_stopping:
+        failure = self.failure
+        raise EndedError('the server has ended' if failure is None else f'the engine failed: {type(failure).__name__}')
+      if len(self._tickets) >= self._most:
         self.num_busy += 1
         raise BusyError(f'all {self._most} places are taken')
       self._tickets.add(ticket)

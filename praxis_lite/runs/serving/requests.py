@@ -66,7 +66,7 @@ def _is_number(value: object) -> bool:
 
 # Of each field, what is right, and how messages call it.
 _Check = tuple[Callable[[Any], bool], str]
-_TOKENS: _Check = (lambda x: _is_int(x) and x >= 1, 'an integer of at least 1')
+_TOKENS: _Check = (lambda x: _is_int(x) and 1 <= x < 2**63, 'an integer of at least 1')
 _SWITCH: _Check = (lambda x: isinstance(x, bool), 'true or false')
 _OF_BOTH: dict[str, _Check] = {
   'model': (lambda x: isinstance(x, str), 'a text'),
@@ -128,6 +128,8 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
   prompt_field = 'messages' if is_chat else 'prompt'
   checks = {**_OF_BOTH, **(_OF_CHAT if is_chat else _OF_COMPLETION)}
   for name, value in fields.items():
+    if not _is_unicode(value):
+      raise RequestError(f'{name} is {_shorten(value)}; expected text that UTF-8 can hold', field=name[:_MOST_SHOWN])
     if name in checks:
       is_right, expected = checks[name]
       if not is_right(value):
@@ -159,6 +161,15 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
   )
 
 
+def _is_unicode(value: object) -> bool:
+  """Whether the texts of a value have no half of a character of UTF-16."""
+  try:
+    json.dumps(value, ensure_ascii=False).encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
 def _float(value: float | None) -> float | None:
   return None if value is None else float(value)
 
@@ -171,7 +182,7 @@ def _number_of_top(fields: Mapping[str, Any], is_chat: bool, most: int) -> int |
   else:
     name, number = 'top_logprobs', fields.get('top_logprobs', 0) if fields.get('logprobs') else None
   if number is not None and number > most:
-    raise RequestError(f'{name} is {number}; this server reports up to {most}', field=name)
+    raise RequestError(f'{name} is {_shorten(number)}; this server reports up to {most}', field=name)
   return number
 
 

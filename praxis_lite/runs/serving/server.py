@@ -2,24 +2,32 @@
 
 SIGTERM or Ctrl-C closes the address; requests that wait or run go on for up to `drain_s`; then they are cancelled. A
 second Ctrl-C cancels them at once.
+
+A connection on which no request begins is closed after a while, or earlier if its place is needed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import ipaddress
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.serving.app import Served, make_app
 from praxis_lite.runs.serving.engine import Engine
 
 _OTHER_CONNECTIONS = 64  # Beside those of requests: of /health, /metrics, and of clients that get a 429.
+_HEADERS_S = 30.0  # For the headers of a request to arrive.
 _STOP_S = 60.0  # A step of the batcher takes less.
 
 
@@ -51,14 +59,15 @@ def serve(
   is_local, name = is_loopback(host), f'[{host}]' if ':' in host else host
   # A page of another site whose name leads here must not talk to it.
   hosts = ('localhost', '127.0.0.1', host.partition(':')[0] or '[') if is_local else ('*',)
+  most_connections = most_open + _OTHER_CONNECTIONS
   config = uvicorn.Config(
-    make_app(engine, served._replace(hosts=hosts)),
+    make_app(engine, served._replace(hosts=hosts, most_requests=most_connections)),
+    http=functools.partial(_Protocol, most_connections),
     lifespan='off',
     log_level='error',
     access_log=False,
     ws='none',
     server_header=False,
-    limit_concurrency=most_open + _OTHER_CONNECTIONS,
     timeout_graceful_shutdown=max(1, round(drain_s)),
   )
   server = _Server(config)
@@ -74,6 +83,60 @@ def serve(
     raise RuntimeError('the engine failed') from engine.failure
   if not has_ended:
     raise RuntimeError(f'a step of the batcher did not end in {_STOP_S:g} s')
+
+
+class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
+  """A connection, which is closed if the headers of a request do not arrive in time.
+
+  Args:
+    most: how many connections there are at most; for a further one, the idle connection that is oldest is closed.
+    *args, **named: see `H11Protocol`.
+  """
+
+  def __init__(self, most: int, *args: Any, **named: Any):
+    super().__init__(*args, **named)
+    self._most = most
+    self._idle_since = 0.0
+    self._timer: asyncio.TimerHandle | None = None
+
+  @property
+  def is_idle(self) -> bool:
+    """Whether no request is under way: its headers are not complete, or it is answered, and its body goes on."""
+    is_answered = self.cycle is not None and self.cycle.response_complete
+    return self.conn.their_state is h11.IDLE or is_answered
+
+  def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
+    super().connection_made(transport)
+    if len(self.connections) > self._most:
+      idle = [other for other in self.connections if isinstance(other, _Protocol) and other.is_idle]
+      if others := [other for other in idle if other is not self]:
+        min(others, key=lambda other: other._idle_since).transport.close()
+    self._watch()
+
+  def handle_events(self) -> None:
+    super().handle_events()
+    self._watch()
+
+  def on_response_complete(self) -> None:
+    super().on_response_complete()
+    self._watch()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    super().connection_lost(exc)
+    self._end_timer()
+
+  def _watch(self) -> None:
+    """Measures how long the connection is idle; a part of the headers does not begin the time anew."""
+    if not self.is_idle:
+      self._end_timer()
+    elif self._timer is None and not self.transport.is_closing():
+      self._idle_since = self.loop.time()
+      self._timer = self.loop.call_later(_HEADERS_S, self.transport.close)
+
+  def _end_timer(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc, unused-ignore]
@@ -108,7 +171,6 @@ def _bind(host: str, port: int) -> socket.socket:
   try:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=128)
-  except OSError as error:
-    raise UserError(
-      f'--host={host} --port={port} cannot be used: {error.strerror or error}; --port=0 takes a free port'
-    ) from None
+  except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty, or too long.
+    reason = (error.strerror or error) if isinstance(error, OSError) else 'it is no name of a host'
+    raise UserError(f'--host={host} --port={port} cannot be used: {reason}; --port=0 takes a free port') from None
