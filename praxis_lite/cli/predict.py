@@ -11,7 +11,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags
-from praxis_lite.cli.predict_many import predict_flags, predict_many
+from praxis_lite.cli.predict_many import check_single, predict_flags, predict_many
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
 
@@ -21,6 +21,7 @@ def _run(values: flags.FlagValues) -> int:
     return predict_many(cast(CommandFlags, values))
   if values.what in ('score', 'generate'):
     raise UserError(f'--what={values.what} needs --input and --output')
+  check_single(cast(CommandFlags, values))
   if not values.files:
     raise UserError('name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl')
   if not values.job_log_dir and os.path.isdir(values.files[0]):

@@ -39,6 +39,14 @@ def predict_flags() -> CommandFlags:
   return values
 
 
+def check_single(values: CommandFlags) -> None:
+  """Raises UserError if a flag is given that only `predict_many` uses."""
+  of_many = CommandFlags()
+  _add_flags(of_many)
+  if given := next((name for name in of_many if values[name].present), None):
+    raise UserError(f'--{given} needs --input and --output, as in --input=data/*.jsonl --output=predicted')
+
+
 def _add_flags(values: CommandFlags) -> None:
   values.add_texts('input', 'Files of many rows, for --output: *.jsonl, *.txt or *.parquet.', "'data/*.parquet'")
   values.add_text('output', 'Folder, or URL, for the results of --input.', 'predicted')
@@ -68,8 +76,13 @@ def predict_many(values: CommandFlags) -> int:
   if generates and values.what != 'generate':
     raise UserError(f'{generates[0]} is a setting of --what=generate')
 
+  if values.ray and values.process_index is not None:
+    raise UserError('--process_index is for processes that are started one by one; with --ray, leave it out')
+
+  from praxis_lite.runs.bulk.kept_values import check_keep
   from praxis_lite.runs.bulk.processes import end_without_parent, run_processes
 
+  check_keep(values.keep, values.what)
   config, job_log_dir = configured_run(values)
   ledger = _open_ledger(values, config, job_log_dir)
   left = ledger.remaining_shards()
@@ -106,13 +119,12 @@ def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
 
 
 def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: str) -> Ledger:
-  import hashlib
-
   from praxis_lite.checkpoints.checkpointer import Checkpointer
   from praxis_lite.checkpoints.contents import read_checkpoint_record
   from praxis_lite.checkpoints.retention import step_folder
   from praxis_lite.checkpoints.seal import SEAL
-  from praxis_lite.common.config.text import to_text
+  from praxis_lite.common.config.text import fields_of, to_text
+  from praxis_lite.common.foreign_text import is_secret, remove_secrets
   from praxis_lite.runs.bulk.ledger import Ledger
   from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
   from praxis_lite.runs.cluster.object_store import ObjectStore
@@ -122,10 +134,12 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
     step = checkpointer.existing_step(values.step)
   finally:
     checkpointer.close()
+  fields = fields_of(to_text(config.roots()))
   settings: dict[str, Any] = {
     'step': step,
     'checkpoint': read_checkpoint_record(step_folder(job_log_dir, step), 'about').get(SEAL),
-    'config': hashlib.sha256(to_text(config.task, 'task').encode()).hexdigest()[:16],
+    # Of the data, too: its tokenizer, and how it reads texts and images.
+    'config': {path: remove_secrets(value) for path, value in fields.items() if not is_secret(path)},
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
     **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),
   }

@@ -110,9 +110,9 @@ def _row(
   continuation: Any,
 ) -> _Row:
   if context is None or continuation is None:
-    raise UserError(f"score: pair {number} has None; expected a text, such as '', or a list of tokens")
+    raise DataError(f"score: pair {number} has None; expected a text, such as '', or a list of tokens")
   if isinstance(context, str) != isinstance(continuation, str):
-    raise UserError(f'score: pair {number} has a text and a list of tokens; expected two texts, or two lists')
+    raise DataError(f'score: pair {number} has a text and a list of tokens; expected two texts, or two lists')
   if isinstance(context, str):
     known = tokenizer()
     if known is None:

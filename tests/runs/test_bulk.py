@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pathlib
@@ -18,8 +19,10 @@ from batched_lm import made
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs import ImageRecordInput, LabelledTextInput
+from praxis_lite.runs.bulk import processes
 from praxis_lite.runs.bulk.input_files import list_inputs, read_part
 from praxis_lite.runs.bulk.job import ShardJob
+from praxis_lite.runs.bulk.kept_values import check_keep
 from praxis_lite.runs.bulk.kinds import make_compute
 from praxis_lite.runs.bulk.ledger import Ledger
 from praxis_lite.runs.bulk.on_ray import run_on_ray
@@ -89,8 +92,133 @@ def test_results_in_parquet_and_lines_of_text(tmp_path):
   job.run(ledger.remaining_shards())
   assert ledger.check_complete() == (3, 1)
   first, last = (pq.read_table(tmp_path / 'out' / f'part-0000{i}.parquet').to_pylist() for i in range(2))
-  assert first == [{'row': 0, 'n': 5}, {'row': 1, 'n': 5}]
+  assert first == [{'row': 0, 'n': 5, 'error': None}, {'row': 1, 'n': 5, 'error': None}]
   assert last[0]['row'] == 2 and 'a.txt: line 4: is not UTF-8 text' in last[0]['error']
+
+
+def test_kept_values_that_a_file_cannot_hold_are_bad_rows(tmp_path):
+  pa = pytest.importorskip('pyarrow', reason='needs the package pyarrow: pip install praxis_lite[grain]')
+  import pyarrow.parquet as pq
+
+  when = [datetime.datetime(2020, 1, 1), None]
+  pq.write_table(pa.table({'x': [1, 2], 'id': when}), tmp_path / 'a.parquet')
+  ledger = open_ledger(str(tmp_path / 'lines'), str(tmp_path / 'a.parquet'))
+  with pytest.raises(DataError, match=r'a\.parquet: row 0: --keep=id: datetime cannot be written as JSON; --format='):
+    run(ledger, keep=['id'])
+  assert run(ledger, keep=['id'], most_bad=1).num_bad == 1 and ledger.check_complete() == (2, 1)
+  run(ledger := open_ledger(str(tmp_path / 'table'), str(tmp_path / 'a.parquet'), format='parquet'), keep=['id'])
+  table = pq.read_table(tmp_path / 'table' / 'part-00000.parquet')
+  assert table['id'].to_pylist() == when and table.schema.field('error').type == pa.string()
+  (tmp_path / 'b.jsonl').write_text('{"x": 1, "id": null}\n{"x": 2, "id": 3}\n{"x": 3, "id": 2.5}\n{"x": 4, "id": "a"}')
+  ledger = open_ledger(str(tmp_path / 'mixed'), str(tmp_path / 'b.jsonl'), format='parquet')
+  with pytest.raises(DataError, match='line 4: --keep=id: the value is str, and an earlier one number; a column has'):
+    run(ledger, keep=['id'])
+  run(ledger, keep=['id'], most_bad=1)
+  found = pq.read_table(tmp_path / 'mixed' / 'part-00000.parquet').to_pylist()
+  assert [row['id'] for row in found] == [None, 3.0, 2.5, None] and ledger.check_complete() == (4, 1)
+
+
+def test_a_kept_name_that_results_have_is_refused(tmp_path):
+  for name, what in (('row', 'predict'), ('error', 'evaluate'), ('log_prob', 'score'), ('continuation', 'generate')):
+    with pytest.raises(UserError, match=f"--keep={name}: results of --what={what} have a value '{name}' themselves"):
+      check_keep(['id', name], what)
+  check_keep(['log_prob', 'continuation'], 'predict')
+  (tmp_path / 'a.jsonl').write_text('{"x": 1, "y": 3}')
+  with pytest.raises(UserError, match="--keep=y: results have a value 'y' themselves"):
+    run(open_ledger(str(tmp_path / 'out'), str(tmp_path / 'a.jsonl')), keep=['y'], most_bad=9)
+  assert not results(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('error', [UserError('no model'), ConfigError('temperature = -1')])
+def test_a_wrong_setting_or_model_is_no_bad_row(tmp_path, error):
+  def fail(rows, first):
+    raise error
+
+  ledger = open_ledger(str(tmp_path / 'out'), write_lines(tmp_path / 'a.jsonl', range(3)))
+  with pytest.raises(UserError, match=str(error)):
+    ShardJob(ledger, fail, batch_size=2, most_bad=100).run([0])
+  assert ledger.remaining_shards() == [0]
+
+
+def test_an_unexpected_error_about_a_row_is_a_bad_row_with_its_place(tmp_path):
+  def compute(rows, first):
+    return [{'y': 1 + row['x']} for row in rows]
+
+  (tmp_path / 'a.jsonl').write_text('{"x": 1}\n{"x": "a"}\n')
+  ledger = open_ledger(str(tmp_path / 'out'), str(tmp_path / 'a.jsonl'))
+  with pytest.raises(DataError, match=r'a\.jsonl: line 2: TypeError: unsupported operand'):
+    ShardJob(ledger, compute, batch_size=2).run([0])
+  ShardJob(ledger, compute, batch_size=2, most_bad=1).run([0])
+  assert ledger.check_complete() == (2, 1)
+
+
+def test_nothing_is_written_if_the_check_before_it_ends_the_process(tmp_path):
+  ledger = open_ledger(str(tmp_path / 'out'), write_lines(tmp_path / 'a.jsonl', range(3)))
+  checks = iter([None])  # Before the only batch; the parent is gone when the results are there.
+  with pytest.raises(StopIteration):
+    ShardJob(ledger, double, batch_size=9).run([0], lambda: next(checks))
+  assert ledger.remaining_shards() == [0]
+
+
+def test_a_plan_is_written_once_and_a_temporary_file_that_is_gone_is_written_again(tmp_path, monkeypatch):
+  folder = LocalFolder(str(tmp_path))
+  folder.create('plan.json', b'first')
+  folder.create('plan.json', b'second')
+  assert folder.read('plan.json') == b'first' and os.listdir(tmp_path) == ['plan.json']
+  replace, calls = os.replace, []
+
+  def replace_after_clean(source, target):
+    if not calls:
+      folder.clean('a')  # As another process that has begun to write the same file.
+    calls.append(source)
+    replace(source, target)
+
+  monkeypatch.setattr(os, 'replace', replace_after_clean)
+  folder.write('a', b'x')
+  assert folder.read('a') == b'x' and len(calls) == 2
+
+
+def test_a_field_of_the_config_that_differs_is_named(tmp_path):
+  data, out = write_lines(tmp_path / 'a.jsonl', range(3)), str(tmp_path / 'out')
+  open_ledger(out, data, config={'task.a': '1', 'datasets[0].tokenizer.path': "'old'"})
+  with pytest.raises(DataError, match=r"datasets\[0\]\.tokenizer\.path = \"'old'\", and now it is \"'new'\""):
+    open_ledger(out, data, config={'task.a': '1', 'datasets[0].tokenizer.path': "'new'"})
+
+
+def test_a_row_group_is_decoded_once_and_a_damaged_one_is_named(tmp_path, monkeypatch):
+  pa = pytest.importorskip('pyarrow', reason='needs the package pyarrow: pip install praxis_lite[grain]')
+  import pyarrow.parquet as pq
+
+  file = tmp_path / 'a.parquet'
+  pq.write_table(pa.table({'x': list(range(40))}), file, row_group_size=20, compression='none', use_dictionary=False)
+  read, groups = pq.ParquetFile.read_row_group, []
+  monkeypatch.setattr(pq.ParquetFile, 'read_row_group', lambda self, i: groups.append(i) or read(self, i))
+  run(open_ledger(str(tmp_path / 'out'), str(file), shard_rows=4))
+  assert groups == [0, 1] and [row['y'] for row in results(tmp_path / 'out')] == list(range(0, 80, 2))
+  data = bytearray(file.read_bytes())
+  data[4:24] = b'\xff' * 20  # The header of the first page.
+  file.write_bytes(data)
+  with pytest.raises(DataError, match=r'a\.parquet: row group 0: cannot be read as Parquet: '):
+    run(open_ledger(str(tmp_path / 'other'), str(file), shard_rows=4))
+
+
+def test_each_process_gets_a_gpu_of_its_own(monkeypatch):
+  started = []
+
+  def start(command, env):
+    started.append((command[-1], env.get('CUDA_VISIBLE_DEVICES')))
+    return SimpleNamespace(wait=lambda: 0, poll=lambda: 0)
+
+  monkeypatch.setattr(processes.subprocess, 'Popen', start)
+  monkeypatch.setattr(processes.importlib.util, 'find_spec', lambda name: name == 'jax_cuda13_plugin')
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda,cpu')
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,5')
+  processes.run_processes(['predict'], [0, 2])
+  assert started == [('--process_index=0', '3'), ('--process_index=2', '5')]
+  with pytest.raises(ConfigError, match='--processes needs a GPU for each of 3 processes, and there are 2'):
+    processes.run_processes(['predict'], [0, 1, 2])
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  assert processes.visible_gpus() == []
 
 
 def test_a_second_start_goes_on_and_computes_nothing_twice(tmp_path):
@@ -141,6 +269,10 @@ def test_what_is_in_the_output_folder_is_never_overwritten_or_believed(tmp_path)
   for wrong in (whole.splitlines(True)[:-1], whole.splitlines(True)[::-1], [whole, whole.splitlines(True)[0]]):
     second.write_text(''.join(wrong))
     with pytest.raises(DataError, match=r'part-00001\.jsonl: expected rows 4 to 7, each once and in order'):
+      ledger.check_complete()
+  for wrong in (whole[:-9], whole.replace('"row"', '"column"'), '[]\n'):
+    second.write_text(wrong)
+    with pytest.raises(DataError, match=r'part-00001\.jsonl is damaged: .*; remove the file, and start again'):
       ledger.check_complete()
   plan = out / 'plan.json'
   plan.write_text(plan.read_text().replace('"num_rows": 4', '"num_rows": 5', 1))
@@ -289,6 +421,12 @@ def test_scores_and_continuations_do_not_depend_on_their_batch():
   ]
   for rows, told in (
     ([{'prompt': 3}], "'prompt' is 3; expected a text"),
+    ([{'prompt_ids': 'ab'}], "'prompt_ids' is 'ab'; expected a list of integers"),
+    ([{'prompt_ids': [1, True]}], "'prompt_ids' is .*; expected a list of integers"),
+    ([{'prompt_ids': []}], "'prompt_ids' is empty; a prompt needs at least one token"),
+    ([{'prompt': ''}], "'prompt' is empty"),
+    ([{'prompt': '\ud800'}], 'which UTF-8 cannot hold'),
+    ([{'messages': 'a'}], "'messages' is 'a'; expected a list of objects"),
     ([{'other': 'a'}], 'expected prompt, prompt_ids, messages or text'),
     ([{'messages': [{'role': 'user', 'content': 'a'}]}], 'a chat needs a tokenizer with a chat template'),
   ):
@@ -333,6 +471,7 @@ def test_texts_are_read_as_by_the_dataset_of_the_run_that_reads_texts():
     ([{'text': 'abcdefghij'}], r'example 0 of examples: .*9'),
     ([{'text': 'a'}, {'texts': 'b'}], 'expected the names text, got texts'),
     ([{'text': ''}], 'its text has no tokens'),
+    ([{'text': 'a'}, {'text': 3}], "'text' is 3; expected a text"),
   ):
     with pytest.raises(UserError, match=told):
       compute(rows, 0)

@@ -5,6 +5,7 @@ output_folder.py  the folder of the results, where files appear complete or not 
 plan.py           the work, cut into shards, and sealed in the output folder
 ledger.py         which shards are finished: those whose file is there
 kinds.py          what is computed for a row: predictions, scores, continuations
+kept_values.py    the values of a row that its result repeats
 job.py            computes shards
 processes.py      several processes on this machine; on_ray.py: actors of Ray
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, cast
 
 from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.errors import ConfigError, DataError, first_line
 from praxis_lite.common.files import is_url, open_plain, parse_json_line
 from praxis_lite.common.foreign_text import remove_secrets
 from praxis_lite.inputs.files import find_files
@@ -93,7 +93,8 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
       found += [os.path.abspath(file) for file in find_files(path, '--input')]
   if not found:
     raise DataError(f'--input={paths[0]}: there are no such files')
-  if twice := next((file for i, file in enumerate(found) if file in found[:i]), None):
+  seen = set[str]()
+  if twice := next((file for file in found if file in seen or seen.add(file)), None):  # type: ignore[func-returns-value]
     raise DataError(f'--input: {twice} is named twice')
   if other := next((file for file in found if not file.endswith((*_LINES, _TABLE))), None):
     raise DataError(f'--input: {other} is no file of rows: *.jsonl, *.txt or *.parquet')
@@ -208,8 +209,8 @@ def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str
   opened.seek(0)
   try:
     count = pa.parquet.ParquetFile(opened).metadata.num_rows
-  except pa.ArrowException as error:
-    raise DataError(f'{file}: is not a Parquet file: {error}') from None
+  except (pa.ArrowException, OSError) as error:
+    raise DataError(f'{file}: is not a Parquet file: {first_line(error)}') from None
   starts = range(0, count, most)
   parts = [Part(file, n, min(n + most, count), n, first + n, min(n + most, count) - n, '') for n in starts]
   return digest.hexdigest(), parts
@@ -218,19 +219,42 @@ def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str
 def _rows_of_table(part: Part) -> Iterator[Row]:
   pa = import_pyarrow()
   with open_input(part.file) as opened, _one_line_errors(part.file):
-    table = pa.parquet.ParquetFile(opened)
-    begin, number = 0, part.first
+    with _table_errors(part.file):
+      table = pa.parquet.ParquetFile(opened)
+    begin, number, stamp = 0, part.first, stamp_of(part.file)
     for group in range(table.num_row_groups):
       end = begin + table.metadata.row_group(group).num_rows
       inside = max(begin, part.start), min(end, part.stop)
       if inside[0] < inside[1]:
-        rows = table.read_row_group(group).slice(inside[0] - begin, inside[1] - inside[0])
+        rows = _read_group(part.file, stamp, group, table).slice(inside[0] - begin, inside[1] - inside[0])
         for row, values in enumerate(rows.to_pylist(), inside[0]):
           yield Row(number, f'{part.file}: row {row}', {n: x for n, x in values.items() if x is not None})
           number += 1
       begin = end
   if number != part.first + part.num_rows:
     raise DataError(f'{part.file}: it has changed since the plan was made')
+
+
+_last_group: dict[tuple[str, tuple[str, int], int], Any] = {}
+
+
+def _read_group(file: str, stamp: tuple[str, int], group: int, table: Any) -> Any:
+  """Returns the rows of a row group. The last one is kept, because the shards of a row group come one after another."""
+  key = file, stamp, group
+  if key not in _last_group:
+    _last_group.clear()
+    with _table_errors(f'{file}: row group {group}'):
+      _last_group[key] = table.read_row_group(group)
+  return _last_group[key]
+
+
+@contextlib.contextmanager
+def _table_errors(where: str) -> Iterator[None]:
+  """Names the place of what Arrow says about a damaged file: its errors are OSErrors without a name, and others."""
+  try:
+    yield
+  except (import_pyarrow().ArrowException, OSError) as error:
+    raise DataError(f'{where}: cannot be read as Parquet: {first_line(error)}') from None
 
 
 # -------------------------------------------------------------------- URLs

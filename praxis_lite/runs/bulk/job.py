@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.common.errors import DataError, UserError
+from praxis_lite.common.errors import DataError, UserError, first_line
 from praxis_lite.common.figures import number_of
 from praxis_lite.runs.bulk.input_files import Row, read_part
+from praxis_lite.runs.bulk.kept_values import KeptValues, refuse_name
 from praxis_lite.runs.bulk.kinds import Compute
 from praxis_lite.runs.bulk.ledger import Ledger
 
@@ -29,40 +30,61 @@ class ShardJob:
   def __init__(self, ledger: Ledger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0):
     self._ledger, self._compute = ledger, compute
     self._batch_size, self._keep, self._most_bad = batch_size, keep, most_bad
+    self._kept: dict[int, dict[str, Any]] = {}  # By the numbers of the rows of the shard.
     self.num_bad = 0
 
   def run(self, shards: Iterable[int], check: Callable[[], object] = lambda: None) -> None:
-    """Computes shards, and writes each when it is finished; calls `check` before each batch.
+    """Computes shards, and writes each when it is finished; calls `check` before each batch, and before it writes.
 
     Raises:
-      UserError: a file has changed, or there are more bad rows than allowed.
+      DataError: a file has changed, or there are more bad rows than allowed.
+      UserError: the model, or a setting, is not fit for the work.
     """
     for number in shards:
       rows = list(read_part(self._ledger.plan.shards[number]))
       results: dict[int, dict[str, Any]] = {}
+      good = []
+      self._kept.clear()
+      kept = KeptValues(self._keep, self._ledger.plan.settings['format'])
       for row in rows:
-        if row.values is None:
-          results[row.number] = self._bad(row, row.error)
-      good = [row for row in rows if row.values is not None]
+        if error := self._keep_values(row, kept):
+          results[row.number] = self._bad(row, error)
+        else:
+          good.append(row)
       for start in range(0, len(good), self._batch_size):
         check()
         for row, result in zip(group := good[start : start + self._batch_size], self._compute_batch(group)):
           results[row.number] = result
+      check()
       self._ledger.finish(number, [results[row.number] for row in rows])
+
+  def _keep_values(self, row: Row, kept: KeptValues) -> str:
+    """Keeps values of a row; returns what is wrong with the row, '' if nothing is."""
+    try:
+      self._kept[row.number] = {} if row.values is None else kept.of(row.values)
+    except DataError as error:
+      return str(error)
+    return row.error
 
   def _compute_batch(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns the results of rows; if they fail together, computes each alone to find those that are bad."""
     try:
       found = self._compute([row.values or {} for row in rows], rows[0].number)
       return [self._result_of(row, result) for row, result in zip(rows, found, strict=True)]
-    except UserError as error:
+    except DataError as error:
       if len(rows) == 1:
         return [self._bad(rows[0], str(error))]
+    except UserError:  # The model or a setting is wrong, so no row can be computed.
+      raise
+    except (TypeError, ValueError) as error:  # Of a library, about a value that nobody has expected.
+      if len(rows) == 1:
+        return [self._bad(rows[0], f'{type(error).__name__}: {first_line(error)}')]
     return [self._compute_batch([row])[0] for row in rows]
 
-  def _result_of(self, row: Row, result: dict[str, Any]) -> dict[str, Any]:
-    values = row.values or {}
-    return {'row': row.number, **{name: values[name] for name in self._keep if name in values}, **result}
+  def _result_of(self, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
+    if taken := next((name for name in self._keep if name in result), None):
+      raise refuse_name(taken)
+    return {'row': row.number, **self._kept.get(row.number, {}), **result}
 
   def _bad(self, row: Row, error: str) -> dict[str, Any]:
     """Returns the result of a bad row; raises DataError if there are too many."""

@@ -9,13 +9,18 @@ generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from praxis_lite.checkpoints.failures import error_summary
 from praxis_lite.common.config import target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.files import open_plain
+from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
@@ -84,10 +89,11 @@ class _Predict:
     return [dict(example) for example in examples_of(named, np.ones(len(rows), np.float32))]
 
   def _to_arrays(self, rows: Sequence[RowValues]) -> Mapping[str, Any]:
-    if isinstance(rows[0].get('text'), str):
-      return self._texts_to_arrays(rows)
-    if isinstance(rows[0].get('file'), str):
-      return self._images_to_arrays([row['file'] for row in rows])
+    for name, read in (('text', self._texts_to_arrays), ('file', self._images_to_arrays)):
+      if isinstance(rows[0].get(name), str):
+        for row in rows:
+          _check_text(row, name)
+        return read(rows)
     try:
       names = [name for name in rows[0] if name in self._structs or name not in self._keep]
       batch = canonical_rows({name: np.stack([np.asarray(row[name]) for row in rows]) for name in names}, 'row')
@@ -106,23 +112,31 @@ class _Predict:
       raise ConfigError('the datasets of the run read no single texts; give arrays by name, such as {"ids": ...}')
     *texts, label = config.fields
     some_class = config.classes[0] if config.classes else 0
-    if lacking := next((name for name in texts if not isinstance(rows[0].get(name), str)), None):
+    if lacking := next((name for row in rows for name in texts if name not in row), None):
       raise DataError(f'{lacking!r} is missing; the run reads {", ".join(texts)}')
+    for row, name in itertools.product(rows, texts):
+      _check_text(row, name)
     examples = [(*(row[name] for name in texts), row.get(label, some_class)) for row in rows]
     data = config.clone(path=None, examples=examples, is_training=False, shuffle=False).instantiate()
     read: Rows = data.rows(np.arange(len(examples)))
     return read
 
-  def _images_to_arrays(self, files: Sequence[str]) -> Rows:
+  def _images_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
+    files = [row['file'] for row in rows]
     reader = make_reader(self._model, ImageRecordInput, 'file_pattern', files[0], 'images')
     images = []
     for file in files:
       try:
-        with open(file, 'rb') as opened, prefix_errors(file):
+        with open_plain(file) as opened, prefix_errors(file):
           images.append(reader.read_image(opened.read()))
       except OSError as error:
         raise DataError(f'{file}: {error.strerror}') from None
     return canonical_rows({'image': np.stack(images)}, 'image')
+
+
+def _check_text(row: RowValues, name: str) -> None:
+  if not isinstance(value := row[name], str):
+    raise DataError(f'{name!r} is {reprlib.repr(value)}; expected a text')
 
 
 def _is_of(config: Any, kind: type) -> bool:
@@ -156,6 +170,23 @@ class _Prompt(NamedTuple):
   before: list[int] | None
 
 
+def _not_empty(ids: list[int], name: str) -> list[int]:
+  if not ids:
+    raise DataError(f'{name!r} is empty; a prompt needs at least one token')
+  return ids
+
+
+def _chat(tokenizer: BaseTokenizer, messages: Any) -> list[int]:
+  if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+    raise DataError(f"'messages' is {reprlib.repr(messages)}; expected a list of objects with role and content")
+  try:
+    return chat_prompt(tokenizer, messages)
+  except UserError:
+    raise
+  except Exception as error:  # A template may raise anything about messages that it does not expect.
+    raise DataError(f"'messages' cannot be read by the chat template: {error_summary(error)}") from None
+
+
 class _Generate:
   """Continuations of prompts."""
 
@@ -181,13 +212,16 @@ class _Generate:
       raise DataError('expected prompt, prompt_ids, messages or text')
     name, value = given[0], row[given[0]]
     if name == 'prompt_ids':
-      return _Prompt(value, None)
+      if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+        raise DataError(f"'prompt_ids' is {reprlib.repr(value)}; expected a list of integers")
+      return _Prompt(_not_empty(value, name), None)
     tokenizer = self._model.tokenizer
     if tokenizer is None:
       raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')
     if name == 'messages':
-      return _Prompt(chat_prompt(tokenizer, value), [])  # An answer begins a text.
-    if not isinstance(value, str):
-      raise DataError(f'{name!r} is {value!r}; expected a text')
-    ids = encode_prompt(tokenizer, value, name)
+      return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer begins a text.
+    _check_text(row, name)
+    if any('\ud800' <= character < '\ue000' for character in value):
+      raise DataError(f'{name!r} is {reprlib.repr(value)}, which UTF-8 cannot hold')
+    ids = _not_empty(encode_prompt(tokenizer, value, name), name)
     return _Prompt(ids, [] if self._model.layer.prompts_are_sources else ids)

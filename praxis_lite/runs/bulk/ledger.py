@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from praxis_lite.common.errors import DataError
+from praxis_lite.common.errors import DataError, first_line
 from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.tables import import_pyarrow
 from praxis_lite.runs.bulk.output_folder import OutputFolder, check_not_input
@@ -65,7 +65,7 @@ class Ledger:
         raise DataError(f'--output={output} has files and no {PLAN}, such as {names[0]}; name an empty folder')
       plan = make_plan(paths, settings, shard_rows)
       check_not_input(output, [file.file for file in plan.files])
-      folder.write(PLAN, plan.to_bytes())
+      folder.create(PLAN, plan.to_bytes())
     plan = ShardPlan.from_bytes(folder.read(PLAN), f'{output}/{PLAN}')
     check_unchanged(plan, paths, settings, f'--output={output}')
     return cls(output, plan, folder)
@@ -76,7 +76,11 @@ class Ledger:
     return [number for number in range(len(self.plan.shards)) if self._name(number) not in there]
 
   def finish(self, number: int, results: Sequence[Result]) -> None:
-    """Writes the results of a shard: one for each row, with its number as `row`."""
+    """Writes the results of a shard: one for each row, with its number as `row`.
+
+    Raises:
+      DataError: a row is missing, or values of a column do not fit together in a file of Parquet.
+    """
     self._check(number, [result['row'] for result in results])
     self._folder.clean(self._name(number))
     self._folder.write(self._name(number), _to_bytes(results, self._format))
@@ -98,12 +102,12 @@ class Ledger:
 
   def _read_numbers(self, number: int) -> _Numbers:
     data = self._folder.read(self._name(number))
-    if self._format == 'jsonl':
-      lines = [parse_json(line) for line in data.splitlines()]
-      return _Numbers([line['row'] for line in lines], sum('error' in line for line in lines))
-    table = import_pyarrow().parquet.read_table(io.BytesIO(data))
-    bad = len(table) - table['error'].null_count if 'error' in table.column_names else 0
-    return _Numbers(table['row'].to_pylist(), bad)
+    read = _read_lines if self._format == 'jsonl' else _read_table
+    try:
+      return read(data)
+    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow's errors are some of these.
+      where = f'{self.output}/{self._name(number)}'
+      raise DataError(f'{where} is damaged: {first_line(error)}; remove the file, and start again') from None
 
   def _check(self, number: int, rows: Sequence[int]) -> None:
     shard = self.plan.shards[number]
@@ -122,12 +126,28 @@ class _Numbers(NamedTuple):
   bad: int
 
 
+def _read_lines(data: bytes) -> _Numbers:
+  lines = [parse_json(line) for line in data.splitlines()]
+  return _Numbers([line['row'] for line in lines], sum('error' in line for line in lines))
+
+
+def _read_table(data: bytes) -> _Numbers:
+  table = import_pyarrow().parquet.read_table(io.BytesIO(data), columns=['row', 'error'])
+  return _Numbers(table['row'].to_pylist(), len(table) - table['error'].null_count)
+
+
 def _to_bytes(results: Sequence[Result], format: str) -> bytes:
   if format == 'jsonl':
     return ''.join(f'{json.dumps(result)}\n' for result in results).encode()
   pa = import_pyarrow()
   written = io.BytesIO()
-  names = dict.fromkeys(name for result in results for name in result)
-  columns = {name: [result.get(name) for result in results] for name in names}
+  names = dict.fromkeys([*(name for result in results for name in result if name != 'error'), 'error'])
+  columns = {}
+  for name in names:
+    values = [result.get(name) for result in results]
+    try:  # Also if no row is bad, there is a column of texts for errors.
+      columns[name] = pa.array(values, pa.string()) if name == 'error' else pa.array(values)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+      raise DataError(f'{name!r}: its values do not fit in one column of Parquet: {first_line(error)}') from None
   pa.parquet.write_table(pa.table(columns), written)
   return written.getvalue()

@@ -31,7 +31,7 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
     num_actors: how many actors there are.
 
   Raises:
-    ConfigError: Ray is not installed.
+    ConfigError: Ray is not installed, or the cluster has GPUs, and fewer than actors.
   """
   try:
     import ray
@@ -40,5 +40,8 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
     raise ConfigError("--ray needs praxis_lite[ray]: pip install 'praxis_lite[ray]'") from None
   ray.init(ignore_reinit_error=True, logging_level='warning')
   rows = ray.data.from_items([{'shard': number} for number in shards], override_num_blocks=len(shards))
-  actors = ray.data.ActorPoolStrategy(size=min(num_actors, len(shards)))
-  rows.map_batches(_Actor, fn_constructor_args=(make,), batch_size=1, compute=actors).materialize()
+  count, gpus = min(num_actors, len(shards)), int(ray.cluster_resources().get('GPU', 0))
+  if gpus and count > gpus:
+    raise ConfigError(f'--processes needs a GPU for each of {count} actors, and the cluster has {gpus}')
+  actors, own = ray.data.ActorPoolStrategy(size=count), {'num_gpus': 1} if gpus else {}
+  rows.map_batches(_Actor, fn_constructor_args=(make,), batch_size=1, compute=actors, **own).materialize()

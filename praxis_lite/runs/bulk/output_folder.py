@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import is_url, read_plain, user_path
 
 _HIDDEN = '.writing-'
+_ATTEMPTS = 8  # To write a file whose temporary one another process removes.
 
 
 class OutputFolder(Protocol):
@@ -25,6 +27,9 @@ class OutputFolder(Protocol):
 
   def write(self, name: str, data: bytes) -> None:
     """Writes a file, which then survives a crash of the machine."""
+
+  def create(self, name: str, data: bytes) -> None:
+    """Writes a file, unless there is one; of two processes that do so at once, one does it."""
 
   def clean(self, name: str) -> None:
     """Removes what killed processes have left of a file."""
@@ -44,21 +49,34 @@ class LocalFolder:
     return read_plain(self._path / name)
 
   def write(self, name: str, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=self._path, prefix=f'{_HIDDEN}{name}-')
-    try:
-      with open(handle, 'wb') as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        os.fchmod(file.fileno(), 0o644)
-      os.replace(temporary, self._path / name)
-    except FileNotFoundError:
-      if not (self._path / name).exists():  # Otherwise another process has finished it, and cleaned up.
+    self._write(name, data, os.replace)
+
+  def create(self, name: str, data: bytes) -> None:
+    def link(temporary: str, file: Path) -> None:
+      with contextlib.suppress(FileExistsError):
+        os.link(temporary, file)
+      os.unlink(temporary)
+
+    self._write(name, data, link)
+
+  def _write(self, name: str, data: bytes, put: Callable[[str, Path], object]) -> None:
+    for attempt in range(_ATTEMPTS):
+      handle, temporary = tempfile.mkstemp(dir=self._path, prefix=f'{_HIDDEN}{name}-')
+      try:
+        with open(handle, 'wb') as file:
+          file.write(data)
+          file.flush()
+          os.fsync(file.fileno())
+          os.fchmod(file.fileno(), 0o644)
+        put(temporary, self._path / name)
+        break
+      except FileNotFoundError:  # Another process does the same, and has cleaned up.
+        if attempt == _ATTEMPTS - 1:
+          raise
+      except BaseException:
+        with contextlib.suppress(OSError):
+          os.unlink(temporary)
         raise
-    except BaseException:
-      with contextlib.suppress(OSError):
-        os.unlink(temporary)
-      raise
     self._sync()
 
   def clean(self, name: str) -> None:
@@ -101,6 +119,11 @@ class StoredFolder:
 
   def write(self, name: str, data: bytes) -> None:
     self._store.write(name, data)
+
+  def create(self, name: str, data: bytes) -> None:
+    # Not all stores can write on a condition, so two processes that begin at the same moment may both write.
+    if name not in self.names():
+      self._store.write(name, data)
 
   def clean(self, name: str) -> None:
     """Does nothing: there are no incomplete objects."""

@@ -79,8 +79,9 @@ def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
 
 def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
   """Raises DataError unless a plan is one of this input and these settings; reads files only if they were written."""
-  for name in sorted({*plan.settings, *settings}):
-    before, now = plan.settings.get(name), settings.get(name)
+  sealed, given = _flatten(plan.settings), _flatten(settings)
+  for name in sorted({*sealed, *given}):
+    before, now = sealed.get(name), given.get(name)
     if before != now:
       raise DataError(
         f'{where} was begun with {name} = {json.dumps(before)}, and now it is {json.dumps(now)}; give what it was '
@@ -94,6 +95,12 @@ def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str
     stamp, size = stamp_of(file.file)
     if size != file.size or (stamp != file.stamp and sum_of_input(file.file) != file.sha256):
       raise DataError(f'{file.file} has changed since {where} was begun; name another --output')
+
+
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns settings by name, and those that have names within another one, such as fields of a config."""
+  groups = {name: value if isinstance(value, Mapping) else {name: value} for name, value in settings.items()}
+  return {name: value for group in groups.values() for name, value in group.items()}
 
 
 def _seal(content: Mapping[str, Any]) -> str:
