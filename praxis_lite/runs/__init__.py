@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     CometLogger as CometLogger,
     Logger as Logger,
     MlflowLogger as MlflowLogger,
+    PrometheusLogger as PrometheusLogger,
     WandbLogger as WandbLogger,
   )
   from praxis_lite.runs.loop.options import TrainOptions as TrainOptions
@@ -40,7 +41,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     'praxis_lite.runs.executor': 'TrainResult run_train',
     'praxis_lite.runs.hooks': 'Hook',
     'praxis_lite.runs.inference': 'run_decode run_eval',
-    'praxis_lite.runs.loggers': 'AimLogger CometLogger Logger MlflowLogger WandbLogger',
+    'praxis_lite.runs.loggers': 'AimLogger CometLogger Logger MlflowLogger PrometheusLogger WandbLogger',
     'praxis_lite.runs.loop.options': 'TrainOptions',
     'praxis_lite.runs.nonfinite': 'NonFiniteError',
     'praxis_lite.runs.observer': 'Run',

@@ -4,7 +4,8 @@
 
 They get the numbers that are written to `metrics.jsonl`, when they are written, and with `checkpoints` each checkpoint
 once it is complete. A run that is resumed goes on as the same run of the service. A logger that fails, at its start or
-later, is reported once and then left out; training goes on. Event files for TensorBoard are always written.
+later, is reported once and then left out, and one that fails to take a checkpoint gets no more of these; training goes
+on. Event files for TensorBoard are always written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import importlib.util
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 from praxis_lite.common.config import Config, Configurable, build_at
 from praxis_lite.common.config.text import fields_of, to_text
 from praxis_lite.common.errors import ConfigError, check_choice, first_line
-from praxis_lite.common.files import read_plain, replace_file
+from praxis_lite.common.files import read_plain, replace_file, user_path
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.hooks import Hook
 from praxis_lite.runs.observer import Run
@@ -101,7 +103,8 @@ class WandbLogger(Logger):
   def save(self, step: int, folder: Path) -> None:
     import wandb
 
-    artifact = wandb.Artifact(f'checkpoint-{self._run.id}', type='model', metadata={'step': step})
+    name = re.sub(r'[^A-Za-z0-9_.-]', '-', f'checkpoint-{self._run.id}')  # Others are refused.
+    artifact = wandb.Artifact(name, type='model', metadata={'step': step})
     artifact.add_dir(str(folder))
     self._run.log_artifact(artifact, aliases=[f'step-{step}', 'latest'])
 
@@ -145,8 +148,8 @@ class MlflowLogger(Logger):
 class PrometheusLogger(Logger):
   """A file with the last metrics in the text format of Prometheus, for the textfile collector of its node exporter.
 
-    praxis_lite_step{run="1"} 120
-    praxis_lite_metric{run="1",name="train/loss"} 2.31
+    praxis_lite_step{run="1",id="1-18c2"} 120
+    praxis_lite_metric{run="1",id="1-18c2",name="train/loss"} 2.31
 
   The file is replaced as a whole. At the end of a process, praxis_lite_ended becomes 1, or 2 after an error.
 
@@ -157,10 +160,18 @@ class PrometheusLogger(Logger):
 
   folder: str | None = None
 
+  def __post_init__(self) -> None:
+    if self.folder is not None and not user_path(self.folder).is_dir():
+      raise ConfigError(
+        f'PrometheusLogger.folder: {self.folder} is not a directory; make it, or name the one that the collector reads'
+      )
+
   def start(self, run: LoggedRun) -> None:
     own = run.directory / 'metrics.prom'
-    self._file = own if self.folder is None else Path(self.folder, f'praxis_lite_{run.id}.prom')
-    self._run, self._step, self._metrics = _label(run.directory.name), 0, dict[str, float]()
+    self._file = own if self.folder is None else user_path(self.folder) / f'praxis_lite_{run.id}.prom'
+    # Runs in directories of the same name differ in their ids.
+    self._labels = f'run="{_label(run.directory.name)}",id="{_label(run.id)}"'
+    self._step, self._metrics = 0, dict[str, float]()
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     self._step = step
@@ -171,7 +182,7 @@ class PrometheusLogger(Logger):
     self._write(ended=2 if failed else 1)
 
   def _write(self, *, ended: int) -> None:
-    run = f'run="{self._run}"'
+    run = self._labels
     families: dict[tuple[str, str], Mapping[str, float]] = {
       ('step', 'Steps taken.'): {run: self._step},
       ('written_seconds', 'When this was written, in seconds since 1970.'): {run: time.time()},
@@ -219,11 +230,11 @@ class AimLogger(Logger):
 
     repo = aim.Repo.from_path(self.repo, init=True) if self.repo and '://' not in self.repo else self.repo
     known = run.directory / _AIM_FILE  # Aim chooses the name of a run itself.
-    name = read_plain(known).decode().strip() if known.exists() else None
+    name = (read_plain(known).decode().strip() if known.exists() else '') or None
     settings: dict[str, Any] = {'repo': repo, 'experiment': self.experiment or run.directory.parent.name}
     settings |= {'system_tracking_interval': None, 'capture_terminal_logs': False}
     self._run = aim.Run(name, force_resume=name is not None, **settings)
-    known.write_text(f'{self._run.hash}\n', encoding='utf-8')
+    replace_file(known, f'{self._run.hash}\n')
     self._run.name = run.directory.name
     self._run['praxis_lite'] = run.id
     self._run['config'] = dict(run.config)
@@ -303,7 +314,8 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
   """Returns the loggers of `task.train.loggers`, which are names in `LOGGERS` or configs.
 
   Raises:
-    ConfigError: an entry is neither, or the package of a logger is not installed.
+    ConfigError: an entry is neither, a value of one is not valid, the package of a logger is not installed, or a logger
+      that takes no checkpoints is to get them.
   """
   loggers = []
   for i, entry in enumerate(entries):
@@ -328,6 +340,8 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
     if logger.package and importlib.util.find_spec(logger.package) is None:
       install = f"'praxis_lite[{logger.extra}]'" if logger.extra else logger.package
       raise ConfigError(f'{path}: {logger.package} is not installed; pip install {install}')
+    if logger.checkpoints and type(logger).save is Logger.save:
+      raise ConfigError(f'{path}.checkpoints = True: {type(logger).__name__} takes no checkpoints; leave it out')
     loggers.append(logger)
   return loggers
 
@@ -347,6 +361,7 @@ class LoggersOfRun:
   ):
     self._loggers = list(loggers)
     self._started: list[Logger] = []
+    self._without_saves: list[Logger] = []
     self._directory, self._config, self._report = directory, config, report
 
   def log(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
@@ -357,8 +372,17 @@ class LoggersOfRun:
 
   def save(self, step: int, folder: Path) -> None:
     """Passes on the checkpoint of a step to the loggers that get checkpoints."""
-    for logger in [logger for logger in self._loggers if logger.checkpoints]:
-      self._call(logger, functools.partial(logger.save, step, folder))
+    for logger in [logger for logger in self._loggers if logger.checkpoints and logger not in self._without_saves]:
+      self._call(logger, functools.partial(self._save, logger, step, folder))
+
+  def _save(self, logger: Logger, step: int, folder: Path) -> None:
+    """Passes on a checkpoint; a logger that fails gets no further ones, but goes on to get metrics."""
+    try:
+      logger.save(step, folder)
+    except Exception as error:
+      self._without_saves.append(logger)
+      what = f'{type(error).__name__}: {first_line(error)}'
+      self._report(f'{type(logger).__name__} gets no more checkpoints: {what}; training and metrics go on')
 
   def _call(self, logger: Logger, call: Callable[[], None]) -> None:
     """Starts a logger, unless it has started, and calls it."""

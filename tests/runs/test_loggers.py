@@ -16,6 +16,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs import Logger, run_train
 from praxis_lite.runs.loggers import (
+  AimLogger,
   LoggedRun,
   LoggersOfRun,
   MlflowLogger,
@@ -94,8 +95,10 @@ def test_a_logger_gets_complete_checkpoints_if_it_asks_for_them(tmp_path, capsys
   config.task.train.loggers = (Config(Recorder), Config(Keeper, checkpoints=True))
   run_train(config, tmp_path / 'run')
   assert [step for step, *_ in Keeper.saved] == [3, 6] and all(is_full for *_, is_full in Keeper.saved)
-  line = 'Keeper gets no more metrics: OSError: disk full; training goes on without it\n'
+  line = 'Keeper gets no more checkpoints: OSError: disk full; training and metrics go on\n'
   assert capsys.readouterr().out.count(line) == 1
+  assert [call for call in Recorder.calls if call[0] == 8]  # Of both loggers.
+  assert sum(call[0] == 8 for call in Recorder.calls) % 2 == 0
   assert Recorder.calls[-1] == ('finish', False)
 
 
@@ -163,6 +166,14 @@ WRONG = {
     r'^task\.train\.loggers\[0\]: expected a name, .*, as in Config\(MlflowLogger\); got ',
   ),
   'a number': ((5,), r'as in Config\(MyLogger\); got 5$'),
+  'no checkpoints': (
+    (Config(PrometheusLogger, checkpoints=True),),
+    r'^task\.train\.loggers\[0\]\.checkpoints = True: PrometheusLogger takes no checkpoints; leave it out$',
+  ),
+  'no folder': (
+    (Config(PrometheusLogger, folder='/nothing/there'),),
+    r'^task\.train\.loggers\[0\]\.folder: /nothing/there is not a directory; make it, or name',
+  ),
   'not installed': (
     ('tensorboard', 'mlflow'),
     r'^task\.train\.loggers\[1\]: mlflow is not installed; pip',
@@ -194,6 +205,46 @@ def test_the_command_line_names_loggers(tmp_path, capsys, monkeypatch, command):
   assert not (tmp_path / 'run').exists()
 
 
+LABELS = {'run': 'a "b"\\', 'id': 'b-1'}
+
+
+def test_prometheus_writes_into_a_folder_of_the_home_directory(tmp_path, monkeypatch):
+  (tmp_path / 'x').mkdir()
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (logger,) = build_loggers([Config(PrometheusLogger, folder='~/x')])
+  for identity in ('1-a', '1-b'):  # Two runs in directories of the same name.
+    logger.start(LoggedRun(tmp_path / '1', identity, {}))
+    logger.log(3, {'train/loss': 2.0})
+    text = (tmp_path / 'x' / f'praxis_lite_{identity}.prom').read_text()
+    assert f'praxis_lite_metric{{run="1",id="{identity}",name="train/loss"}} 2.0\n' in text
+
+
+def test_an_artifact_of_weights_and_biases_has_a_name_that_it_takes(tmp_path, monkeypatch):
+  wandb = Service('wandb', monkeypatch)
+  logger = WandbLogger(checkpoints=True)
+  logger._run = types.SimpleNamespace(id='my run=ä-30d4', log_artifact=lambda *args, **named: None)
+  sys.modules['wandb'].Artifact = lambda name, **named: wandb.calls.append(name) or types.SimpleNamespace(add_dir=str)
+  logger.save(3, tmp_path)
+  assert wandb.calls == ['checkpoint-my-run---30d4']
+
+
+@pytest.mark.parametrize('known', [None, '', 'abc\n'])
+def test_aim_goes_on_with_the_run_whose_name_is_kept(tmp_path, monkeypatch, known):
+  aim = Service('aim', monkeypatch)
+
+  class Run(dict):
+    def __init__(self, name, *, force_resume, **settings):
+      aim.calls.append((name, force_resume))
+      self.hash = 'new'
+
+  sys.modules['aim'].Run = Run
+  if known is not None:
+    (tmp_path / 'aim_run.txt').write_text(known)
+  AimLogger().start(LoggedRun(tmp_path, '1-a', {}))
+  assert aim.calls == [('abc', True) if known else (None, False)]
+  assert (tmp_path / 'aim_run.txt').read_text() == 'new\n'
+
+
 def test_prometheus_reads_the_last_metrics_from_a_file(tmp_path):
   parser = pytest.importorskip('prometheus_client.parser')
   text_string_to_metric_families = parser.text_string_to_metric_families
@@ -211,7 +262,7 @@ def test_prometheus_reads_the_last_metrics_from_a_file(tmp_path):
   assert found['praxis_lite_step', None] == 12 and found['praxis_lite_ended', None] == 0
   assert found['praxis_lite_metric', 'train/loss'] == 1 and found['praxis_lite_metric', 'eval/valid/loss'] == -np.inf
   assert np.isnan(found['praxis_lite_metric', 'train/x'])
-  assert next(iter(text_string_to_metric_families(file.read_text()))).samples[0].labels == {'run': 'a "b"\\'}
+  assert next(iter(text_string_to_metric_families(file.read_text()))).samples[0].labels == LABELS
   logger.finish(failed=True)
   assert samples(file)['praxis_lite_ended', None] == 2
   assert [path.name for path in tmp_path.iterdir()] == [file.name]
