@@ -44,7 +44,7 @@ def _run(values: flags.FlagValues) -> int:
     kept_prefixes=values.kept_prefixes,
     top_log_probs=values.top_logprobs,
   )
-  engine = Engine(batcher, tokenizer, values.max_waiting)
+  engine = Engine(batcher, tokenizer, values.max_waiting, draws_seeds=not values['seed'].present)
   engine.warm_up()
   name = values.name or os.path.basename(os.path.abspath(job_log_dir))
   served = Served(name, tokenizer, values.top_logprobs, timeout_s=values.request_timeout)
@@ -60,7 +60,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _flags() -> CommandFlags:
-  values = run_flags(seed='Seed of samples whose request gives none.', restores=True)
+  values = run_flags(seed='Seed of requests without one; by default each draws its own.', restores=True)
   add_on_damage(values)
   values.add_text('host', 'Address to serve at; by default only this machine reaches it.', '0.0.0.0', '127.0.0.1')
   values.add_integer('port', 'Port to serve at; 0 takes a free one.', 8080, 8000, least=0, most=65535)

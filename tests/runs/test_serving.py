@@ -16,6 +16,7 @@ from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.runs.serving.engine import (
   CANCELLED,
   LENGTH,
+  NOTHING,
   STOPPED,
   Accepted,
   BusyError,
@@ -25,7 +26,7 @@ from praxis_lite.runs.serving.engine import (
   NewTokensEvent,
   Refused,
 )
-from praxis_lite.runs.serving.replies import Replies
+from praxis_lite.runs.serving.replies import Replies, Usage
 from praxis_lite.runs.serving.requests import Asked, RequestError, parse_request
 from praxis_lite.runs.serving.served_text import ServedText
 
@@ -143,12 +144,47 @@ def test_log_probabilities_are_numbers_that_json_has():
   } or (token['logprob'] == token['top_logprobs'][0]['logprob'] == -9999.0)
 
 
+def test_parts_of_characters_are_told_apart_and_offsets_are_those_of_the_text():
+  ids = [97, *'ß'.encode(), 98, *'€'.encode(), 99]
+  piece = NewTokensEvent(ids, [0.0] * len(ids), [[(0xC3, -1.0), (0x9F, -2.0), (98, -3.0), (999, -4.0)]] * len(ids))
+  replies = Replies('tiny', ByteTokenizer(), False, 4)
+  found = replies.whole('aßb€c', piece, 'stop', Usage(1, len(ids)))['choices'][0]['logprobs']
+  assert found['tokens'][:4] == ['a', 'bytes:\\xc3', 'bytes:\\x9f', 'b']
+  assert found['text_offset'] == [0, 1, 1, 2, 3, 3, 3, 4]
+  assert list(found['top_logprobs'][0]) == ['bytes:\\xc3', 'bytes:\\x9f', 'b', 'token_id:999']
+  pieces = Replies('tiny', ByteTokenizer(), False, 4)
+  parts = [json.loads(pieces.piece('', NewTokensEvent(ids[i : i + 1], [0.0], [[]]))[6:]) for i in range(len(ids))]
+  assert [part['choices'][0]['logprobs']['text_offset'][0] for part in parts] == found['text_offset']
+  chat = Replies('tiny', ByteTokenizer(), True, 0).whole('ß', piece, 'stop', Usage(1, 1))
+  assert chat['choices'][0]['logprobs']['content'][1]['bytes'] == [0xC3]
+
+
+def test_pieces_before_the_usage_have_null_as_usage():
+  for has_usage in (True, False):
+    replies = Replies('tiny', None, True, None, has_usage)
+    sent = replies.start() + replies.piece('a', NOTHING) + replies.end('stop', Usage(1, 2) if has_usage else None)
+    events = [json.loads(line[6:]) for line in sent.splitlines() if line and line != b'data: [DONE]']
+    assert [event.get('usage', 'none') for event in events[:3]] == [None if has_usage else 'none'] * 3
+    assert not has_usage or events[3]['usage'] == Usage(1, 2).to_json()
+
+
+@pytest.mark.parametrize('draws_seeds', [True, False])
+def test_equal_requests_without_a_seed_get_other_samples(draws_seeds):
+  asked, seeds = Asked('abcd', temperature=1.0, max_tokens=9), []
+  with running(draws_seeds=draws_seeds) as engine:
+    submit = engine.batcher.submit
+    engine.batcher.submit = lambda *args, seed, **named: seeds.append(seed) or submit(*args, seed=seed, **named)
+    for case in (asked, asked, asked._replace(seed=5)):
+      all_events(events_of(engine, case)[1])
+  assert seeds[2] == 5 and (len({*seeds}) == 3 if draws_seeds else seeds[:2] == [None, None])
+
+
 @contextlib.contextmanager
-def running(most_waiting=4, tokenizer=True, **fields):
+def running(most_waiting=4, tokenizer=True, draws_seeds=True, **fields):
   batcher = made().batcher(
     **{'rows': 2, 'max_length': 44, 'tokens_per_step': 2, 'chunk': 4, 'top_log_probs': 2, **fields}
   )
-  engine = Engine(batcher, ByteTokenizer() if tokenizer else None, most_waiting)
+  engine = Engine(batcher, ByteTokenizer() if tokenizer else None, most_waiting, draws_seeds=draws_seeds)
   engine.warm_up()
   engine.start()
   try:

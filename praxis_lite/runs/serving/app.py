@@ -193,7 +193,7 @@ class _Work:
     except BusyError as error:
       raise RequestError(f'the server is busy: {error}; try again', 429, code='busy') from None
     self._engine, self._served, self._asked = engine, served, asked
-    self._replies = Replies(served.name, served.tokenizer, asked.is_chat, asked.num_top)
+    self._replies = Replies(served.name, served.tokenizer, asked.is_chat, asked.num_top, asked.has_usage)
     self._text = ServedText(None, (), (), ())
     self._usage = Usage(0, 0)
 

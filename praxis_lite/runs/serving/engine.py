@@ -9,6 +9,7 @@ told by events, in the thread of the engine:
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -89,6 +90,7 @@ class Engine:
     batcher: nobody else may use it.
     tokenizer: the tokenizer of the model; None if it has none.
     most_waiting: how many requests may wait for a row; more are refused at once.
+    draws_seeds: whether a request without a seed gets one of its own; otherwise the seed of the model.
 
   Attributes:
     num_accepted, num_busy, num_refused, num_cancelled, num_ended: how many requests there were, by what became of them.
@@ -96,10 +98,10 @@ class Engine:
     on_failure: called when it fails.
   """
 
-  def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int):
+  def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int, *, draws_seeds: bool = True):
     if most_waiting < 0:
       raise ConfigError(f'most_waiting = {most_waiting}; expected at least 0')
-    self._batcher, self._tokenizer = batcher, tokenizer
+    self._batcher, self._tokenizer, self._draws_seeds = batcher, tokenizer, draws_seeds
     self._most = batcher.num_rows + most_waiting
     self._calls = queue.SimpleQueue[Callable[[], object]]()
     self._lock = threading.Lock()
@@ -225,7 +227,7 @@ class Engine:
       max_tokens=min(batcher.sampler.max_decode_steps, room) if asked.max_tokens is None else asked.max_tokens,
       temperature=asked.temperature,
       top_p=asked.top_p,
-      seed=asked.seed,
+      seed=secrets.randbits(32) if asked.seed is None and self._draws_seeds else asked.seed,
       stop=asked.stop,
       stream=lambda ids: self._tell(ticket),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
@@ -9,10 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.serving.engine import NewTokensEvent
 
 DONE = b'data: [DONE]\n\n'
+_INCOMPLETE = '\ufffd'  # Stands for the bytes of a character whose other bytes are in other tokens.
+_MOST_PARTS = 8  # More tokens than this are no character.
 _LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
 
 
@@ -38,13 +42,23 @@ class Replies:
     tokenizer: names tokens; None calls them by their ids.
     is_chat: whether the request is a chat.
     num_top: see `Asked`.
+    has_usage: see `Asked`; then the other pieces have null as `usage`.
   """
 
-  def __init__(self, model: str, tokenizer: BaseTokenizer | None, is_chat: bool, num_top: int | None):
+  def __init__(
+    self,
+    model: str,
+    tokenizer: BaseTokenizer | None,
+    is_chat: bool,
+    num_top: int | None,
+    has_usage: bool = False,
+  ):
     self._tokenizer, self._is_chat, self._num_top = tokenizer, is_chat, num_top
+    self._more: dict[str, Any] = {'usage': None} if has_usage else {}
+    self._bytes: Sequence[bytes] = () if tokenizer is None or num_top is None else _bytes_of_tokens(tokenizer)
     kind = 'chatcmpl' if is_chat else 'cmpl'
     self._about = {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
-    self._num_characters = 0
+    self._num_characters, self._incomplete = 0, list[int]()
 
   def whole(self, text: str, piece: NewTokensEvent, reason: str, usage: Usage) -> dict[str, Any]:
     """Returns the reply in one piece."""
@@ -71,7 +85,7 @@ class Replies:
 
   def _event(self, choices: Sequence[dict[str, Any]], **more: Any) -> bytes:
     kind = 'chat.completion.chunk' if self._is_chat else 'text_completion'
-    return to_event({**self._about, 'object': kind, 'choices': choices, **more})
+    return to_event({**self._about, 'object': kind, 'choices': choices, **self._more, **more})
 
   def _choice(self, said: Any, log_probs: Any, reason: str | None) -> dict[str, Any]:
     name = 'delta' if self._is_chat else 'text'
@@ -85,8 +99,7 @@ class Replies:
       rows = zip(piece.ids, piece.log_probs, tops)
       return {'content': [{**self._token(i, p), 'top_logprobs': [self._token(*t) for t in top]} for i, p, top in rows]}
     tokens = [self._name(i) for i in piece.ids]
-    offsets = [self._num_characters + sum(map(len, tokens[:n])) for n in range(len(tokens))]
-    self._num_characters += sum(map(len, tokens))
+    offsets = [self._offset(i) for i in piece.ids]
     return {
       'tokens': tokens,
       'token_logprobs': [_finite(p) for p in piece.log_probs],
@@ -96,10 +109,39 @@ class Replies:
 
   def _token(self, token: int, log_prob: float) -> dict[str, Any]:
     name = self._name(token)
-    return {'token': name, 'logprob': _finite(log_prob), 'bytes': None if '\ufffd' in name else list(name.encode())}
+    own = None if name.startswith('token_id:') else list(self._own_bytes(token) or name.encode())
+    return {'token': name, 'logprob': _finite(log_prob), 'bytes': own}
+
+  def _own_bytes(self, token: int) -> bytes:
+    return self._bytes[token] if 0 <= token < len(self._bytes) else b''
 
   def _name(self, token: int) -> str:
-    return f'token_id:{token}' if self._tokenizer is None else self._tokenizer.decode([token])
+    """Returns the text of a token; if it is a part of a character, its bytes, by which it differs from others."""
+    name = '' if self._tokenizer is None else self._tokenizer.decode([token])
+    if name and _INCOMPLETE not in name:
+      return name
+    if not self._own_bytes(token):
+      return f'token_id:{token}'
+    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._own_bytes(token))
+
+  def _offset(self, token: int) -> int:
+    """Returns where the text of the next token begins; that of a part of a character, where the character begins."""
+    offset = self._num_characters
+    if self._tokenizer is not None:
+      text = self._tokenizer.decode(ids := [*self._incomplete, token])
+      is_part = text.endswith(_INCOMPLETE) and len(ids) < _MOST_PARTS
+      self._incomplete = ids if is_part else []
+      self._num_characters += 0 if is_part else len(text)
+    return offset
+
+
+@functools.lru_cache(1)
+def _bytes_of_tokens(tokenizer: BaseTokenizer) -> Sequence[bytes]:
+  """Returns the bytes of each token; none if the tokenizer does not know them."""
+  try:
+    return tokenizer.token_bytes()
+  except ConfigError:
+    return ()
 
 
 def _finite(log_prob: float) -> float:
