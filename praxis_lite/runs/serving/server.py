@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import signal
 import socket
@@ -62,7 +61,8 @@ def serve(
   most_connections = most_open + _OTHER_CONNECTIONS
   config = uvicorn.Config(
     make_app(engine, served._replace(hosts=hosts, most_requests=most_connections)),
-    http=functools.partial(_Protocol, most_connections),
+    http=_Protocol,
+    limit_concurrency=most_connections,
     lifespan='off',
     log_level='error',
     access_log=False,
@@ -88,14 +88,13 @@ def serve(
 class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
   """A connection, which is closed if the headers of a request do not arrive in time.
 
-  Args:
-    most: how many connections there are at most; for a further one, the idle connection that is oldest is closed.
-    *args, **named: see `H11Protocol`.
+  There are at most `limit_concurrency` connections; for a further one, the idle connection that is oldest is closed.
   """
 
-  def __init__(self, most: int, *args: Any, **named: Any):
+  def __init__(self, *args: Any, **named: Any):
     super().__init__(*args, **named)
-    self._most = most
+    # Uvicorn would count idle connections, too, and refuse requests.
+    self._most, self.limit_concurrency = self.limit_concurrency, None
     self._idle_since = 0.0
     self._timer: asyncio.TimerHandle | None = None
 
@@ -107,7 +106,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
 
   def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
     super().connection_made(transport)
-    if len(self.connections) > self._most:
+    if self._most is not None and len(self.connections) > self._most:
       idle = [other for other in self.connections if isinstance(other, _Protocol) and other.is_idle]
       if others := [other for other in idle if other is not self]:
         min(others, key=lambda other: other._idle_since).transport.close()
