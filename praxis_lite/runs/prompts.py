@@ -75,7 +75,7 @@ def _encode(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[
     with prefix_errors(f'{name}={prompt!r}'):
       return encode(prompt)
   except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
-    raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
+    raise DataError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:

@@ -425,7 +425,7 @@ def test_scores_and_continuations_do_not_depend_on_their_batch():
     ([{'prompt_ids': [1, True]}], "'prompt_ids' is .*; expected a list of integers"),
     ([{'prompt_ids': []}], "'prompt_ids' is empty; a prompt needs at least one token"),
     ([{'prompt': ''}], "'prompt' is empty"),
-    ([{'prompt': '\ud800'}], 'which UTF-8 cannot hold'),
+    ([{'prompt': '\ud800'}], 'is not UTF-8 text'),
     ([{'messages': 'a'}], "'messages' is 'a'; expected a list of objects"),
     ([{'other': 'a'}], 'expected prompt, prompt_ids, messages or text'),
     ([{'messages': [{'role': 'user', 'content': 'a'}]}], 'a chat needs a tokenizer with a chat template'),
@@ -435,8 +435,10 @@ def test_scores_and_continuations_do_not_depend_on_their_batch():
   for rows, told in (
     ([{'continuation': [1], 'context': 'a'}], 'a text and a list of tokens'),
     ([{}], 'expected context and continuation, or text, or ids'),
+    ([{'text': '\ud800'}], 'is not UTF-8 text'),
+    ([{'context': None, 'continuation': 'a'}], 'pair 0 has None'),
   ):
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(DataError, match=told):
       score(rows, 0)
 
 

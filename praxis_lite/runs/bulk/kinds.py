@@ -221,7 +221,5 @@ class _Generate:
     if name == 'messages':
       return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer begins a text.
     _check_text(row, name)
-    if any('\ud800' <= character < '\ue000' for character in value):
-      raise DataError(f'{name!r} is {reprlib.repr(value)}, which UTF-8 cannot hold')
     ids = _not_empty(encode_prompt(tokenizer, value, name), name)
     return _Prompt(ids, [] if self._model.layer.prompts_are_sources else ids)
