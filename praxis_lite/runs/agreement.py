@@ -13,7 +13,7 @@ a way differs by more, the values between its layers are compared, and the first
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.scoring import score_rows
 from praxis_lite.runs.trained import TrainedModel
 
-LogProbs = list[np.ndarray]
+LogProbs = Sequence[np.ndarray]  # Masked arrays, if a way leaves out tokens.
 PAGE_SIZE = 8  # Slots of a page, so that short texts take several pages.
 
 
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 
   Attributes:
     name: as in the table.
-    compute: returns the log-probabilities of each continuation, [n]; NaN for tokens that it leaves out.
+    compute: returns the log-probabilities of each continuation, [n]; of a masked array, only those not masked count.
     values: returns the values between its layers, by point; None if there are none.
     is_exact: whether it computes in float32, whatever the dtype of the model.
     cache_dtype: the dtype of its caches, if it is another one.
@@ -65,8 +65,8 @@ class WayResult(NamedTuple):
 
   Attributes:
     name: the name of the way.
-    num_tokens: how many tokens were compared.
-    difference: the largest difference of log-probabilities, in nats.
+    num_tokens: how many tokens were compared; a way that computes none of them is not right.
+    difference: the largest difference of log-probabilities, in nats; infinity if one is not finite.
     tolerance: the largest one that counts as equal; None if the way is only shown.
     first: (text, index) of the first token that differs; None if none does.
     layer: the first layer that differs, as text.
@@ -83,7 +83,7 @@ class WayResult(NamedTuple):
 
   @property
   def is_right(self) -> bool:
-    return self.first is None
+    return self.first is None and (self.tolerance is None or self.num_tokens > 0)
 
 
 class Agreement:
@@ -106,6 +106,7 @@ class Agreement:
 
   Raises:
     ConfigError: the model is no language model.
+    UserError: log-probabilities of the training step are not finite.
   """
 
   def __init__(self, model: TrainedModel, texts: KnownTexts):
@@ -119,9 +120,12 @@ class Agreement:
     self.exact = self.model if self.dtype == 'float32' else change_model(self.model, set_float32)
     self.note = ''
     self.reference = self.score_training(self.model)
+    _check_finite(self.reference, 'the training step')
     self.exact_reference = self.reference if self.exact is self.model else self.score_training(self.exact)
+    _check_finite(self.exact_reference, 'the training step in float32')
     rounded = change_model(self.exact, lambda task: _set_everywhere(task, 'fprop_dtype', 'bfloat16'))
     in_bfloat16 = self.reference if self.dtype == 'bfloat16' else self.score(rounded)
+    _check_finite(in_bfloat16, 'an evaluation in bfloat16')  # Else nothing would be beyond the tolerance.
     self.rounding = largest_difference(in_bfloat16, self.exact_reference)
     self.sensitivity = self._measure_sensitivity()
     self.rounding_of_dtype = largest_difference(self.reference, self.exact_reference)
@@ -253,6 +257,8 @@ class Agreement:
     floats = [x.dtype for x in jax.tree.leaves(stored) if jnp.issubdtype(x.dtype, jnp.floating)]
     coarsest = max((_epsilon(dtype.name) for dtype in floats), default=_epsilon('float32'))
     found = [self.score(dataclasses.replace(self.exact, stored_variables=_perturb(stored, seed))) for seed in range(2)]
+    for log_probs in (expected, *found):
+      _check_finite(log_probs, 'an evaluation in float32')
     return max(largest_difference(expected, x) for x in found) * _epsilon('float32') / coarsest
 
   def compare(self, way: Way) -> WayResult:
@@ -263,7 +269,7 @@ class Agreement:
     except UserError as error:
       return WayResult(way.name, problem=first_line(error))
     tolerance = self.tolerance_of(way)
-    count = sum(int((~np.isnan(x)).sum()) for x in found)
+    count = sum(int(np.ma.count(x)) for x in found)
     first = _first_token(expected, found, tolerance)
     compared = WayResult(way.name, count, largest_difference(expected, found), tolerance)
     if first is None:
@@ -287,15 +293,32 @@ class Agreement:
 
 def largest_difference(expected: LogProbs, found: LogProbs) -> float:
   """Returns the largest difference of log-probabilities; infinity if one is not finite, or if there are none."""
-  differences = np.concatenate([np.abs(a - b)[~np.isnan(b)] for a, b in zip(expected, found)])
+  differences = np.concatenate([x[~np.isnan(x)] for x in _differences(expected, found)])
   return float(np.max(differences)) if len(differences) else float('inf')
 
 
 def _first_token(expected: LogProbs, found: LogProbs, tolerance: float) -> tuple[int, int] | None:
-  differs = [
-    (row, int(i)) for row, (a, b) in enumerate(zip(expected, found)) for i in np.flatnonzero(np.abs(a - b) > tolerance)
-  ]
+  pairs = enumerate(_differences(expected, found))
+  differs = [(row, int(i)) for row, difference in pairs for i in np.flatnonzero(difference > tolerance)]
   return min(differs, key=lambda at: at[::-1], default=None)
+
+
+def _differences(expected: LogProbs, found: LogProbs) -> Iterator[np.ndarray]:
+  """Yields the difference of each token, [n]: infinity if one is not finite, NaN for tokens that are left out."""
+  for a, b in zip(expected, found, strict=True):
+    with np.errstate(invalid='ignore'):
+      difference = np.abs(np.ma.getdata(a) - np.ma.getdata(b))
+    yield np.where(np.ma.getmaskarray(b), np.nan, np.where(np.isfinite(difference), difference, np.inf))
+
+
+def _check_finite(log_probs: LogProbs, where: str) -> None:
+  """Raises UserError if a log-probability with which others are compared is not finite."""
+  for row, text in enumerate(log_probs):
+    if len(wrong := np.flatnonzero(~np.isfinite(text))):
+      raise UserError(
+        f'agree: nothing can be compared: the log-probability of token {wrong[0]} of the continuation of text {row} '
+        f'is {text[wrong[0]]} in {where}; `praxis-lite replay` shows where such values come from'
+      )
 
 
 def _perturb(stored: NestedDict, seed: int) -> NestedDict:
@@ -392,7 +415,7 @@ def format_result(agreement: Agreement, compared: WayResult | None = None) -> st
   figures = str(compared.num_tokens), f'{compared.difference:.1e}'
   if compared.tolerance is None:
     return _row(compared.name, *figures, '', 'for information')
-  result = 'ok'
+  result = 'ok' if compared.is_right else 'WRONG: it computed none of these tokens'
   if compared.first is not None:
     row, token = compared.first
     result = f'DIFFERS from token {token} of text {row}; first in {compared.layer}'

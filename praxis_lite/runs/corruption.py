@@ -78,17 +78,17 @@ class CorruptionPolicy:
     """Returns what to raise: `GoBack` or CorruptionError. All processes call this, with the same argument."""
     hosts = host_names()
     known = read_faulty_devices(self._directory) if is_primary_process() else []
-    records, are_known = [], False
+    records, are_known, event = [], False, 1 + max((k.event for k in known), default=0)
     for device in found.devices:
       host, place = hosts[device.process_index], place_of(device)
       votes = found.is_voted + sum(k.is_voted and (k.host, k.place) == (host, place) for k in known)
       is_out = found.is_voted and (not self._repeats or votes >= _VOTES_TO_QUARANTINE)
       are_known |= votes >= _VOTES_TO_QUARANTINE
       name = f'device {device.id} ({device.device_kind}) of {host}'
-      records.append(FaultyDevice(found.step, host, place, name, found.what, found.is_voted, is_out))
+      records.append(FaultyDevice(found.step, host, place, name, found.what, found.is_voted, is_out, event))
     if not records:
-      records = [FaultyDevice(found.step, '', -1, 'not known', found.what)]
-    is_over = len({k.step for k in known}) >= self._most or (are_known and not self._elastic)
+      records = [FaultyDevice(found.step, '', -1, 'not known', found.what, event=event)]
+    is_over = len({(k.event, k.step) for k in known}) >= self._most or (are_known and not self._elastic)
     repeats = broadcast_decision(self._repeats and not is_over)
     if is_primary_process():
       record_faulty_devices(self._directory, records)

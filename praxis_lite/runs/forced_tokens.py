@@ -65,7 +65,11 @@ def texts_of_tokens(rows: Sequence[Sequence[int]], most_tokens: int) -> KnownTex
 
 
 def texts_of_batch(batch: Mapping[str, Any], limits: ScoreLimits, most_rows: int, most_tokens: int) -> KnownTexts:
-  """Returns the first text of each row of a batch of training or evaluation data."""
+  """Returns the first text of each row of a batch of training or evaluation data.
+
+  Raises:
+    UserError: no row has a text that can be compared.
+  """
   batch = batch.get('chosen', batch)
   ids_BT, labels_BT = np.asarray(batch['ids']), np.asarray(batch['labels'])
   weights = np.asarray(batch.get('weights', np.ones(ids_BT.shape)))
@@ -82,6 +86,8 @@ def texts_of_batch(batch: Mapping[str, Any], limits: ScoreLimits, most_rows: int
     if source and n:
       texts.contexts.append(source[:most_tokens])
       texts.continuations.append(labels[: min(n, _fitting(most_tokens, limits))].tolist())
+  if not texts.contexts:
+    raise UserError('agree: no row of the data has a source and a target to compare')
   return texts
 
 
@@ -122,8 +128,11 @@ def change_model(model: TrainedModel, change: Callable[[Config], object]) -> Tra
   )
 
 
-def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ndarray]:
-  """Returns the log-probabilities of the continuations, [n] each, that `decode` reports; its batch has a filler row."""
+def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArray]:
+  """Returns the log-probabilities of the continuations, [n] each, that `decode` reports; its batch has a filler row.
+
+  Tokens in whose place it has drawn others are masked.
+  """
   limits = model.layer.score_limits()
   assert limits is not None
   begin = [[limits.start_id]] * len(texts.contexts) if limits.start_id is not None else texts.contexts
@@ -136,11 +145,13 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ndarray]:
     batch['max_tokens'] = np.array([*map(len, texts.continuations), 0], np.int32)
   decoded = forced.decode(batch)
   pairs = zip(decoded['ids'], decoded['log_probs'], texts.continuations)
-  return [np.where(ids[: len(known)] == known, log_probs[: len(known)], np.nan) for ids, log_probs, known in pairs]
+  return [np.ma.array(log_probs[: len(known)], mask=ids[: len(known)] != known) for ids, log_probs, known in pairs]
 
 
-def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: int = 8) -> list[np.ndarray]:
+def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: int = 8) -> list[np.ma.MaskedArray]:
   """Returns the log-probabilities of the continuations that the requests of a batcher have.
+
+  Tokens in whose place it has drawn others are masked.
 
   Args:
     model, texts: the model, and what it continues.
@@ -157,7 +168,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
   for request, known in zip(requests, texts.continuations):
     # Of two texts that begin equally, the batcher may follow the other one.
     equal = next((i for i, (id_, other) in enumerate(zip(request.ids, known)) if id_ != other), len(known))
-    log_probs = np.full(len(known), np.nan)
+    log_probs = np.ma.masked_all(len(known))
     log_probs[:equal] = request.log_probs[:equal]
     found.append(log_probs)
   return found

@@ -35,7 +35,8 @@ class PointValues(NamedTuple):
   """The values at one point.
 
   Attributes:
-    values: [layers, B, T, ...]; of a layer that is in no stack, layers is 1.
+    values: [layers, B, T, ...]; of a layer that is in no stack, layers is 1. A masked array if some tokens are not
+      computed: these are masked.
     is_stacked: whether the point is in a stack of layers.
   """
 
@@ -144,7 +145,7 @@ def values_in_decoding(
     rows, columns = np.nonzero(pos_BC >= 0)
     for name, new in _group_by_point(summaries, seen, is_one_token=pos_BC.shape[1] == 1).items():
       if new.values.shape[1:3] == pos_BC.shape:
-        unknown = np.full((len(new.values), B, T, *new.values.shape[3:]), np.nan, np.float32)
+        unknown = np.ma.masked_all((len(new.values), B, T, *new.values.shape[3:]), np.float32)
         values = found.setdefault(name, PointValues(unknown, new.is_stacked)).values
         values[:, rows, pos_BC[rows, columns]] = new.values[:, rows, columns]
   return found
@@ -179,7 +180,7 @@ def first_layer_difference(
         if len(pair) < 2 or pair[0].shape != pair[1].shape or pair[0].shape[1:3] != is_token_BT.shape:
           continue
         a_BT, b_BT = (x[layer].reshape(*is_token_BT.shape, -1).astype(np.float32) for x in pair)
-        is_known_BT = is_token_BT & ~np.isnan(b_BT).all(axis=2)
+        is_known_BT, b_BT = is_token_BT & ~np.ma.getmaskarray(b_BT).all(axis=2), np.ma.filled(b_BT, np.nan)
         if not is_known_BT.any():
           continue
         most = tolerance * max(float(np.abs(a_BT[is_known_BT]).max()), 1e-30)

@@ -2,12 +2,12 @@
 
 Letters: D devices in the order of the mesh, A arrays of the state.
 
-    sum of a part     sum over i of word_i * (2 i + 1), modulo 2^32, where word_i holds the bits of number i
+    sum of a part     sum over i of mix(word_i + odd * i), modulo 2^32, where word_i holds the bits of number i
     table_DA          one row for each device; where the mesh does not split an array, columns must agree
 
-A flipped bit b of number i changes the sum by 2^b (2 i + 1), which is never 0 modulo 2^32: a single flip is always
-found, and other changes with a probability of 1 - 2^-32. An array has replicas unless all mesh axes with more than one
-device split it.
+`mix` is a bijection of words, so a change of a single number is always found. It spreads each bit over the whole word,
+so that several changes, such as flips of the same bit in two numbers, or other signs of all, cancel with a probability
+of about 2^-32. An array has replicas unless all mesh axes with more than one device split it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from praxis_lite.common.trees import Path, leaves_by_path
 from praxis_lite.sharding.layout import StateLayout, is_prng_key
 from praxis_lite.sharding.specs import all_axes
 from praxis_lite.training.state import TrainState
+
+_ODD = 0x9E3779B1  # Words that are equal get different sums in different places.
 
 
 class ReplicaDifference(NamedTuple):
@@ -132,7 +134,14 @@ def _sum_bits(x: jax.Array) -> jax.Array:
   for dim in reversed(range(words.ndim)):  # Computed where it is used: a flattened array might be copied.
     position += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
     stride *= words.shape[dim]
-  return jnp.sum(words * (2 * position + 1), dtype=jnp.uint32)
+  return jnp.sum(_mix(words + position * jnp.uint32(_ODD)), dtype=jnp.uint32)
+
+
+def _mix(words: jax.Array) -> jax.Array:
+  """Returns other words, one for each uint32: the last steps of MurmurHash3, a bijection."""
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    words = (words ^ (words >> shift)) * jnp.uint32(factor)
+  return words ^ (words >> 16)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,6 +134,37 @@ def test_the_second_layer_is_named_if_the_first_is_right(agreement):
   assert agreement.compare(wrong._replace(values=None)).layer == 'its layers cannot be compared'
 
 
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_differ_and_only_masked_tokens_are_left_out(agreement, value):
+  way, reference = way_named(agreement, 'one pass')._replace(values=None), agreement.reference
+  found = [x.copy() for x in reference]
+  found[1][2] = value
+  compared = agreement.compare(way._replace(compute=lambda: found))
+  assert not compared.is_right and compared.difference == np.inf and compared.num_tokens == TEXTS.num_tokens
+  assert compared.first == (1, len(TEXTS.contexts[1]) + 2)
+  masked = [np.ma.array(x, mask=~np.isfinite(x)) for x in found]
+  compared = agreement.compare(way._replace(compute=lambda: masked))
+  assert compared.is_right and compared.difference == 0 and compared.num_tokens == TEXTS.num_tokens - 1
+  none = agreement.compare(way._replace(compute=lambda: [np.ma.masked_all(len(x)) for x in reference]))
+  assert not none.is_right and none.num_tokens == 0 and 'WRONG: it computed none' in format_result(agreement, none)
+
+
+def test_a_layer_whose_values_are_all_nan_is_named(agreement):
+  way = way_named(agreement, 'one pass')
+  values = way.values()
+  name = 'lm.transformer.layers.ff'
+  changed = {**values, name: values[name]._replace(values=np.full_like(values[name].values, np.nan))}
+  wrong = way._replace(compute=lambda: [x * np.nan for x in agreement.reference], values=lambda: changed)
+  assert agreement.compare(wrong).layer == f'{name}, layer 0 of the stack, from token 0 of text 0'
+
+
+def test_a_reference_that_is_not_finite_is_an_error():
+  model = tiny_language_model()
+  stored = jax.tree.map(lambda x: x * jnp.nan, model.stored_variables)
+  with pytest.raises(UserError, match=r'^agree: .* token 0 of the continuation of text 0 is nan in the training step;'):
+    Agreement(dataclasses.replace(model, stored_variables=stored), TEXTS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 1, 1), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -174,6 +206,9 @@ def test_sources_are_contexts():
   batch['source_ids'] = np.array([[8, 9, 1, 0]])
   for marks in ({'source_lengths': np.array([3])}, {'source_segment_ids': np.array([[1, 1, 1, 0]])}):
     assert texts_of_batch(batch | marks, limits, 5, 64) == ([[8, 9]], [[5, 6]])
+  for nothing in ({'weights': np.zeros((1, 3))}, {'source_lengths': np.array([0])}):
+    with pytest.raises(UserError, match=r'^agree: no row of the data has a source and a target'):
+      texts_of_batch(batch | nothing, limits, 5, 64)
 
 
 def test_a_missing_package_is_a_line_of_its_own(agreement, tmp_path):

@@ -18,12 +18,12 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.runs import Hook, TrainOptions, run_train
-from praxis_lite.runs.corruption import CorruptionError
+from praxis_lite.runs.corruption import Corruption, CorruptionError, CorruptionPolicy
 from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.records.faulty_devices import FaultyDevice, read_faulty_devices, record_faulty_devices
 from praxis_lite.runs.replay import compare_with_checkpoint
 from praxis_lite.runs.replicas import ReplicaDifference, ReplicaSums, _sum_bits, find_suspects
-from praxis_lite.runs.trouble import read_troubles
+from praxis_lite.runs.trouble import GoBack, read_troubles
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -83,6 +83,21 @@ def test_equal_numbers_in_another_order_have_another_checksum_and_no_numbers_hav
   assert int(_sum_bits(jnp.zeros((0, 3)))) == 0 and int(_sum_bits(jax.random.key(3))) != int(
     _sum_bits(jax.random.key(4))
   )
+
+
+@pytest.mark.parametrize('size', [2, 24, 25])
+def test_other_signs_and_the_same_bit_of_two_numbers_are_in_the_checksum(size):
+  x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+  sums = jax.jit(jax.vmap(_sum_bits))
+  pairs = [(i, j) for i in range(size) for j in range(i)]
+  changed = [x, -x, np.zeros_like(x), -np.zeros_like(x)]
+  for bit in (0, 23, 30, 31):
+    for pair in pairs:
+      changed.append(x.copy())
+      changed[-1].view(np.uint32)[list(pair)] ^= np.uint32(1 << bit)
+  found = np.asarray(sums(np.stack(changed)))
+  assert found[1] != found[0] and found[2] != found[3]
+  assert (found[4:] != found[0]).all()
 
 
 @pytest.fixture(scope='module')
@@ -192,6 +207,27 @@ def test_a_device_that_is_wrong_twice_ends_the_run_or_is_left_out(tmp_path, caps
   out = capsys.readouterr().out
   assert out.count('going back to step 3, and repeating') == 2
   assert 'quarantined, and not used: device 1 of ' in out and 'faulty_devices.jsonl' in out
+
+
+def test_a_fault_that_stays_is_not_repeated_for_ever(tmp_path):
+  policy = CorruptionPolicy(tmp_path, 'repeat', elastic=False, most=2)
+  fault = Corruption(3, 5, 'step 5: replicas differ', jax.devices()[:2], False)
+  assert [type(policy.answer(fault)) for _ in range(3)] == [GoBack, GoBack, CorruptionError]
+  unknown = CorruptionPolicy(tmp_path / 'b', 'repeat', elastic=True, most=1)
+  (tmp_path / 'b').mkdir()
+  assert [type(unknown.answer(fault._replace(devices=()))) for _ in range(2)] == [GoBack, CorruptionError]
+  assert [(k.step, k.event) for k in read_faulty_devices(tmp_path)] == [(5, n) for n in (1, 1, 2, 2, 3, 3)]
+  file = tmp_path / 'faulty_devices.jsonl'  # A record of an earlier version has no events: its steps count.
+  file.write_text(''.join(line.replace(', "event": 1', '') + '\n' for line in file.read_text().splitlines()[:2]))
+  assert [type(policy.answer(fault)) for _ in range(2)] == [GoBack, CorruptionError]
+
+
+@pytest.mark.slow
+def test_an_unvoted_fault_that_stays_ends_the_run(tmp_path):
+  config = replicated_run(2, max_rollbacks=2)
+  with pytest.raises(CorruptionError, match='there is no majority'):
+    run_train(config, tmp_path, hooks=[FlipAfter(4, always=True)], check_replicas=1, on_corruption='repeat')
+  assert {(k.step, k.event) for k in read_faulty_devices(tmp_path)} == {(5, 1), (5, 2), (5, 3)}
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
     hidden = [outputs()[f'hidden_{i}'] for i in range(len(agreement.texts.contexts))]
     if not blocks or len(hidden[0]) - 1 != len(expected[blocks].values):
       raise UserError('the blocks of the two models are not the same')
-    found = np.full_like(expected[blocks].values, np.nan)
+    found = np.ma.masked_all_like(expected[blocks].values)
     for row, states in enumerate(hidden):  # Its last state is after the final norm.
       found[:-1, row, : states.shape[1]] = states[1:-1]
     return {blocks: PointValues(found, True)}
@@ -152,7 +152,13 @@ def run_transformers(
     offline = {'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''}
     try:
       ended = subprocess.run(
-        command, env=os.environ | offline, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
+        command,
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+        errors='replace',  # Of transformers' messages.
+        timeout=_MOST_SECONDS,
+        check=False,
       )
     except OSError as error:
       raise UserError(f'{python} cannot be run: {error.strerror}') from None

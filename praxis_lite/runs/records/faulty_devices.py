@@ -1,7 +1,7 @@
 """The record of devices that gave wrong values, `faulty_devices.jsonl` in the run's directory.
 
     {"step": 200, "host": "n1", "place": 3, "device": "device 3 (...)", "what": "...", "is_voted": true,
-     "is_quarantined": false}
+     "is_quarantined": false, "event": 1}
 
 A device is known by its host and its place among the devices of its process, which stay the same after a restart. A run
 with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove the file, or the device's lines.
@@ -34,6 +34,7 @@ class FaultyDevice(NamedTuple):
     what: what was found, as text.
     is_voted: whether a majority of devices has outvoted it; otherwise another device may be at fault.
     is_quarantined: whether runs with `--elastic` leave it out from now on.
+    event: the number, from 1, of what was found; devices that were suspected together share it. 0 in older records.
   """
 
   step: int
@@ -43,6 +44,7 @@ class FaultyDevice(NamedTuple):
   what: str
   is_voted: bool = False
   is_quarantined: bool = False
+  event: int = 0
 
 
 def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
@@ -52,7 +54,7 @@ def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
     for line in read_plain(directory / FAULTY_DEVICES).decode().splitlines():
       with contextlib.suppress(ValueError, TypeError, KeyError):
         data = parse_json(line)
-        found.append(FaultyDevice(**{name: data[name] for name in FaultyDevice._fields}))
+        found.append(FaultyDevice(**{name: data[name] for name in FaultyDevice._fields if name in data}))
   return found
 
 
