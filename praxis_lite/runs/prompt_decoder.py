@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.values import describe_value
@@ -17,6 +18,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.base import PromptLimits
 from praxis_lite.models.decoding import Bucket
 from praxis_lite.runs.constraints import TextConstraint, make_constraint
 from praxis_lite.runs.continuations import GrowingText, continue_prompts, continued_text
@@ -25,6 +27,7 @@ from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.prompts import (
   Sampling,
+  check_ids,
   encode_prompt,
   fit_to_bucket,
   is_beam_search,
@@ -181,6 +184,13 @@ class PromptDecoder:
     call = self._plan(group, {}, single_stops, in_segments or len(single_stops) < len(stop))
     return call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, 0)
 
+  def check(self, prompts: Sequence[str], max_tokens: int) -> None:
+    """Raises UserError if `decode` could not continue one of these texts."""
+    for prompt in prompts:
+      batch = prompt_batch([encode_prompt(self._tokenizer(), prompt)])
+      check_ids({**batch, 'weights': np.ones(1)}, self._tasks.jax_task.model.num_ids)
+      self._check_length(int(batch['prompt_lengths'][0]), self._tasks, max_tokens)
+
   def set_sampler(self, settings: Sampling, stops: Sequence[int] = (), max_context: int | None = None) -> TaskOnMesh:
     """Returns the task with other settings of the sampler, which are part of the compiled program."""
     given = {name: x for name, x in settings.items() if x is not None}
@@ -201,16 +211,10 @@ class PromptDecoder:
     # How many states there are, and of what size, depends on these.
     kinds: Sampling = {'beam_size': settings.get('beam_size'), 'lookup': settings.get('lookup')}
     kinds['draft_tokens'] = settings.get('draft_tokens')
-    limits, max_tokens = self.set_sampler(kinds).jax_task.model.prompt_limits(), settings.get('max_tokens')
+    limits, max_tokens = self._check_length(length, self.set_sampler(kinds), settings.get('max_tokens'))
     if limits is None:
       most = self._tasks.jax_task.model.most_prompt_tokens()
-      if most is not None and length > most:
-        raise ConfigError(f'a prompt has {number_of(length, "token")}, and the model reads at most {most}; shorten it')
-      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens or 1, (), most)
-    max_tokens = limits.max_tokens if max_tokens is None else max_tokens
-    if max_tokens < 1:
-      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
-    limits.check_fits(length, max_tokens)
+      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens, (), most)
     self._note_short_context(limits.context, length + max_tokens - 1)
 
     def bucket_of(count: int) -> Bucket:
@@ -225,6 +229,20 @@ class PromptDecoder:
     as_set = tasks.jax_task.model.prompt_limits()
     assert as_set is not None
     return _DecodeCall(tasks, bucket, max_tokens, as_set.stop_ids)
+
+  def _check_length(self, length: int, tasks: TaskOnMesh, max_tokens: int | None) -> tuple[PromptLimits | None, int]:
+    """Returns the limits of prompts, and how many tokens follow one; raises ConfigError if it is too long."""
+    limits = tasks.jax_task.model.prompt_limits()
+    if limits is None:
+      most = self._tasks.jax_task.model.most_prompt_tokens()
+      if most is not None and length > most:
+        raise ConfigError(f'a prompt has {number_of(length, "token")}, and the model reads at most {most}; shorten it')
+      return None, max_tokens or 1
+    max_tokens = limits.max_tokens if max_tokens is None else max_tokens
+    if max_tokens < 1:
+      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
+    limits.check_fits(length, max_tokens)
+    return limits, max_tokens
 
   def _decode_tokens(
     self,

@@ -20,14 +20,18 @@ import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at
-from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json_line, read_plain
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.decoding import Sampler
+from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.programs import InputProgram, ProgramResult, TaskOnMesh
 from praxis_lite.runs.prompts import tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
+from praxis_lite.runs.scoring import score_rows
 from praxis_lite.runs.text_metrics import TextMetric, find_metrics
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
@@ -39,7 +43,8 @@ class TaskFile(Configurable):
   Attributes:
     path: the file.
     name: the name of its results; None uses that of the file.
-    metrics: metrics of questions with a target, names in `text_metrics.py` or functions like those.
+    metrics: metrics of questions with a target, names in `text_metrics.py` or functions like those. Answers are greedy:
+      of the model's decoder, only `stop_ids` and `max_context` count.
     max_tokens: the largest number of tokens of an answer.
     stop: texts that end an answer, and are not part of it.
     batch_size: how many questions are computed at a time.
@@ -61,12 +66,13 @@ class TaskFile(Configurable):
 
 
 class Question(NamedTuple):
-  """A line of a task file: with targets, or with choices and the number of the right one."""
+  """A line of a task file, and its number: with targets, or with choices and the number of the right one."""
 
   prompt: str
   targets: list[str]
   choices: list[str]
   answer: int = -1
+  line: int = 0
 
 
 def read_questions(path: str, where: str) -> list[Question]:
@@ -77,7 +83,9 @@ def read_questions(path: str, where: str) -> list[Question]:
     raise UserError(f'{where}: {path} cannot be read: {error.strerror}') from None
   except UnicodeDecodeError as error:
     raise UserError(f'{where}: {path} is not UTF-8 text: byte {error.start}') from None
-  questions = [_parse(f'{where}: {path}, line {i}', line) for i, line in enumerate(lines, 1) if line.strip()]
+  questions = [
+    _parse(f'{where}: {path}, line {i}', line)._replace(line=i) for i, line in enumerate(lines, 1) if line.strip()
+  ]
   if not questions:
     raise UserError(f'{where}: {path} has no questions; expected one in each line')
   if len({bool(question.choices) for question in questions}) > 1:
@@ -109,32 +117,77 @@ def _parse(where: str, line: str) -> Question:
 
 
 def evaluate_questions(
-  model: TrainedModel, questions: Sequence[Question], file: TaskFile, metrics: Mapping[str, TextMetric]
-) -> dict[str, float]:
-  """Returns the metrics of a model on questions.
+  model: TrainedModel,
+  questions: Sequence[Question],
+  file: TaskFile,
+  metrics: Mapping[str, TextMetric],
+  interrupts: Callable[[int], bool] = lambda done: False,
+) -> dict[str, float] | None:
+  """Returns the metrics of a model on questions; None if `interrupts` ends the evaluation.
 
   Of targets, those of `metrics`, for greedy answers. Of choices `accuracy`, the fraction of questions whose most
-  probable choice is right, and `accuracy_per_byte`, the same for probabilities per byte of text.
+  probable choice is right, and `accuracy_per_byte`, the same for probabilities per byte of text; both are NaN if the
+  model finds NaN for a choice.
+
+  Args:
+    model, questions, file, metrics: the model, and what is evaluated how.
+    interrupts: called with the number of the questions that are done, before each `batch_size` of them.
   """
-  if questions[0].choices:
-    return _choose(model, questions, file.batch_size)
-  prompts = [question.prompt for question in questions]
-  settings: Any = {'max_tokens': file.max_tokens, 'temperature': 0.0, 'stop': file.stop, 'batch_size': file.batch_size}
-  answers = [cut_at(text, file.stop) for text in model.decode(prompts, **settings)]
+  answers: list[str] = []
+  right: list[tuple[float, float]] = []
+  for first in range(0, len(questions), file.batch_size):
+    if interrupts(first):
+      return None
+    group = questions[first : first + file.batch_size]
+    if group[0].choices:
+      right += _choose(model, group, file.batch_size)
+    else:
+      settings: Any = {'max_tokens': file.max_tokens, 'temperature': 0.0, 'stop': file.stop}
+      texts = model.decode([question.prompt for question in group], **settings)
+      answers += [cut_at(text, file.stop) for text in texts]
+  if right:
+    return {name: float(mean) for name, mean in zip(('accuracy', 'accuracy_per_byte'), np.mean(right, axis=0))}
   references = [question.targets for question in questions]
   return {name: float(metric(answers, references)) for name, metric in metrics.items()}
 
 
-def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> dict[str, float]:
+def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
+  """Yields whether the most probable choice of each question is right, as a text and per byte: 1, 0 or NaN."""
   pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
   scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))
-  right = {'accuracy': 0, 'accuracy_per_byte': 0}
   for question in questions:
     log_probs = np.array([next(scores).log_prob for _ in question.choices])
     sizes = np.array([len(choice.encode()) for choice in question.choices])
-    right['accuracy'] += int(np.argmax(log_probs) == question.answer)
-    right['accuracy_per_byte'] += int(np.argmax(log_probs / sizes) == question.answer)
-  return {name: count / len(questions) for name, count in right.items()}
+    if np.isnan(log_probs).any():
+      yield np.nan, np.nan
+    else:
+      yield float(np.argmax(log_probs) == question.answer), float(np.argmax(log_probs / sizes) == question.answer)
+
+
+def _check_question(model: TrainedModel, question: Question, max_tokens: int) -> None:
+  """Raises UserError if a model cannot read a question."""
+  if not question.choices:
+    model._prompts.check([question.prompt], max_tokens)
+    return
+  limits, choices = model.layer.score_limits(), question.choices
+  assert limits is not None
+
+  def no_scores(batch: Rows) -> dict[str, np.ndarray]:
+    return {name: np.zeros(batch['ids'].shape) for name in ('log_probs', 'is_greedy')}
+
+  score_rows(limits, lambda: model.tokenizer, [question.prompt] * len(choices), choices, len(choices), no_scores)
+
+
+def _answers_greedily(config: ExperimentConfig, tasks: TaskOnMesh) -> tuple[ExperimentConfig, TaskOnMesh]:
+  """Returns a config and a task whose model is decoded by a plain greedy sampler, if it is decoded at all."""
+  decoder = getattr(config.task.model, 'decoder_tpl', None)
+  if not isinstance(decoder, Config):
+    return config, tasks
+  task = config.task.clone()
+  kept = {name: getattr(decoder, name) for name in ('stop_ids', 'max_context') if hasattr(decoder, name)}
+  task.model.decoder_tpl = Config(Sampler, temperature=0.0, **kept)
+  greedy = TaskOnMesh(task.instantiate(), tasks.mesh, tasks.layout)
+  return ExperimentConfig(task, config.datasets, config.decode_datasets), greedy
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
@@ -152,19 +205,20 @@ class TaskFileProgram(InputProgram[Any]):
     number: which of the files it is, for messages.
 
   Raises:
-    UserError: the file cannot be used, the model is no language model, or a metric is not available.
+    UserError: the file cannot be used, the model is no language model or cannot read a question, or a metric is not
+      available.
   """
 
   def __init__(
     self, tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, file: TaskFile, number: int
   ):  # It has no step of its own: the methods of a model run its steps.
     where = f'task.evaluate.task_files[{number}]'
-    for name in ('max_tokens', 'batch_size'):
-      if getattr(file, name) < 1:
-        raise ConfigError(f'{where}.{name} = {getattr(file, name)}; expected at least 1')
+    for name in ('max_tokens', 'batch_size', 'max_examples'):
+      value = getattr(file, name)
+      if value is not None and value < 1:
+        or_none = ', or None' if name == 'max_examples' else ''
+        raise ConfigError(f'{where}.{name} = {value}; expected at least 1{or_none}')
     self._file, self._questions = file, read_questions(file.path, f'{where}.path')[: file.max_examples]
-    if not self._questions:
-      raise ConfigError(f'{where}.max_examples = {file.max_examples}; expected at least 1, or None')
     self._metrics = find_metrics(f'{where}.metrics', file.metrics)
     model = tasks.jax_task.model
     if model.score_limits() is None:
@@ -175,22 +229,35 @@ class TaskFileProgram(InputProgram[Any]):
     self.split = f'eval/{file.label}'
     self.use_ema = settings.use_ema
     self.is_of_average = settings.use_ema and tasks.jax_task.learner.keeps_averages
-    shapes = tasks.layout.padded_shapes
-    self._model = TrainedModel(config, tasks.untapped, shapes.mdl_vars, shapes.step, directory=directory)
+    shapes, greedy = tasks.layout.padded_shapes, (config, tasks.untapped)
+    if not self._questions[0].choices:
+      greedy = _answers_greedily(*greedy)
+    self._model = TrainedModel(*greedy, shapes.mdl_vars, shapes.step, directory=directory)
+    with prefix_errors(f'{where}.stop'):
+      check_stops(file.stop, 'stop')
+    for question in self._questions:
+      with prefix_errors(f'{where}.path: {file.path}, line {question.line}'):
+        _check_question(self._model, question, file.max_tokens)
 
   def run(
     self, mdl_vars: NestedDict, global_step: jax.Array, interrupts: Callable[[], bool] = lambda: False
   ) -> ProgramResult | None:
     start = time.perf_counter()
-    if interrupts():
-      return None
-    note_progress(self.split)
+
+    def is_interrupted(done: int) -> bool:
+      if interrupts():
+        return True
+      note_progress(f'{self.split}, {number_of(done, "question")}')
+      return False
+
     self._model.stored_variables, self._model.global_step = mdl_vars, global_step
     try:
-      found = evaluate_questions(self._model, self._questions, self._file, self._metrics)
+      found = evaluate_questions(self._model, self._questions, self._file, self._metrics, is_interrupted)
     finally:  # The next step overwrites these arrays.
       shapes = self._model.tasks.layout.padded_shapes
       self._model.stored_variables, self._model.global_step = shapes.mdl_vars, shapes.step
+    if found is None:
+      return None
     metrics: HostMetrics = {**found}
     note = f', {number_of(len(self._questions), "question")}'
     return ProgramResult(

@@ -12,7 +12,10 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ByteTokenizer, TextInput
-from praxis_lite.runs import run_eval, run_train
+from praxis_lite.models.decoding import BeamSearch
+from praxis_lite.runs import run_eval, run_train, task_files
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.scoring import Score
 from praxis_lite.runs.task_files import TaskFile, TaskFileProgram, cut_at, evaluate_questions, read_questions
 from praxis_lite.runs.text_metrics import METRICS, exact_match, f1, find_metrics
 from praxis_lite.training.experiment import ExperimentConfig, configure
@@ -95,8 +98,8 @@ def test_a_text_is_cut_at_the_first_stop():
   assert [cut_at('a b\nc', stops) for stops in ((), ('\n',), ('\n', 'b'), ('z',))] == ['a b\nc', 'a b', 'a ', 'a b\nc']
 
 
-def byte_model():
-  model = tiny_language_model(vocab_size=257)
+def byte_model(**fields):
+  model = tiny_language_model(vocab_size=257, **fields)
   data = Config(TextInput, path='not-read', seq_len=8, batch_size=1, tokenizer_tpl=Config(ByteTokenizer, bos_id=256))
   model.config.datasets.append(data)
   return model
@@ -134,8 +137,50 @@ def test_settings_are_checked(tmp_path):
     with pytest.raises(ConfigError, match=message):
       TaskFileProgram(model.tasks, model.config, None, TaskFile(path=path, **fields), 1)
   bare = ExperimentConfig(model.config.task, [], [])
+  choices, small = tmp_path / 'choices.jsonl', byte_model(style='gpt2', max_len=16)
+  for file, question, fields, message in (
+    (path, None, {'max_examples': -1}, r'task_files\[1\]\.max_examples = -1; expected at least 1, or None'),
+    (path, None, {'stop': ('',)}, r"^task\.evaluate\.task_files\[1\]\.stop: stop='': expected a text"),
+    (tmp_path / 'empty.jsonl', {'prompt': '', 'target': 'x'}, {}, r'\.path: .*empty\.jsonl, line 2: .*is empty'),
+    (choices, {'prompt': 'x', 'choices': ['y' * 60], 'answer': 0}, {}, r'choices\.jsonl, line 2: .*60 tokens'),
+  ):
+    if question is not None:
+      write(file, [CHOICES[0] if 'choices' in question else WRITTEN[0], question])
+    with pytest.raises(UserError, match=message):
+      TaskFileProgram(small.tasks, small.config, None, TaskFile(path=str(file), **fields), 1)
   with pytest.raises(ConfigError, match='its texts need a dataset with a tokenizer'):
     TaskFileProgram(model.tasks, bare, None, TaskFile(path=path), 1)
+
+
+def test_answers_are_greedy_whatever_the_decoder_and_a_long_file_makes_progress(tmp_path, monkeypatch):
+  model = byte_model()
+  expected = model.decode([WRITTEN[0]['prompt']] * 5, temperature=0.0, max_tokens=3)
+  path = write(tmp_path / 'five.jsonl', [{'prompt': WRITTEN[0]['prompt'], 'target': expected[0]}] * 5)
+  model.config.task.model.decoder_tpl = Config(BeamSearch, beam_size=2, max_decode_steps=3)
+  built = TaskOnMesh(model.config.task.instantiate(), model.tasks.mesh, model.tasks.layout)
+  file = TaskFile(path=path, max_tokens=3, batch_size=2, stop=())
+  program = TaskFileProgram(built, model.config, None, file, 0)
+  noted = []
+  monkeypatch.setattr(task_files, 'note_progress', noted.append)
+  result = program.run(model.stored_variables, model.global_step)
+  assert result.metrics['exact_match'] == 1.0
+  assert noted == [f'eval/five, {done} questions' for done in (0, 2, 4)]
+  asked = []
+  assert program.run(model.stored_variables, model.global_step, lambda: asked.append(0) or len(asked) > 1) is None
+  assert len(asked) == 2
+
+
+def test_choices_that_are_nan_are_no_answers(tmp_path):
+  class Scores:
+    def score(self, contexts, continuations, batch_size):
+      nan = np.full(1, np.nan, np.float32)
+      return [Score([1], nan if context == 'x' else np.zeros(1), True) for context in contexts]
+
+  questions = read_questions(write(tmp_path / 'choices.jsonl', CHOICES), 'here')
+  found = evaluate_questions(Scores(), questions, TaskFile(path='', batch_size=1), {})
+  assert np.isnan(list(found.values())).all() and set(found) == {'accuracy', 'accuracy_per_byte'}
+  assert evaluate_questions(Scores(), questions[:1], TaskFile(path=''), {})['accuracy'] == 0.0
+  assert [question.line for question in questions] == [1, 2]
 
 
 @pytest.mark.slow
