@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
+from praxis_lite.runs.continuations import continued_text
+from praxis_lite.runs.prompts import encode_prompt
 from praxis_lite.runs.run import open_run
 from praxis_lite.runs.task_files import cut_at
 from praxis_lite.runs.trained import TrainedModel
@@ -39,7 +41,7 @@ class RunLM(LM):
   Args:
     path: the run's directory; or a model, as `open_run(...).load()` returns it.
     mesh: the size along each mesh axis of the run, as in '1x8x1' or (1, 8, 1); None uses one device.
-    step: step of the checkpoint, or 'best'; None uses the newest.
+    step: step of the checkpoint, 'best' or 'newest'; None uses the newest.
     batch_size: how many requests are computed at a time; 'auto' means 8.
     max_length: the largest number of tokens of a window; None uses the positions of the model, or 2048.
     max_gen_toks: the largest number of tokens to generate, for tasks that do not say so.
@@ -67,7 +69,7 @@ class RunLM(LM):
     if isinstance(path, TrainedModel):
       self.model = path
     else:
-      at: Any = step if step in (None, 'best') else int(step or 0)
+      at = _read_step(step)
       sizes = _read_mesh(mesh)
       self.model = open_run(path).load(mesh=sizes, step=at)
     limits = self.model.layer.score_limits()
@@ -80,7 +82,8 @@ class RunLM(LM):
     self.tokenizer: BaseTokenizer = tokenizer
     text = str(8 if batch_size is None else batch_size)
     self.batch_size = 8 if text.startswith('auto') else _positive('batch_size', text)
-    self.max_length = _positive('max_length', str(max_length or limits.max_positions or _MOST_TOKENS))
+    known = limits.max_positions or _MOST_TOKENS
+    self.max_length = _positive('max_length', str(known if max_length is None else max_length))
     self.max_gen_toks = _positive('max_gen_toks', str(max_gen_toks))
     self._context = getattr(self.model.layer, 'context', None)
 
@@ -113,7 +116,8 @@ class RunLM(LM):
     for rows in groups.values():
       until, settings = self._settings(requests[rows[0]].args[1])
       prompts = [self._fit(requests[i].args[0], settings['max_tokens']) for i in rows]
-      texts = self.model.decode(prompts, stop=until, batch_size=self.batch_size, **settings)
+      found_ids = self.model.decode(prompts, stop=until, batch_size=self.batch_size, **settings)
+      texts = [continued_text(self.tokenizer, prompt, ids) for prompt, ids in zip(prompts, found_ids)]
       answers |= {i: cut_at(text, until) for i, text in zip(rows, texts)}
     found = [answers[i] for i in range(len(requests))]
     for request, answer in zip(requests, found):
@@ -154,15 +158,15 @@ class RunLM(LM):
       settings['temperature'] = 1.0
     return until, {name: float(x) if name == 'temperature' else x for name, x in settings.items()}
 
-  def _fit(self, context: str, max_tokens: int) -> str:
-    """Returns a context, without its first tokens if the model does not see it together with the answer."""
+  def _fit(self, context: str, max_tokens: int) -> list[int]:
+    """Returns the tokens of a context, without the first ones if the model does not see it together with the answer."""
+    tokens = encode_prompt(self.tokenizer, context)
     if self._context is None:
-      return context
-    tokens = self.tokenizer.prompt_ids(context)
+      return tokens
     room = self._context + 1 - max_tokens
     if room < 1:
       raise ConfigError(f'lm_eval: max_gen_toks = {max_tokens}: the model sees only {self._context} tokens at once')
-    return context if len(tokens) <= room else self.tokenizer.decode(tokens[-room:])
+    return tokens[-room:]
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
@@ -178,6 +182,16 @@ def _read_mesh(mesh: str | int | Sequence[int] | None) -> tuple[int, ...] | None
   if not all(size.isdecimal() for size in sizes):
     raise ConfigError(f'lm_eval: --model_args: mesh={mesh}; expected the size of each axis, as in mesh=1x8x1')
   return tuple(map(int, sizes))
+
+
+def _read_step(step: int | str | None) -> int | Literal['best'] | None:
+  if step is None or step == 'newest':
+    return None
+  if step == 'best':
+    return 'best'
+  if not str(step).isdecimal():
+    raise ConfigError(f"lm_eval: --model_args: step={step}; expected the step of a checkpoint, 'best' or 'newest'")
+  return int(step)
 
 
 def _positive(name: str, text: str) -> int:

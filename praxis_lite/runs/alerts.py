@@ -21,26 +21,29 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.common.errors import first_line
+from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import Observer, Run
-from praxis_lite.runs.stop_signals import StopSignals
-from praxis_lite.runs.trouble import GoBack
+from praxis_lite.runs.trouble import Trouble
 
 LIMIT_S = 30.0
 _MOST_WAITING = 20
+_MOST_KILLING_S = 5.0
 
 
 class Alerts(Observer):
   """Runs a command after a step that is not finite, when the run goes back or fails, and when it ends.
 
+  It lives as long as the call that trains, which may take several attempts; it observes each of them.
+
   Args:
     command: a line for the shell.
     directory: the run's directory.
-    line: prints a line.
+    line: prints a line; the console of an attempt may replace it.
     limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
   """
 
@@ -51,7 +54,7 @@ class Alerts(Observer):
     self._step, self._has_failed = 0, False
 
   @contextlib.contextmanager
-  def while_training(self, stop: StopSignals) -> Iterator[None]:
+  def while_called(self) -> Iterator[None]:
     """Alerts of the error that ends the block; waits for the commands at the end, for a bounded time."""
     if not is_primary_process():
       yield
@@ -59,9 +62,6 @@ class Alerts(Observer):
     self._thread.start()
     try:
       yield
-    except GoBack as error:
-      self._alert('went_back', error.trouble.what)
-      raise
     except BaseException as error:
       self._alert('failed', f'{type(error).__name__}: {first_line(error)}')
       raise
@@ -70,8 +70,13 @@ class Alerts(Observer):
         self._events.put_nowait(None)
       self._thread.join(2 * self._limit + 1)
 
+  def note_going_back(self, trouble: Trouble) -> None:
+    """Alerts that the run has gone back to an earlier checkpoint."""
+    self._alert('went_back', trouble.what)
+    self._step = trouble.back_to or 0
+
   def on_start(self, run: Run) -> None:
-    self._step = run.step
+    self._line, self._step = run.line, run.step
 
   def on_resume(self, run: Run) -> None:
     self._step = run.step
@@ -82,7 +87,8 @@ class Alerts(Observer):
 
   def on_end(self, run: Run) -> None:
     self._step = run.step
-    self._alert('ended', f'the run ended after step {run.step} of {run.total_steps}: {run.ended_by}')
+    if run.error is None:  # Else it fails, once all processes have saved.
+      self._alert('ended', f'the run ended after step {run.step} of {run.total_steps}: {run.ended_by}')
 
   def _alert(self, event: str, message: str) -> None:
     if is_primary_process():
@@ -100,6 +106,17 @@ class Alerts(Observer):
         self._line(f'--alert_command: {problem}; training goes on, and further failures are not reported')
 
 
+@contextlib.contextmanager
+def alerts_of_run(command: str | None, directory: Path) -> Iterator[Sequence[Alerts]]:
+  """Yields the alerts of a call that trains in a directory, of whatever ends it; () without a command."""
+  if command is None:
+    yield ()
+    return
+  alerts = Alerts(command, directory, lambda text: print(printable(text), flush=True))
+  with alerts.while_called():
+    yield (alerts,)
+
+
 def _run_command(command: str, env: dict[str, str], limit_s: float) -> str:
   """Runs a command; returns what went wrong, or ''."""
   quiet = subprocess.DEVNULL
@@ -115,6 +132,7 @@ def _run_command(command: str, env: dict[str, str], limit_s: float) -> str:
   except subprocess.TimeoutExpired:
     with contextlib.suppress(OSError):
       os.killpg(process.pid, signal.SIGKILL)
-    process.wait(limit_s)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # A process that the system waits for cannot be killed.
+      process.wait(min(limit_s, _MOST_KILLING_S))
     return f'the command took more than {limit_s:g} s, and was killed'
   return f'the command ended with exit code {code}' if code else ''

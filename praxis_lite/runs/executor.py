@@ -26,6 +26,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import broadcast_decision, is_primary_process, meet_others
+from praxis_lite.runs.alerts import alerts_of_run
 from praxis_lite.runs.console import make_console
 from praxis_lite.runs.imported_files import keep_files_of
 from praxis_lite.runs.loggers import LoggersOfRun
@@ -101,18 +102,22 @@ def run_train(
     raise ConfigError(f"run_train(config, job_log_dir): expected a directory, such as 'runs/1', got {given}")
   options = (options or TrainOptions()).replace(changes)
   start_devices()
-  while True:
-    try:
-      return _attempt(config, job_log_dir, options)
-    except GoBack as error:
-      directory = user_path(job_log_dir).absolute()
-      with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
-        trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
-      options = dataclasses.replace(options, advise=None)
-      if is_primary_process():
-        skipped = f'without {number_of(len(trouble.batches), "batch")}'
-        how = 'and repeating the steps since' if trouble.action == 'repeat' else skipped
-        print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {how}'), flush=True)
+  directory = user_path(job_log_dir).absolute()
+  with alerts_of_run(options.alert_command, directory) as alerts:
+    options = dataclasses.replace(options, observers=(*options.observers, *alerts))
+    while True:
+      try:
+        return _attempt(config, job_log_dir, options)
+      except GoBack as error:
+        with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
+          trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
+        options = dataclasses.replace(options, advise=None)
+        for alert in alerts:
+          alert.note_going_back(trouble)
+        if is_primary_process():
+          skipped = f'without {number_of(len(trouble.batches), "batch")}'
+          how = 'and repeating the steps since' if trouble.action == 'repeat' else skipped
+          print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {how}'), flush=True)
 
 
 def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:

@@ -16,7 +16,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ByteTokenizer, TextInput
 
 lm_eval = pytest.importorskip('lm_eval', reason="needs lm_eval: pip install 'praxis_lite[eval]'")
-from praxis_lite.bridges.lm_eval import RunLM, register_with_lm_eval  # noqa: E402
+from praxis_lite.bridges.lm_eval import RunLM, _read_step, register_with_lm_eval  # noqa: E402
 
 QUESTIONS = [
   {'question': 'one and two', 'options': ['three', 'six'], 'gold': 0, 'text': 'three'},
@@ -119,6 +119,15 @@ def test_generated_texts_end_before_a_stop(model, tasks):
     assert sample['resps'] == [[text]]
 
 
+def test_a_cut_context_keeps_its_last_tokens(model):
+  lm = RunLM(model)
+  lm._context = 6  # Of bytes, some of which are parts of a character.
+  cut = lm._fit('ab\u00e9\u00e9\u00e9', 4)
+  assert cut == list('\u00e9\u00e9'.encode())[1:] and len(cut) == 3
+  assert lm._fit('ab', 4) == [97, 98] and _read_step('newest') is _read_step(None) is None
+  assert _read_step('best') == 'best' and _read_step('7') == _read_step(7) == 7
+
+
 @pytest.mark.slow
 def test_a_mesh_and_windows_change_nothing(model, tasks):
   one = results(RunLM(model), tasks, 'tiny_choice', 'tiny_rolling')[0]
@@ -153,11 +162,13 @@ def test_settings_of_requests(model):
   [
     ({'batch_size': 0}, 'batch_size=0; expected an integer of at least 1'),
     ({'mesh': '2,2'}, 'mesh=2,2; expected the size of each axis'),
+    ({'max_length': 0}, 'max_length=0; expected an integer of at least 1'),
+    ({'step': 'last'}, "step=last; expected the step of a checkpoint, 'best' or 'newest'"),
     ({'stepp': 3}, 'there is no stepp; a run has path, mesh, step'),
   ],
 )
 def test_bad_arguments_are_one_message(model, arguments, message):
-  path = 'runs/none' if 'mesh' in arguments else model
+  path = 'runs/none' if {'mesh', 'step'} & set(arguments) else model
   with pytest.raises(ConfigError, match=message):
     RunLM(path, **arguments)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.runs.alerts import Alerts
 from praxis_lite.runs.console import Console
 from praxis_lite.runs.corruption import ReplicaWatch
 from praxis_lite.runs.hooks import Hook, Hooks
@@ -104,7 +103,6 @@ def attach_observers(
       trouble,  # Before the log: it must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
-      *([] if options.alert_command is None else [Alerts(options.alert_command, job.directory, console.line)]),
       *_replica_watch(job, options, first_step),  # Before what saves or copies the state.
       saving,
       Hooks(own, stop_all, observers.measure),
