@@ -86,6 +86,9 @@ class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
 
 
+FAULTY_DEVICE_CODE = 76  # The exit code of a run that must not be restarted on the same devices.
+
+
 class LostHostError(UserError):
   """Another process of the run has died, hangs or never started. The run may be restarted from its last checkpoint."""
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError, UserError, first_lines
+from praxis_lite.common.errors import FAULTY_DEVICE_CODE, ConfigError, UserError, first_lines
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import broadcast_decision, gather_texts, is_primary_process
 from praxis_lite.common.trees import path_name
@@ -40,7 +40,7 @@ _VOTES_TO_QUARANTINE = 2
 class CorruptionError(UserError):
   """Devices that should hold or compute the same values do not agree."""
 
-  exit_code = 76  # Do not restart the run on the same devices: see docs/durable-runs.md.
+  exit_code = FAULTY_DEVICE_CODE  # See docs/durable-runs.md.
 
 
 class Corruption(NamedTuple):

@@ -22,6 +22,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs import run_train
 from praxis_lite.runs.cluster import launch
 from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.runs.records.faulty_devices import FaultyDevice, record_faulty_devices
 from praxis_lite.runs.records.run_config import held_for_training
 
 HERE = pathlib.Path(__file__).parent
@@ -68,6 +69,26 @@ def test_output_is_prefixed_and_the_exit_code_is_that_of_the_first_failure():
   job = python('import os; i = os.environ["JAX_PROCESS_ID"]; print("I am", i, flush=True); os._exit(2 * int(i))')
   assert job.run() == 2
   assert {'host 0: I am 0\n', 'host 1: I am 1\n'} == set(job.lines)
+
+
+def test_a_faulty_device_restarts_the_job_only_if_it_is_left_out(tmp_path):
+  code = 'import os, sys, pathlib; f = pathlib.Path("DIR/again"); a = f.exists(); f.touch(); os._exit(0 if a else 76)'
+  command = [sys.executable, '-c', code.replace('DIR', str(tmp_path))]
+
+  def launched(*flags, **kwargs):
+    (tmp_path / 'again').unlink(missing_ok=True)
+    job = Watched([*command, *flags], 1, **kwargs)
+    return job.run(), job.text
+
+  fault = FaultyDevice(5, 'n1', 0, 'device 0', 'x', is_voted=True, is_quarantined=True, event=1)
+  record_faulty_devices(tmp_path, [fault])
+  code, text = launched('--elastic', directory=tmp_path)
+  assert code == 0 and 'host 0 of 1 has found a faulty device, which is left out; restart 1 of 3' in text
+  code, text = launched(directory=tmp_path)
+  assert code == 76 and 'the job is not started again: faulty_devices.jsonl' in text and 'restart' not in text
+  record_faulty_devices(tmp_path, [fault._replace(is_quarantined=False, event=2)])
+  assert launched('--elastic', directory=tmp_path)[0] == 76
+  assert launched('--elastic')[0] == 76
 
 
 def test_a_lost_process_restarts_all_a_limited_number_of_times():

@@ -8,6 +8,8 @@
 A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
 A host that ends first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
+After the exit code of CorruptionError it is restarted only if that has quarantined a device and the command has
+`--elastic`, which leaves the device out.
 
 SIGINT and SIGTERM are passed on, followed by SIGCONT, because a stopped process does not handle signals. All hosts then
 have `stop_s` to save and end; after a second signal, a few seconds.
@@ -28,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from praxis_lite.common.errors import LostHostError, UserError
+from praxis_lite.common.errors import FAULTY_DEVICE_CODE, LostHostError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.clusters import LAUNCHER
@@ -41,6 +43,10 @@ _AFTER_NOTICED = 20.0
 _AFTER_SECOND_SIGNAL = 10.0
 # Seconds to wait for a killed process to end. A process that waits for storage may never end.
 _AFTER_KILL = 10.0
+_AFTER_FAULT = (
+  'a device is faulty, so the job is not started again: faulty_devices.jsonl in its directory names the suspects; '
+  'start it without them, or with --elastic, which leaves out quarantined devices'
+)
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -156,9 +162,14 @@ class Launcher:
     with self._passing_signals():
       while True:
         before, last = last, self._attempt(count)
-        if last.code == 0 or self._signals or not is_restartable(last.code):
+        is_faulty = last.code == FAULTY_DEVICE_CODE
+        if last.code == 0 or self._signals or not (is_restartable(last.code) or is_faulty):
           return last.code
-        gone = f'host {last.host} of {count} was lost ({exit_text(last.code)})'
+        if is_faulty and not self._can_leave_out_device():
+          self._say(_AFTER_FAULT)
+          return last.code
+        why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
+        gone = f'host {last.host} of {count} {why}'
         if self._directory.is_lost():
           self._say(
             f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
@@ -168,7 +179,8 @@ class Launcher:
         if restarts == self._max_restarts:
           self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
           return last.code
-        if (before.host, before.code != 0) == (last.host, True) and count > self._min_processes:
+        is_lost_again = not is_faulty and (before.host, before.code != 0) == (last.host, True)
+        if is_lost_again and count > self._min_processes:
           count -= 1
           gone += f' twice, so the job goes on with {number_of(count, "process")}'
         seconds = min(self._backoff * 2**restarts, _LONGEST_WAIT)
@@ -176,6 +188,15 @@ class Launcher:
         self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')
         if self._wait(seconds):
           return last.code
+
+  def _can_leave_out_device(self) -> bool:
+    """Whether the last corruption has quarantined a device, and the command trains without it."""
+    if self._directory.path is None or not {'--elastic', '--elastic=true'} & set(self._command):
+      return False
+    from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # Imports JAX.
+
+    known = read_faulty_devices(self._directory.path)
+    return any(each.is_quarantined for each in known if (each.event, each.step) == (known[-1].event, known[-1].step))
 
   def _attempt(self, count: int) -> Ended:
     address = f'localhost:{free_port()}'
