@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.values import describe_value
@@ -188,7 +187,7 @@ class PromptDecoder:
     """Raises UserError if `decode` could not continue one of these texts."""
     for prompt in prompts:
       batch = prompt_batch([encode_prompt(self._tokenizer(), prompt)])
-      check_ids({**batch, 'weights': np.ones(1)}, self._tasks.jax_task.model.num_ids)
+      check_ids(batch, self._tasks.jax_task.model.num_ids)
       self._check_length(int(batch['prompt_lengths'][0]), self._tasks, max_tokens)
 
   def set_sampler(self, settings: Sampling, stops: Sequence[int] = (), max_context: int | None = None) -> TaskOnMesh:
