@@ -3,7 +3,8 @@
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; in `about` the base, and the names of the rest
 
-The seal of the base, a random number of its save, shows that it is still the same one.
+The seal of the base, a random number of its save, shows that it is still the same one. An array that is left out has
+the same true shape in both records. Its dtype may be another floating one here: its values are those of the base, cast.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from praxis_lite.checkpoints.contents import read_checkpoint_record
+from praxis_lite.checkpoints.contents import ArrayRecord, castable, read_checkpoint_record
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.seal import SEAL, check_seal
-from praxis_lite.checkpoints.streamed import StreamedArray, stored_arrays
+from praxis_lite.checkpoints.streamed import CastArray, StreamedArray, stored_arrays
 from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.files import plain_dtype
 
 BASE = 'base'
 
@@ -50,11 +52,6 @@ class Base(NamedTuple):
     return {'folder': str(self.folder), 'relative': relative, SEAL: self.seal, 'names': dict(self.names)}
 
 
-def base_in(folder: Path, names: Mapping[str, str]) -> Base:
-  """Returns the checkpoint in `folder` as a base, with these names; raises CheckpointError if it cannot be read."""
-  return Base(folder, read_checkpoint_record(folder, 'about').get(SEAL), names)
-
-
 def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
   """Returns the base of the checkpoint in `folder`, given its record `about`; None if it has none. Reads nothing."""
   record = about.get(BASE)
@@ -68,26 +65,51 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
     raise unreadable(folder, ValueError(f'its entry for {BASE} is not valid')) from error
 
 
-def check_base(base: Base, folder: Path) -> None:
-  """Raises CheckpointError unless the base of the checkpoint in `folder` is the one that it was saved with."""
+def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -> None:
+  """Raises CheckpointError unless the base of a checkpoint is the one that it was saved with, and has its arrays.
+
+  Args:
+    base: the base of the checkpoint in `folder`.
+    variables: the record of the arrays of this checkpoint, those of the base included.
+  """
   needed = f'{folder} has only what training has changed, and needs {base.folder}'
   if not base.folder.exists():
     raise CheckpointError(f'{needed}, which does not exist (any more); put that checkpoint back, or a copy of it')
-  if read_checkpoint_record(base.folder, 'about').get(SEAL) != base.seal:
+  about = read_checkpoint_record(base.folder, 'about')
+  if about.get(SEAL) != base.seal:
     raise CheckpointError(f'{needed}, which is another checkpoint now; put the one back that it was trained from')
   check_seal(base.folder, base.step)
+  for name, there in base.names.items():
+    own, its = variables.get(name), about['variables'].get(there)
+    if own is None or its is None or own['shape'] != its['shape'] or not castable(own['dtype'], its['dtype']):
+      ours, theirs = (f'{x["dtype"]}{x["shape"]}' if x else 'missing' for x in (own, its))
+      raise CheckpointError(
+        f'{needed}: {name} is {ours} in its record, and {there} is {theirs} there, so its values are lost; use another '
+        'checkpoint of this run'
+      )
 
 
 def arrays_in(
   folder: Path, about: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None]
 ) -> dict[str, StreamedArray]:
-  """Returns what `stored_arrays` does for the checkpoint in `folder`, where some arrays may be in its base."""
+  """Returns what `stored_arrays` does for the checkpoint in `folder`, where some arrays may be in its base.
+
+  These have the dtypes of the record `about`, too.
+  """
   base = base_of(folder, about)
   theirs = {} if base is None else {name: shape for name, shape in shapes.items() if name in base.names}
   found = stored_arrays(str(folder / STATE), {name: shape for name, shape in shapes.items() if name not in theirs})
   if base is not None and theirs:
-    check_base(base, folder)
+    variables = about['variables']
+    check_base(base, folder, variables)
     wanted = {base.names[name]: shape for name, shape in theirs.items()}
     there = arrays_in(base.folder, read_checkpoint_record(base.folder, 'about'), wanted)
-    found |= {name: there[base.names[name]] for name in theirs}
+    found |= {name: _in_dtype(there[base.names[name]], variables[name]['dtype']) for name in theirs}
   return found
+
+
+def _in_dtype(array: StreamedArray, dtype: str) -> StreamedArray:
+  """Returns an array in the dtype of its record; that of PRNG keys is no dtype of an array."""
+  return (
+    array if dtype.startswith('key<') or array.dtype == plain_dtype(dtype) else CastArray(array, plain_dtype(dtype))
+  )

@@ -417,11 +417,14 @@ class Checkpointer:
     left_out = {path: (there, own.pop(path)) for path in list(own) if (there := base.names.get(path_name(path)))}
     found = leaves_by_path(self._read_own_arrays(step, nest(own))) if own else {}
     if left_out:
-      check_base(base, Path(self.folder(step)))
+      variables = self._read_json(step, 'about')['variables']
+      check_base(base, Path(self.folder(step)), variables)
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
         for wanted in _split_by_name(left_out):
-          read = other._read_arrays(base.step, nest({to_path(name): x for name, x in wanted.values()}))
-          found |= {path: node_at(read, to_path(name)) for path, (name, _) in wanted.items()}
+          # In the dtypes of this checkpoint first, as if it had them itself.
+          structs = {name: _in_dtype(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
+          read = other._read_arrays(base.step, nest({to_path(name): x for name, x in structs.items()}))
+          found |= {path: node_at(read, to_path(name)).astype(x.dtype) for path, (name, x) in wanted.items()}
     return nest(found)
 
   def _read_own_arrays(self, step: int, shapes: NestedDict) -> Any:
@@ -481,6 +484,10 @@ def _split_by_name(
     part = {path: (name, x) for name, (path, x) in {name: (path, x) for path, (name, x) in entries.items()}.items()}
     yield part
     entries = {path: entry for path, entry in entries.items() if path not in part}
+
+
+def _in_dtype(shape: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
+  return shape if dtype.startswith('key<') else jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:

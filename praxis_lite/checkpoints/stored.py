@@ -6,6 +6,7 @@ Arrays are read in parts, without a mesh. Orbax is imported only to write a copy
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,15 @@ import numpy as np
 from praxis_lite.checkpoints.base import BASE, arrays_in, base_of, check_base
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
-from praxis_lite.checkpoints.contents import ArrayRecord, OtherModelError, check_same_model, read_checkpoint_record
+from praxis_lite.checkpoints.contents import (
+  ArrayRecord,
+  OtherModelError,
+  add_checksum,
+  check_same_model,
+  read_checkpoint_record,
+)
 from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.checkpoints.orbax.on_disk import record_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole_box
@@ -88,7 +96,7 @@ class StoredCheckpoint:
       base = base_of(self.folder, about)
       if base is not None:
         with _collect(damaged, BASE):
-          check_base(base, self.folder)
+          check_base(base, self.folder, about['variables'])
       for name in about['variables']:
         if base is not None and name in base.names:
           continue
@@ -141,6 +149,7 @@ class StoredCheckpoint:
         remove_all(partial)  # The remains of a copy that was killed.
         with being_read(self.folder):
           shutil.copytree(self.folder, partial)
+          self._name_base_from(partial, target)
         partial.rename(target)
       else:
         self._copy_variables(job_log_dir)
@@ -151,6 +160,14 @@ class StoredCheckpoint:
     except OSError as error:
       raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
     return target
+
+  def _name_base_from(self, copy: Path, target: Path) -> None:
+    """Writes the place of the base, as seen from `target`, into the record of a copy that will be there."""
+    about = read_checkpoint_record(copy, 'about')
+    base = base_of(self.folder, about)
+    if base is not None:
+      content = add_checksum({**about, BASE: base.to_record(str(target))})
+      record_file(copy, 'about').write_text(json.dumps(content), encoding='utf-8')
 
   def _copy_variables(self, job_log_dir: Path) -> None:
     records = {name: r for name, r in self.variables().items() if not name.startswith('opt_states.')}

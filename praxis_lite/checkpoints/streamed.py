@@ -102,6 +102,19 @@ class StoredArray(StreamedArray):
       raise CheckpointError(f'{self._where} cannot be read ({error_summary(error)})') from error
 
 
+class CastArray(StreamedArray):
+  """An array whose parts are cast to another dtype when they are read."""
+
+  def __init__(self, array: StreamedArray, dtype: np.dtype):
+    self.shape, self.dtype, self._array = array.shape, dtype, array
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    return self._array.part_shape(sizes, part_bytes)
+
+  def read(self, box: Box) -> np.ndarray:
+    return self._array.read(box).astype(self.dtype)
+
+
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 

@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints import Checkpointer, Step
-from praxis_lite.checkpoints.base import Base, base_in
+from praxis_lite.checkpoints.base import Base
 from praxis_lite.checkpoints.contents import ArrayRecord, array_records, castable
 from praxis_lite.checkpoints.retention import being_read
+from praxis_lite.checkpoints.seal import SEAL
 from praxis_lite.common.errors import CheckpointError, ConfigError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
@@ -78,7 +79,9 @@ class WarmStart:
       with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
         self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
         self._where = checkpointer.folder(self._step)
-        self._saved: dict[str, ArrayRecord] = checkpointer.about(self._step)['variables']
+        about = checkpointer.about(self._step)
+        self._saved: dict[str, ArrayRecord] = about['variables']
+        self._seal: str | None = about.get(SEAL)
       self._grids = dict(_grids_below(partitioned.jax_task.model))
       self._wanted = array_records(partitioned.unpadded_state_shapes.mdl_vars)
       self._origins = self._plan(settings)
@@ -105,19 +108,19 @@ class WarmStart:
     Raises:
       ConfigError: training changes all variables.
     """
-    declared = leaves(self._partitioned.jax_task.model.abstract_init())
+    constant = constant_variables(self._partitioned.jax_task.model, learner)
     unchanged = {
       f'mdl_vars.{name}': origin.source
       for name, origin in self._origins.items()
       if origin.source and origin.grid is None and origin.known == tuple(self._wanted[name]['shape'])
-      if declared[to_path(name)].trainable and not learner.is_trained(to_path(name))
+      if f'mdl_vars.{name}' in constant
     }
     if not unchanged:
       raise ConfigError(
         f'{_FIELD}.store_changes_only: the learner trains all variables that come from {self._where}, so checkpoints '
         'must have all of them; set it to False, or train only some, as train_adapters does'
       )
-    return base_in(Path(self._where), unchanged)
+    return Base(Path(self._where), self._seal, unchanged)
 
   def _shape_to_read(self, name: str, padded: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape in which a variable is read: that of the state, or all of a table that is resampled."""
@@ -228,6 +231,15 @@ class WarmStart:
     if not any(regex.fullmatch(name) for name in self._wanted):
       close = suggest_pattern(regex.pattern, self._wanted)
       raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
+
+
+def constant_variables(model: Layer, learner: BoundLearner) -> set[str]:
+  """Returns the names, in a checkpoint, of the variables of a model that training does not change."""
+  return {
+    f'mdl_vars.{path_name(path)}'
+    for path, weight in leaves(model.abstract_init()).items()
+    if not weight.is_updated_by_layer and not learner.is_trained(path)
+  }
 
 
 def _grids_below(model: Layer) -> Iterator[tuple[str, PositionGrid]]:

@@ -124,7 +124,8 @@ class InitFromParams(Configurable):
     use_ema: whether to take the moving averages, if the checkpoint has them.
     store_changes_only: whether checkpoints leave out the variables that come from there and that the learner does not
       train, such as all but adapters. Whatever reads such a checkpoint takes them from the checkpoint of the other run,
-      which must stay as it is. Only a run that starts can begin with this.
+      which must stay as it is: if that run still trains, its max_to_keep may remove it. Only a run that starts can
+      begin with this.
   """
 
   path: str | None = None

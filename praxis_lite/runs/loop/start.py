@@ -11,10 +11,12 @@ import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.checkpoints.base import Base
+from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.runs.init_from import WarmStart
+from praxis_lite.runs.init_from import WarmStart, constant_variables
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
@@ -95,25 +97,46 @@ def find_start(
     if is_restored and step < total:
       where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
       notes.append(f'restored step {step} of {total} from {where}')
-    checkpointer.base = _base_of_checkpoints(job, checkpointer, is_restored, warm_start)
+    checkpointer.base, about_base = _base_of_checkpoints(job, checkpointer, is_restored, warm_start)
+    notes += filter(None, [about_base])
     lost_metrics = [] if copy is None else copy.metrics
     yield Start(step, state, is_restored, checkpointer, lost_metrics, progress, data, origins, notes)
 
 
 def _base_of_checkpoints(
   job: TrainJob, checkpointer: Checkpointer, is_restored: bool, warm_start: WarmStart | None
-) -> Base | None:
-  """Returns the checkpoint whose arrays those of this run leave out; None if they have all."""
+) -> tuple[Base | None, str]:
+  """Returns the checkpoint whose arrays those of this run leave out, or None, and a line about it, or ''."""
   if not job.settings.init_from.store_changes_only:
-    return None
-  if is_restored:  # The other run may have newer checkpoints by now, so this never takes another one.
-    return checkpointer.base_of() if checkpointer.steps() else None
+    return None, ''
+  if is_restored:
+    return _base_of_newest(job, checkpointer)
   if warm_start is None or job.settings.init_from.path is None:
     raise ConfigError(
       'task.train.init_from.store_changes_only: checkpoints can leave out only what is in those of another run; set '
       'task.train.init_from.path, or set this to False'
     )
-  return warm_start.base(job.task.bind_learner())
+  return warm_start.base(job.task.bind_learner()), ''
+
+
+def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
+  """Returns the base of the newest checkpoint, without what this run may change or stores in another shape or dtype.
+
+  The other run may have newer checkpoints by now, so this never takes another one.
+  """
+  base = checkpointer.base_of() if checkpointer.steps() else None
+  if base is None:
+    why = 'the newest one has all variables' if checkpointer.steps() else 'this run, restored from a copy, has none yet'
+    return None, f'task.train.init_from.store_changes_only: checkpoints store all variables, because {why}'
+  saved, here = checkpointer.about()['variables'], array_records(job.partitioned.unpadded_state_shapes)
+  constant = constant_variables(job.task.model, job.task.bind_learner())
+  names = {name: there for name, there in base.names.items() if name in constant and saved[name] == here.get(name)}
+  count = len(base.names) - len(names)
+  line = (
+    f'task.train.init_from.store_changes_only: checkpoints now store {number_of(count, "variable")} more, which this '
+    'run trains, or has in another shape or dtype than before'
+  )
+  return base._replace(names=names) if names else None, line if count else ''
 
 
 def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, options: TrainOptions) -> str:
