@@ -8,6 +8,8 @@ from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
+_OF_FORMAT = ('group_size', 'layers', 'symmetric', 'percentile', 'scale_dtype')
+
 
 def _run(values: flags.FlagValues) -> int:
   if not values.out:
@@ -23,6 +25,11 @@ def _run(values: flags.FlagValues) -> int:
     rule = Config(QuantizedWeights, layers=tuple(values.layers) or None, format=values.format)
     rule.set(group_size=values.group_size, symmetric=values.symmetric, percentile=values.percentile)
     rules = [rule.set(scale_dtype=values.scale_dtype)]
+  elif unused := [f'--{name}' for name in _OF_FORMAT if values[name].present]:
+    raise UserError(
+      f'{", ".join(unused)}: without --format, weights are stored by the rules of the run, so this would do nothing; '
+      'add --format, or leave it out'
+    )
   for line in quantize_run(config, job_log_dir, values.out, *rules, step=values.step):
     print(line, flush=True)
   return 0
@@ -43,7 +50,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'quantize',
-  'store the weights of a run in 8 or 4 bits',
+  'store the weights of a run in 8, 4 or 2 bits',
   'make a run from another one, whose weights of linear layers, projections and experts are stored as integers of few '
   'bits, or as NF4, with scales. It can be evaluated, decoded, exported and fine-tuned with adapters.',
   'praxis-lite quantize --job_log_dir=runs/llama --out=runs/llama-int4 --format=int4 --group_size=64',

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +57,7 @@ class RewardedInput(AnswersInput):
     rewards: functions of prompt, answer and example, or configs of such, by name. They must return the same number for
       the same arguments, or a resumed run will differ.
     reward_weights: the factors of rewards in their sum, by name; 1 for others.
-    num_answers: G, the answers to each prompt, which divides `batch_size`.
+    num_answers: G, the answers to each prompt, which divides `batch_size`; in training at least 2.
     answer_length: M; prompts may have seq_len - M tokens.
     scale_rewards: 'group' divides advantages by the standard deviation of the rewards of their group, 'batch' by that
       of the whole batch of this host; 'none' does not.
@@ -80,6 +79,11 @@ class RewardedInput(AnswersInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self.check_at_least(num_answers=1, answer_length=1, steps_per_batch=1)
+    if self.is_training and self.num_answers < 2:
+      raise ConfigError(
+        f'{self.label}.num_answers: an answer is compared with the others of its prompt, so one alone teaches nothing; '
+        'set it to at least 2 in training'
+      )
     check_choice(f'{self.label}.scale_rewards', self.scale_rewards, SCALES)
     if self.packed:
       raise ConfigError(f'{self.label}.packed: each row has one prompt and its answer; set it to False')
@@ -95,8 +99,10 @@ class RewardedInput(AnswersInput):
         f'{self.num_answers}{hosts}; set it to a multiple of {self.num_answers * self.num_hosts}'
       )
     self._rewards = {name: self._build_reward(name, given) for name, given in self._given_rewards().items()}
-    for name in self.reward_weights:
+    for name, weight in self.reward_weights.items():
       check_choice(f'{self.label}.reward_weights', name, tuple(self._rewards))
+      if not _is_finite(weight):
+        raise ConfigError(f'{self.label}.reward_weights[{name!r}]: expected a finite number, got {weight!r}')
 
   def _given_rewards(self) -> dict[str, Reward | Config]:
     if not isinstance(self.rewards, Mapping) or not self.rewards:
@@ -163,7 +169,7 @@ class RewardedInput(AnswersInput):
       answers: `ids` [B, M] int32, `lengths` [B] int32 and `log_probs` [B, M] float32, see `Decoded`.
 
     Raises:
-      DataError: a reward is not a finite number.
+      DataError: a reward, the weighted sum of rewards or an advantage is not a finite number in float32.
     """
     batch = jax.tree.map(np.copy, batch)
     is_row = batch['num_given'] > 0
@@ -175,8 +181,16 @@ class RewardedInput(AnswersInput):
       prompt, answer = self._prompts[batch['example'][row]], self.tokenizer.decode(answers['ids'][row, :count])
       for name in self._rewards:
         batch['rewards'][name][row] = self._reward(name, prompt, answer)
-      batch['reward'][row] = sum(self.reward_weights.get(name, 1.0) * x[row] for name, x in batch['rewards'].items())
+      total = sum(float(self.reward_weights.get(name, 1.0)) * float(x[row]) for name, x in batch['rewards'].items())
+      if not _is_finite(total):
+        raise DataError(
+          f'{self.label}.reward_weights: the weighted sum of the rewards of the answer {answer!r} to {prompt.said!r} '
+          f'is {total}, and must be a finite number in float32'
+        )
+      batch['reward'][row] = total
     advantages, is_equal = group_advantages(batch['reward'][is_row], self.num_answers, self.scale_rewards)
+    if not np.isfinite(advantages).all():
+      raise DataError(f'{self.label}.rewards: they are so large that their differences are not finite in float32')
     batch['advantages'][is_row], batch['is_equal'][is_row] = advantages, is_equal
     return batch
 
@@ -186,11 +200,11 @@ class RewardedInput(AnswersInput):
     except Exception as error:
       error.add_note(f'praxis_lite: {self.label}.rewards[{name!r}] was given the answer {answer!r} to {prompt.said!r}')
       raise
-    is_number = isinstance(found, int | float | np.generic) and math.isfinite(found)
-    if not is_number:
+    if not _is_finite(found):
+      shown = 'an integer that is too large' if isinstance(found, int) else repr(found)
       raise DataError(
-        f'{self.label}.rewards[{name!r}]: expected a finite number for the answer {answer!r} to {prompt.said!r}, got '
-        f'{found!r}'
+        f'{self.label}.rewards[{name!r}]: expected a finite number in float32 for the answer {answer!r} to '
+        f'{prompt.said!r}, got {shown}'
       )
     return float(found)
 
@@ -221,6 +235,17 @@ class RewardedInput(AnswersInput):
     return _Prompt(said, np.asarray(ids[: self.prompt_length], np.int32), values)
 
 
+def _is_finite(x: object) -> bool:
+  """Whether x is a real number that is finite in float32."""
+  if not isinstance(x, int | float | np.integer | np.floating | np.bool_):
+    return False
+  try:
+    with np.errstate(over='ignore'):
+      return bool(np.isfinite(np.float32(x)))
+  except OverflowError:  # An integer that is too large for any float.
+    return False
+
+
 def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns the advantage of each answer, and whether all rewards of its group are equal, 1 or 0: [n] float32.
 
@@ -239,4 +264,6 @@ def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.nd
   elif scale == 'batch' and by_group.size > 1:
     advantages = advantages / (by_group.std(ddof=1) + _LEAST_SPREAD)
   advantages = np.where(is_equal, 0, advantages)
-  return advantages.reshape(-1).astype(np.float32), is_equal.reshape(-1).astype(np.float32)
+  with np.errstate(over='ignore'):
+    advantages = advantages.astype(np.float32)
+  return advantages.reshape(-1), is_equal.reshape(-1).astype(np.float32)

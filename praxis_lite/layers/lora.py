@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
@@ -20,12 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.common.config import REQUIRED, Config, Configurable, child, target, template
+from praxis_lite.common.config import REQUIRED, Config, child, target, template
 from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.expert_mlp import ExpertMlp, RowProduct
+from praxis_lite.layers.layer_patterns import LayerPatterns
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.low_rank import A_INIT, LowRankUpdate, derived_split, scaled_product, split_update
 from praxis_lite.layers.moe import MoeFeedForward
@@ -33,7 +33,7 @@ from praxis_lite.layers.projections import Projection
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit, is_dtype
 
 
-class Adapter(Configurable):
+class Adapter(LayerPatterns):
   """Base of the adapters of a model: which layers get one, and how.
 
   Attributes:
@@ -42,26 +42,12 @@ class Adapter(Configurable):
       tables of embeddings.
   """
 
-  layers: str | tuple[str, ...] | None = None
-
   # What can have this adapter, for messages.
   adaptable: ClassVar[str] = 'linear layers, projections, experts and tables of embeddings'
   # For the classes of layers that can have this adapter: the class of those that do.
   adapted: ClassVar[Mapping[type[Layer], type[Layer]]] = {}
   # Those that have it only if a regex matches them.
   only_if_named: ClassVar[frozenset[type[Layer]]] = frozenset({Embedding})
-
-  def __post_init__(self) -> None:
-    for pattern in self.patterns:
-      try:
-        re.compile(pattern)
-      except re.error as error:
-        raise ConfigError(f'{type(self).__name__}.layers: {pattern!r} is not a regular expression: {error}') from None
-
-  @property
-  def patterns(self) -> tuple[str, ...]:
-    """The regexes; () for None."""
-    return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
   @property
   def further_patterns(self) -> dict[str, tuple[str, ...]]:
@@ -75,7 +61,7 @@ class Adapter(Configurable):
       return False
     if self.layers is None:
       return kind not in self.only_if_named
-    return any(re.fullmatch(pattern, name) for pattern in self.patterns)
+    return self.matches(name)
 
   def adapt(self, config: Config) -> Config:
     """Returns the config of a layer with this adapter, for the config of one that can have it."""

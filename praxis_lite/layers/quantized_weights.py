@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.layer_patterns import LayerPatterns
 from praxis_lite.layers.weight_formats import BITS, SCALE, VALUES, ZERO, WeightFormat, quantize
 from praxis_lite.sharding.weights import (
   DeclaredSplit,
@@ -34,7 +33,7 @@ SUFFIXES = {VALUES: '', SCALE: '_quantized_scale', ZERO: '_quantized_zp'}
 """How the names of stored variables end, after the name of the weight; as in Praxis."""
 
 
-class QuantizedWeights(Configurable):
+class QuantizedWeights(LayerPatterns):
   """Weights of linear layers, projections of attention and experts in few bits.
 
   Attributes:
@@ -51,7 +50,6 @@ class QuantizedWeights(Configurable):
       aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
   """
 
-  layers: str | tuple[str, ...] | None = None
   format: str = 'int8'
   group_size: int | None = None
   symmetric: bool = True
@@ -60,6 +58,7 @@ class QuantizedWeights(Configurable):
   trained: bool = False
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     check_choice('QuantizedWeights.format', self.format, tuple(BITS))
     check_range('QuantizedWeights.group_size', self.group_size, least=1)
     if not 50 < self.percentile <= 100:
@@ -70,20 +69,10 @@ class QuantizedWeights(Configurable):
       raise ConfigError(
         f'QuantizedWeights.scale_dtype: expected a floating dtype, such as float32, got {self.scale_dtype!r}'
       )
-    for pattern in self.patterns:
-      try:
-        re.compile(pattern)
-      except re.error as error:
-        raise ConfigError(f'QuantizedWeights.layers: {pattern!r} is not a regular expression: {error}') from None
-
-  @property
-  def patterns(self) -> tuple[str, ...]:
-    """The regexes; () for None."""
-    return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
   def is_for(self, name: str) -> bool:
     """Whether weights of the layer of this path below the model are stored like this, if it has such weights."""
-    return self.layers is None or any(re.fullmatch(pattern, name) for pattern in self.patterns)
+    return self.layers is None or self.matches(name)
 
   def store(self, layer: Layer, name: str, weight: WeightHParams) -> QuantizedWeight | RoundedWeight:
     """Returns how a weight of a layer is stored.
@@ -184,7 +173,6 @@ class QuantizedWeight:
       split = DeclaredSplit(
         own, [f'{s}, derived from the weight {self.layer.path_name}.{self.name}' for s in own.sources]
       )
-    share = self.weight.active_share * math.prod(self.weight.shape) / math.prod(shape) if kind == VALUES else 0.0
     return dataclasses.replace(
       self.weight,
       shape=shape,
@@ -195,9 +183,8 @@ class QuantizedWeight:
       fan_out_axes=None,
       collections=self.weight.collections
       | {WeightHParamsCollection.NON_TRAINABLE, WeightHParamsCollection.CONSTANT, WeightHParamsCollection.KEEP_FLOAT32},
-      # Parameters are counted as in the weight itself.
-      active_share=share,
       growth=None,
+      stands_for=math.prod(self.weight.shape) if kind == VALUES else 0,
     )
 
   def _draw(self, key: jax.Array) -> dict[tuple[str, ...], jax.Array]:

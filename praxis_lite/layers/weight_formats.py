@@ -4,10 +4,11 @@
                 w ~ s (q - z)      q, z in 0 ... 2^b - 1, s = (max(w, 0) - min(w, 0)) / (2^b - 1)      not symmetric
     NF4         w ~ s c[q]         c: 16 quantiles of a normal distribution, s = max |w|      (Dettmers et al., 2023)
 
-A scale belongs to an output, or to an output and a group of inputs. Rounding is off by at most 0.51 s, for NF4 by
-0.152 s, and at the ends of a range that is not symmetric by s. No formula rounds the largest |w| from the middle
-between two integers, where the result would depend on the device. Values of fewer than 8 bits are packed into bytes,
-along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are zero.
+A scale belongs to an output, or to an output and a group of inputs. It is stored rounded up. Rounding is off by at most
+0.51 s, for NF4 by 0.152 s, and at the ends of a range that is not symmetric by s. No formula rounds the largest |w|
+from the middle between two integers, where the result would depend on the device. Values of fewer than 8 bits are
+packed into bytes, along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are
+zero.
 
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
@@ -51,7 +52,7 @@ class WeightFormat:
     symmetric: whether integers have no zero points; NF4 never has any.
     percentile: a scale covers this percentage of the |w| that it belongs to, and larger ones are cut; 100 covers all.
       Without symmetry, it covers the range between the percentiles 100 - p and p of w.
-    scale_dtype: storage dtype of scales. A scale is rounded before the values are.
+    scale_dtype: storage dtype of scales. A scale is rounded, upwards, before the values are.
   """
 
   name: str
@@ -190,8 +191,14 @@ class WeightFormat:
     return low, high
 
   def _usable(self, span: jax.Array, steps: float) -> jax.Array:
-    """Returns span / steps as it is stored, or 1 where that is 0."""
-    scale = (span / steps).astype(self.scale_dtype)
+    """Returns span / steps as it is stored, rounded up, so that it covers the span; or 1 where the span is 0."""
+    exact = jax.lax.stop_gradient(span / steps)
+    # Without the barrier, XLA may leave out a cast to fewer bits and back.
+    scale = jax.lax.optimization_barrier(exact.astype(self.scale_dtype))
+    # The next larger positive float is the next integer in bits.
+    bits = jax.lax.bitcast_convert_type(scale, f'uint{8 * scale.dtype.itemsize}')
+    above = jax.lax.bitcast_convert_type(bits + 1, scale.dtype)
+    scale = jnp.where(scale.astype(jnp.float32) < exact, above, scale)
     return jnp.where(scale > 0, scale, 1).astype(jnp.float32)
 
   def _spread(self, scale: jax.Array, num_last: int) -> jax.Array:

@@ -88,14 +88,21 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
+  # Children whose weights are stored in few bits only if a regex matches their paths.
+  plain_children: ClassVar[tuple[str, ...]] = ()
 
   def _child_edits(self) -> ModelEdits | None:
     if not (self.adapters or self.quantized):
       return None
-    return ModelEdits(self.path, self.path_name, self.adapters, self.quantized)
+    return ModelEdits(self.path, self.path_name, self.adapters, self.quantized, self.plain_children)
 
   def _smaller_model(self) -> Counterpart | None:
     return None if self.mup is None else build_counterpart(self, self.mup)
+
+  @property
+  def total_num_params(self) -> int:
+    """The number of parameters, with moving statistics."""
+    return sum(weight.num_params for weight in jax.tree.leaves(self.abstract_init()))
 
   @property
   def active_num_params(self) -> int:

@@ -18,11 +18,19 @@ class ModelEdits:
 
   Args:
     path, name: the path of the model, and as messages spell it.
-    adapters, quantized: fields of the model.
+    adapters, quantized, plain_children: fields of the model.
   """
 
-  def __init__(self, path: Path, name: str, adapters: Config | Sequence[Config], quantized: Config | Sequence[Config]):
-    self._adapters, self._weights = AdapterEdits(path, name, adapters), WeightEdits(path, name, quantized)
+  def __init__(
+    self,
+    path: Path,
+    name: str,
+    adapters: Config | Sequence[Config],
+    quantized: Config | Sequence[Config],
+    plain_children: Sequence[str] = (),
+  ):
+    self._adapters = AdapterEdits(path, name, adapters)
+    self._weights = WeightEdits(path, name, quantized, plain_children)
 
   def edit(self, path: Path, config: Config) -> Config:
     return self._adapters.edit(path, config)

@@ -125,8 +125,8 @@ class PolicyModel(ReferencedModel):
     """
     tokens, has_answer_B = predictions, predictions.has_answer
     terms = self.policy_loss.terms(tokens)
-    stop_ids = self.sampler.stop_ids if not self.do_eval else self.decoder.stop_ids
-    is_stop_BT = jnp.isin(batch['labels'], jnp.array(stop_ids, jnp.int32)) & (tokens.weights > 0)
+    sampler = self.decoder if self.do_eval else self.sampler
+    is_stop_BT = jnp.isin(batch['labels'], jnp.array(sampler.stop_ids, jnp.int32)) & (tokens.weights > 0)
     of_answers = {
       'reward': batch['reward'],
       **{f'reward/{name}': reward_B for name, reward_B in batch['rewards'].items()},
@@ -138,7 +138,7 @@ class PolicyModel(ReferencedModel):
     if self.needs_reference:
       of_tokens['divergence'] = terms.divergence
     metrics = {
-      'loss': self.policy_loss.average(terms.loss, tokens, self.sampler.max_decode_steps),
+      'loss': self.policy_loss.average(terms.loss, tokens, sampler.max_decode_steps),
       **{name: weighted_mean(x_B, has_answer_B) for name, x_B in of_answers.items()},
       **{name: weighted_mean(x_BT, tokens.weights) for name, x_BT in of_tokens.items()},
     }

@@ -63,6 +63,8 @@ class RewardModel(BaseModel[Rewards]):
   center_weight: float = 0.0
   activation_split_dims_mapping: Config = template(SplitMapping)
 
+  plain_children = ('head',)  # It starts from the seed, and is trained.
+
   lm: TransformerLm = child()
   head: Linear = child()
 

@@ -21,13 +21,14 @@ class WeightEdits:
   Args:
     path, name: the path of the model, and as messages spell it.
     quantized: config of a `QuantizedWeights`, or several; the first one that is for a layer wins.
+    plain_children: names of children of the model to which a rule without regexes does not apply.
 
   Raises:
     ConfigError: one of them is not valid.
   """
 
-  def __init__(self, path: Path, name: str, quantized: Config | Sequence[Config]):
-    self._path, self._field = path, f'{name}.quantized'
+  def __init__(self, path: Path, name: str, quantized: Config | Sequence[Config], plain_children: Sequence[str] = ()):
+    self._path, self._field, self._plain = path, f'{name}.quantized', plain_children
     self._rules: list[QuantizedWeights] = []
     for i, config in enumerate((quantized,) if isinstance(quantized, Config) else quantized):
       built = build_at(f'{self._field}[{i}]', config) if isinstance(config, Config) else config
@@ -45,20 +46,16 @@ class WeightEdits:
     if name not in layer.product_weights:
       return None
     for i, rule in enumerate(self._rules):
-      if rule.is_for(path):
+      if rule.is_for(path) and not (rule.layers is None and path.partition('.')[0] in self._plain):
         self._used[path] = i
         with prefix_errors(f'{self._field}[{i}]'):
           return rule.store(layer, name, weight)
     return None
 
   def check(self) -> None:
-    """Raises ConfigError if a rule is for no layer, or a regex matches no layer or one without such weights."""
+    """Raises ConfigError if a rule is used for no layer, or a regex matches no layer or one without such weights."""
     for i, rule in enumerate(self._rules):
       field = f'{self._field}[{i}]'
-      if rule.layers is None and i not in self._used.values():
-        raise ConfigError(
-          f'{field}: there is no layer with weights that can be quantized and that no earlier rule is for'
-        )
       for pattern in rule.patterns:
         matched = [name for name in self._kinds if re.fullmatch(pattern, name)]
         if not matched:
@@ -71,3 +68,8 @@ class WeightEdits:
             f'{field}.layers: {pattern!r} matches {wrong}, a {self._kinds[wrong]}, whose weights cannot be quantized; '
             'let it match only linear layers, projections and experts'
           )
+      if i not in self._used.values():
+        raise ConfigError(
+          f'{field}: it does nothing, because there is no layer that it is for, with weights that can be quantized, '
+          'and that no earlier rule is for'
+        )

@@ -18,7 +18,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import NestedDict, leaves, map_with_path
+from praxis_lite.common.trees import NestedDict, leaves, map_with_path, select
 from praxis_lite.models import quantize_weights
 from praxis_lite.runs.quantized_arrays import quantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
@@ -27,6 +27,7 @@ from praxis_lite.runs.records.run_config import job_directory
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.state import TrainState, place_task_variables
+from praxis_lite.training.task import SingleTask
 
 
 def quantize_run(
@@ -71,8 +72,8 @@ def quantize_run(
     if writer.latest_step() is not None:
       raise UserError(f'--out={directory} has checkpoints already; name another directory')
     try:
-      state = TrainState(np.asarray(step, np.int32), variables, None)
-      writer.save(step, state, TrainState(jax.ShapeDtypeStruct((), np.int32), _stored_shapes(variables), None), None)
+      state = TrainState(np.asarray(step, np.int32), variables, None, _averages(task, variables))
+      writer.save(step, state, _stored_shapes(state), None)
       writer.wait()
     except CheckpointError as error:
       if isinstance(error.__cause__, UserError):
@@ -100,5 +101,12 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
   return tuple(rule.clone(trained=False) for rule in rules)
 
 
-def _stored_shapes(variables: NestedDict) -> NestedDict:
-  return map_with_path(lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
+def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:
+  """Returns the moving averages that the learner of a task keeps, as if they began now; None if it keeps none."""
+  shapes = jax.tree.map(lambda weight: weight.as_struct(), task.model.abstract_init())
+  averages = jax.eval_shape(task.bind_learner().init_ema, shapes)
+  return None if averages is None else select(variables, leaves(averages).__contains__)
+
+
+def _stored_shapes(state: TrainState) -> TrainState:
+  return map_with_path(lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)

@@ -221,6 +221,8 @@ class WeightHParams:
     collections: marks from `WeightHParamsCollection`.
     active_share: the share of the weight that one token uses, less than 1 if it uses only some of the experts.
     growth: how it differs from the weight of a smaller model; None if the model has none. Learners read it.
+    stands_for: the number of parameters that it stands for in one layer, if not for its entries: a weight in few bits
+      counts like the weight itself, and its scales count 0.
   """
 
   shape: tuple[int, ...]
@@ -235,6 +237,7 @@ class WeightHParams:
   collections: frozenset[WeightHParamsCollection] = frozenset()
   active_share: float = 1.0
   growth: Growth | None = None
+  stands_for: int | None = None
 
   def __post_init__(self) -> None:
     if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
@@ -262,9 +265,14 @@ class WeightHParams:
     return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.from_field(mapping, source))
 
   @property
+  def num_params(self) -> int:
+    """Number of parameters, in all layers."""
+    return math.prod(self.repeat_prefix) * (math.prod(self.shape) if self.stands_for is None else self.stands_for)
+
+  @property
   def num_active(self) -> int:
-    """Number of entries that one token uses."""
-    return round(math.prod(self.full_shape) * self.active_share)
+    """Number of parameters that one token uses."""
+    return round(self.num_params * self.active_share)
 
   @property
   def trainable(self) -> bool:

@@ -158,7 +158,7 @@ class PartitionedTask:
 
   @property
   def total_num_params(self) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.unpadded_state_shapes.mdl_vars))
+    return self.jax_task.model.total_num_params
 
   @property
   def rows_of_microbatch(self) -> int:

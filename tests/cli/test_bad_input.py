@@ -165,6 +165,12 @@ COMMAND_LINES = {
 
 
 @pytest.mark.slow_cases
+def test_flags_of_a_format_need_one(capsys, tmp_path):
+  flags = ('--group_size=64', '--nosymmetric', '--layers=a', '--percentile=99', '--scale_dtype=float16')
+  told = fails(capsys, 'quantize', TINY, f'--job_log_dir={tmp_path}', f'--out={tmp_path / "out"}', *flags)
+  assert '--group_size, --layers, --symmetric, --percentile, --scale_dtype: without --format' in told
+
+
 @pytest.mark.parametrize(('arguments', 'message'), COMMAND_LINES.values(), ids=COMMAND_LINES)
 def test_a_mistyped_command_line_is_told(capsys, arguments, message):
   assert re.search(message, fails(capsys, *arguments))

@@ -56,6 +56,16 @@ def test_packing_there_and_back(bits, shape):
   np.testing.assert_array_equal(unpack(packed, bits, shape[1]), q)
 
 
+def test_a_family_with_inputs_first_is_refused(tmp_path):
+  model = transformer_lm(style='gpt2', vocab_size=7, model_dims=4, num_layers=1, num_heads=2, hidden_dims=6, max_len=8)
+  plain = model.instantiate()
+  write_model(tmp_path / 'hf', plain, drawn_variables(plain.abstract_init()))
+  import_run(tmp_path / 'hf', tmp_path / 'run')
+  quantize_run(read_record(tmp_path / 'run').config, tmp_path / 'run', tmp_path / 'few', Config(QuantizedWeights))
+  with pytest.raises(ConfigError, match='--quantized: tensors of gpt2 have their inputs first'):
+    export_run(read_record(tmp_path / 'few').config, tmp_path / 'few', tmp_path / 'out', quantized=True)
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize('name, experts', [('not symmetric', True), ('int4', False), ('int8', True)])
 def test_an_export_is_read_again_with_the_same_values(name, experts, tmp_path):

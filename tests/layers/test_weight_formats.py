@@ -77,12 +77,13 @@ def test_every_format_is_its_formula(shape):
 
 
 @pytest.mark.parametrize('name, steps', [('int8', 0.51), ('int4', 0.51), ('int2', 0.51), ('nf4', 0.152)])
-def test_rounding_is_off_by_half_a_step(name, steps):
-  w = random(33, 5)
-  form = WeightFormat(name, group_size=8)
+@pytest.mark.parametrize('scale_dtype', ['float32', 'bfloat16', 'float16'])
+def test_rounding_is_off_by_half_a_step(name, steps, scale_dtype):
+  w = random(33, 50)
+  form = WeightFormat(name, group_size=8, scale_dtype=scale_dtype)
   parts = quantize(form, w)
-  scales = np.repeat(parts['scale'], 8, axis=0)[:33]
-  assert (np.abs(dequantize(form, parts, 33) - w) <= scales * (steps + 1e-5)).all()
+  scales = np.repeat(parts['scale'].astype(np.float32), 8, axis=0)[:33]
+  assert (np.abs(dequantize(form, parts, 33) - w) <= scales * (steps + 5e-5)).all()
 
 
 @pytest.mark.parametrize('name', ['int8', 'int4', 'nf4'])

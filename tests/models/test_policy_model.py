@@ -19,6 +19,7 @@ from praxis_lite.models import Grpo, set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, Sampler
 from praxis_lite.models.policy_losses import PolicyTokens, estimate_divergence
 from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.records.run_config import build_datasets
 from praxis_lite.training import train_adapters, train_policy
 from praxis_lite.training.task import SingleTask
 
@@ -328,6 +329,9 @@ def test_a_step_on_a_mesh_is_that_of_one_device(kind, mesh, fields):
     ({'scale_rewards': 'groups'}, "scale_rewards: .*Did you mean 'group'"),
     ({'packed': True}, 'packed: each row has one prompt'),
     ({'steps_per_batch': 0}, 'steps_per_batch'),
+    ({'num_answers': 1}, 'num_answers: .* at least 2 in training'),
+    ({'reward_weights': {'letters': 1e39}}, r"reward_weights\['letters'\]: expected a finite number, got 1e"),
+    ({'reward_weights': {'letters': float('nan')}}, r"reward_weights\['letters'\]: expected a finite number, got nan"),
   ],
 )
 def test_an_input_that_cannot_be(fields, message):
@@ -347,12 +351,73 @@ def test_examples_that_cannot_be():
   assert next(data([{'prompt': 'abcdef'}], truncate=True))['num_given'].tolist() == [P] * 3 + [0] * 9
 
 
-@pytest.mark.parametrize('value', [None, float('nan'), 'yes', float('inf')])
+ODD = [
+  None,
+  float('nan'),
+  'yes',
+  np.str_('1'),
+  float('inf'),
+  1e39,
+  -1e39,
+  10**400,
+  1j,
+  np.complex64(1),
+  np.float64(1e39),
+]
+
+
+@pytest.mark.parametrize('value', ODD)
 def test_a_reward_is_a_finite_number(value):
   found = data(rewards={'odd': lambda prompt, answer, example: value})
   answers = {'ids': np.zeros((12, M), np.int32), 'lengths': np.ones(12, np.int32), 'log_probs': np.zeros((12, M))}
-  with pytest.raises(DataError, match=r"rewards\['odd'\]: expected a finite number for the answer '' to 'a', got"):
+  with pytest.raises(
+    DataError, match=r"rewards\['odd'\]: expected a finite number in float32 for the answer '' to 'a', got"
+  ):
     found.complete(next(found), answers)
+
+
+ANSWERS = {'ids': np.zeros((12, M), np.int32), 'lengths': np.ones(12, np.int32), 'log_probs': np.zeros((12, M))}
+
+
+@pytest.mark.parametrize('value', [True, 1, 1.0, np.True_, np.int8(1), np.float16(1), np.float64(1)])
+def test_kinds_of_numbers_are_rewards(value):
+  found = data(rewards={'one': lambda prompt, answer, example: value}, reward_weights={'one': 2})
+  assert found.complete(next(found), ANSWERS)['reward'][:9].tolist() == [2.0] * 9
+
+
+def test_a_weighted_reward_is_finite():
+  found = data(rewards={'large': lambda prompt, answer, example: 1e30}, reward_weights={'large': 1e30})
+  with pytest.raises(
+    DataError, match=r"reward_weights: the weighted sum .* '' to 'a' is 1.0.*e\+60, and must be a finite"
+  ):
+    found.complete(next(found), ANSWERS)
+
+
+def test_advantages_are_finite():
+  given = iter([3e38] * 2 + [-3e38] + [0.0] * 6)
+  found = data(rewards={'large': lambda prompt, answer, example: next(given)}, scale_rewards='none')
+  with pytest.raises(DataError, match='so large that their differences are not finite'):
+    found.complete(next(found), ANSWERS)
+
+
+def test_prompts_that_are_rewarded_cannot_be_decoded_as_a_data_set():
+  given = Config(RewardedInput, examples=EXAMPLES, rewards={'length': reward_length}, num_answers=G, batch_size=12)
+  given.set(seq_len=T, answer_length=M, is_training=False)
+  with pytest.raises(ConfigError, match=r'decode_datasets\[0\]: a RewardedInput is for training and evaluation'):
+    build_datasets([given], 'decode_datasets')
+
+
+def test_evaluation_divides_by_the_length_of_its_own_answers():
+  task = task_of('without')
+  task.model.loss_tpl = Config(Grpo, mean='constant')
+  task.model.decoder_tpl.max_decode_steps = 2 * M
+  model = task.model.instantiate()
+  batch, variables = batch_of('without'), made('without')[1]
+  losses = {}
+  for do_eval in (False, True):
+    (metrics, _), _ = jax.jit(functools.partial(model.apply, do_eval=do_eval))(variables, batch)
+    losses[do_eval] = float(metrics['loss'][0])
+  assert losses[True] and losses[True] == pytest.approx(losses[False] / 2, rel=1e-5)
 
 
 def test_a_reward_that_fails_is_named():

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import jax
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import export_run
 from praxis_lite.bridges.hf.files import read_folder
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.streamed import PART_BYTES, StreamedArray, boxes, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.trees import leaves, leaves_by_path
 from praxis_lite.experiments.lm import SyntheticLmTiny
+from praxis_lite.instruments.explain.explanation import format_counts
+from praxis_lite.instruments.explain.report import parameter_table
 from praxis_lite.layers import Lora, MoeFeedForward, QuantizedWeights
 from praxis_lite.models import dequantize_variables, quantize_variables, quantize_weights, transformer_lm
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.quantized import quantize_run
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, quantize_streamed
 from praxis_lite.runs.records.record import read_record
-from praxis_lite.training import train_adapters
+from praxis_lite.training import train_adapters, train_rewards
 from praxis_lite.training.experiment import configure
+from praxis_lite.training.state import TrainState
 
 
 class InMemory(StreamedArray):
@@ -110,3 +117,55 @@ def test_a_run_is_quantized_evaluated_exported_and_fine_tuned(tmp_path):
 def test_a_run_without_rules_for_training_needs_a_format(tmp_path):
   with pytest.raises(ConfigError, match='name a format'):
     quantize_run(configure(SyntheticLmTiny), tmp_path / 'base', tmp_path / 'int8')
+
+
+def test_a_run_with_moving_averages_is_quantized_and_loaded(tmp_path):
+  config = configure(SyntheticLmTiny)
+  config.task.train.learner.ema_decay = 0.9
+  task = config.task.instantiate()
+  variables = drawn_variables(task.model.abstract_init())
+  averages = drawn_variables(task.model.abstract_init(), seed=1)
+  with contextlib.closing(Checkpointer(tmp_path / 'base')) as checkpointer:
+    state = TrainState(np.int32(3), variables, None, averages)
+    checkpointer.save(3, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state), None)
+  quantize_run(config, tmp_path / 'base', tmp_path / 'int8', Config(QuantizedWeights))
+  model = open_run(tmp_path / 'int8').load()
+  for path, expected in leaves(quantize_variables(model.layer, averages)).items():
+    np.testing.assert_array_equal(leaves(model.variables)[path], expected)
+
+
+def test_rules_that_do_nothing():
+  for rules, message in (
+    ([Config(QuantizedWeights, layers=())], r'layers: \(\) names no layer; None is for all'),
+    ([Config(QuantizedWeights), RULES[0]], r'quantized\[1\]: it does nothing'),
+    ([Config(QuantizedWeights), Config(QuantizedWeights)], r'quantized\[1\]: it does nothing'),
+    ([Config(QuantizedWeights, layers='(')], r"quantized\[0\].layers: '\(' is not a regular expression"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      quantize_weights(lm(), *rules).instantiate()
+
+
+def test_weights_in_few_bits_count_like_plain_ones():
+  plain, model = (m.instantiate() for m in (lm(), quantize_weights(lm(), *RULES)))
+  assert model.total_num_params == plain.total_num_params == plain.active_num_params == model.active_num_params
+  assert str(model).splitlines()[0] == str(plain).splitlines()[0]
+  config = configure(SyntheticLmTiny)
+  texts = []
+  for rules in ((), RULES[1:]):
+    quantize_weights(config.task.model, *rules)
+    task = config.task.instantiate()
+    texts.append(format_counts(parameter_table(task, task.mesh_sizes())).partition(' parameters')[0])
+  assert texts[0] == texts[1] and int(texts[0].replace(',', ''))
+
+
+def test_the_head_of_a_reward_model_on_weights_in_few_bits_is_trained():
+  config = configure(SyntheticLmTiny)
+  quantize_weights(config.task.model, Config(QuantizedWeights))
+  train_adapters(config.task, Config(Lora, rank=2))
+  task = train_rewards(config.task).instantiate()
+  weights, learner = leaves(task.model.abstract_init()), task.bind_learner()
+  assert all(np.dtype(weights[path].dtype) == np.float32 for path in weights if path[0] == 'head')
+  assert learner.is_trained(('head', 'w'))
+  config.task.train.learner.bprop_variable_inclusion = r'lm\..*query\.w'
+  with pytest.raises(ConfigError, match=r'names only variables that cannot be trained, such as lm\..*query\.w'):
+    config.task.instantiate().bind_learner()

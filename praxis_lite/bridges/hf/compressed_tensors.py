@@ -88,6 +88,11 @@ def compress_tensors(
     if form is None:
       declared[name], made[name] = as_plain, lambda name=name: tensor(name)  # type: ignore[misc]
       continue
+    if len(as_plain.shape) != 2:
+      raise ConfigError(
+        f'--quantized: the tensor {name} has {len(as_plain.shape)} dimensions, and compressed-tensors has only '
+        'matrices in few bits; leave out --quantized'
+      )
     outputs, inputs = as_plain.shape
     count = 1 if form.group_size is None else inputs // form.group_size
     scale = np.dtype(dtype or form.scale_dtype)

@@ -36,6 +36,7 @@ class Family:
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
   table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
   # First parts of names of tensors that belong to heads, which other families do not have.
+  stores_inputs_first: ClassVar[bool] = False  # Whether tensors of linear layers are [in, out].
   own_heads: ClassVar[frozenset[str]] = frozenset()
 
   @property

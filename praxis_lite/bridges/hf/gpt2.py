@@ -20,6 +20,8 @@ from praxis_lite.models import LanguageModel, transformer_lm
 class Gpt2(Family):
   """GPT-2. Its linear layers are stored as [in, out]; queries, keys and values share a tensor."""
 
+  stores_inputs_first = True
+
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
     hf.must_be('scale_attn_weights', True)

@@ -300,6 +300,11 @@ def export_run(
   if quantized and (model.adapters or not model.quantized):
     what = 'adapters, which are merged into plain weights' if model.adapters else 'no weights in few bits'
     raise ConfigError(f'--quantized: the model has {what}; `praxis-lite quantize` makes a run with weights in few bits')
+  if quantized and family.stores_inputs_first:
+    raise ConfigError(
+      f'--quantized: tensors of {family.model_type} have their inputs first, and compressed-tensors their outputs, so '
+      'weights of this family cannot be written in few bits; leave out --quantized'
+    )
   spread = {kind: family.part_of(tree) for kind, tree in spread_streamed(model, whole).items()} if quantized else {}
   if model.quantized:
     whole, model = dequantize_streamed(model, whole), without_quantization(config.task.model).instantiate()

@@ -90,7 +90,8 @@ class Explanation:
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
     per_device: whether the shape describes the part on one device, as inside `shard_map`.
     of_weight: for an activation, whether it is a weight that its layer constrains where it is used.
-    num_active: for a variable, the number of entries that one token uses; None if it uses all of them.
+    num_params: for a variable, the number of parameters that it stands for; None if these are its entries.
+    num_active: for a variable, the number of parameters that one token uses; None if it uses all of them.
     compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
   """
 
@@ -105,6 +106,7 @@ class Explanation:
   frozen: bool = False
   per_device: bool = False
   of_weight: bool = False
+  num_params: int | None = None
   num_active: int | None = None
   compiled: tuple[int, ...] | None = None
 
@@ -333,11 +335,12 @@ def format_counts(variables: Sequence[Explanation]) -> str:
   If a token uses only some of the parameters, as with experts, the text also gives their number.
   """
   counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
-  for e in variables:
-    counts['frozen' if e.frozen else 'trained' if e.trainable else 'not trainable'] += math.prod(e.shape)
+  params = [math.prod(e.shape) if e.num_params is None else e.num_params for e in variables]
+  for e, count in zip(variables, params):
+    counts['frozen' if e.frozen else 'trained' if e.trainable else 'not trainable'] += count
   total = number_of(sum(counts.values()), 'parameter')
   if any(e.num_active is not None for e in variables):
-    active = sum(math.prod(e.shape) if e.num_active is None else e.num_active for e in variables)
+    active = sum(count if e.num_active is None else e.num_active for e, count in zip(variables, params))
     total += f' ({active:,} active for each token)'
   parts = [f'{count:,} {what}' for what, count in counts.items() if count or what == 'trained']
   return f'{total}, {"all trained" if len(parts) == 1 else ", ".join(parts)}'

@@ -109,6 +109,8 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
       remarks = (*remarks, 'frozen by task.train.learner' if frozen else 'not trained by the optimizer')
     name, dtype, trainable = path_name(path), np.dtype(struct.dtype), weight.trainable
     row = Explanation(name, ArrayKind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen)
+    if weight.stands_for is not None:
+      row = dataclasses.replace(row, num_params=weight.num_params)
     if weight.active_share < 1:
       used = f'one token uses {weight.active_share:.3g} of it'
       row = dataclasses.replace(row, remarks=(*remarks, used), num_active=weight.num_active)

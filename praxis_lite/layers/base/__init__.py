@@ -334,7 +334,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   def _lines(self, name: str, tree: NestedDict) -> Iterator[str]:
     """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
-    count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(self).__name__
+    count, kind = sum(w.num_params for w in leaves(tree).values()), type(self).__name__
     yield f'{kind if name == kind else f"{name}: {kind}"}, {number_of(count, "parameter")}'
     for key, weight in tree.items():
       if not isinstance(weight, WeightHParams):

@@ -26,6 +26,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
+from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.models.base import BaseModel
 
 
@@ -121,7 +122,8 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   """Builds inputs that read this process's share of the data.
 
   Raises:
-    ConfigError: two evaluation inputs have the same name, or one of them has the name of the training input.
+    ConfigError: two evaluation inputs have the same name, one of them has the name of the training input, or an input
+      to decode is a `RewardedInput`.
   """
   start_devices()
   inputs: list[BaseInput] = []
@@ -138,6 +140,12 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
     called = target(config).__qualname__, getattr(config, 'name', '')
     with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
+  for i, data in enumerate(inputs):
+    if name == 'decode_datasets' and isinstance(data, RewardedInput):
+      raise ConfigError(
+        f'{name}[{i}]: a RewardedInput is for training and evaluation, and decoding has no rewards; put it into '
+        'datasets(), with is_training=False, or decode its prompts with an input of texts'
+      )
   labels = [i.label for i in inputs if not i.is_training]
   twice = [label for label in labels if labels.count(label) > 1]
   if twice:

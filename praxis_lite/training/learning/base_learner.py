@@ -134,6 +134,11 @@ class BoundLearner:
       for path, weight in declared.items()
       if weight.trainable and (path in included or not learner.bprop_variable_inclusion) and path not in excluded
     }
+    if included and not any(declared[path].trainable for path in included):
+      raise ConfigError(
+        f'learner.bprop_variable_inclusion: it names only variables that cannot be trained, such as '
+        f'{path_name(min(included))}'
+      )
     if not self._trained and any(weight.trainable for weight in declared.values()):
       raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
     for path in self._trained:

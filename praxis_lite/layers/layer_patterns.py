@@ -1,0 +1,38 @@
+"""LayerPatterns: the layers below a model that a rule, such as an adapter, is for, as regexes of their paths."""
+
+from __future__ import annotations
+
+import re
+
+from praxis_lite.common.config import Configurable
+from praxis_lite.common.errors import ConfigError
+
+
+class LayerPatterns(Configurable):
+  """Base of rules for some layers of a model.
+
+  Attributes:
+    layers: regex, or several, that match whole paths of layers below the model; None means all that the rule can
+      be for.
+  """
+
+  layers: str | tuple[str, ...] | None = None
+
+  def __post_init__(self) -> None:
+    where = f'{type(self).__name__}.layers'
+    if self.layers is not None and not self.patterns:
+      raise ConfigError(f'{where}: {self.layers!r} names no layer; None is for all')
+    for pattern in self.patterns:
+      try:
+        re.compile(pattern)
+      except (re.error, TypeError) as error:
+        raise ConfigError(f'{where}: {pattern!r} is not a regular expression: {error}') from None
+
+  @property
+  def patterns(self) -> tuple[str, ...]:
+    """The regexes; () for None."""
+    return () if self.layers is None else (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+  def matches(self, path: str) -> bool:
+    """Whether a regex matches a path."""
+    return any(re.fullmatch(pattern, path) for pattern in self.patterns)
