@@ -15,12 +15,13 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.streamed import PART_BYTES, StreamedArray, boxes, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.common.trees import leaves, leaves_by_path
+from praxis_lite.common.trees import leaves, leaves_by_path, merge, select
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.instruments.explain.explanation import format_counts
 from praxis_lite.instruments.explain.report import parameter_table
 from praxis_lite.layers import Lora, MoeFeedForward, QuantizedWeights
-from praxis_lite.models import dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.models import add_adapters, dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.models.adapters import adapter_paths
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.quantized import quantize_run
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, quantize_streamed
@@ -169,3 +170,26 @@ def test_the_head_of_a_reward_model_on_weights_in_few_bits_is_trained():
   config.task.train.learner.bprop_variable_inclusion = r'lm\..*query\.w'
   with pytest.raises(ConfigError, match=r'names only variables that cannot be trained, such as lm\..*query\.w'):
     config.task.instantiate().bind_learner()
+
+
+def test_gradients_of_adapters_are_those_on_the_dequantized_weights():
+  adapted = add_adapters(lm(), Config(Lora, rank=2))
+  plain, model = adapted.clone().instantiate(), quantize_weights(adapted, *RULES).instantiate()
+  drawn = drawn_variables(plain.abstract_init())
+  few = quantize_variables(model, drawn)
+  paths = adapter_paths(model)
+  adapters = select(drawn, paths.__contains__)
+  ids = np.arange(10, dtype=np.int32).reshape(2, 5) % 7
+  batch = {'ids': ids, 'labels': ids[:, ::-1], 'weights': np.ones((2, 5), np.float32)}
+
+  def gradients(layer, variables):
+    def loss(trained):
+      (metrics, _), _ = layer.apply(merge(variables, trained), batch)
+      return metrics['loss'][0]
+
+    return leaves(jax.jit(jax.grad(loss))(adapters))
+
+  found, expected = gradients(model, few), gradients(plain, dequantize_variables(model, few))
+  assert found.keys() == paths and max(np.abs(x).max() for x in expected.values()) > 1e-3
+  for path, gradient in expected.items():
+    np.testing.assert_allclose(found[path], gradient, atol=1e-5, rtol=1e-5, err_msg=str(path))
