@@ -172,6 +172,7 @@ def test_the_head_of_a_reward_model_on_weights_in_few_bits_is_trained():
     config.task.instantiate().bind_learner()
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_those_on_the_dequantized_weights():
   adapted = add_adapters(lm(), Config(Lora, rank=2))
   plain, model = adapted.clone().instantiate(), quantize_weights(adapted, *RULES).instantiate()
