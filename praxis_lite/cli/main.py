@@ -107,7 +107,7 @@ A mistake is reported in one line; --traceback shows where in the code it is.
 
 Exit codes:
     0  success
-    1  check, plan, verify, sweep, status, replay or checkpoints found a problem
+    1  a problem: check, plan, verify, agree, sweep, status, replay, checkpoints
     2  a mistake in the command, the config or the data
    75  a host was lost, or there was no time to save; the same command resumes
    76  a faulty device (train --check_determinism, --check_replicas)

@@ -336,9 +336,9 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
     count, kind = sum(w.num_params for w in leaves(tree).values()), type(self).__name__
     yield f'{kind if name == kind else f"{name}: {kind}"}, {number_of(count, "parameter")}'
-    for key, weight in tree.items():
-      if not isinstance(weight, WeightHParams):
-        continue
+    own = [key for name in self._weights for key in (self._stored[name].parts if name in self._stored else (name,))]
+    for key in own:
+      weight: WeightHParams = tree[key]
       shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
       yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
     for key, child in self.children():
