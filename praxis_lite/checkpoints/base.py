@@ -104,11 +104,11 @@ def arrays_in(
     check_base(base, folder, variables)
     wanted = {base.names[name]: shape for name, shape in theirs.items()}
     there = arrays_in(base.folder, read_checkpoint_record(base.folder, 'about'), wanted)
-    found |= {name: _in_dtype(there[base.names[name]], variables[name]['dtype']) for name in theirs}
+    found |= {name: _cast(there[base.names[name]], variables[name]['dtype']) for name in theirs}
   return found
 
 
-def _in_dtype(array: StreamedArray, dtype: str) -> StreamedArray:
+def _cast(array: StreamedArray, dtype: str) -> StreamedArray:
   """Returns an array in the dtype of its record; that of PRNG keys is no dtype of an array."""
   return (
     array if dtype.startswith('key<') or array.dtype == plain_dtype(dtype) else CastArray(array, plain_dtype(dtype))

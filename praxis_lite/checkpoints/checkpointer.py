@@ -422,7 +422,7 @@ class Checkpointer:
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
         for wanted in _split_by_name(left_out):
           # In the dtypes of this checkpoint first, as if it had them itself.
-          structs = {name: _in_dtype(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
+          structs = {name: _cast(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
           read = other._read_arrays(base.step, nest({to_path(name): x for name, x in structs.items()}))
           found |= {path: node_at(read, to_path(name)).astype(x.dtype) for path, (name, x) in wanted.items()}
     return nest(found)
@@ -486,7 +486,7 @@ def _split_by_name(
     entries = {path: entry for path, entry in entries.items() if path not in part}
 
 
-def _in_dtype(shape: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
+def _cast(shape: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
   return shape if dtype.startswith('key<') else jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
 
 

@@ -53,7 +53,7 @@ class DecoderBlock(TransformerBlock):
   def setup(self) -> None:
     super().setup()
     heads = {field: getattr(self, field) for field in HEADS}
-    self.create_child('cross_attention', self._sized('cross_attention_tpl', input_dims=self.input_dims, **heads))
+    self.create_child('cross_attention', self._set_sizes('cross_attention_tpl', input_dims=self.input_dims, **heads))
     norms = ['cross_attention_norm', *(['cross_attention_out_norm'] if self._is_hybrid else [])]
     self.create_children(*norms, template=self.norm_tpl.clone(dims=self.input_dims))
 

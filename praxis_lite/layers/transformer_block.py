@@ -79,14 +79,14 @@ class TransformerBlock(Layer):
     norms = ['attention_norm', 'ff_norm']
     if self.norm_policy == 'primer_hybrid':
       norms += ['attention_out_norm', 'ff_out_norm']
-    self.create_children(*norms, template=self._sized('norm_tpl', dims=self.input_dims))
-    self.create_child('attention', self._sized('attention_tpl', input_dims=self.input_dims, **heads))
-    self.create_child('ff', self._sized('ff_tpl', input_dims=self.input_dims, hidden_dims=self.hidden_dims))
+    self.create_children(*norms, template=self._set_sizes('norm_tpl', dims=self.input_dims))
+    self.create_child('attention', self._set_sizes('attention_tpl', input_dims=self.input_dims, **heads))
+    self.create_child('ff', self._set_sizes('ff_tpl', input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
     if self.residual_tpl is not None:
       self.create_child('residual', self.residual_tpl)
 
-  def _sized(self, name: str, **sizes: object) -> Config:
+  def _set_sizes(self, name: str, **sizes: object) -> Config:
     """Returns a template with its sizes set; raises a `ConfigError` if its layer does not declare them."""
     config: Config = getattr(self, name)
     known = field_names(config)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, merge, node_at, path_name, select
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.quantization import dequantize_variables
-
-ModelT = TypeVar('ModelT', bound=BaseModel)
+from praxis_lite.models.quantization import ModelT, dequantize_variables
 
 ADAPTER_VARIABLES = r'.*\.(lora\.[ab]|(gate|up|down)_lora_[ab]|dora_magnitude|ia3_scale)'
 """A regex that matches the paths of all variables of adapters, and of no other layers of this package."""

@@ -324,10 +324,10 @@ def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, 
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}
   for row in range(min(map(len, arrays.values()), default=0)):
     if np.any(weights[row] != 0):
-      yield {name: _as_json(x[row]) for name, x in arrays.items()}
+      yield {name: _to_json(x[row]) for name, x in arrays.items()}
 
 
-def _as_json(x: np.ndarray | np.generic) -> object:
+def _to_json(x: np.ndarray | np.generic) -> object:
   """Returns an array as lists of numbers, with None for those that are not finite, which JSON does not have."""
   if x.dtype.kind != 'f' or np.isfinite(x).all():
     return x.tolist()

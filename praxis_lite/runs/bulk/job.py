@@ -61,7 +61,7 @@ class ShardJob:
   def _keep_values(self, row: Row, kept: KeptValues) -> str:
     """Keeps values of a row; returns what is wrong with the row, '' if nothing is."""
     try:
-      self._kept[row.number] = {} if row.values is None else kept.of(row.values)
+      self._kept[row.number] = {} if row.values is None else kept.select(row.values)
     except DataError as error:
       return str(error)
     return row.error

@@ -44,7 +44,7 @@ class KeptValues:
     self._keep, self._format = keep, format
     self._kinds: dict[str, str] = {}
 
-  def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+  def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values to keep; raises DataError if one of them cannot be written."""
     kept = {name: values[name] for name in self._keep if name in values}
     for name, value in kept.items():

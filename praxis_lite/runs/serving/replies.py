@@ -109,10 +109,10 @@ class Replies:
 
   def _token(self, token: int, log_prob: float) -> dict[str, Any]:
     name = self._name(token)
-    own = None if name.startswith('token_id:') else list(self._own_bytes(token) or name.encode())
+    own = None if name.startswith('token_id:') else list(self._find_bytes(token) or name.encode())
     return {'token': name, 'logprob': _finite(log_prob), 'bytes': own}
 
-  def _own_bytes(self, token: int) -> bytes:
+  def _find_bytes(self, token: int) -> bytes:
     return self._bytes[token] if 0 <= token < len(self._bytes) else b''
 
   def _name(self, token: int) -> str:
@@ -120,9 +120,9 @@ class Replies:
     name = '' if self._tokenizer is None else self._tokenizer.decode([token])
     if name and _INCOMPLETE not in name:
       return name
-    if not self._own_bytes(token):
+    if not self._find_bytes(token):
       return f'token_id:{token}'
-    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._own_bytes(token))
+    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
     """Returns where the text of the next token begins; that of a part of a character, where the character begins."""
