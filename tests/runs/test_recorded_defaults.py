@@ -336,7 +336,7 @@ def test_a_run_evaluates_and_goes_on_with_what_it_recorded(code, tmp_path, capsy
 def test_a_checkpoint_of_other_shapes_names_the_remedy_that_fits(code, tmp_path):
   run_train(config_of(code()), tmp_path)
   module = code(('width: int = 3', 'width: int = 4'))
-  with pytest.raises(CheckpointError, match=r'task\.model\.width: 3 -> 4\. The directory records its config, so leave'):
+  with pytest.raises(CheckpointError, match=r'task\.model\.width: 3 -> 4\. Start a new run in .*, leave out --exp'):
     run_train(config_of(module), tmp_path)  # As with --exp.
   read_record(tmp_path, trusted=['code_of_a_user']).config.task.instantiate()
 
