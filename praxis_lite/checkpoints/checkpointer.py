@@ -481,9 +481,9 @@ def _split_by_name(
 ) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
   """Yields parts of `entries`; in each part, every name occurs once."""
   while entries:
-    part = {path: (name, x) for name, (path, x) in {name: (path, x) for path, (name, x) in entries.items()}.items()}
-    yield part
-    entries = {path: entry for path, entry in entries.items() if path not in part}
+    paths = {name: path for path, (name, _) in entries.items()}.values()  # One of each name.
+    yield {path: entries[path] for path in paths}
+    entries = {path: entry for path, entry in entries.items() if path not in paths}
 
 
 def _cast(shape: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:

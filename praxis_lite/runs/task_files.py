@@ -25,6 +25,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json_line, read_plain
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs.files import check_utf8
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import Sampler
 from praxis_lite.runs.continuations import check_stops
@@ -78,11 +79,11 @@ class Question(NamedTuple):
 def read_questions(path: str, where: str) -> list[Question]:
   """Returns the questions of a file; raises UserError, which begins with `where` and names the line."""
   try:
-    lines = read_plain(path).decode().split('\n')
+    data = read_plain(path)
   except OSError as error:
     raise UserError(f'{where}: {path} cannot be read: {error.strerror}') from None
-  except UnicodeDecodeError as error:
-    raise UserError(f'{where}: {path} is not UTF-8 text: byte {error.start}') from None
+  check_utf8(data, path, where)
+  lines = data.decode().split('\n')
   questions = [
     _parse(f'{where}: {path}, line {i}', line)._replace(line=i) for i, line in enumerate(lines, 1) if line.strip()
   ]
