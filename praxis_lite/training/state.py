@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, node_at, select
+from praxis_lite.common.trees import NestedDict, Path, leaves_by_path, map_with_path, merge, node_at, select
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import check_host_memory
 from praxis_lite.sharding.layout import StateLayout, layout_of
@@ -21,6 +21,8 @@ from praxis_lite.sharding.padding import MeshLike, axis_sizes
 from praxis_lite.sharding.placement import place_variables, placed_specs
 from praxis_lite.sharding.slots import opt_state_specs
 from praxis_lite.sharding.specs import spec_axes
+from praxis_lite.training.learning.base_learner import BoundLearner
+from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
@@ -138,10 +140,23 @@ def state_layout(
   specs = TrainState(
     step=PartitionSpec(),
     mdl_vars=specs_of_vars,
-    opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes),
+    opt_states=_slot_specs(unpadded, specs_of_vars, learner, mesh),
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
   return offload_slots(jax_task, layout_of(unpadded, specs, mesh))
+
+
+def _slot_specs(
+  unpadded: TrainState, specs_of_vars: NestedDict, learner: BoundLearner, mesh: Mesh | AbstractMesh
+) -> Any:
+  """Returns the specs of the optimizer's slots: its own, or those of their variables."""
+  if unpadded.opt_states is None:
+    return None
+  specs = opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes)
+  shapes = {path: x.shape for path, x in leaves_by_path(unpadded.mdl_vars).items()}
+  splits = Splits(shapes, leaves_by_path(specs_of_vars), dict(mesh.shape))
+  own = learner.slot_specs(unpadded.opt_states, splits)
+  return map_with_path(own.get, specs) if own else specs
 
 
 def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:

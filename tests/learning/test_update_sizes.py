@@ -11,7 +11,7 @@ import pytest
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.sharding.weights import Growth, WeightHParams, WeightHParamsCollection, WeightInit
-from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon
+from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon, shampoo, soap
 from praxis_lite.training.learning.praxis_adafactor import adafactor
 
 BIAS = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
@@ -73,6 +73,14 @@ def test_muon_divides_its_own_factor_of_the_shape():
   consistent = factors(Config(optax.contrib.muon, consistent_rms=0.2))
   assert consistent['hidden'] == pytest.approx((2 / 4) ** 0.5 / (8 / 3) ** 0.5)
   assert consistent['table'] == consistent['bias'] == 1 and consistent['kernel'] == 1 / 4  # These are not matrices.
+
+
+@pytest.mark.parametrize('optimizer', [soap, shampoo])
+def test_other_optimizers_of_matrices_need_to_be_told(optimizer):
+  """The size of their updates depends on how much gradients of several steps differ, so one step does not show it."""
+  with pytest.raises(ConfigError, match=rf'learner\.update_size: mup .* updates of {optimizer.__name__}'):
+    factors(optimizer)
+  assert factors(optimizer, update_size='normalized') == pytest.approx(ADAM)
 
 
 @pytest.mark.parametrize('fields', [{}, {'consistent_rms': 0.2}])

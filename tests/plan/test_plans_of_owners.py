@@ -8,7 +8,7 @@ from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.instruments.plan import plan
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training.execution import splits_of
-from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon
+from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner, muon, soap
 from praxis_lite.training.state import state_layout
 
 MATRICES = r'lm\.transformer\.layers\.(attention|ff)\..*\.w'
@@ -16,6 +16,10 @@ STEPS = 5
 
 
 def lm_with_muon(mesh, **fields):
+  return lm_with(Config(muon, ns_steps=STEPS, **fields), mesh)
+
+
+def lm_with(optimizer, mesh):
   config = small_lm(mesh)
   others = adamw_learner(0.003).set(clip_gradient_norm_to_value=0.0)
   config.task.train.learner = Config(
@@ -25,7 +29,7 @@ def lm_with_muon(mesh, **fields):
         LearnerRule,
         name='matrices',
         regex=MATRICES,
-        learner=Config(Learner, optimizer=Config(muon, ns_steps=STEPS, **fields)),
+        learner=Config(Learner, optimizer=optimizer),
       ),
       Config(LearnerRule, name='others', learner=others),
     ),
@@ -53,6 +57,20 @@ def test_a_step_computes_and_sends_what_the_formula_says():
     f'muon: {3 * LAYERS} matrices of {D} x {HIDDEN}, dealt out over 8 devices (the mesh splits them); each computes 1, '
     f'{wide:.2e} FLOPs, and receives 128 KiB of all-to-alls and 64 KiB of an all-gather',
   ]
+
+
+@pytest.mark.slow
+def test_square_arrays_are_sent_as_the_formula_says():
+  """Matrices come and go as with Muon, in three arrays there and two back; statistics and bases, over all owners."""
+  found = plan(lm_with(Config(soap, largest_side=D), (2, 2, 2)), None, 'cpu:8')
+  assert HIDDEN > D
+  sent = [c for c in found.cost.collectives if c.phase == 'update' and not c.layer and c.kind == 'all-to-all']
+  # Of each group, a device owns one matrix; the square ones have square arrays of both sides.
+  matrices, squares = 5 * 2 * (D * D + D * HIDDEN), 4 * (2 * D * D + D * D)
+  assert sum(c.count * c.result_bytes for c in sent) == 4 * (matrices + squares)
+  notes = [note for note in found.notes if note.startswith('soap: ')]
+  received = [(5 * 2 + 4 * 2) * D * D * 4, (5 * 2 * D * HIDDEN + 4 * D * D) * 4]
+  assert [f'receives {size // 1024} KiB of all-to-alls' in note for size, note in zip(received, notes)] == [True, True]
 
 
 def notes_of(mesh, **fields):

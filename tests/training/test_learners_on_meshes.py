@@ -17,7 +17,7 @@ from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training import PartitionedTask
-from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor, muon
+from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor, muon, shampoo, soap
 from praxis_lite.training.task import SingleTask
 
 BATCH = {'x': np.linspace(0.5, 1.5, 5, dtype=np.float32)}
@@ -161,6 +161,13 @@ OPTIMIZERS = {
   'muon_auto': Config(muon, nesterov=False, consistent_rms=0.2),
   'muon_split': Config(muon, placement='split'),
   'muon': Config(optax.contrib.muon, weight_decay=0.1),
+  # The gradients of both steps have nearly the same eigenvectors. Without eps, what is zero but for rounding would be
+  # divided by its size.
+  'soap': Config(soap, weight_decay=0.1, eps=0.1),
+  # Their statistics have full rank, so a refresh does not multiply rounding errors.
+  'soap_of_small_sides': Config(soap, largest_side=5, refresh_every=1, placement='owner'),
+  'shampoo': Config(shampoo, weight_decay=0.1, refresh_every=2),
+  'shampoo_split': Config(shampoo, graft='none', ridge=0.1, placement='split'),
   'adafactor': ADAFACTOR,
   'adafactor_of_praxis': Config(adafactor, min_dim_size_to_factor=3, beta1=0.9, weight_decay=0.1),
   'lion': Config(optax.lion),
@@ -178,9 +185,16 @@ def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  ('placement', 'per_layer'), [pytest.param('owner', None, marks=pytest.mark.slow), ('auto', True)]
+  ('optimizer', 'per_layer'),
+  [
+    pytest.param(Config(muon, placement='owner'), None, marks=pytest.mark.slow),
+    (Config(muon), True),
+    (Config(shampoo, ridge=0.01), None),
+  ],
 )
-def test_owners_also_gather_matrices_if_each_device_updates_its_parts(placement: str, per_layer: bool | None) -> None:
-  optimizer = Config(muon, weight_decay=0.1, placement=placement)
+def test_owners_also_gather_matrices_if_each_device_updates_its_parts(
+  optimizer: Config, per_layer: bool | None
+) -> None:
+  optimizer = optimizer.clone().set(weight_decay=0.1)
   learner = Config(Learner, optimizer=optimizer, learning_rate=0.05, per_layer_statistics=per_layer)
   assert_meshes_agree(learner, 'shard_map')

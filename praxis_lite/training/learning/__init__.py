@@ -26,6 +26,8 @@ from praxis_lite.training.learning.schedules import (
   SqrtDecay,
   Transformer,
 )
+from praxis_lite.training.learning.shampoo_optimizer import shampoo
+from praxis_lite.training.learning.soap_optimizer import soap
 
 __all__ = [
   'BaseLearner',
@@ -54,4 +56,6 @@ __all__ = [
   'Transformer',
   'adafactor',
   'muon',
+  'shampoo',
+  'soap',
 ]

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name, select, suggest_pattern
@@ -193,6 +194,16 @@ class BoundLearner:
     The axis is None for a dimension that runs along no single axis.
     """
     raise NotImplementedError
+
+  def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
+    """Returns how the slots are split that the optimizer places itself, by path; others follow their variables.
+
+    Args:
+      opt_states: shapes of the optimizer's state.
+      splits: how a mesh splits the variables.
+    """
+    del opt_states, splits
+    return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     """Returns what may treat a part of a variable differently from the whole: a field's path, and names of functions.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import Config, Configurable, target, template
 from praxis_lite.common.config.references import dotted_name
@@ -151,6 +152,9 @@ class _OneOptimizer(BoundLearner):
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     return self._optimizer.slot_axes()
+
+  def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
+    return self._optimizer.slot_specs(opt_states, splits)
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     is_split = not self._trained.isdisjoint(split_dims)

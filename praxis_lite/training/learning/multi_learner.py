@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, config_values, target
 from praxis_lite.common.errors import prefix_errors
@@ -153,6 +154,11 @@ class _SeveralOptimizers(BoundLearner):
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     return {(part.name, *path): axes for part in self._parts for path, axes in part.slot_axes().items()}
 
+  def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
+    return {
+      (part.name, *path): spec for part in self._parts for path, spec in part.slot_specs(opt_states, splits).items()
+    }
+
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     found = [part.needs_whole(split_dims) for part in self._parts]
     return next(((where, names) for where, names in found if names), ('learner.rules', []))
@@ -217,6 +223,11 @@ class _Part:
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     with self._naming():
       return self.learner.slot_axes()
+
+  def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
+    own: Any = opt_states[self.name]
+    with self._naming():
+      return self.learner.slot_specs(own, splits)
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     with self._naming():

@@ -13,28 +13,23 @@ are updated together, each layer as a matrix of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, map_with_path
-from praxis_lite.training.learning.owners import (
-  MatrixDims,
-  MatrixExchange,
+from praxis_lite.training.learning.matrix_optimizer import (
+  DimsFunction,
   MatrixOptimizer,
-  Splits,
-  change_matrices,
-  plan_exchanges,
+  dims_by_path,
+  with_adamw_for_others,
 )
-
-# Tree of variables -> the same tree, with the dimensions of each matrix, or None.
-Matrices = Callable[[Any], Any]
-
-PLACEMENTS = ('auto', 'owner', 'split')
+from praxis_lite.training.learning.owner_costs import Traffic
+from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices
 
 
 class MuonState(NamedTuple):
@@ -59,7 +54,7 @@ def muon(
   adam_weight_decay: float = 0.0,
   adam_weight_decay_mask: Any = None,
   placement: str = 'auto',
-  matrices: Matrices | None = None,
+  matrices: DimsFunction | None = None,
 ) -> MatrixOptimizer:
   """Returns Muon, which computes each split matrix whole, on one device; the names are optax's.
 
@@ -82,12 +77,10 @@ def muon(
   Raises:
     ConfigError: a value is out of range.
   """
-  check_choice('learner.optimizer.placement', placement, PLACEMENTS)
   if ns_steps < 1 or len(ns_coeffs) != 3:
     raise ConfigError(
       f'learner.optimizer: muon takes 3 ns_coeffs and at least 1 of ns_steps, got {ns_coeffs} and {ns_steps}'
     )
-  dims_of = matrices or _all_of_rank_two
 
   def orthogonalize(x: jax.Array) -> jax.Array:
     return newton_schulz(x, ns_coeffs, ns_steps, eps)
@@ -111,26 +104,13 @@ def muon(
       direction = jax.tree.map(lambda m, g: beta * m / then + (1 - beta) * g / now, mu, updates)
     else:
       direction = jax.tree.map(lambda m: m / (1 - beta ** count.astype(jnp.float32)), mu)
-    arrays, dims = leaves_by_path(direction), _by_path(dims_of(direction))
+    arrays, dims = leaves_by_path(direction), dims_by_path(matrices, direction)
     changed = change_matrices(orthogonalize, arrays, dims, splits, placement)
     shapes = {path: x.shape for path, x in arrays.items()} if splits is None else splits.shapes
     return map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction), MuonState(
       count, mu
     )
 
-  def exchanges(params: Any, splits: Splits) -> list[MatrixExchange]:
-    known = {path: dims for path, dims in _by_path(dims_of(params)).items() if dims is not None}
-    return plan_exchanges(known, splits, placement, lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps))
-
-  def labels(params: Any) -> Any:
-    dims = _by_path(dims_of(params))
-    return map_with_path(lambda path, _: 'adam' if dims.get(path) is None else 'muon', params)
-
-  of_matrices = optax.chain(
-    optax.GradientTransformationExtraArgs(init, update),
-    optax.add_decayed_weights(weight_decay, weight_decay_mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
   of_others = optax.adamw(
     learning_rate,
     b1=adam_b1,
@@ -140,9 +120,17 @@ def muon(
     mask=adam_weight_decay_mask,
     nesterov=nesterov,
   )
-  made = MatrixOptimizer(*optax.partition({'muon': of_matrices, 'adam': of_others}, labels))
-  made.exchanges = exchanges
-  return made
+  return with_adamw_for_others(
+    optax.GradientTransformationExtraArgs(init, update),
+    'muon',
+    matrices,
+    placement,
+    Traffic(lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps)),
+    learning_rate,
+    weight_decay,
+    weight_decay_mask,
+    of_others,
+  )
 
 
 def newton_schulz(x: jax.Array, coeffs: Sequence[float], steps: int, eps: float) -> jax.Array:
@@ -159,14 +147,6 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
   """Returns the FLOPs of the products of `newton_schulz` for one matrix: of steps (4 m^2 n + 2 m^3)."""
   m, n = sorted((rows, columns))
   return steps * (4 * m * m * n + 2 * m**3)
-
-
-def _all_of_rank_two(params: Any) -> Any:
-  return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((0,), (1,)) if x.ndim == 2 else None, params)
-
-
-def _by_path(dims: Any) -> dict[Any, MatrixDims]:
-  return leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
 
 
 def _tuple(side: int | Sequence[int]) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from typing import TypeAlias
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, config_values, map_nested, nested_configs, target
 from praxis_lite.common.errors import ConfigError
@@ -46,8 +47,9 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, m
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.matrices import MATRIX_ARGUMENTS, STACKED_MATRICES, matrix_dims, takes_matrices
+from praxis_lite.training.learning.matrix_optimizer import MatrixOptimizer
 from praxis_lite.training.learning.moments import compress_moments
-from praxis_lite.training.learning.owners import MatrixOptimizer, Splits
+from praxis_lite.training.learning.owners import Sides, Splits
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.training.learning.update_sizes import update_factors
 
@@ -169,20 +171,34 @@ class GroupedOptimizer:
         axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
     return axes
 
+  def slot_specs(self, states: States, splits: Splits) -> dict[Path, PartitionSpec]:
+    """Returns how the square arrays are split that an optimizer of matrices keeps; see `owners.py`."""
+    specs: dict[Path, PartitionSpec] = {}
+    for made, weights in self._of_matrices():
+      owners = made.square_specs(weights, splits)
+      for path in leaves_by_path({name: states[name] for name, (_, depth) in self._groups.items() if not depth}):
+        owner = owner_of(path, owners)
+        if owner is not None and path[-len(owner) - 1] in Sides._fields:
+          specs[path] = owners[owner]
+    return specs
+
   def describe_exchanges(self, splits: Splits) -> list[str]:
     """Returns a sentence for each group of matrices that devices compute for each other on a mesh."""
+    found = []
+    for made, weights in self._of_matrices():
+      # Directions are computed in at least float32.
+      itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(weights)), default=0)
+      found += [f'{made.name}: {exchange.describe(max(itemsize, 4))}' for exchange in made.exchanges(weights, splits)]
+    return found
+
+  def _of_matrices(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
+    """Returns the optimizers of matrices in the config, with the shapes of the variables that are not mapped over."""
     if not self._treats_stacks:
       return []
     not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
     weights = jax.tree.map(lambda weight: weight.as_struct(), _part(self._weights, not_mapped))
-    # Directions are computed in at least float32.
-    itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(weights)), default=0)
-    found = []
-    for config in filter(_treats_stacks, nested_configs(self._config)):
-      made = self._fill_in(config, 1.0, []).instantiate()
-      exchanges = made.exchanges(weights, splits) if isinstance(made, MatrixOptimizer) else []
-      found += [f'{_name(config)}: {exchange.describe(max(itemsize, 4))}' for exchange in exchanges]
-    return found
+    made = (self._fill_in(config, 1.0, []).instantiate() for config in nested_configs(self._config))
+    return [(each, weights) for each in made if isinstance(each, MatrixOptimizer)]
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:

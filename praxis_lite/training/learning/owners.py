@@ -20,6 +20,12 @@ With N matrices of m x n entries of s bytes in a group, D devices and N' = N rou
     gathers over c       N' m n s c / D bytes, if c > 1
 
 Axes that already deal out the matrices, such as those over experts, are not exchanged.
+
+Optimizers such as SOAP and Shampoo also keep square arrays of the rows and columns of each matrix, [N, m, m] and
+[N, n, n]. No device keeps one whole: each is split by its first side over all owners of its matrix, so that a state
+does not depend on the mesh, and travels like the matrix, by one all-to-all each way. A device
+
+    passes all-to-alls   N' m m s / D bytes for each array of rows that is given, and for each that is returned
 """
 
 from __future__ import annotations
@@ -27,23 +33,49 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.trees import Path
 from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, padded_shape, slice_to
-from praxis_lite.sharding.specs import complete_spec, spec_axes
+from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 
 # Whole matrices [N, m, n] -> changed matrices of the same shape.
 MatrixFunction: TypeAlias = Callable[[jax.Array], jax.Array]
 Arrays: TypeAlias = dict[Path, jax.Array]
+
+
+class Sides(NamedTuple):
+  """Something that belongs to the inputs and the outputs of matrices, such as square arrays."""
+
+  inputs: Any
+  outputs: Any
+
+
+class MatrixBatch(NamedTuple):
+  """Whole matrices of equal shape, and their square arrays.
+
+  Attributes:
+    matrices: arrays [N, m, n], m <= n, by name.
+    rows, columns: arrays [N, m, m] and [N, n, n] by name; a name is absent if the optimizer keeps none for this size.
+  """
+
+  matrices: dict[str, jax.Array]
+  rows: dict[str, jax.Array]
+  columns: dict[str, jax.Array]
+
+
+BatchFunction: TypeAlias = Callable[[MatrixBatch], MatrixBatch]
+# What an optimizer has for its variables by name: arrays like the variables, and square arrays of their sides.
+Matrices: TypeAlias = dict[str, Arrays]
+Squares: TypeAlias = dict[str, Sides]
 MatrixDims: TypeAlias = optax.contrib.MuonDimensionNumbers
 
 # Below this smaller side, computing a matrix on each device that has it takes less time than sending it: a product of
@@ -98,6 +130,7 @@ class SplitMatrix:
     num_batch: how many dimensions number matrices.
     batch: these dimensions.
     rows, columns: the two sides, the smaller one first.
+    is_turned: whether the rows are the outputs of the matrix.
   """
 
   shape: tuple[int, ...]
@@ -105,6 +138,7 @@ class SplitMatrix:
   batch: MatrixSide
   rows: MatrixSide
   columns: MatrixSide
+  is_turned: bool
 
   @classmethod
   def from_variable(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
@@ -116,8 +150,10 @@ class SplitMatrix:
       return MatrixSide(tuple(shape[d] for d in dims), tuple(axes[d] for d in dims))
 
     # Equal sides are sorted by their splits, so that [D, N H] and [N H, D] are in one group.
+    inputs = sides[0]
     sides.sort(key=lambda dims: (side(dims).size, side(dims).merge_unsplit()))
-    return cls(shape, (*batch, *sides[0], *sides[1]), side(batch), side(sides[0]), side(sides[1]))
+    order = (*batch, *sides[0], *sides[1])
+    return cls(shape, order, side(batch), side(sides[0]), side(sides[1]), sides[0] is not inputs)
 
   @property
   def group(self) -> MatrixGroup:
@@ -138,9 +174,17 @@ class SplitMatrix:
     back = sorted(range(len(shape)), key=lambda i: self.order[i])
     return x.reshape([shape[d] for d in self.order]).transpose(back)
 
+  def turn(self, sides: Sides) -> Sides:
+    """Returns (inputs, outputs) as (rows, columns), and the reverse."""
+    return Sides(sides.outputs, sides.inputs) if self.is_turned else sides
+
+  def square_shapes(self) -> Sides:
+    """Returns the shapes of the square arrays of all matrices of the variable."""
+    return self.turn(Sides(*((*self.batch.sizes, side.size, side.size) for side in (self.rows, self.columns))))
+
   def count(self, sizes: Mapping[str, int]) -> int:
     """Returns the number of matrices, filled up, on each of the devices among which `batch` deals them out."""
-    return math.prod(-(-size // _parts(axes, sizes)) for size, axes in zip(self.batch.sizes, self.batch.axes))
+    return math.prod(-(-size // axes_size(axes, sizes)) for size, axes in zip(self.batch.sizes, self.batch.axes))
 
 
 class MatrixGroup(NamedTuple):
@@ -160,89 +204,81 @@ class MatrixGroup(NamedTuple):
     used = {*self.dealt, *(a for _, axes in self.split for a in axes)}
     return tuple(a for a, size in sizes.items() if whole and size > 1 and a not in used)
 
-
-@dataclasses.dataclass(frozen=True)
-class MatrixExchange:
-  """What one group costs in a step.
-
-  Attributes:
-    paths: its variables.
-    rows, columns: size of each matrix, the smaller side first.
-    matrices, computed: number of matrices in it, and on how many a device computes.
-    devices: number of owners among which the matrices are dealt out: 1 if each device computes all that it has.
-    all_to_all, all_gather: number of entries in the results of these collectives on a device.
-    flops: FLOPs of a device.
-    why: what decided whether they are dealt out.
-  """
-
-  paths: tuple[Path, ...]
-  rows: int
-  columns: int
-  matrices: int
-  computed: int
-  devices: int
-  all_to_all: int
-  all_gather: int
-  flops: int
-  why: str
-
-  def describe(self, itemsize: int) -> str:
-    """Returns a sentence for reports; entries have `itemsize` bytes."""
-    kinds = {'all-to-alls': self.all_to_all, 'an all-gather': self.all_gather}
-    received = [f'{format_bytes(entries * itemsize)} of {kind}' for kind, entries in kinds.items() if entries]
-    what = f'{self.matrices:,} {"matrix" if self.matrices == 1 else "matrices"} of {self.rows:,} x {self.columns:,}'
-    dealt = f'dealt out over {self.devices} devices' if self.devices > 1 else 'not dealt out'
-    work = f'each computes {self.computed:,}, {self.flops:.2e} FLOPs'
-    return f'{what}, {dealt} ({self.why}); {", and receives ".join(filter(None, (work, " and ".join(received))))}'
-
-
-class MatrixOptimizer(optax.GradientTransformationExtraArgs):
-  """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
-
-  Attributes:
-    exchanges: a function of the variables, or their shapes, and of their `Splits`.
-  """
-
-  exchanges: Callable[[object, Splits], list[MatrixExchange]]
+  def owner_axes(self, sizes: Mapping[str, int], placement: str) -> tuple[str, ...]:
+    """Returns the mesh axes that number the owners among which matrices are dealt out, in the order of exchanges."""
+    return (*self.spread(sizes, _spreads(self, placement)), *(a for _, axes in self.split for a in axes))
 
 
 def change_matrices(
   fn: MatrixFunction, arrays: Arrays, dims: Mapping[Path, MatrixDims], splits: Splits | None, placement: str = 'auto'
 ) -> Arrays:
-  """Returns `fn` of each matrix in each of the arrays.
+  """Returns `fn` of each matrix in each of the arrays; see `change_batches`."""
+
+  def change(batch: MatrixBatch) -> MatrixBatch:
+    return MatrixBatch({'x': fn(batch.matrices['x'])}, {}, {})
+
+  return change_batches(change, {'x': arrays}, {}, dims, splits, placement)[0]['x']
+
+
+def change_batches(
+  fn: BatchFunction,
+  matrices: Matrices,
+  squares: Squares,
+  dims: Mapping[Path, MatrixDims],
+  splits: Splits | None,
+  placement: str = 'auto',
+  returns: Sequence[str] = ('x',),
+) -> tuple[Matrices, Squares]:
+  """Returns what `fn` returns for all matrices of some variables, by name and path.
 
   Args:
-    fn: a function of whole matrices [N, m, n], m <= n, and of nothing else; f(0) = 0.
-    arrays: arrays by path, in true shapes, or parts if `splits.inside`.
-    dims: for each, which of its dimensions are rows and columns; the others number matrices.
-    splits: how the mesh splits the arrays; None if there is no mesh.
+    fn: a function of whole matrices and their square arrays, and of nothing else that devices have parts of. Its
+      results for a matrix depend only on this matrix, and are finite where everything is zero.
+    matrices: arrays by name and path, in true shapes, or parts if `splits.inside`.
+    squares: square arrays by name, side and path, in the shapes of `square_shapes`, or parts as in `square_specs`.
+    dims: for each variable, which of its dimensions are rows and columns; the others number matrices.
+    splits: how the mesh splits the variables; None if there is no mesh.
     placement: 'owner' deals all matrices out; 'auto' those that the mesh splits, and others from `LEAST_SIDE` on;
       'split' leaves products of split matrices to the compiler.
+    returns: names of the matrices that `fn` returns. The square arrays are those that it is given.
   """
+  given, paths = (matrices, squares), next(iter(matrices.values()))
   if splits is None or math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
-    return {path: _change_whole(fn, x, dims[path]) for path, x in arrays.items()}
-  groups = group_matrices(dims, splits, arrays)
+    alone = {path: SplitMatrix.from_variable(x.shape, dims[path], ((),) * x.ndim) for path, x in paths.items()}
+    return _change_groups(fn, given, [(matrix.group, {path: matrix}) for path, matrix in alone.items()], {}, placement)
+  groups = list(group_matrices(dims, splits, paths).items())
 
-  def on_device(parts: Arrays) -> Arrays:
-    changed: Arrays = {}
-    for group, members in groups.items():
-      spread = group.spread(splits.sizes, _spreads(group, placement))
-      batches = [matrix.to_batch(parts[path]) for path, matrix in members.items()]
-      results = _change_group(fn, batches, group, spread, splits.sizes)
-      for (path, matrix), result in zip(members.items(), results):
-        changed[path] = matrix.from_batch(result, parts[path].shape)
-    return changed
+  def on_device(parts: tuple[Matrices, Squares]) -> tuple[Matrices, Squares]:
+    return _change_groups(fn, parts, groups, splits.sizes, placement)
 
   if splits.inside:
-    return on_device(arrays)
-  specs = {path: splits.specs[path] for path in arrays}
-  mapped = jax.shard_map(on_device, in_specs=(specs,), out_specs=specs, check_vma=False)
-  padded = {path: _pad(x, specs[path], splits.sizes) for path, x in arrays.items()}
-  return {path: _cut(x, specs[path], arrays[path].shape) for path, x in mapped(padded).items()}
+    return on_device(given)
+  specs, specs_of_squares = {path: splits.specs[path] for path in paths}, square_specs(dims, splits, placement, paths)
+  of_squares = {
+    name: Sides(*({path: specs_of_squares[path] for path in side} for side in sides)) for name, sides in squares.items()
+  }
+  in_specs, out_specs = (dict.fromkeys(matrices, specs), of_squares), (dict.fromkeys(returns, specs), of_squares)
+  shapes = jax.tree.map(jnp.shape, (dict.fromkeys(returns, paths), squares))
+  padded = jax.tree.map(lambda x, spec: _pad(x, spec, splits.sizes), given, in_specs)
+  changed = jax.shard_map(on_device, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(padded)
+  return jax.tree.map(_cut, changed, out_specs, shapes)
+
+
+def square_specs(
+  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, paths: Iterable[Path]
+) -> dict[Path, PartitionSpec]:
+  """Returns how the square arrays of each variable are split: like the number of its matrices; one side over owners."""
+  return {
+    path: PartitionSpec(
+      *map(axes_to_entry, matrix.batch.axes), axes_to_entry(group.owner_axes(splits.sizes, placement)), None
+    )
+    for group, members in group_matrices(dims, splits, paths).items()
+    for path, matrix in members.items()
+  }
 
 
 def group_matrices(
-  dims: Mapping[Path, MatrixDims], splits: Splits, paths: Sequence[Path] | Mapping[Path, object]
+  dims: Mapping[Path, MatrixDims], splits: Splits, paths: Iterable[Path]
 ) -> dict[MatrixGroup, dict[Path, SplitMatrix]]:
   """Returns the groups, in the order of their first variables."""
   groups: dict[MatrixGroup, dict[Path, SplitMatrix]] = {}
@@ -255,99 +291,126 @@ def group_matrices(
   return groups
 
 
-def plan_exchanges(
-  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, flops: Callable[[int, int], int]
-) -> list[MatrixExchange]:
-  """Returns what each group of matrices costs in a step; none on one device, or if they are left to the compiler.
-
-  Args:
-    dims, splits, placement: as for `change_matrices`.
-    flops: FLOPs of one matrix, by its sides.
-  """
-  found: list[MatrixExchange] = []
-  if math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
-    return found
-  for group, members in group_matrices(dims, splits, dims).items():
-    spread = group.spread(splits.sizes, _spreads(group, placement))
-    owners = math.prod(splits.sizes[a] for a in (*spread, *(a for _, axes in group.split for a in axes)))
-    number = sum(matrix.count(splits.sizes) for matrix in members.values())
-    computed = -(-number // owners)
-    rows, columns = (
-      math.prod(-(-size // _parts(axes, splits.sizes)) * _parts(axes, splits.sizes) for size, axes in zip(*side))
-      for side in (group.rows, group.columns)
-    )
-    entries = computed * rows * columns  # Of a device, before padding is cut off.
-    found.append(
-      MatrixExchange(
-        tuple(members),
-        group.rows.size,
-        group.columns.size,
-        sum(math.prod(matrix.batch.sizes) for matrix in members.values()),
-        computed,
-        owners,
-        2 * len(group.split) * entries,
-        entries * _parts(spread, splits.sizes) if spread else 0,
-        computed * flops(group.rows.size, group.columns.size),
-        _reason(group, placement, splits.sizes),
-      )
-    )
-  return found
-
-
 # ---------------------------------------------------------------- on a device
 
 
-def _change_group(
-  fn: MatrixFunction, batches: list[jax.Array], group: MatrixGroup, spread: tuple[str, ...], sizes: Mapping[str, int]
-) -> list[jax.Array]:
-  """Inside `shard_map`: changes parts [N, rows..., columns...] of several variables."""
-  owners = math.prod(sizes[a] for a in (*spread, *(a for _, axes in group.split for a in axes)))
-  if owners == 1:
-    return [_apply(fn, x, group) for x in batches]
-  x = jnp.concatenate(batches) if len(batches) > 1 else batches[0]
-  number = len(x)
-  x = pad_to(x, (-(-number // owners) * owners, *x.shape[1:]))
-  if spread:
-    own = len(x) // _parts(spread, sizes)
-    x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(spread) * own, own)
-  for dim, axes in group.split:
-    x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
-  padded = x.shape
-  x = _apply(fn, slice_to(x, (len(x), *group.rows.sizes, *group.columns.sizes)), group)
-  x = pad_to(x, padded)
-  for dim, axes in reversed(group.split):
-    x = jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
-  if spread:
-    x = jax.lax.all_gather(x, spread, axis=0, tiled=True)
-  ends = list(itertools.accumulate(map(len, batches)))
-  return jnp.split(x[:number], ends[:-1])
+def _change_groups(
+  fn: BatchFunction,
+  parts: tuple[Matrices, Squares],
+  groups: Iterable[tuple[MatrixGroup, Mapping[Path, SplitMatrix]]],
+  sizes: Mapping[str, int],
+  placement: str,
+) -> tuple[Matrices, Squares]:
+  """Changes this device's parts of all variables; inside `shard_map`, unless there is one device."""
+  matrices, squares = parts
+  part_shapes = {path: x.shape for path, x in next(iter(matrices.values())).items()}
+  changed, changed_squares = defaultdict[str, Arrays](dict), {name: Sides({}, {}) for name in squares}
+  for group, members in groups:
+    exchange = OwnerExchange(group, group.owner_axes(sizes, placement), sizes)
+    of_matrices = {name: [m.to_batch(arrays[path]) for path, m in members.items()] for name, arrays in matrices.items()}
+    rows, columns = (_squares_of_side(squares, members, side) for side in (0, 1))
+    batches = next(iter(of_matrices.values()))
+    ends = list(itertools.accumulate(map(len, batches)))
+    result = fn(
+      MatrixBatch(
+        {name: exchange.gather(_concatenate(x)) for name, x in of_matrices.items()},
+        {name: exchange.gather_square(_concatenate(x), 0) for name, x in rows.items()},
+        {name: exchange.gather_square(_concatenate(x), 1) for name, x in columns.items()},
+      )
+    )
+    for name, x in result.matrices.items():
+      scattered = jnp.split(exchange.scatter(x, (ends[-1], *batches[0].shape[1:])), ends[:-1])
+      for (path, matrix), part in zip(members.items(), scattered):
+        changed[name][path] = matrix.from_batch(part, part_shapes[path])
+    for side, arrays in enumerate((result.rows, result.columns)):
+      for name, x in arrays.items():
+        scattered = jnp.split(exchange.scatter_square(x, side, ends[-1]), ends[:-1])
+        for (path, matrix), part in zip(members.items(), scattered):
+          given = matrix.turn(squares[name])[side][path]
+          matrix.turn(changed_squares[name])[side][path] = part.reshape(given.shape)
+  return dict(changed), changed_squares
 
 
-def _apply(fn: MatrixFunction, x: jax.Array, group: MatrixGroup) -> jax.Array:
-  return fn(x.reshape(len(x), group.rows.size, group.columns.size)).reshape(x.shape)
+def _squares_of_side(squares: Squares, members: Mapping[Path, SplitMatrix], side: int) -> dict[str, list[jax.Array]]:
+  """Returns the square arrays of the rows (0) or columns (1), [N, m, m], of each variable of a group, by name."""
+  found = {}
+  for name, sides in squares.items():
+    arrays = [matrix.turn(sides)[side].get(path) for path, matrix in members.items()]
+    if arrays[0] is not None:  # All sides of one size have them, or none.
+      found[name] = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+  return found
 
 
-def _change_whole(fn: MatrixFunction, x: jax.Array, dims: MatrixDims) -> jax.Array:
-  matrix = SplitMatrix.from_variable(x.shape, dims, ((),) * x.ndim)
-  return matrix.from_batch(_apply(fn, matrix.to_batch(x), matrix.group), x.shape)
+class OwnerExchange(NamedTuple):
+  """Brings parts of the matrices of one group to their owners, and back."""
+
+  group: MatrixGroup
+  owner_axes: tuple[str, ...]
+  sizes: Mapping[str, int]
+
+  @property
+  def owners(self) -> int:
+    return axes_size(self.owner_axes, self.sizes)
+
+  @property
+  def spread(self) -> tuple[str, ...]:
+    """The owners' axes that do not split the matrices."""
+    return self.owner_axes[: len(self.owner_axes) - sum(len(axes) for _, axes in self.group.split)]
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    """Returns whole matrices [N / owners, m, n] for parts [N, rows..., columns...], filled up with zeros."""
+    if self.owners > 1:
+      x = self._fill_up(x)
+      if self.spread:
+        own = len(x) // axes_size(self.spread, self.sizes)
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.spread) * own, own)
+      for dim, axes in self.group.split:
+        x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+      x = slice_to(x, (len(x), *self.group.rows.sizes, *self.group.columns.sizes))
+    return x.reshape(len(x), self.group.rows.size, self.group.columns.size)
+
+  def scatter(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The inverse of `gather`, for parts of this shape."""
+    x = x.reshape(len(x), *self.group.rows.sizes, *self.group.columns.sizes)
+    if self.owners == 1:
+      return x
+    axes = (*self.group.rows.axes, *self.group.columns.axes)
+    x = pad_to(x, (len(x), *(size * axes_size(over, self.sizes) for size, over in zip(shape[1:], axes))))
+    for dim, over in reversed(self.group.split):
+      x = jax.lax.all_to_all(x, over, split_axis=dim, concat_axis=0, tiled=True)
+    if self.spread:
+      x = jax.lax.all_gather(x, self.spread, axis=0, tiled=True)
+    return x[: shape[0]]
+
+  def gather_square(self, x: jax.Array, side: int) -> jax.Array:
+    """Returns whole arrays [N / owners, m, m] for parts [N, m / owners, m] of the rows or columns."""
+    if self.owners == 1:
+      return x
+    x = jax.lax.all_to_all(self._fill_up(x), self.owner_axes, split_axis=0, concat_axis=1, tiled=True)
+    return x[:, : self._size(side)]
+
+  def scatter_square(self, x: jax.Array, side: int, number: int) -> jax.Array:
+    """The inverse of `gather_square`, for `number` matrices."""
+    if self.owners == 1:
+      return x
+    size = self._size(side)
+    x = pad_to(x, (len(x), -(-size // self.owners) * self.owners, size))
+    return jax.lax.all_to_all(x, self.owner_axes, split_axis=1, concat_axis=0, tiled=True)[:number]
+
+  def _size(self, side: int) -> int:
+    return (self.group.rows, self.group.columns)[side].size
+
+  def _fill_up(self, x: jax.Array) -> jax.Array:
+    return pad_to(x, (-(-len(x) // self.owners) * self.owners, *x.shape[1:]))
+
+
+def _concatenate(batches: Sequence[jax.Array]) -> jax.Array:
+  return jnp.concatenate(batches) if len(batches) > 1 else batches[0]
 
 
 def _spreads(group: MatrixGroup, placement: str) -> bool:
   """Whether matrices are also dealt out over axes that do not split them."""
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
-
-
-def _reason(group: MatrixGroup, placement: str, sizes: Mapping[str, int]) -> str:
-  if group.split:
-    return 'the mesh splits them'
-  if not group.spread(sizes, whole=True):
-    return 'no mesh axis is left'
-  if placement == 'owner':
-    return "placement='owner'"
-  large = group.rows.size >= LEAST_SIDE
-  return f'the mesh does not split them, and sides {"from" if large else "below"} {LEAST_SIDE} take ' + (
-    'longer to compute than to send' if large else 'longer to send than to compute'
-  )
 
 
 def _pad(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
@@ -360,7 +423,8 @@ def _cut(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array
   return x if x.shape == shape else with_sharding_constraint(slice_to(x, shape), spec)
 
 
-def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def axes_size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+  """Returns the number of devices along these mesh axes."""
   return math.prod(sizes[a] for a in axes)
 
 

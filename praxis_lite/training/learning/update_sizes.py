@@ -101,15 +101,16 @@ def find_sizes(
   large = updates(jax.tree.map(lambda x: _TIMES * x, gradients), variables)
   of_large = updates(gradients, jax.tree.map(lambda x: _TIMES * x, variables))
   of_rank_1 = updates(jax.tree.map(_rank_1, gradients), variables)
+  orthogonalizes = any('muon' in getattr(target(nested), '__name__', '') for nested in nested_configs(config))
   sizes = {}
   for path, change in one.items():
     by_gradient, by_variable = _ratio(large[path], change), _ratio(of_large[path], change)
     is_even = np.ptp(np.abs(of_rank_1[path])) <= 0.5 * np.max(np.abs(of_rank_1[path]))
     if by_gradient > 3:
       sizes[path] = 'gradient'
-    elif by_gradient < 1.3 and path in matrices:
+    elif by_gradient < 1.3 and path in matrices and orthogonalizes:
       sizes[path] = 'spectral'
-    elif by_gradient < 1.3 and is_even:
+    elif by_gradient < 1.3 and is_even and np.any(change):  # SOAP changes nothing in its first step.
       sizes[path] = 'relative' if by_variable > 3 else 'normalized'
     else:
       name = getattr(target(config), '__name__', 'the optimizer')

@@ -1,0 +1,131 @@
+"""What whole matrices on their owners cost in a step: what is sent and computed, from the layout alone.
+
+The formulas are those at the top of `owners.py`; compiled programs show the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.trees import Path
+from praxis_lite.training.learning.owners import (
+  LEAST_SIDE,
+  MatrixDims,
+  MatrixGroup,
+  OwnerExchange,
+  Splits,
+  axes_size,
+  group_matrices,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixExchange:
+  """What one group costs in a step.
+
+  Attributes:
+    paths: its variables.
+    rows, columns: size of each matrix, the smaller side first.
+    matrices, computed: number of matrices in it, and on how many a device computes.
+    devices: number of owners among which the matrices are dealt out: 1 if each device computes all that it has.
+    all_to_all, all_gather: number of entries in the results of these collectives on a device.
+    flops: FLOPs of a device.
+    why: what decided whether they are dealt out.
+  """
+
+  paths: tuple[Path, ...]
+  rows: int
+  columns: int
+  matrices: int
+  computed: int
+  devices: int
+  all_to_all: int
+  all_gather: int
+  flops: int
+  why: str
+
+  def describe(self, itemsize: int) -> str:
+    """Returns a sentence for reports; entries have `itemsize` bytes."""
+    kinds = {'all-to-alls': self.all_to_all, 'an all-gather': self.all_gather}
+    received = [f'{format_bytes(entries * itemsize)} of {kind}' for kind, entries in kinds.items() if entries]
+    what = f'{self.matrices:,} {"matrix" if self.matrices == 1 else "matrices"} of {self.rows:,} x {self.columns:,}'
+    dealt = f'dealt out over {self.devices} devices' if self.devices > 1 else 'not dealt out'
+    work = f'each computes {self.computed:,}, {self.flops:.2e} FLOPs'
+    return f'{what}, {dealt} ({self.why}); {", and receives ".join(filter(None, (work, " and ".join(received))))}'
+
+
+class Traffic(NamedTuple):
+  """What an optimizer sends and computes for each matrix in a step.
+
+  Attributes:
+    flops: FLOPs of one matrix, by its sides m <= n.
+    matrices: arrays [m, n] that its owner gets, and that it returns.
+    squares: square arrays of each side that its owner gets, and that it returns.
+    largest: sides that are larger have no square arrays.
+  """
+
+  flops: Callable[[int, int], float]
+  matrices: tuple[int, int] = (1, 1)
+  squares: tuple[int, int] = (0, 0)
+  largest: int = 0
+
+
+def plan_exchanges(
+  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, traffic: Traffic
+) -> list[MatrixExchange]:
+  """Returns what each group of matrices costs in a step; none on one device, or if they are left to the compiler.
+
+  Args:
+    dims, splits, placement: as for `change_batches`.
+    traffic: what is sent and computed for each matrix.
+  """
+  found: list[MatrixExchange] = []
+  if math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
+    return found
+  for group, members in group_matrices(dims, splits, dims).items():
+    exchange = OwnerExchange(group, group.owner_axes(splits.sizes, placement), splits.sizes)
+    owners, spread = exchange.owners, exchange.spread
+    number = sum(matrix.count(splits.sizes) for matrix in members.values())
+    computed = -(-number // owners)
+    rows, columns = (
+      math.prod(-(-size // axes_size(axes, splits.sizes)) * axes_size(axes, splits.sizes) for size, axes in zip(*side))
+      for side in (group.rows, group.columns)
+    )
+    entries = computed * rows * columns  # Of a device, before padding is cut off.
+    of_squares = sum(
+      computed * -(-side.size // owners) * owners * side.size
+      for side in (group.rows, group.columns)
+      if side.size <= traffic.largest and owners > 1
+    )
+    found.append(
+      MatrixExchange(
+        tuple(members),
+        group.rows.size,
+        group.columns.size,
+        sum(math.prod(matrix.batch.sizes) for matrix in members.values()),
+        computed,
+        owners,
+        sum(traffic.matrices) * len(group.split) * entries + sum(traffic.squares) * of_squares,
+        traffic.matrices[1] * entries * axes_size(spread, splits.sizes) if spread else 0,
+        round(computed * traffic.flops(group.rows.size, group.columns.size)),
+        _reason(group, placement, splits.sizes),
+      )
+    )
+  return found
+
+
+def _reason(group: MatrixGroup, placement: str, sizes: Mapping[str, int]) -> str:
+  if group.split:
+    return 'the mesh splits them'
+  if not group.spread(sizes, whole=True):
+    return 'no mesh axis is left'
+  if placement == 'owner':
+    return "placement='owner'"
+  large = group.rows.size >= LEAST_SIDE
+  return f'the mesh does not split them, and sides {"from" if large else "below"} {LEAST_SIDE} take ' + (
+    'longer to compute than to send' if large else 'longer to send than to compute'
+  )

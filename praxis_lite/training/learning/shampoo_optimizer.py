@@ -1,0 +1,196 @@
+"""Shampoo with whole matrices on their owners: gradients times roots of their statistics, AdamW for other variables.
+
+For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n]:
+
+    statistics  L <- b3 L + (1 - b3) g g^T,    R <- b3 R + (1 - b3) g^T g
+    every `refresh_every` steps, from the first on: A = (L / (1 - b3^t) + ridge I)^p,  B likewise,  p = -1 / (2 sides)
+    momentum    mu <- b1 mu + (1 - b1) g,  d = mu / (1 - b1^t)
+    direction   A d B, times |a| / |A d B| by grafting
+
+where `ridge` is a share of the largest eigenvalue, the number of sides is 2, or 1 if the other one has more than
+`largest_side`, and a is the direction of Adam (Gupta et al., 2018; Anil et al., 2021; Shi et al., 2023). Where whole
+matrices come together on a mesh, and how the statistics are split, says `owners.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.trees import leaves_by_path, map_with_path
+from praxis_lite.training.learning.matrix_optimizer import (
+  DimsFunction,
+  MatrixOptimizer,
+  dims_by_path,
+  put_sides,
+  sides_by_path,
+  square_arrays,
+  with_adamw_for_others,
+)
+from praxis_lite.training.learning.owner_costs import Traffic
+from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
+
+GRAFTS = ('adam', 'sgd', 'none')
+
+
+class ShampooState(NamedTuple):
+  """The number of updates; for each matrix the moments, in float32, and for each of its sides, statistics and roots.
+
+  Statistics and roots are [..., m, m] for a side of size m; `optax.MaskedNode` for one that is too large. `nu` is of
+  Adam, and None if grafting does not need it.
+  """
+
+  num_updates: jax.Array
+  mu: Any
+  nu: Any
+  statistics: Sides
+  roots: Sides
+
+
+def shampoo(
+  learning_rate: jax.Array | float,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  b3: float = 0.999,
+  eps: float = 1e-8,
+  ridge: float = 1e-6,
+  refresh_every: int = 10,
+  largest_side: int = 8192,
+  graft: str = 'adam',
+  weight_decay: float = 0.0,
+  weight_decay_mask: Any = None,
+  adam_b1: float = 0.9,
+  adam_b2: float = 0.999,
+  adam_weight_decay: float = 0.0,
+  adam_weight_decay_mask: Any = None,
+  placement: str = 'auto',
+  matrices: DimsFunction | None = None,
+) -> MatrixOptimizer:
+  """Returns Shampoo, which computes each split matrix whole, on one device.
+
+  Args:
+    learning_rate: filled in by a learner.
+    b1, b2, b3: decays of the momentum, of Adam's second moment in grafting, and of the statistics.
+    eps: added to the root of Adam's second moment.
+    ridge: this share of the largest eigenvalue is added to all.
+    refresh_every: number of steps after which roots are computed again.
+    largest_side: sides that are larger keep no statistics.
+    graft: whose norm each matrix of the update has: 'adam', or 'sgd', that is of the momentum; 'none' keeps its own.
+    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
+    placement, matrices: as in `muon`.
+
+  Raises:
+    ConfigError: a value is out of range.
+  """
+  check_choice('learner.optimizer.graft', graft, GRAFTS)
+  for name, decay in (('b1', b1), ('b2', b2), ('b3', b3)):
+    if not 0 <= decay < 1:
+      raise ConfigError(f'learner.optimizer.{name}: expected at least 0 and less than 1, got {decay}')
+  if refresh_every < 1:
+    raise ConfigError(f'learner.optimizer.refresh_every: expected at least 1, got {refresh_every}')
+
+  def init(params: Any) -> ShampooState:
+    dims = dims_by_path(matrices, params)
+    mu = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    statistics = square_arrays(params, dims, largest_side, jnp.zeros)
+    nu = jax.tree.map(jnp.copy, mu) if graft == 'adam' else None
+    return ShampooState(jnp.zeros((), jnp.int32), mu, nu, statistics, jax.tree.map(jnp.copy, statistics))
+
+  def change(batch: MatrixBatch, count: jax.Array) -> MatrixBatch:
+    g, d = batch.matrices['g'], batch.matrices['momentum']
+    num_sides = bool(batch.rows) + bool(batch.columns)
+    rows, columns = (
+      _refresh(_update_statistics(kept, x, b3), count, b3, ridge, num_sides, refresh_every)
+      for kept, x in ((batch.rows, g), (batch.columns, g.mT))
+    )
+    direction = rows['roots'] @ d if rows else d
+    direction = direction @ columns['roots'] if columns else direction
+    if graft != 'none':
+      like = batch.matrices.get('adam', d)
+      own = jnp.linalg.norm(direction, axis=(1, 2), keepdims=True)
+      direction *= jnp.linalg.norm(like, axis=(1, 2), keepdims=True) / jnp.where(own > 0, own, 1.0)
+    return MatrixBatch({'direction': direction}, rows, columns)
+
+  def update(
+    updates: Any, state: ShampooState, params: Any = None, *, splits: Splits | None = None, **_: Any
+  ) -> tuple[Any, ShampooState]:
+    del params
+    count = state.num_updates
+    steps = (count + 1).astype(jnp.float32)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, gradients)
+    momentum, nu = jax.tree.map(lambda m: m / (1 - b1**steps), mu), None
+    given = {'g': leaves_by_path(gradients), 'momentum': leaves_by_path(momentum)}
+    if graft == 'adam':
+      nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, gradients)
+      adam = jax.tree.map(lambda d, v: d / (jnp.sqrt(v / (1 - b2**steps)) + eps), momentum, nu)
+      given['adam'] = leaves_by_path(adam)
+    changed, squares = change_batches(
+      lambda batch: change(batch, count),
+      given,
+      {'statistics': sides_by_path(state.statistics), 'roots': sides_by_path(state.roots)},
+      dims_by_path(matrices, updates),
+      splits,
+      placement,
+      returns=('direction',),
+    )
+    return map_with_path(lambda path, _: changed['direction'][path], updates), ShampooState(
+      optax.safe_increment(count),
+      mu,
+      nu,
+      put_sides(squares['statistics'], state.statistics),
+      put_sides(squares['roots'], state.roots),
+    )
+
+  return with_adamw_for_others(
+    optax.GradientTransformationExtraArgs(init, update),
+    'shampoo',
+    matrices,
+    placement,
+    Traffic(
+      lambda m, n: shampoo_flops(m, n, refresh_every, largest_side), (2 + (graft == 'adam'), 1), (2, 2), largest_side
+    ),
+    learning_rate,
+    weight_decay,
+    weight_decay_mask,
+    optax.adamw(
+      learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, mask=adam_weight_decay_mask
+    ),
+  )
+
+
+def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
+  """Returns the FLOPs of `shampoo` for one matrix: two products with each side, and a root every few steps.
+
+  The root of a side of m takes an eigendecomposition, about 9 m^3, and a product [m, m].
+  """
+  sides = [side for side in (rows, columns) if side <= largest_side]
+  return sum(2 * 2 * rows * columns * side + 11 * side**3 / refresh_every for side in sides)
+
+
+def _update_statistics(kept: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
+  return kept and {**kept, 'statistics': decay * kept['statistics'] + (1 - decay) * x @ x.mT}
+
+
+def _refresh(
+  side: dict[str, jax.Array], count: jax.Array, decay: float, ridge: float, num_sides: int, refresh_every: int
+) -> dict[str, jax.Array]:
+  """Returns a side with the roots of its statistics, [N, m, m], computed again if that is due."""
+
+  def roots(statistics: jax.Array) -> jax.Array:
+    values, vectors = jnp.linalg.eigh(statistics / (1 - decay ** (count + 1).astype(jnp.float32)))
+    largest = values[:, -1:]
+    values = jnp.maximum(values, 0.0) + ridge * largest
+    powers = jnp.where(largest > 0, values, 1.0) ** (-1 / (2 * num_sides))
+    return (vectors * powers[:, None, :]) @ vectors.mT
+
+  if not side:
+    return side
+  with jax.default_matmul_precision('float32'):
+    new = jax.lax.cond(count % refresh_every == 0, roots, lambda _: side['roots'], side['statistics'])
+  return {**side, 'roots': new}

@@ -1,0 +1,215 @@
+"""SOAP with whole matrices on their owners: Adam in a basis of eigenvectors, AdamW for other variables.
+
+For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and their eigenvectors A and B:
+
+    momentum    mu <- b1 mu + (1 - b1) g
+    second      nu <- b2 nu + (1 - b2) (A^T g B)^2                        in the basis of eigenvectors
+    direction   d = A [(A^T mu B / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)] B^T
+    statistics  L <- b3 L + (1 - b3) g g^T,    R <- b3 R + (1 - b3) g^T g
+    every `refresh_every` steps, sort the columns of A by the diagonal of A^T L A, and nu like them; then let A be the Q
+    of the QR decomposition of L A; B likewise
+
+(Vyas et al., 2024, algorithms 3 and 4.) As there, the first step only computes the first eigenvectors, so that they
+never come from the gradient that they are applied to. A side of more than `largest_side` keeps A = I.
+
+The statistics of one gradient may have eigenvalues of zero, whose eigenvectors would depend on rounding, and so on the
+mesh. Unit vectors, made orthogonal to the other eigenvectors, take their place.
+
+Where whole matrices come together on a mesh, and how the statistics are split, says `owners.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import leaves_by_path, map_with_path
+from praxis_lite.training.learning.matrix_optimizer import (
+  DimsFunction,
+  MatrixOptimizer,
+  dims_by_path,
+  put_sides,
+  sides_by_path,
+  square_arrays,
+  with_adamw_for_others,
+)
+from praxis_lite.training.learning.owner_costs import Traffic
+from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
+
+
+class SoapState(NamedTuple):
+  """The number of updates; for each matrix the moments, in float32, and for each of its sides, statistics and bases.
+
+  Statistics and bases are [..., m, m] for a side of size m; `optax.MaskedNode` for one that is too large.
+  """
+
+  num_updates: jax.Array
+  mu: Any
+  nu: Any
+  statistics: Sides
+  bases: Sides
+
+
+def soap(
+  learning_rate: jax.Array | float,
+  b1: float = 0.95,
+  b2: float = 0.95,
+  b3: float = 0.95,
+  eps: float = 1e-8,
+  refresh_every: int = 10,
+  largest_side: int = 10_000,
+  weight_decay: float = 0.0,
+  weight_decay_mask: Any = None,
+  adam_b1: float = 0.9,
+  adam_b2: float = 0.999,
+  adam_weight_decay: float = 0.0,
+  adam_weight_decay_mask: Any = None,
+  placement: str = 'auto',
+  matrices: DimsFunction | None = None,
+) -> MatrixOptimizer:
+  """Returns SOAP, which computes each split matrix whole, on one device.
+
+  Args:
+    learning_rate: filled in by a learner.
+    b1, b2, b3: decays of the momentum, of the second moment, and of the statistics.
+    eps: added to the root of the second moment; Adam's epsilon too.
+    refresh_every: number of steps after which eigenvectors are computed again.
+    largest_side: sides that are larger keep no statistics.
+    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
+    placement, matrices: as in `muon`.
+
+  Raises:
+    ConfigError: a value is out of range.
+  """
+  for name, decay in (('b1', b1), ('b2', b2), ('b3', b3)):
+    if not 0 <= decay < 1:
+      raise ConfigError(f'learner.optimizer.{name}: expected at least 0 and less than 1, got {decay}')
+  if refresh_every < 1:
+    raise ConfigError(f'learner.optimizer.refresh_every: expected at least 1, got {refresh_every}')
+
+  def init(params: Any) -> SoapState:
+    dims = dims_by_path(matrices, params)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    statistics = square_arrays(params, dims, largest_side, jnp.zeros)
+    bases = square_arrays(params, dims, largest_side, lambda shape: jnp.broadcast_to(jnp.eye(shape[-1]), shape))
+    return SoapState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros), statistics, bases)
+
+  def change(batch: MatrixBatch, count: jax.Array) -> MatrixBatch:
+    g, mu, nu = (batch.matrices[name] for name in ('g', 'mu', 'nu'))
+    bases = Sides(batch.rows.get('bases'), batch.columns.get('bases'))
+    nu = jnp.where(count > 0, b2 * nu + (1 - b2) * jnp.square(_rotate(g, bases)), nu)
+    steps = jnp.maximum(count, 1).astype(jnp.float32)
+    direction = _rotate(mu / (1 - b1**steps), bases) / (jnp.sqrt(nu / (1 - b2**steps)) + eps)
+    direction = jnp.where(count > 0, _rotate_back(direction, bases), 0.0)
+    rows, columns = (_update_statistics(kept, x, b3) for kept, x in ((batch.rows, g), (batch.columns, g.mT)))
+    is_due = (count == 0) | (count % refresh_every == 0)
+    rows, columns, nu = jax.lax.cond(is_due, _refresh, lambda *kept: kept[:3], rows, columns, nu, count)
+    return MatrixBatch({'direction': direction, 'nu': nu}, rows, columns)
+
+  def update(
+    updates: Any, state: SoapState, params: Any = None, *, splits: Splits | None = None, **_: Any
+  ) -> tuple[Any, SoapState]:
+    del params
+    count = state.num_updates
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    # The first step is not part of the averages, as in the paper.
+    mu = jax.tree.map(lambda m, g: jnp.where(count > 0, b1 * m + (1 - b1) * g, m), state.mu, gradients)
+    changed, squares = change_batches(
+      lambda batch: change(batch, count),
+      {'g': leaves_by_path(gradients), 'mu': leaves_by_path(mu), 'nu': leaves_by_path(state.nu)},
+      {'statistics': sides_by_path(state.statistics), 'bases': sides_by_path(state.bases)},
+      dims_by_path(matrices, updates),
+      splits,
+      placement,
+      returns=('direction', 'nu'),
+    )
+    direction, nu = (map_with_path(lambda path, _, x=changed[name]: x[path], updates) for name in ('direction', 'nu'))
+    return direction, SoapState(
+      optax.safe_increment(count),
+      mu,
+      nu,
+      put_sides(squares['statistics'], state.statistics),
+      put_sides(squares['bases'], state.bases),
+    )
+
+  return with_adamw_for_others(
+    optax.GradientTransformationExtraArgs(init, update),
+    'soap',
+    matrices,
+    placement,
+    Traffic(lambda m, n: soap_flops(m, n, refresh_every, largest_side), (3, 2), (2, 2), largest_side),
+    learning_rate,
+    weight_decay,
+    weight_decay_mask,
+    optax.adamw(
+      learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, mask=adam_weight_decay_mask
+    ),
+  )
+
+
+def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
+  """Returns the FLOPs of `soap` for one matrix: four products with each side, and a refresh every few steps.
+
+  A refresh of a side of m takes a product [m, m], and a QR decomposition with its Q: 2 m^3 + 8/3 m^3.
+  """
+  sides = [side for side in (rows, columns) if side <= largest_side]
+  return sum(4 * 2 * rows * columns * side + (2 + 8 / 3) * side**3 / refresh_every for side in sides)
+
+
+def _rotate(x: jax.Array, bases: Sides) -> jax.Array:
+  """Returns A^T x B; None for a side leaves it as it is."""
+  x = x if bases.inputs is None else bases.inputs.mT @ x
+  return x if bases.outputs is None else x @ bases.outputs
+
+
+def _rotate_back(x: jax.Array, bases: Sides) -> jax.Array:
+  x = x if bases.inputs is None else bases.inputs @ x
+  return x if bases.outputs is None else x @ bases.outputs.mT
+
+
+def _update_statistics(kept: Mapping[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
+  if 'statistics' not in kept:
+    return {}
+  return {**kept, 'statistics': decay * kept['statistics'] + (1 - decay) * x @ x.mT}
+
+
+def _refresh(
+  rows: dict[str, jax.Array], columns: dict[str, jax.Array], nu: jax.Array, count: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
+  """Returns both sides with new bases, and the second moment sorted like them."""
+  with jax.default_matmul_precision('float32'):
+    new_rows, order = _new_basis(rows, count)
+    nu = nu if order is None else jnp.take_along_axis(nu, order[:, :, None], axis=1)
+    new_columns, order = _new_basis(columns, count)
+    nu = nu if order is None else jnp.take_along_axis(nu, order[:, None, :], axis=2)
+  return new_rows, new_columns, nu
+
+
+def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
+  """Returns a side with its new basis, [N, m, m], and the order of its columns, [N, m]; all eigenvectors at first."""
+  if not side:
+    return side, None
+  statistics, basis = side['statistics'], side['bases']
+  power = statistics @ basis
+  order = jnp.argsort(-jnp.sum(basis * power, axis=1), axis=1)
+  basis = jax.lax.cond(
+    count == 0,
+    lambda: _eigenvectors(statistics),
+    lambda: jnp.linalg.qr(jnp.take_along_axis(power, order[:, None, :], axis=2))[0],
+  )
+  return {**side, 'bases': basis}, order
+
+
+def _eigenvectors(statistics: jax.Array) -> jax.Array:
+  """Returns eigenvectors, [N, m, m], the largest eigenvalue first; unit vectors complete those of positive ones."""
+  values, vectors = (jnp.flip(x, axis=-1) for x in jnp.linalg.eigh(statistics))
+  is_positive = values > 1e-5 * values[:, :1]
+  column = jnp.arange(values.shape[1]) - jnp.sum(is_positive, axis=1, keepdims=True)
+  units = jax.nn.one_hot(column, values.shape[1], axis=1, dtype=vectors.dtype)
+  return jnp.linalg.qr(jnp.where(is_positive[:, None, :], vectors, units))[0]
