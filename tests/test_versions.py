@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from praxis_lite.common.versions import own_version, version_of
+from praxis_lite.common.versions import package_version, version_of
 
 
 def test_versions_are_those_of_installed_packages():
@@ -17,4 +17,4 @@ def test_a_folder_on_the_path_has_no_version(monkeypatch: pytest.MonkeyPatch):
     raise metadata.PackageNotFoundError(package)
 
   monkeypatch.setattr(metadata, 'version', refuse)
-  assert own_version() == 'not installed'
+  assert package_version() == 'not installed'

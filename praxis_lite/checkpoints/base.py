@@ -4,7 +4,7 @@
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; in `about` the base, and the names of the rest
 
 The seal of the base, a random number of its save, shows that it is still the same one. An array that is left out has
-the same true shape in both records. Its dtype may be another floating one here: its values are those of the base, cast.
+the same true shape in both records. If the two floating dtypes differ, the values of the base are cast.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ from praxis_lite.common.trees import (
   path_name,
   to_path,
 )
-from praxis_lite.common.versions import own_version
+from praxis_lite.common.versions import package_version
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
 
@@ -499,7 +499,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
   sharding = getattr(state.step, 'sharding', None)  # None: the state is not on a mesh.
   mesh = getattr(sharding, 'mesh', None)
   return {
-    'praxis_lite': own_version(),
+    'praxis_lite': package_version(),
     'jax': jax.__version__,
     'saved_at': round(time.time(), 3),
     'mesh': dict(mesh.shape) if mesh is not None else None,

@@ -50,7 +50,7 @@ from praxis_lite.common.files import file_error
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
 from praxis_lite.common.importing import user_code_error
 from praxis_lite.common.interrupts import EXIT_CODE, end_on_interrupt
-from praxis_lite.common.versions import own_version
+from praxis_lite.common.versions import package_version
 
 # `praxis-lite help` lists the commands in this order.
 _MODULES = (
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     print(_USAGE.format(commands='\n'.join(f'  {c.name:<{width}}  {c.summary}' for c in COMMANDS.values())), end='')
     return 0
   if name == '--version':
-    print(f'praxis_lite {own_version()}')
+    print(f'praxis_lite {package_version()}')
     return 0
   is_traced = '--traceback' in arguments
   try:

@@ -27,14 +27,14 @@ def name_unknown_keywords(
   known = [name for name in inspect.signature(function).parameters if name != 'self']
 
   @functools.wraps(function)
-  def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+  def call_checked(*args: P.args, **kwargs: P.kwargs) -> R:
     for name in kwargs:
       if name not in known and name in of_elsewhere:
         raise UnknownKeywordError(f'{function.__name__}: {name} is set for all calls, as in {elsewhere}({name}=...)')
     check_keywords(function.__name__, kwargs, known)
     return function(*args, **kwargs)
 
-  return checked
+  return call_checked
 
 
 def check_keywords(function: str, given: Iterable[str], known: list[str]) -> None:

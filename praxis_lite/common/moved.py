@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Classes and functions, relative to praxis_lite, that have moved alone or whose module is gone.
+# Classes and functions, relative to praxis_lite, that were renamed, moved without their module, or lost it.
 _MOVED_OBJECTS = {
   'inputs.arrays.ArrayInput': 'inputs.random_access.ArrayInput',
   'inputs.stdlib_text.stdlib_files': 'inputs.text.stdlib_files',
@@ -22,6 +22,8 @@ _MOVED_OBJECTS = {
   'layers.pooling.Pooling': 'layers.images.Pooling',
   'layers.transformer.TransformerBlock': 'layers.transformer_block.TransformerBlock',
   'layers.transformer.TransformerLm': 'layers.transformer_lm.TransformerLm',
+  'learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
+  'training.learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
 }
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.
 _MOVED = {

@@ -182,7 +182,7 @@ def bin_edges() -> np.ndarray:
   return np.concatenate([-powers[::-1], [np.nextafter(powers[0], 0)], positive])
 
 
-def from_parts(parts: Mapping[str, np.ndarray], statistics: Sequence[str]) -> dict[str, np.ndarray]:
+def to_statistics(parts: Mapping[str, np.ndarray], statistics: Sequence[str]) -> dict[str, np.ndarray]:
   """Returns statistics by name, of combined parts on the host; NaN if there are no entries."""
   wide = {name: np.asarray(x, np.float64) for name, x in parts.items()}
   n = wide['n']

@@ -13,6 +13,6 @@ def version_of(package: str) -> str:
     return ''
 
 
-def own_version() -> str:
+def package_version() -> str:
   """Returns the version of praxis_lite; 'not installed' if it is a folder on PYTHONPATH."""
   return version_of('praxis_lite') or 'not installed'

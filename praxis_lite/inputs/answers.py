@@ -25,8 +25,8 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, ChatToke
 T = TypeVar('T')
 Examples = Sequence[Mapping[str, Any]]
 
-Messages = list[dict[str, Any]]
-Said = str | Messages
+ChatMessages = list[dict[str, Any]]
+Said = str | ChatMessages
 
 
 class AnswerPair(NamedTuple):
@@ -116,13 +116,13 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
   return AnswerPair(said, good, bad)
 
 
-def _has_answers_only(messages: Messages) -> bool:
+def _has_answers_only(messages: ChatMessages) -> bool:
   """Whether messages are an answer, perhaps with calls of tools, and no whole chat."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 
 
-def _pair_of_chats(one: Messages, other: Messages, names: tuple[str, str]) -> AnswerPair:
+def _pair_of_chats(one: ChatMessages, other: ChatMessages, names: tuple[str, str]) -> AnswerPair:
   """Returns the common first messages of two chats as the prompt, and what follows them as answers."""
   if one == other:
     raise ValueError(f'its {names[0]!r} and {names[1]!r} are equal, so neither is better')
@@ -130,7 +130,7 @@ def _pair_of_chats(one: Messages, other: Messages, names: tuple[str, str]) -> An
   return AnswerPair(one[:common], one[common:], other[common:])
 
 
-def messages_of(value: object, name: str) -> Messages:
+def messages_of(value: object, name: str) -> ChatMessages:
   """Returns the messages of a chat; raises ValueError if `value` is no list of them."""
   is_chat = isinstance(value, list) and all(
     isinstance(message, dict) and isinstance(message.get('role'), str) and isinstance(message.get('content'), str)
@@ -138,7 +138,7 @@ def messages_of(value: object, name: str) -> Messages:
   )
   if not is_chat:
     raise ValueError(f'its {name!r} is no list of {{"role": ..., "content": ...}}')
-  return cast(Messages, value)
+  return cast(ChatMessages, value)
 
 
 def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[Said, Said]:

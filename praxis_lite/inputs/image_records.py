@@ -107,7 +107,7 @@ class ImageRecordInput(TFRecordInput):
 
   def try_records(self, records: list[bytes]) -> None:
     for record in records:
-      self._try(self._stored(import_tensorflow().constant(record)))
+      self._try(self._parse(import_tensorflow().constant(record)))
 
   def read_image(self, encoded: bytes) -> np.ndarray:
     """Returns the image in the content of a file as evaluation sees it, [height, width, channels] float32.
@@ -128,7 +128,7 @@ class ImageRecordInput(TFRecordInput):
     label = {} if self.label_feature is None else {self.label_feature: tf.int64}
     return {self.image_feature: tf.string} | label
 
-  def _stored(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
+  def _parse(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
     tf = import_tensorflow()
     features = {name: tf.io.FixedLenFeature((), dtype) for name, dtype in self._features_to_read().items()}
     return dict(tf.io.parse_single_example(record, features))
@@ -146,14 +146,14 @@ class ImageRecordInput(TFRecordInput):
 
   def _parse_record(self, record: tf.Tensor, seed: int = 0) -> dict[str, tf.Tensor]:
     tf = import_tensorflow()
-    stored = self._stored(record)
+    stored = self._parse(record)
     image = image_ops.decode_image(stored[self.image_feature], self.channels)
     # The content tells records apart, wherever they are in their files.
     of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
-    image = self._augment(image, of_record) if self.augment else self._middle_of(image)
+    image = self._augment_image(image, of_record) if self.augment else self._middle_of(image)
     return {'image': image_ops.normalize(image, self.mean, self.std), **self._values_beside(stored)}
 
-  def _augment(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+  def _augment_image(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     tf = import_tensorflow()
     of_crop, of_flip, of_rest = tf.unstack(tf.random.experimental.stateless_split(seed, 3), num=3)
     image = image_ops.random_resized_crop(image, self.image_size, of_crop, self.crop_area, self.crop_aspect)

@@ -56,26 +56,26 @@ def parse_object(line: str) -> dict[str, Any]:
   return values
 
 
-Pair = tuple[str, str]
+TwoTexts = tuple[str, str]
 
 
-def pair_parsers(expected: str) -> dict[str, Callable[[str, Pair], Pair]]:
+def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]]:
   """Returns parsers for `read_lines` of lines with two texts.
 
   Args:
     expected: what these are, for messages, such as 'a source and a target'.
   """
 
-  def split_tsv(line: str, fields: Pair) -> Pair:
+  def split_tsv(line: str, fields: TwoTexts) -> TwoTexts:
     texts = line.split('\t')
     if len(texts) != len(fields):
       raise ValueError(f'has {number_of(len(texts), "column")}; expected {expected}, separated by a tab')
     return texts[0], texts[1]
 
-  return {'.tsv': split_tsv, '.jsonl': _pair_of_object}
+  return {'.tsv': split_tsv, '.jsonl': _parse_two_texts}
 
 
-def _pair_of_object(line: str, fields: Pair) -> Pair:
+def _parse_two_texts(line: str, fields: TwoTexts) -> TwoTexts:
   values = parse_object(line)
   for name in fields:
     if not isinstance(values.get(name), str):

@@ -254,7 +254,7 @@ def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.nd
   Args:
     rewards: [n] of groups that follow each other.
     group: G, answers of a group, a divisor of n.
-    scale: 'group', 'batch' or 'none', see `RewardedInput.scale_rewards`. The deviation is that of a sample.
+    scale: 'group', 'batch' or 'none', see `RewardedInput.scale_rewards`. The deviation has n - 1 degrees of freedom.
   """
   by_group = rewards.astype(np.float64).reshape(-1, group)
   advantages = by_group - by_group.mean(axis=1, keepdims=True)

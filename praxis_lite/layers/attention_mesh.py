@@ -58,7 +58,7 @@ class AttentionMesh:
   def context_mapping(self, name: str) -> SplitDimsMapping:
     """Returns the mapping `blnh` or `blkh` with the length split over `context_axis`."""
     mapping, path = getattr(self, name), f'{self.path}.activation_split_dims_mapping.{name}'
-    split = DeclaredSplit.from_field((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
+    split = DeclaredSplit.make((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
     own = DeclaredSplit((self.context_axis,), (f'{self.path}.context_axis',))
     return split[:1].followed_by(own).followed_by(split[2:])
 

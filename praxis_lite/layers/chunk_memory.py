@@ -94,7 +94,7 @@ class MemoryAttention(MultiHeadAttention):
     super().setup()
 
   def __call__(self, x_BTD: jax.Array, kv_BSD: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-    """Returns [B, T, D]; the arguments are those of `MultiHeadAttention.__call__`."""
+    """Returns [B, T, D]; takes the arguments of `MultiHeadAttention.__call__`."""
     if self.chunk_length is None:
       return super().__call__(x_BTD, kv_BSD, **kwargs)
     if kv_BSD is not None:

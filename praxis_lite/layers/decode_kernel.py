@@ -5,8 +5,8 @@ slots are seen as an array, so it has all masks. For each row, it reads the page
 (The kernels for pages in JAX take neither gaps nor sinks, and the one with windows has keys and values in one array,
 so a cache would be copied for each token.)
 
-The kernel has no backward pass. Derivatives are those of plain attention, which holds the logits of one token of all
-rows, and runs only where something is differentiated.
+The kernel has no backward pass. If something is differentiated, plain attention runs instead; it keeps the logits of
+one token for all rows.
 
 L layers of a loop, B batch, S slots, P slots of a page, N heads, K kv heads, G = N / K, H dims per head.
 """

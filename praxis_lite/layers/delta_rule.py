@@ -109,7 +109,7 @@ def _prepare(tokens: DeltaTokens) -> _Chunk:
   """Returns what does not depend on the state."""
   value_BMNH, decay_BLN, rate_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   L, N, dtype, sums = *value_BMNH.shape[1:3], value_BMNH.dtype, sum_dtype(value_BMNH)
-  decay = ChunkDecay.from_decays(decay_BLN, starts_BL)
+  decay = ChunkDecay.compute(decay_BLN, starts_BL)
   value_BNLH, rate_BNL1, before_BNL1, after_BNL1 = (
     jnp.swapaxes(x, 1, 2)
     for x in (value_BMNH, rate_BLN[..., None], decay.from_before_BLN[..., None], decay.to_after_BMN[..., None])

@@ -107,7 +107,7 @@ class Mixer(Layer):
     return [Exchange('exchange of states between parts of a sequence', field, axes, by_compiler=True)] if axes else []
 
   def _length_axes(self) -> tuple[str, ...]:
-    """Returns the mesh axes by which `blnh` splits the length."""
+    """Returns the mesh axes over which `blnh` splits the length."""
     mapping = getattr(self.activation_split_dims_mapping, 'blnh', None)
     placement = self._resolve(mapping, f'{self.path_name}.activation_split_dims_mapping.blnh', rank=4)
     return () if placement is None else spec_axes(placement.spec[1])

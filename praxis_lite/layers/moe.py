@@ -284,7 +284,7 @@ class MoeFeedForward(Layer):
     expert, own = None if self.expert_axis is None else (self.expert_axis,), f'{self.path_name}.expert_axis'
     exchanged = self._resolve(expert, own, rank=1)
     if expert is not None and wt is None:
-      wt = DeclaredSplit.from_field((*expert, None, None), own)
+      wt = DeclaredSplit.make((*expert, None, None), own)
     if wt is not None:
       self._resolve(wt, f'{field}.wt', rank=3)
       down = wt.pick(0, 2, 1) if down is None else down

@@ -110,7 +110,7 @@ class MultiTokenPrediction(Layer):
   def setup(self) -> None:
     self._check_range('num_modules', least=1)
     self._check_range('loss_weight', least=0)
-    self._remat = Remat.from_fields(self)
+    self._remat = Remat.read(self)
     module = self.module_tpl.clone(input_dims=self.input_dims)
     for name in ('block_tpl', 'norm_tpl'):
       if getattr(self, name) is not None:

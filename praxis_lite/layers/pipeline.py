@@ -133,7 +133,7 @@ class Pipelined(Repeat):
         f'{self.path_name}.first_tpl: the layers of a pipeline are alike, and none can come first; leave it empty, or '
         'repeat the layers without stages'
       )
-    self._stage_remat = Remat.from_fields(self, field='stage_remat')
+    self._stage_remat = Remat.read(self, field='stage_remat')
     field = f'{self.path_name}.weight_split_dims_mapping.stages'
     self._stages = self._resolve(self.weight_split_dims_mapping.stages, field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
@@ -383,11 +383,11 @@ class Pipelined(Repeat):
     They are not split over the axes in `gathered`.
     """
     weights = leaves(self.layers.abstract_init())
-    prefix = DeclaredSplit.from_field((*(self._stack_mapping or (None,)), None, None), self._stack_field)
+    prefix = DeclaredSplit.make((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
     def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
       name = path_name((*self.layers.path, *path))
-      if path not in weights:  # An edit of a tool, of which each stage has its own.
+      if path not in weights:  # An edit of a tool; each stage has its own part of it.
         return self._constrain_to_stages(self._to_stages(x))
       own = weights[path].full_split_dims_mapping
       if weights[path].tensor_split_dims_mapping is None:

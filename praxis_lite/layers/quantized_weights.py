@@ -168,7 +168,7 @@ class QuantizedWeight:
     """Returns the declaration of a part, which is split like the weight; a dimension of size 1 is not split."""
     split = self.weight.tensor_split_dims_mapping
     if split is not None:
-      whole = DeclaredSplit.from_field(split, self.weight.mapping_field)
+      whole = DeclaredSplit.make(split, self.weight.mapping_field)
       own = whole.pick(*(i if n > 1 or self.weight.shape[i] == 1 else None for i, n in enumerate(shape)))
       split = DeclaredSplit(
         own, [f'{s}, derived from the weight {self.layer.path_name}.{self.name}' for s in own.sources]

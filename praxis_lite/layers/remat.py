@@ -100,7 +100,7 @@ class Remat(NamedTuple):
   offload_names: tuple[str, ...]
 
   @classmethod
-  def from_fields(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
+  def read(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
     """Reads the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer.
 
     Args:

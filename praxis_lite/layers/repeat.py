@@ -128,7 +128,7 @@ class Repeat(Layer):
     if self.unroll != 'auto' and (not isinstance(self.unroll, int) or self.unroll < 1):
       raise ConfigError(f"{self.path_name}.unroll: expected a number of repetitions, or 'auto', got {self.unroll!r}")
     configs = pattern(self.layers_tpl)
-    self._remat = Remat.from_fields(self, len(configs))
+    self._remat = Remat.read(self, len(configs))
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
     self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
     self._resolve(self._stack_mapping, self._stack_field, rank=1)

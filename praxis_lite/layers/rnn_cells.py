@@ -5,8 +5,7 @@
     CifgLstmCellSimple              c' = s(f) c + (1 - s(f)) tanh(i),   m' = s(o) tanh(c')
     GruCell                         m' = s(z) m + (1 - s(z)) tanh(n_x + s(r) n_m)
 
-where i, g, f, ... are x W_in + m W_state + b, and s is the sigmoid. Names and formulas of the LSTMs
-are those of Praxis.
+where i, g, f, ... are x W_in + m W_state + b, and s is the sigmoid. The LSTMs have the names and formulas of Praxis.
 
 B batch, T length, I input dims, G gates, H dims of the cell, O dims of the output.
 """

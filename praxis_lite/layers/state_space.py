@@ -108,7 +108,7 @@ class ChunkDecay(NamedTuple):
   kept_BN: jax.Array
 
   @classmethod
-  def from_decays(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
+  def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
     """Returns it for the logarithms of decays, and the tokens at which segments start."""
     total_BLN = jnp.cumsum(decay_BLN, axis=1)
     last_BN = total_BLN[:, -1]
@@ -131,7 +131,7 @@ def _read_chunk(state_BNHS: jax.Array, tokens: StateTokens) -> tuple[jax.Array, 
   """Returns the state after a chunk, and the outputs in it."""
   value_BMNH, decay_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   N, dtype, sums = value_BMNH.shape[2], value_BMNH.dtype, sum_dtype(value_BMNH)
-  decay = ChunkDecay.from_decays(decay_BLN, starts_BL)
+  decay = ChunkDecay.compute(decay_BLN, starts_BL)
 
   def product(formula: str, *arrays: jax.Array) -> jax.Array:
     return jnp.einsum(formula, *(x.astype(dtype) for x in arrays), preferred_element_type=sums)

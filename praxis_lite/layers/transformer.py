@@ -52,7 +52,7 @@ class StackedTransformer(Layer):
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     configs = add_windows(self.layers_tpl, self.sliding_windows, self.path_name)
     self._period = len(configs)
-    self._remat = Remat.from_fields(self, self._period)
+    self._remat = Remat.read(self, self._period)
     in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
     templates = list(itertools.islice(in_turn, self.num_layers))
     self._mixes_values = any(map(mixes_values, templates))

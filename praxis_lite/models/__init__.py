@@ -5,8 +5,8 @@ from praxis_lite.models.adapters import (
   ADAPTER_VARIABLES,
   add_adapters,
   merge_adapters,
+  remove_adapters,
   unmerge_adapters,
-  without_adapters,
 )
 from praxis_lite.models.adversarial_model import AdversarialModel
 from praxis_lite.models.base import BaseModel
@@ -40,7 +40,7 @@ from praxis_lite.models.quantization import (
   dequantize_variables,
   quantize_variables,
   quantize_weights,
-  without_quantization,
+  remove_quantization,
 )
 from praxis_lite.models.recurrent_configs import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.models.resnet_configs import resnet, resnet_classifier
@@ -108,6 +108,8 @@ __all__ = [
   'quantize_variables',
   'quantize_weights',
   'recurrent_lm',
+  'remove_adapters',
+  'remove_quantization',
   'resnet',
   'resnet_classifier',
   'sequence_classifier',
@@ -120,6 +122,4 @@ __all__ = [
   'vision_transformer',
   'weighted_mean',
   'whisper',
-  'without_adapters',
-  'without_quantization',
 ]

@@ -31,11 +31,8 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
   return model.set(adapters=(*present, *adapters))
 
 
-def without_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a copy of a model's config without adapters, and with plain weights.
-
-  It is that of the model whose variables `merge_adapters` returns.
-  """
+def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
+  """Returns a copy of a model's config without adapters, and with plain weights, for what `merge_adapters` returns."""
   return model.clone(adapters=(), quantized=())
 
 

@@ -205,7 +205,7 @@ class SourceSteps:
   Args:
     lm: the network, in a call of its parent.
     source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
-    counts_coverage: whether the state also has what `covered` returns.
+    counts_coverage: whether the state also has what `coverage` returns.
   """
 
   def __init__(
@@ -238,7 +238,7 @@ class SourceSteps:
     _, side = self._lm.apply(self._variables, source_ids_BS, is_token_BS, num_slots, method='init_decode_state')
     return start_coverage(side.decode_state) if self._counts_coverage else side.decode_state
 
-  def covered(self, state: NestedDict) -> jax.Array:
+  def coverage(self, state: NestedDict) -> jax.Array:
     """Returns how much the targets have attended to each token of the sources; see `DecodingSteps`."""
     return read_coverage(state, self._lm.num_layers)
 

@@ -32,7 +32,7 @@ def quantize_weights(model: Config[ModelT], *rules: Config) -> Config[ModelT]:
   return model.set(quantized=(*present, *rules))
 
 
-def without_quantization(model: Config[ModelT]) -> Config[ModelT]:
+def remove_quantization(model: Config[ModelT]) -> Config[ModelT]:
   """Returns a copy of a model's config with plain weights, for variables that `dequantize_variables` returns."""
   return model.clone(quantized=())
 

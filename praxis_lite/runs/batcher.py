@@ -57,7 +57,7 @@ class Request:
     shared: how many first tokens of the prompt were taken over from another request.
     log_probs: log-probability of each token of `ids`, in nats, under the model at temperature 1.
     top: for each token of `ids`, the most probable ones in its place, (token, log-probability), in descending order;
-      as many as `top_log_probs` of the batcher.
+      their number is the batcher's `top_log_probs`.
   """
 
   def __init__(

@@ -37,7 +37,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.lowering import used_inputs
 from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, path_name, to_path
-from praxis_lite.common.versions import own_version
+from praxis_lite.common.versions import package_version
 from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
@@ -391,7 +391,7 @@ def _signature(programs: Sequence[_Program], variables: Arrays, about: Mapping[s
 
   return {
     **about,
-    'praxis_lite': own_version(),
+    'praxis_lite': package_version(),
     'jax': jax.__version__,
     'programs': {
       program.name: {

@@ -11,10 +11,10 @@ from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.runs.trained import TrainedModel
 
-InputT = TypeVar('InputT', bound=BaseInput)
+ReaderT = TypeVar('ReaderT', bound=BaseInput)
 
 
-def make_reader(model: TrainedModel, kind: type[InputT], field: str, file: str, what: str) -> InputT:
+def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str, what: str) -> ReaderT:
   """Returns the first dataset of the run of a kind, one for evaluation if there is one.
 
   Args:
@@ -30,7 +30,7 @@ def make_reader(model: TrainedModel, kind: type[InputT], field: str, file: str, 
   config = next((config for config in datasets_by_use(model) if _is_of(config, kind)), None)
   if config is None:
     raise ConfigError(f'{file}: the datasets of the run read no {what}; pass .npz or .jsonl files')
-  return cast(InputT, config.clone(**{field: file}).instantiate())
+  return cast(ReaderT, config.clone(**{field: file}).instantiate())
 
 
 def datasets_by_use(model: TrainedModel) -> list[Config]:

@@ -3,8 +3,8 @@
     context        a b c
     continuation   d e f     log p(d | a b c), log p(e | a b c d), ...
 
-A processor of logits leaves only the known token, so a sampler draws it. The log-probabilities that decoding reports
-are those of the model, without the processor.
+A processor of logits leaves only the known token, so a sampler draws it. Decoding reports the log-probabilities of the
+model itself, without the processor.
 
 B batch, L places for the tokens of a row, N known texts, V vocabulary.
 """

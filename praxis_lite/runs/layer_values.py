@@ -105,7 +105,7 @@ def values_in_decoding(
     model: a language model.
     batch: the texts, `ids` and `weights` [B, T], and sources if the model has some.
     context_lengths: how many first tokens of each text are read together.
-    can_go_back: whether caches are those of a batcher.
+    can_go_back: whether to use the caches of a batcher.
     chunk: how many tokens of a context are read at once; None reads all.
   """
   language_model = model.tasks.jax_task.model

@@ -110,7 +110,7 @@ class Observer:
   All methods are called in the thread that trains. An error in one of them ends the run.
   """
 
-  def on_open(self, on_damage: OnDamage) -> None:
+  def open(self, on_damage: OnDamage) -> None:
     """Called once this process owns the run's directory, before it reads anything in it.
 
     `on_damage` is what to do if the newest checkpoint is damaged; see `TrainOptions`.
@@ -124,6 +124,12 @@ class Observer:
       shapes, true_shapes: shapes of the state with and without padding; `shapes` have shardings.
     """
     return None, ''
+
+  def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
+    """Called every `emergency_copies.every_n_steps` steps; `snapshot` is what an emergency copy has to contain."""
+
+  def remove_copies(self, run: Run) -> None:
+    """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""
 
   def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager for the time from restoring to the end; it sees the error that ends the run.
@@ -165,12 +171,6 @@ class Observer:
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
     """Called once the checkpoint of `step` is complete in `folder`, some steps after that step."""
-
-  def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
-    """Called every `emergency_copies.every_n_steps` steps; `snapshot` is what an emergency copy has to contain."""
-
-  def on_saved(self, run: Run) -> None:
-    """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""
 
   def on_end(self, run: Run) -> None:
     """Called once, after the last step is saved; not called if an error ends the run."""

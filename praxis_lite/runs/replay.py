@@ -131,7 +131,7 @@ def compare_with_checkpoint(
   A difference means that a device gave wrong values, now or when the run took these steps.
 
   Args:
-    config, job_log_dir, seed: the run, of which nothing is changed.
+    config, job_log_dir, seed: the run; nothing in it is changed.
     step: the step of the later checkpoint.
     line: prints a line.
     devices: the devices to repeat the steps on; None means those that come first.
@@ -220,9 +220,10 @@ def _repeat_until(
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
-  """Raises UserError if a run has not taken a step, as far as its files tell.
+  """Raises UserError if, judging by its files, a run has not taken a step.
 
-  A step that ended the run is not in its files; it is less than `log_interval_steps` after what they tell.
+  The last step of a run that was interrupted may be missing from its files, so steps up to `log_interval_steps` after
+  them are allowed.
   """
   taken = [beat.step for beat in read_heartbeats(directory)] + [trouble.last for trouble in read_troubles(directory)]
   reached, train = max([read_run(directory).step, *taken]), config.task.train

@@ -177,7 +177,7 @@ class Search:
     self._reported: dict[str, int] = {}  # The last step, by name of the point.
     for number, trial in enumerate(self.trials):
       if trial.state != 'running':
-        self._study.add_trial(self._frozen(number, trial))
+        self._study.add_trial(self._to_frozen_trial(number, trial))
 
   def _read(self) -> list[Trial]:
     with contextlib.suppress(FileNotFoundError):
@@ -303,7 +303,7 @@ class Search:
     sign = 1 if mode == 'min' else -1
     return [(int(s), sign * float(v)) for s, v in zip(*run.metrics.curve(metric)) if math.isfinite(v)]
 
-  def _frozen(self, number: int, trial: Trial) -> FrozenTrial:
+  def _to_frozen_trial(self, number: int, trial: Trial) -> FrozenTrial:
     from optuna.trial import create_trial
 
     return create_trial(

@@ -173,10 +173,10 @@ def _check_question(model: TrainedModel, question: Question, max_tokens: int) ->
   limits, choices = model.layer.score_limits(), question.choices
   assert limits is not None
 
-  def no_scores(batch: Rows) -> dict[str, np.ndarray]:
+  def score_nothing(batch: Rows) -> dict[str, np.ndarray]:
     return {name: np.zeros(batch['ids'].shape) for name in ('log_probs', 'is_greedy')}
 
-  score_rows(limits, lambda: model.tokenizer, [question.prompt] * len(choices), choices, len(choices), no_scores)
+  score_rows(limits, lambda: model.tokenizer, [question.prompt] * len(choices), choices, len(choices), score_nothing)
 
 
 def _answers_greedily(config: ExperimentConfig, tasks: TaskOnMesh) -> tuple[ExperimentConfig, TaskOnMesh]:

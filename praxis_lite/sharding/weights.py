@@ -46,7 +46,7 @@ class DeclaredSplit(tuple[Any, ...]):
     return self
 
   @classmethod
-  def from_field(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
+  def make(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
     """Returns a mapping whose entries come from `source`; a `DeclaredSplit` is returned unchanged."""
     return mapping if isinstance(mapping, cls) else cls(mapping, [source] * len(mapping))
 
@@ -65,7 +65,7 @@ class DeclaredSplit(tuple[Any, ...]):
 
 def to_declared_split(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
   """Returns a mapping that knows it comes from `field`; returns None and other values unchanged."""
-  return DeclaredSplit.from_field(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
+  return DeclaredSplit.make(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
 
 
 class WeightHParamsCollection(enum.StrEnum):
@@ -248,7 +248,7 @@ class WeightHParams:
       )
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
-    prefix = DeclaredSplit.from_field(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
+    prefix = DeclaredSplit.make(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
     object.__setattr__(self, 'repeat_prefix_split_dims_mapping', prefix)
 
   @property
@@ -262,7 +262,7 @@ class WeightHParams:
     mapping, source = self.tensor_split_dims_mapping, self.mapping_field
     if mapping is None:
       mapping, source = (None,) * len(self.shape), f'{source} is not set'
-    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.from_field(mapping, source))
+    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.make(mapping, source))
 
   @property
   def num_params(self) -> int:
@@ -293,7 +293,7 @@ class WeightHParams:
       split: entry of a split mapping for the new dimension.
       field: the config field that `split` comes from.
     """
-    stack = DeclaredSplit.from_field((split,), field if split is not None else f'{field} is not set')
+    stack = DeclaredSplit.make((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),

@@ -89,7 +89,7 @@ class Execution:
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    """Returns the whole array, in its true shape, of which this device has a part that is split like a variable."""
+    """Returns the whole array, in its true shape, given this device's part of it, which is split like a variable."""
     del path
     return part
 

@@ -96,7 +96,7 @@ def value_and_grad(
     # A microbatch that consists of padding has weight zero, so its loss, possibly NaN, must not count.
     return total + jnp.where(weight != 0, weight * x.astype(jnp.float32), 0)
 
-  def by_variable(weight: Losses) -> Any:
+  def weights_of_losses(weight: Losses) -> Any:
     """Returns for each variable the weight of its loss."""
     if paths_by_loss is None or not isinstance(weight, dict):
       return jax.tree.map(lambda _: weight, trained)
@@ -109,7 +109,7 @@ def value_and_grad(
     gradients, losses, weights, others = carry
     index, microbatch = xs
     (losses_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
-    gradients = jax.tree.map(add, gradients, gradients_i, by_variable(output.weight))
+    gradients = jax.tree.map(add, gradients, gradients_i, weights_of_losses(output.weight))
     losses = jax.tree.map(add, losses, losses_i, output.weight)
     weights = jax.tree.map(jnp.add, weights, output.weight)
     changed.update(leaves(output.updates))
@@ -124,7 +124,7 @@ def value_and_grad(
   divisor = jax.tree.map(lambda w: jnp.where(w == 0, 1.0, w), weight)
   counts = functools.reduce(jnp.logical_or, (w != 0 for w in jax.tree.leaves(outputs.weight)))
   last = num_microbatches - 1 - jnp.argmax(counts[::-1])
-  gradients = jax.tree.map(lambda g, v, d: (g / d).astype(v.dtype), gradients, trained, by_variable(divisor))
+  gradients = jax.tree.map(lambda g, v, d: (g / d).astype(v.dtype), gradients, trained, weights_of_losses(divisor))
   output = LossOutput(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, compute_parts, from_parts, kind_of_part
+from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, compute_parts, kind_of_part, to_statistics
 from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name
 from praxis_lite.layers.base.call import Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY, Taps, raw_name, read_raw_name
@@ -331,7 +331,7 @@ class TappedParts:
 
 
 def _finish(label: str, statistics: Sequence[str], parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Summary]]:
-  made: dict[str, Any] = {**from_parts(parts, [name for name in statistics if name != _RATIO])}
+  made: dict[str, Any] = {**to_statistics(parts, [name for name in statistics if name != _RATIO])}
   if _RATIO in statistics:
     with np.errstate(invalid='ignore', divide='ignore'):
       made[_RATIO] = np.sqrt(parts['squares'] / parts['squares_of_weight'])

@@ -292,7 +292,7 @@ class Covering(RunningSum):
     new = jnp.where(pos_BT[..., None] >= 0, jnp.pad(ATTENTION, ((0, 0), (0, 1)))[ids_BT], 0.0).sum(1)
     return logits_BV, {'sums': sums, 'covered': state['covered'] + new}
 
-  def covered(self, state):
+  def coverage(self, state):
     return state['covered']
 
 

@@ -53,7 +53,7 @@ def classifier(network: Config | None = None, **fields: Any) -> Config:
 
 def test_a_declared_split_is_the_tuple_it_equals() -> None:
   plain = ('data', None, ('replica', 'mdl'))
-  split = DeclaredSplit.from_field(plain, 'lm.wt')
+  split = DeclaredSplit.make(plain, 'lm.wt')
   assert split == plain and hash(split) == hash(plain) and repr(split) == repr(plain)
   for same in (copy.deepcopy(split), copy.copy(split), pickle.loads(pickle.dumps(split))):
     assert same == plain and same.sources == ('lm.wt',) * 3

@@ -350,7 +350,7 @@ WRONG = [
   (dense(train_argument='training'), r"LinenLayer\.module_tpl: the Flax module Dense cannot be built: .*training"),
   (dense(train_argument='train'), r"; LinenLayer\.train_argument = 'train' must be a keyword of the module, or empty"),
   (dense(eval_argument='frozen'), r"; LinenLayer\.eval_argument = 'frozen' must be a keyword of the module, or empty"),
-  (dense(module_tpl=Config(Moded)), r"; set LinenLayer\.train_argument = 'train', so that the module is told"),
+  (dense(module_tpl=Config(Moded)), r"; set LinenLayer\.train_argument = 'train', so that the module knows"),
   (Config(NnxLayer, module_tpl=Config(nn.Dense, features=3)), r'expected the config of a flax\.nnx\.Module'),
   (dense(module_tpl=Config(eqx.nn.Linear, in_features=3, out_features=2)),
    r'of a flax\.linen\.Module, got Linear; use EquinoxLayer'),

@@ -12,7 +12,7 @@ from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
 from praxis_lite.common.config import Config
 from praxis_lite.common.trees import leaves, merge, select
 from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
-from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, without_adapters
+from praxis_lite.models import add_adapters, merge_adapters, remove_adapters, transformer_lm
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -51,7 +51,7 @@ def test_what_we_write(kind, tmp_path):
   config = lm(*adapters, experts=experts)
   model = config.instantiate()
   variables = jax.tree.map(lambda x: 2 * x, drawn_variables(model.abstract_init()))
-  base = without_adapters(config).instantiate()
+  base = remove_adapters(config).instantiate()
   of_base = select(variables, lambda path: not is_adapter(path))
   write_model(tmp_path / 'base', base, of_base)
   write_adapter(tmp_path / 'adapter', model, variables)
@@ -107,7 +107,7 @@ def test_layers_that_compute_what_theirs_do(kind, tmp_path):
   """Their values are set by hand, because only adapters of LoRA are exchanged in files."""
   targets = ['k_proj', 'v_proj', 'down_proj']
   config = lm(Config(Dora, layers=r'.*\.(key|value|down)', rank=2, alpha=3.0) if kind == 'dora' else Config(Ia3))
-  model, base = config.instantiate(), without_adapters(config).instantiate()
+  model, base = config.instantiate(), remove_adapters(config).instantiate()
   variables = jax.tree.map(lambda x: 2 * x, drawn_variables(model.abstract_init()))
   declared = leaves(base.abstract_init())
   write_model(tmp_path, base, select(variables, lambda path: path in declared))

@@ -20,7 +20,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves, path_name, select
 from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
-from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, without_adapters
+from praxis_lite.models import add_adapters, merge_adapters, remove_adapters, transformer_lm
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=4)
@@ -48,7 +48,7 @@ def test_adapters_are_those_of_peft(kind, tmp_path):
   variables = drawn_variables(model.abstract_init())
   assert write_adapter(tmp_path / 'adapter', model, variables, base='some/model') == [CONFIG, TENSORS]
   base = select(variables, lambda path: not any('lora' in part for part in path))
-  write_model(tmp_path / 'base', without_adapters(config).instantiate(), base)
+  write_model(tmp_path / 'base', remove_adapters(config).instantiate(), base)
   write_model(tmp_path / 'merged', model, variables)
   before, after = read_folder(tmp_path / 'base'), read_folder(tmp_path / 'merged')
   stored, settings = (
@@ -71,7 +71,7 @@ def test_adapters_are_those_of_peft(kind, tmp_path):
     np.testing.assert_allclose(after[name].read_all(), expected, atol=1e-6, err_msg=name)
   assert 2 * changed == len(stored)
 
-  found = read_adapter(tmp_path / 'adapter', without_adapters(config))
+  found = read_adapter(tmp_path / 'adapter', remove_adapters(config))
   written = select(variables, lambda path: any('lora' in part for part in path))
   assert jax.tree.structure(found.variables) == jax.tree.structure(written)
   jax.tree.map(np.testing.assert_array_equal, found.variables, written)

@@ -13,7 +13,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves, map_with_path, node_at, select
 from praxis_lite.layers import Dora, Ia3, Linear, Projection
-from praxis_lite.models import add_adapters, merge_adapters, transformer_lm, unmerge_adapters, without_adapters
+from praxis_lite.models import add_adapters, merge_adapters, remove_adapters, transformer_lm, unmerge_adapters
 from praxis_lite.sharding.growth import fan_growth
 from praxis_lite.sharding.weights import Growth
 from praxis_lite.training.learning.matrices import matrix_dims
@@ -78,7 +78,7 @@ def test_scales_are_vectors_for_mup_and_muon(adapter, in_shape, out_shape):
 def test_a_model_begins_as_it_was_and_is_the_same_when_merged(adapter):
   sizes = {'vocab_size': 37, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 15, 'use_bias': True}
   config = add_adapters(transformer_lm(**sizes).set(packed=False), adapter)
-  model, plain = config.instantiate(), without_adapters(config).instantiate()
+  model, plain = config.instantiate(), remove_adapters(config).instantiate()
 
   @jax.jit
   def logits(v):

@@ -27,9 +27,9 @@ from praxis_lite.models import (
   ADAPTER_VARIABLES,
   add_adapters,
   merge_adapters,
+  remove_adapters,
   transformer_lm,
   unmerge_adapters,
-  without_adapters,
 )
 
 B, T, D, V = 2, 4, 18, 37
@@ -109,7 +109,7 @@ EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
 @pytest.mark.parametrize('experts', [None, EXPERTS], ids=['dense', 'experts'])
 def test_merged_weights_compute_the_same(experts):
   config = lm(EMBEDDING, Config(Lora, rank=3), experts=experts)
-  model, base = config.instantiate(), without_adapters(config).instantiate()
+  model, base = config.instantiate(), remove_adapters(config).instantiate()
   first = model.init(jax.random.key(0))
   plain = base.init(jax.random.key(0))
   jax.tree.map(np.testing.assert_array_equal, merge_adapters(model, first), plain)  # At first they change nothing.
@@ -135,14 +135,14 @@ def test_latent_attention_decodes_with_its_updates():
   model = config.instantiate()
   variables = drawn_variables(model.abstract_init())
   whole = logits(model.lm, variables['lm'])
-  base = without_adapters(config).instantiate()
+  base = remove_adapters(config).instantiate()
   merged = merge_adapters(model, variables)
   np.testing.assert_allclose(logits(base.lm, merged['lm']), whole, atol=1e-5)
   batch = {'ids': IDS, 'weights': np.ones((B, T), np.float32), 'prompt_lengths': np.full(B, T, np.int32)}
   config.decoder_tpl.set(max_decode_steps=4, temperature=0.0)
   outputs = [
     c.instantiate().apply(v, batch, key=jax.random.key(0), do_eval=True, method='decode')[0][1]
-    for c, v in ((config, variables), (without_adapters(config), merged))
+    for c, v in ((config, variables), (remove_adapters(config), merged))
   ]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *outputs)
 

@@ -13,7 +13,7 @@ from small_trees import NON_TRAINABLE, SKIP, declarations, unrolled, values, wei
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.training.learning import Learner, Linear
+from praxis_lite.training.learning import Learner, LinearRamp
 
 
 def sgd(**fields: Any) -> Learner:
@@ -223,7 +223,7 @@ def test_patterns_that_select_nothing_are_refused(fields: Any, message: str) -> 
 def test_stats_hold_rate_and_norm_of_what_the_layers_alone_would_have() -> None:
   weights = declarations()
   params, grads = values(weights), values(weights, 1)
-  learner = sgd(learning_rate=0.5, schedule=Config(Linear, start=(0, 0.0), limit=(10, 1.0)), report_param_norm=True)
+  learner = sgd(learning_rate=0.5, schedule=Config(LinearRamp, start=(0, 0.0), limit=(10, 1.0)), report_param_norm=True)
   out = one_step(learner, weights, params, grads, step=4)
   np.testing.assert_allclose(out.stats['learning_rate'], 0.2, rtol=1e-6)
   np.testing.assert_allclose(learner.learning_rate_at(4), 0.2, rtol=1e-6)

@@ -21,12 +21,12 @@ from praxis_lite.training import learning
   ('step', 'value'), [(0, 0.1), (50, 0.1), (100, 0.1), (120, 0.28), (150, 0.55), (200, 1.0), (201, 1.0), (10_000, 1.0)]
 )
 def test_linear(step: int, value: float) -> None:
-  schedule = learning.Linear(start=(100, 0.1), limit=(200, 1.0))
+  schedule = learning.LinearRamp(start=(100, 0.1), limit=(200, 1.0))
   np.testing.assert_allclose(schedule(jnp.int32(step)), value, rtol=1e-6)
 
 
 def test_linear_may_go_down() -> None:
-  schedule = learning.Linear(start=(0, 1.0), limit=(10, 0.5))
+  schedule = learning.LinearRamp(start=(0, 1.0), limit=(10, 0.5))
   np.testing.assert_allclose([schedule(s) for s in (0, 5, 10, 11)], [1.0, 0.75, 0.5, 0.5])
 
 
@@ -160,14 +160,14 @@ def test_warmup_then_constants() -> None:
 
 
 def test_piecewise_schedule_gives_each_part_its_own_steps() -> None:
-  linear = Config(learning.Linear, start=(0, 0.0), limit=(4, 1.0))
+  linear = Config(learning.LinearRamp, start=(0, 0.0), limit=(4, 1.0))
   schedule = learning.PiecewiseSchedule(boundaries=(3, 7), schedules=(linear, Config(learning.Constant), linear))
   expected = [0, 0.25, 0.5, 1, 1, 1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
   np.testing.assert_allclose(values_of(schedule, range(13)), expected, rtol=1e-6)
 
 
 def test_cycle_schedule_gives_all_parts_the_steps_of_the_run() -> None:
-  linear = Config(learning.Linear, start=(0, 0.0), limit=(10, 1.0))
+  linear = Config(learning.LinearRamp, start=(0, 0.0), limit=(10, 1.0))
   schedule = learning.CycleSchedule(steps=(2, 1, 1), schedules=(linear, Config(learning.Constant), lambda step: 5.0))
   np.testing.assert_allclose(values_of(schedule, range(10)), [0, 0.1, 1, 5, 0.4, 0.5, 1, 5, 0.8, 0.9], rtol=1e-6)
   alone = learning.CycleSchedule(steps=(3,), schedules=(linear,))
@@ -197,7 +197,7 @@ def test_the_rate_is_reduced_when_the_loss_stops_falling() -> None:
 
 SCHEDULES = [
   Config(learning.Constant),
-  Config(learning.Linear, start=(0, 1.0), limit=(3, 0.1)),
+  Config(learning.LinearRamp, start=(0, 1.0), limit=(3, 0.1)),
   Config(learning.Cosine, total_steps=3),
   Config(learning.Exponential, end=3),
   Config(learning.PiecewiseConstant, boundaries=(1, 2), values=(1.0, 0.5, 0.1)),
@@ -248,7 +248,7 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
 @pytest.mark.parametrize(
   ('config', 'message'),
   [
-    (Config(learning.Linear, start=(10, 0.0), limit=(10, 1.0)), r'Linear\.limit.*10'),
+    (Config(learning.LinearRamp, start=(10, 0.0), limit=(10, 1.0)), r'LinearRamp\.limit.*10'),
     (Config(learning.Cosine, total_steps=0), r'Cosine\.total_steps: expected more than 0, got 0'),
     (Config(learning.Exponential, start=5, end=5), r'Exponential\.end'),
     (Config(learning.Exponential, end=5, limit=0.0), r'Exponential\.limit'),
@@ -263,8 +263,8 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
     (Config(learning.Constant, value=float('nan')), r'Constant\.value: expected finite numbers, got nan'),
     (Config(learning.Constant, value=-1.0), r'Constant\.value: expected at least 0, got -1'),
     (Config(learning.Cosine, total_steps=9, final_value=-0.1), r'Cosine\.final_value: expected at least 0'),
-    (Config(learning.Linear, limit=(9, float('inf'))), r'Linear\.limit: expected finite numbers'),
-    (Config(learning.Linear, limit=(9, -1.0)), r'Linear: expected values of at least 0, got 0\.0 and -1\.0'),
+    (Config(learning.LinearRamp, limit=(9, float('inf'))), r'LinearRamp\.limit: expected finite numbers'),
+    (Config(learning.LinearRamp, limit=(9, -1.0)), r'LinearRamp: expected values of at least 0, got 0\.0 and -1\.0'),
     (
       Config(learning.PiecewiseConstant, boundaries=(1,), values=(1.0, -1.0)),
       r'PiecewiseConstant\.values: .*at least 0',
@@ -273,7 +273,7 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
       Config(learning.LinearWarmupCosine, warmup_steps=1, total_steps=9, final_value=-1.0),
       r'final_value: .*at least 0',
     ),
-    (Config(learning.Linear), r'Linear\.limit: a value is required'),
+    (Config(learning.LinearRamp), r'LinearRamp\.limit: a value is required'),
     (Config(learning.Polynomial, limit=(9, 0.0), power=0), r'Polynomial\.power: expected more than 0'),
     (Config(learning.Polynomial, limit=(9, 0.0), origin='end'), r"Polynomial\.origin: expected 'start' or 'limit'"),
     (Config(learning.DelayedCosine, start=(9, 1.0), limit=(9, 0.0)), r'DelayedCosine\.limit: its step 9 must'),

@@ -14,7 +14,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.common.trees import leaves, merge, node_at, select
 from praxis_lite.experiments.lm import SyntheticLmTiny, SyntheticLoraTiny
 from praxis_lite.layers import Lora
-from praxis_lite.models import merge_adapters, without_adapters
+from praxis_lite.models import merge_adapters, remove_adapters
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.training import train_adapters
@@ -55,7 +55,7 @@ def test_a_run_of_adapters_from_first_step_to_export(tmp_path):
     np.testing.assert_allclose(theirs, np.asarray(query[i]).reshape(18, 18).T, atol=1e-6)
 
   assert export_run(tuned, tmp_path / 'tuned', tmp_path / 'adapter', adapter=True)[0] == 'adapter_config.json'
-  found = read_adapter(tmp_path / 'adapter', without_adapters(tuned.task.model))
+  found = read_adapter(tmp_path / 'adapter', remove_adapters(tuned.task.model))
   jax.tree.map(np.testing.assert_array_equal, found.variables, select(after, lambda path: 'lora' in path))
   assert jax.tree.structure(merge(before, found.variables)) == jax.tree.structure(after)
   with pytest.raises(UserError, match='has no adapters to write'):
@@ -100,5 +100,5 @@ def test_adapters_whose_base_is_trained_too_are_warned_of():
   task.train.init_from.path = 'runs/base'
   assert 'seed' not in describe_untypical_training(task.instantiate())
   assert not describe_untypical_training(
-    train_adapters(task.set(model=without_adapters(task.model)), Config(Lora)).instantiate()
+    train_adapters(task.set(model=remove_adapters(task.model)), Config(Lora)).instantiate()
   )

@@ -10,7 +10,7 @@ from drawn_state import drawn_state, drawn_variables
 from praxis_lite.common import statistics
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, from_parts, kind_of_part
+from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, kind_of_part, to_statistics
 from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.layers import Pipelined, Repeat
 from praxis_lite.layers.base import Layer, WeightSplit, scope
@@ -258,7 +258,7 @@ def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtyp
   combined = {name: kind_of_part(name).combine_on_host([np.asarray(p[name]) for p in parts]) for name in parts[0]}
   if x.ndim == 1:
     combined |= {name: combined[name] / 2 for name in combined if kind_of_part(name) == 'sum'}
-  got = from_parts(combined, STATISTICS)
+  got = to_statistics(combined, STATISTICS)
   for index in np.ndindex(shape[:first]):
     wanted = of_numpy(np.asarray(x[index], np.float64).reshape(-1, shape[-1]))
     for name, value in wanted.items():
@@ -267,10 +267,10 @@ def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtyp
 
 def test_entries_that_do_not_count_may_be_anything_and_none_make_nan():
   x, real = jnp.array([1.0, jnp.nan, -3.0, jnp.inf]), jnp.array([True, False, True, False])
-  got = from_parts(compute_parts(x, real, STATISTICS), STATISTICS)
+  got = to_statistics(compute_parts(x, real, STATISTICS), STATISTICS)
   wanted = of_numpy(np.array([[1.0], [-3.0]]))
   assert all(np.allclose(got[name], wanted[name]) for name in STATISTICS if name != 'dead')
-  empty = from_parts(compute_parts(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
+  empty = to_statistics(compute_parts(x, jnp.zeros(4, bool), STATISTICS), STATISTICS)
   assert all(np.isnan(empty[name]) for name in STATISTICS if name != 'hist')
   assert empty['hist'].sum() == 0
 
@@ -289,15 +289,15 @@ def test_a_large_mean_does_not_hide_the_spread(mean):
     kind.combine(jnp.concatenate([stacked, kind.neutral(stacked)])),
     jax.vmap(lambda part: kind.combine_devices(part, ('parts',)), axis_name='parts')(stacked)[2],
   ):
-    got = from_parts({'n': np.float32(750), 'moments': np.asarray(moments)}, ['std'])['std']
+    got = to_statistics({'n': np.float32(750), 'moments': np.asarray(moments)}, ['std'])['std']
     np.testing.assert_allclose(got, wanted, rtol=1e-3)
-  one = from_parts(compute_parts(jnp.asarray(x.reshape(3, -1)), None, ['std'], 1), ['std'])['std']
+  one = to_statistics(compute_parts(jnp.asarray(x.reshape(3, -1)), None, ['std'], 1), ['std'])['std']
   np.testing.assert_allclose(one, x.astype(np.float64).std((1, 2)), rtol=1e-3)
 
 
 def test_a_scalar_is_a_unit():
   for x, first in ((np.float32(0), 0), (np.array([0, -2, 3], np.float32), 1)):
-    got = from_parts(compute_parts(jnp.asarray(x), None, STATISTICS, first), STATISTICS)
+    got = to_statistics(compute_parts(jnp.asarray(x), None, STATISTICS, first), STATISTICS)
     for index in np.ndindex(x.shape):
       for name, value in of_numpy(np.asarray(x[index], np.float64).reshape(1, 1)).items():
         np.testing.assert_allclose(got[name][index], value, rtol=1e-6, err_msg=name)

@@ -348,7 +348,7 @@ class ExampleInputs(ForeignLayer):
     missing = _MISSING_ARGUMENT.search(text)
     if missing is not None and missing[1] in _MODE_ARGUMENTS:
       field = _MODE_ARGUMENTS[missing[1]]
-      return f'; set {self.path_name}.{field} = {missing[1]!r}, so that the module is told whether it is trained'
+      return f'; set {self.path_name}.{field} = {missing[1]!r}, so that the module knows whether it is trained'
     return ''
 
   def mode(self, train: bool) -> dict[str, bool]:

@@ -76,7 +76,7 @@ class DeepseekV3(LlamaLike):
       model.lm_tpl.mtp_tpl = Config(MultiTokenPrediction, num_modules=num_modules, loss_weight=_MTP_LOSS_WEIGHT)
     return model
 
-  def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
+  def to_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
     first = hf.size('num_hidden_layers', most=MOST_LAYERS)
     if not hf.values.get(_MODULES) or any(name.startswith(f'model.layers.{first}.') for name in names):
       return hf

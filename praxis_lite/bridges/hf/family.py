@@ -48,7 +48,7 @@ class Family:
     """Returns the prefix of the names of tensors below the head in a model of this config.json."""
     return self.prefix
 
-  def as_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
+  def to_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
     """Returns config.json without parts that it names and the tensors of these names lack."""
     return hf
 

@@ -15,23 +15,23 @@ def norm_pairs(theirs: str, ours: str) -> list[Pair]:
   return [Pair(f'{theirs}.weight', f'{ours}.scale'), Pair(f'{theirs}.bias', f'{ours}.bias')]
 
 
-def to_heads_pairs(theirs: str, ours: str) -> list[Pair]:
+def projection_pairs(theirs: str, ours: str) -> list[Pair]:
   """Returns the pairs of a projection to heads with a bias, stored as [heads x dims, in]."""
   weight = Pair(f'{theirs}.weight', f'{ours}.w', 'D N H -> (N H) D')
   return [weight, Pair(f'{theirs}.bias', f'{ours}.b', 'N H -> (N H)')]
 
 
-def from_heads_pairs(theirs: str, ours: str) -> list[Pair]:
+def out_projection_pairs(theirs: str, ours: str) -> list[Pair]:
   """Returns the pairs of a projection from heads with a bias, stored as [out, heads x dims]."""
   return [Pair(f'{theirs}.weight', f'{ours}.w', 'N H D -> D (N H)'), Pair(f'{theirs}.bias', f'{ours}.b')]
 
 
 def attention_pairs(theirs: str, ours: str, *, has_key_bias: bool = True) -> list[Pair]:
   """Returns the pairs of attention whose projections are `q_proj`, `k_proj`, `v_proj` and `out_proj`."""
-  key = to_heads_pairs(f'{theirs}.k_proj', f'{ours}.key')
+  key = projection_pairs(f'{theirs}.k_proj', f'{ours}.key')
   return [
-    *to_heads_pairs(f'{theirs}.q_proj', f'{ours}.query'),
+    *projection_pairs(f'{theirs}.q_proj', f'{ours}.query'),
     *(key if has_key_bias else key[:1]),
-    *to_heads_pairs(f'{theirs}.v_proj', f'{ours}.value'),
-    *from_heads_pairs(f'{theirs}.out_proj', f'{ours}.out'),
+    *projection_pairs(f'{theirs}.v_proj', f'{ours}.value'),
+    *out_projection_pairs(f'{theirs}.out_proj', f'{ours}.out'),
   ]

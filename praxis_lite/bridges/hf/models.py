@@ -68,7 +68,7 @@ def write_model(
   Path(folder).mkdir(parents=True, exist_ok=True)
   if model.quantized:
     raise ConfigError(
-      'task.model.quantized: write_model writes plain weights; pass without_quantization(model) built, and '
+      'task.model.quantized: write_model writes plain weights; pass remove_quantization(model) built, and '
       'dequantize_variables(model, variables)'
     )
   if model.adapters:

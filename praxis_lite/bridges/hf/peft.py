@@ -37,7 +37,7 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dora import DoraLayer
 from praxis_lite.layers.ia3 import Ia3Layer
 from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
-from praxis_lite.models import BaseModel, LanguageModel, add_adapters, without_adapters
+from praxis_lite.models import BaseModel, LanguageModel, add_adapters, remove_adapters
 from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
 # Beginnings of `init_lora_weights` with which peft subtracts the first update from the base.
@@ -117,7 +117,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   if not os.path.isfile(file):
     raise CheckpointError(f'{folder} has no {TENSORS_FILE}; save the adapter with peft as safetensors')
   in_file = {name.replace('.default.', '.'): tensor for name, tensor in read_header(file).items()}
-  base = without_adapters(model).instantiate()
+  base = remove_adapters(model).instantiate()
   family, _ = describe_model(base)
   network = family.network_in(base)
   assert network is not None
@@ -130,7 +130,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
     if (rank := _stored_rank(weight, modules[weight], stored)) is not None:
       ranks[weight] = rank
   adapters = [*_to_adapters(ranks, modules, network, base, config, str(folder))]
-  with_adapters = add_adapters(without_adapters(model), *adapters)
+  with_adapters = add_adapters(remove_adapters(model), *adapters)
   built = with_adapters.instantiate()
   adapted = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
   found = pieces_of([w for w in weights if w.layer in adapted], family.part_of(built.abstract_init()))

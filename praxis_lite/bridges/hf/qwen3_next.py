@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
-from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs
+from praxis_lite.bridges.hf.layer_pairs import out_projection_pairs
 from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, shortest_cycle
 from praxis_lite.bridges.hf.mixtures import Mixture
 from praxis_lite.bridges.hf.tensors import Pair
@@ -182,7 +182,7 @@ def _mixer_pairs(theirs: str, ours: str, sizes: tuple[int, int, int, int]) -> li
     Pair(f'{theirs}A_log', f'{ours}log_decay'),
     Pair(f'{theirs}dt_bias', f'{ours}step_bias'),
     Pair(f'{theirs}norm.weight', f'{ours}norm.scale'),
-    from_heads_pairs(f'{theirs}out_proj', f'{ours}out')[0],
+    out_projection_pairs(f'{theirs}out_proj', f'{ours}out')[0],
   ]
 
 

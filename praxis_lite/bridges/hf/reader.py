@@ -77,7 +77,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   elif not any(name.startswith(prefix) for name in tensors):  # The checkpoint is of the model without its head.
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
-  config = family.as_stored(config, tensors)
+  config = family.to_stored(config, tensors)
   hf = config.replace_defaults(family.defaults)
   stored = {name: tensor for name, tensor in tensors.items() if not family.is_buffer(name, tensor, hf)}
   quantization = hf.values.get('quantization_config')

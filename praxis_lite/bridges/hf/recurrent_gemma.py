@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import from_heads_pairs, linear_pairs, to_heads_pairs
+from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, projection_pairs
 from praxis_lite.bridges.hf.llama_like import MOST_LAYERS, shortest_cycle
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -99,11 +99,11 @@ class RecurrentGemma(Family):
     for name in ('gate', 'up', 'down'):
       pairs += linear_pairs(f'{layer}mlp_block.{name}_proj', f'{ours}ff.{name}')
     for theirs, name in (('q_proj', 'attention.query'), ('k_proj', 'attention.key'), ('v_proj', 'attention.value')):
-      pairs += to_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
+      pairs += projection_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('linear_y', 'mixer.gate'), ('linear_x', 'mixer.value')):
-      pairs += to_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
+      pairs += projection_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('o_proj', 'attention.out'), ('linear_out', 'mixer.out')):
-      pairs += from_heads_pairs(f'{block}{theirs}', f'{ours}{name}')
+      pairs += out_projection_pairs(f'{block}{theirs}', f'{ours}{name}')
     for theirs, name in (('input_gate', 'admit'), ('recurrent_gate', 'forget')):
       pairs += [
         Pair(f'{block}rg_lru.{theirs}_weight', f'{ours}mixer.{name}_w'),

@@ -63,8 +63,8 @@ from praxis_lite.models import (
   SpeechToTextModel,
   TextEncoder,
   TwoTowerModel,
+  remove_quantization,
   set_sharding,
-  without_quantization,
 )
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, SENTENCEPIECE_FILES, tokenizer_in
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, spread_streamed
@@ -307,7 +307,7 @@ def export_run(
     )
   spread = {kind: family.part_of(tree) for kind, tree in spread_streamed(model, whole).items()} if quantized else {}
   if model.quantized:
-    whole, model = dequantize_streamed(model, whole), without_quantization(config.task.model).instantiate()
+    whole, model = dequantize_streamed(model, whole), remove_quantization(config.task.model).instantiate()
   if adapter:
     with _appears_complete(target_folder) as folder:
       return write_adapter(folder, model, whole, dtype=dtype, base=_base_of(config, directory))

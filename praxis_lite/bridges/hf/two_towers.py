@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import attention_pairs, from_heads_pairs, linear_pairs, norm_pairs
+from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs, out_projection_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.bridges.hf.vit import image_sizes, one_or_both, patch_pairs
 from praxis_lite.common.config import Config
@@ -184,7 +184,7 @@ class TwoTowers(WholeModelFamily):
     for part, name in zip(('.+2', '1+.+1', '2+.'), ('query', 'key', 'value')):  # These three share a tensor.
       yield Pair(f'{theirs}attention.in_proj_weight', f'{ours}attention.{name}.w', f'D N H -> ({part} N H) D')
       yield Pair(f'{theirs}attention.in_proj_bias', f'{ours}attention.{name}.b', f'N H -> ({part} N H)')
-    yield from from_heads_pairs(f'{theirs}attention.out_proj', f'{ours}attention.out')
+    yield from out_projection_pairs(f'{theirs}attention.out_proj', f'{ours}attention.out')
     yield from norm_pairs(f'{theirs}layernorm', f'{ours}norm')
     yield from linear_pairs(f'{theirs}mlp.fc1', f'{ours}ff.up')
     yield from linear_pairs(f'{theirs}mlp.fc2', f'{ours}ff.down')

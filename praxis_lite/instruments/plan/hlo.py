@@ -285,7 +285,7 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
     if found := _INSTRUCTION.match(line):
       root, name, result, opcode, literal, attributes = found.groups()
       if opcode in ('fusion-start', 'fusion-done'):
-        result, opcode = _without_streams(result, opcode)
+        result, opcode = _strip_streams(result, opcode)
       current.instructions.append(Instruction(name, result, opcode, literal, attributes, bool(root)))
     elif header := _COMPUTATION.match(line):
       current = computations.setdefault(header[2], Computation(header[2]))
@@ -297,7 +297,7 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
   return CompiledProgram(computations, entry, math.prod(int(n[1]) for n in counts if n))
 
 
-def _without_streams(result: str, opcode: str) -> tuple[str, str]:
+def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
   """Returns the result and the opcode of a half of an asynchronous fusion as if it ran in order.
 
   XLA for GPUs starts some fusions on a stream of their own, `((operands), result, u32[]) fusion-start(...)`. They need

@@ -98,9 +98,9 @@ class Facts:
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
-    product_weights: names of the weights by which the layer multiplies its inputs, and which it only reads as
-      `self.theta.<name>`, so that they may be stored in another form. The dimensions of the inputs are before those of
-      the outputs, which come last.
+    product_weights: names of weights that the layer multiplies its inputs with, and reads only as
+      `self.theta.<name>`, so that they may be stored in another form. Their last dimensions are those of the outputs;
+      the ones before are those of the inputs.
   """
 
   has_microbatches: ClassVar[bool] = False

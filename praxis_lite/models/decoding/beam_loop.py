@@ -291,7 +291,7 @@ class BeamLoop(Generic[DecodingState]):
     candidates = self._candidates(log_probs_BKV, ranked_BKV, penalty_BV, progress)
     is_last_B = number + 1 >= self.limits_B
     if self.is_flat:
-      first = self._stopped(log_probs_BKV, ranked_BKV, progress)
+      first = self._stop_candidates(log_probs_BKV, ranked_BKV, progress)
     else:
       first = jax.tree.map(lambda x: x[:, :K], candidates)
     ends_BC = (first.is_stop | (is_last_B[:, None] & (not self.is_flat))) & ~done_B[:, None]
@@ -340,7 +340,7 @@ class BeamLoop(Generic[DecodingState]):
     is_stop_BC = jnp.isin(ids_BC, jnp.array(self.stop_ids, jnp.int32))
     return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
 
-  def _stopped(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
+  def _stop_candidates(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
     """Returns each beam with each stop token as candidates; those of impossible beams have sums of minus infinity."""
     B, K, _ = log_probs_BKV.shape
     stops_N = jnp.array(self.stop_ids, jnp.int32)

@@ -133,15 +133,15 @@ class BeamSearch(Decoder):
 
   def _coverage(self, steps: DecodingSteps[DecodingState]) -> Callable[[DecodingState], jax.Array]:
     """Returns the function that computes the term of coverage, [R], from a state."""
-    covered_of: Callable[[DecodingState], jax.Array] | None = getattr(steps, 'covered', None)
-    if covered_of is None:
+    coverage_of: Callable[[DecodingState], jax.Array] | None = getattr(steps, 'coverage', None)
+    if coverage_of is None:
       raise ConfigError(
         f'{type(self).__name__}.coverage_penalty: expected 0 for a model without sources, got {self.coverage_penalty}; '
         'only an encoder-decoder attends to a source that it can cover'
       )
 
     def term(state: DecodingState) -> jax.Array:
-      covered_RS = jnp.clip(covered_of(state), _LEAST_COVERED, 1.0)
+      covered_RS = jnp.clip(coverage_of(state), _LEAST_COVERED, 1.0)
       return self.coverage_penalty * jnp.sum(jnp.log(covered_RS), axis=-1)
 
     return term
@@ -164,7 +164,7 @@ class FlatBeamSearch(BeamSearch):
   Praxis keeps the tokens of all beams in one flat cache, and masks those of other beams in attention; this search
   reorders caches as `BeamSearch` does. The results are the same.
 
-  The fields are those of `BeamSearch`, but `length_penalty` is 0.8 as in Praxis, `stop_ids` must not be empty when it
+  It has the fields of `BeamSearch`, but `length_penalty` is 0.8 as in Praxis, `stop_ids` must not be empty when it
   decodes, and `early_stopping` is not supported.
   """
 

@@ -1,11 +1,11 @@
 """OwnHeadsDrafter: guesses of the next tokens by heads of the model itself, such as a `MultiTokenPrediction`.
 
-Head k, counted from 1, reads at place j what head k - 1 has computed there, head 0 being the model, and token j + k; it
-predicts token j + k + 1. For rows of L tokens, of which the model has read all but the last, head 1 can read up to
-place L - 2, with the last token, and guesses token L; head 2 then reads that guess there, and guesses token L + 1.
+Heads are counted from 1; head 0 is the model. At place j, head k reads token j + k and what head k - 1 has computed
+there, and predicts token j + k + 1. Say a row has L tokens, and the model has read all but the last. Then head 1 reads
+up to place L - 2, with the last token, and guesses token L; head 2 reads that guess there, and guesses token L + 1.
 
-What a head has read of guesses that were wrong, it reads again: it always reads the last K + 1 places, and a pass adds
-at most K + 1 tokens.
+A head has also read guesses that turned out wrong. So it always reads the last K + 1 places again, since a pass adds at
+most K + 1 tokens.
 
 B batch, T tokens in one step, K tokens in a draft, L places for the tokens of a row, P length of the prompts, D model
 dims, V vocabulary.
@@ -40,7 +40,7 @@ class FurtherHeads(Protocol[HeadState]):
     ...
 
   def read_hidden(self, model_state: Any, place_BT: jax.Array) -> jax.Array:
-    """Returns what the model has computed at these places, [B, T, D]; anything at places that it has not read."""
+    """Returns what the model has computed at these places, [B, T, D]; arbitrary numbers where it has read nothing."""
     ...
 
   def extend(

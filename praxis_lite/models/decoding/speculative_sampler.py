@@ -30,8 +30,8 @@ class SpeculativeSampler(DrawingDecoder):
   """Settings of speculative decoding: one pass of the model checks cheap guesses, and keeps those up to a miss.
 
   It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. Greedy tokens
-  are those of the sampler. With `lookup`, drawn tokens are too; with a draft model or heads of the model, other random
-  numbers choose them.
+  are equal to the sampler's. With `lookup`, drawn tokens are equal too; with a draft model or heads of the model, they
+  are drawn with other random numbers.
 
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.

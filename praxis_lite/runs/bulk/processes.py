@@ -47,7 +47,7 @@ def run_processes(arguments: Sequence[str], indices: Sequence[int]) -> None:
 
 
 def visible_gpus() -> list[str]:
-  """Returns the names by which CUDA_VISIBLE_DEVICES knows the GPUs that JAX would use; starts no JAX."""
+  """Returns the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that JAX would use, without starting JAX."""
   platforms = os.environ.get('JAX_PLATFORMS', '')
   if platforms and not {'cuda', 'gpu'} & {*platforms.split(',')}:
     return []

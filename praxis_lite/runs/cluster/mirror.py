@@ -65,7 +65,7 @@ class Mirror(Observer):
 
   # -------------------------------------------------------------------- before the run
 
-  def on_open(self, on_damage: OnDamage) -> None:
+  def open(self, on_damage: OnDamage) -> None:
     self.fetch(on_damage)
 
   def fetch(self, on_damage: OnDamage = 'previous') -> None:

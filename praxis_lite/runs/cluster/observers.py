@@ -76,12 +76,12 @@ class CopiesOnHosts(Observer):
     self._copies = EmergencyCopies(self._directory, self._folders, shapes, true_shapes)
     return self._copies.newest(checkpoint)
 
-  def on_copy(self, run: Run, snapshot: StateToCopy) -> None:
+  def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
     said = '' if self._copies is None else self._copies.write(**snapshot._asdict())
     if said:
       run.line(said)
 
-  def on_saved(self, run: Run) -> None:
+  def remove_copies(self, run: Run) -> None:
     if self._copies is not None:
       self._copies.remove()
 

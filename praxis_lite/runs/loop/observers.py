@@ -37,8 +37,8 @@ def observe_start(settings: TrainParams, directory: Path, options: TrainOptions)
     others = _cluster_observers(settings, directory, options)
     for observer in others:
       stack.callback(observer.close)
-      observer.on_open(options.on_damage)
-    watch = stack.enter_context(Watch(directory))  # After `on_open`, which may fetch files that it reads.
+      observer.open(options.on_damage)
+    watch = stack.enter_context(Watch(directory))  # After `open`, which may fetch files that it reads.
     yield Observers(watch, others)
 
 

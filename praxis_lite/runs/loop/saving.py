@@ -174,7 +174,7 @@ class RunSaver:
       unwritten = self.writer.unwritten
       snapshot = StateToCopy(step, state, position, self.saving.newest_step, unwritten, progress)
       for observer in self.observers:
-        observer.on_copy(run, snapshot)
+        observer.keep_copy(run, snapshot)
 
   def save(self, run: Run) -> bool:
     """Begins to save a checkpoint, unless this step has one already; returns False if that fails."""
@@ -188,7 +188,7 @@ class RunSaver:
     with self.observers.measure('saving'):
       self.saving.finish(*self._position(run))
       for observer in self.observers:
-        observer.on_saved(run)
+        observer.remove_copies(run)
     self.announce_checkpoints(run)
 
   def announce_checkpoints(self, run: Run) -> None:
@@ -230,7 +230,7 @@ class RunSaver:
         raise UserError(error_of_first)
       self.saving.save_elsewhere(Path(name), *self._position(run))
       for observer in self.observers:
-        observer.on_saved(run)
+        observer.remove_copies(run)
     except (UserError, OSError) as error:
       return f'{lost}; step {run.step} could not be saved: {error}'
     without = '' if lost.moved_to else ', with its config and without metrics'

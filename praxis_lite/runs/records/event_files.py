@@ -91,7 +91,7 @@ class EventFile:
 
 
 def _summary_of_bins(name: str, counts: np.ndarray) -> Summary:
-  """Returns the summary of a histogram without the empty bins at its ends; sums are those of the bins' middles."""
+  """Returns the summary of a histogram without the empty bins at its ends; its sums take the middle of each bin."""
   from tensorboardX import summary
 
   right = bin_edges()

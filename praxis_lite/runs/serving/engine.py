@@ -1,7 +1,7 @@
 """Engine: one thread that drives a `Batcher`, for callers in other threads.
 
-Callers put calls into a queue, which the thread takes between two steps of the batcher. What happens to a request is
-told by events, in the thread of the engine:
+Callers put calls into a queue, which the thread empties between two steps of the batcher. The thread of the engine
+reports what happens to a request as events:
 
     Accepted, NewTokensEvent, NewTokensEvent, ..., EndEvent          or Refused, EndEvent
 """

@@ -116,7 +116,7 @@ class Replies:
     return self._bytes[token] if 0 <= token < len(self._bytes) else b''
 
   def _name(self, token: int) -> str:
-    """Returns the text of a token; if it is a part of a character, its bytes, by which it differs from others."""
+    """Returns the text of a token; for a part of a character, its bytes, which tell it from other parts."""
     name = '' if self._tokenizer is None else self._tokenizer.decode([token])
     if name and _INCOMPLETE not in name:
       return name

@@ -88,7 +88,7 @@ def with_adamw_for_others(
 
 def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, MatrixDims]:
   """Returns which dimensions of each variable are the rows and columns of a matrix; None if it is no matrix."""
-  dims = (matrices or _all_of_rank_two)(params)
+  dims = (matrices or _rank_two_dims)(params)
   return leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
 
 
@@ -105,7 +105,7 @@ def square_arrays(
   """
 
   def make(path: Path, x: jax.Array, side: int) -> Any:
-    shape = SplitMatrix.from_variable(x.shape, dims[path], ((),) * x.ndim).square_shapes()[side]
+    shape = SplitMatrix.make(x.shape, dims[path], ((),) * x.ndim).square_shapes()[side]
     return fill(shape) if shape[-1] <= largest else optax.MaskedNode()
 
   return Sides(*(map_with_path(lambda path, x, side=side: make(path, x, side), params) for side in (0, 1)))
@@ -121,5 +121,5 @@ def put_sides(squares: Sides, into: Sides) -> Sides:
   return Sides(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
 
 
-def _all_of_rank_two(params: Any) -> Any:
+def _rank_two_dims(params: Any) -> Any:
   return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((0,), (1,)) if x.ndim == 2 else None, params)

@@ -133,7 +133,7 @@ class GroupedOptimizer:
 
   def update_factors(self, size: str) -> dict[Path, float]:
     """Returns the factor of each variable's update, for a model with `Mup`; see `update_sizes.py`."""
-    alone = GroupedOptimizer(_without_decay(self._config), self._weights, self._per_layer, self._moments)
+    alone = GroupedOptimizer(_remove_decay(self._config), self._weights, self._per_layer, self._moments)
     return update_factors(self._config, alone._build, self._weights, size, self.decays)
 
   @property
@@ -351,11 +351,11 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
   return _RECENT[-1]
 
 
-def _without_decay(config: Config) -> Config:
+def _remove_decay(config: Config) -> Config:
   copy = config.clone()
   for key, value in list(copy.__arguments__.items()):
     is_decay = key in _MASKS_OF_DECAYS and value
-    copy.__arguments__[key] = 0.0 if is_decay else map_nested(_without_decay, value)
+    copy.__arguments__[key] = 0.0 if is_decay else map_nested(_remove_decay, value)
   return copy
 
 

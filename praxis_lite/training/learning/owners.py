@@ -141,7 +141,7 @@ class SplitMatrix:
   is_turned: bool
 
   @classmethod
-  def from_variable(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
+  def make(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
     """Returns the matrices of a variable whose dimension i is split over `axes[i]`."""
     sides = [tuple(d % len(shape) for d in _dims(side)) for side in (dims.reduction_axis, dims.output_axis)]
     batch = tuple(d for d in range(len(shape)) if d not in (*sides[0], *sides[1]))
@@ -169,7 +169,7 @@ class SplitMatrix:
       sizes += MatrixSide(local[: len(side.sizes)], side.axes).merge_unsplit().sizes
     return x.transpose(self.order).reshape(sizes)
 
-  def from_batch(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  def to_parts(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `to_batch`, for parts of this shape."""
     back = sorted(range(len(shape)), key=lambda i: self.order[i])
     return x.reshape([shape[d] for d in self.order]).transpose(back)
@@ -244,15 +244,15 @@ def change_batches(
   """
   given, paths = (matrices, squares), next(iter(matrices.values()))
   if splits is None or math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
-    alone = {path: SplitMatrix.from_variable(x.shape, dims[path], ((),) * x.ndim) for path, x in paths.items()}
+    alone = {path: SplitMatrix.make(x.shape, dims[path], ((),) * x.ndim) for path, x in paths.items()}
     return _change_groups(fn, given, [(matrix.group, {path: matrix}) for path, matrix in alone.items()], {}, placement)
   groups = list(group_matrices(dims, splits, paths).items())
 
-  def on_device(parts: tuple[Matrices, Squares]) -> tuple[Matrices, Squares]:
+  def change_parts(parts: tuple[Matrices, Squares]) -> tuple[Matrices, Squares]:
     return _change_groups(fn, parts, groups, splits.sizes, placement)
 
   if splits.inside:
-    return on_device(given)
+    return change_parts(given)
   specs, specs_of_squares = {path: splits.specs[path] for path in paths}, square_specs(dims, splits, placement, paths)
   of_squares = {
     name: Sides(*({path: specs_of_squares[path] for path in side} for side in sides)) for name, sides in squares.items()
@@ -260,7 +260,7 @@ def change_batches(
   in_specs, out_specs = (dict.fromkeys(matrices, specs), of_squares), (dict.fromkeys(returns, specs), of_squares)
   shapes = jax.tree.map(jnp.shape, (dict.fromkeys(returns, paths), squares))
   padded = jax.tree.map(lambda x, spec: _pad(x, spec, splits.sizes), given, in_specs)
-  changed = jax.shard_map(on_device, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(padded)
+  changed = jax.shard_map(change_parts, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(padded)
   return jax.tree.map(_cut, changed, out_specs, shapes)
 
 
@@ -286,7 +286,7 @@ def group_matrices(
     shape = splits.shapes[path]
     spec = complete_spec(splits.specs[path], len(shape))
     axes = [tuple(a for a in spec_axes(entry) if splits.sizes[a] > 1) for entry in spec]
-    matrix = SplitMatrix.from_variable(shape, dims[path], axes)
+    matrix = SplitMatrix.make(shape, dims[path], axes)
     groups.setdefault(matrix.group, {})[path] = matrix
   return groups
 
@@ -321,7 +321,7 @@ def _change_groups(
     for name, x in result.matrices.items():
       scattered = jnp.split(exchange.scatter(x, (ends[-1], *batches[0].shape[1:])), ends[:-1])
       for (path, matrix), part in zip(members.items(), scattered):
-        changed[name][path] = matrix.from_batch(part, part_shapes[path])
+        changed[name][path] = matrix.to_parts(part, part_shapes[path])
     for side, arrays in enumerate((result.rows, result.columns)):
       for name, x in arrays.items():
         scattered = jnp.split(exchange.scatter_square(x, side, ends[-1]), ends[:-1])

@@ -104,10 +104,10 @@ class Constant(BaseSchedule):
     return jnp.full((), self.value, jnp.float32)
 
 
-class Linear(BaseSchedule):
+class LinearRamp(BaseSchedule):
   """Linear from `start` to `limit`, both (step, value), and constant before and after.
 
-  Linear(start=(100, 0.1), limit=(200, 1.0)) is 0.1 up to step 100, 0.55 at step 150 and 1 from step 200 on.
+  LinearRamp(start=(100, 0.1), limit=(200, 1.0)) is 0.1 up to step 100, 0.55 at step 150 and 1 from step 200 on.
   """
 
   start: tuple[int, float] = (0, 0.0)
@@ -131,7 +131,7 @@ class Linear(BaseSchedule):
     return done
 
 
-class Polynomial(Linear):
+class Polynomial(LinearRamp):
   """Polynomial from `start` to `limit`, both (step, value), and constant before and after.
 
   Attributes:
@@ -153,7 +153,7 @@ class Polynomial(Linear):
     return done**self.power if self.origin == 'start' else 1 - (1 - done) ** self.power
 
 
-class DelayedCosine(Linear):
+class DelayedCosine(LinearRamp):
   """Half a cosine from `start` to `limit`, both (step, value), and constant before and after."""
 
   start: tuple[int, float] = (0, 1.0)

@@ -171,10 +171,10 @@ def _matrices(config: Config, weights: NestedDict) -> set[Path]:
   declared = leaves(weights)
   structs = map_with_path(lambda path, weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), weights)
   dims: Any = matrix_dims(declared, structs)
-  return {path for path in declared if _at(dims, path) is not None}
+  return {path for path in declared if _get_at(dims, path) is not None}
 
 
-def _at(tree: Any, path: Path) -> Any:
+def _get_at(tree: Any, path: Path) -> Any:
   for name in path:
     tree = tree[name]
   return tree
