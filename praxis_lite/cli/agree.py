@@ -23,8 +23,8 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.bridges.hf.agreement import agree
   from praxis_lite.common.processes import is_primary_process
+  from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
   from praxis_lite.runs.restoring import restore_model
-  from praxis_lite.runs.vocabulary import use_kept_vocabulary
 
   config = use_kept_vocabulary(config, job_log_dir)
   model = restore_model(config, job_log_dir, step=values.step, on_damage=values.on_damage)
@@ -44,7 +44,7 @@ def _texts(model: TrainedModel, values: flags.FlagValues) -> KnownTexts:
   """Returns what to compare: --prompts, or else rows of a dataset of the run, or else random tokens."""
   from praxis_lite.runs.forced_tokens import random_texts, texts_of_batch, texts_of_tokens
   from praxis_lite.runs.prompts import encode_prompt
-  from praxis_lite.runs.records.run_config import build_datasets
+  from praxis_lite.runs.records.run_inputs import build_datasets
 
   limits = model.layer.score_limits()
   assert limits is not None

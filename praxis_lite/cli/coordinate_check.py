@@ -62,7 +62,7 @@ def _to_factor(text: str) -> float:
 
 def _read_batches(config: ExperimentConfig, steps: int) -> list[NestedDict]:
   """Returns the first batches of the training input."""
-  from praxis_lite.runs.records.run_config import build_datasets
+  from praxis_lite.runs.records.run_inputs import build_datasets
 
   batches = list(itertools.islice(build_datasets(config.datasets).the_training_input(), steps))
   if len(batches) < steps:

@@ -35,7 +35,7 @@ def _run(values: flags.FlagValues) -> int:
     task_with_sampler,
     tokenizer_of,
   )
-  from praxis_lite.runs.vocabulary import use_kept_vocabulary
+  from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
   from praxis_lite.training.experiment import ExperimentConfig
 
   given = [f'--{name}' for name in ('prompt', 'prompt_ids', 'prompts') if values[name].value]

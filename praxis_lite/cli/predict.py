@@ -29,8 +29,8 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.predict_files import predict_files
+  from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
   from praxis_lite.runs.restoring import restore_model
-  from praxis_lite.runs.vocabulary import use_kept_vocabulary
 
   config = use_kept_vocabulary(config, job_log_dir)
   model = restore_model(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)

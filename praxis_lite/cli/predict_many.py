@@ -150,8 +150,8 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
 def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: Ledger) -> ShardJob:
   from praxis_lite.runs.bulk.job import ShardJob
   from praxis_lite.runs.bulk.kinds import Generation, make_compute
+  from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
   from praxis_lite.runs.restoring import restore_model
-  from praxis_lite.runs.vocabulary import use_kept_vocabulary
 
   step: int = ledger.plan.settings['step']
   ema: Literal['evaluate', 'decode'] = 'decode' if values.what == 'generate' else 'evaluate'

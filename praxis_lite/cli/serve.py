@@ -21,11 +21,11 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.prompts import check_decodes
+  from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
   from praxis_lite.runs.restoring import restore_model
   from praxis_lite.runs.serving.app import Served
   from praxis_lite.runs.serving.engine import Engine
   from praxis_lite.runs.serving.server import serve
-  from praxis_lite.runs.vocabulary import use_kept_vocabulary
 
   check_decodes(config.task)
   config = use_kept_vocabulary(config, job_log_dir)

@@ -16,7 +16,6 @@ import numpy as np
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.processes import note_progress
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -34,9 +33,14 @@ class AnswerSampling:
     takes: the step that takes completed batches.
     data: the input; training samples from the model's distribution, evaluation decodes by `decoder_tpl`.
     key: PRNG key on the mesh, into which steps are folded.
+
+  Raises:
+    ConfigError: a run would save, evaluate or end while it trains on a batch of the input, and lose its answers.
   """
 
   def __init__(self, partitioned: PartitionedTask, takes: PartitionedStep, data: RewardedInput, key: jax.Array):
+    if data.is_training:
+      _check_intervals(data, partitioned.jax_task.train)
     partitioned = partitioned.untapped
     self._step: PartitionedStep[DecodeStepOutput] = (
       partitioned.sample_step if data.is_training else partitioned.decode_step
@@ -77,13 +81,9 @@ class AnswerSampling:
         yield completed
 
 
-def check_steps_of_answers(data: BaseInput, settings: TrainParams) -> None:
-  """Raises ConfigError unless a run saves, evaluates and ends only between the batches of its input.
-
-  In a batch that is used for several steps, the answers of the first one would be lost.
-  """
-  if not isinstance(data, RewardedInput) or (several := data.steps_per_batch) == 1:
-    return
+def _check_intervals(data: RewardedInput, settings: TrainParams) -> None:
+  """Raises ConfigError unless a run saves, evaluates and ends only between the batches of its input."""
+  several = data.steps_per_batch
   intervals = ('num_train_steps', 'save_interval_steps', 'eval_interval_steps', 'decode_interval_steps')
   found = {f'task.train.{name}': getattr(settings, name) for name in intervals}
   found['task.train.emergency_copies.every_n_steps'] = settings.emergency_copies.every_n_steps

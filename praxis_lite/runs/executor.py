@@ -25,7 +25,7 @@ from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.foreign_text import printable
-from praxis_lite.common.processes import broadcast_decision, is_primary_process, meet_others
+from praxis_lite.common.processes import broadcast_decision, is_primary_process
 from praxis_lite.runs.alerts import alerts_of_run
 from praxis_lite.runs.console import make_console
 from praxis_lite.runs.imported_files import keep_files_of
@@ -43,10 +43,10 @@ from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import held_for_training, job_directory
+from praxis_lite.runs.records.run_inputs import keep_vocabulary
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.runs.trouble import GoBack, batches_to_skip, go_back, read_troubles
-from praxis_lite.runs.vocabulary import keep_vocabulary
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.state import TrainState
 
@@ -174,13 +174,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     for observer in observers:
       observer.on_start(run)
     if first_step < total and run.stop_reason is None:
-      with observers.measure('compiling'):
-        times = job.partitioned.train_step.compile()
-        job.partitioned.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
-        if job.answers is not None:
-          job.answers.compile()
-      startup.mark_parts({'lower': times.lower, 'compile': times.compile})
-      meet_others()
+      loop.compile(startup)
     if start.is_restored:
       loop.run_due(run)  # An earlier process may have been killed before it evaluated this checkpoint.
     try:

@@ -20,12 +20,12 @@ from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram
 from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.records.metrics import HostMetrics
-from praxis_lite.runs.records.run_config import build_datasets, job_directory
+from praxis_lite.runs.records.run_config import job_directory
+from praxis_lite.runs.records.run_inputs import build_datasets, use_kept_vocabulary
 from praxis_lite.runs.restoring import RestoreOptions, restore_model
 from praxis_lite.runs.run import open_run
 from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.trained import TrainedModel
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.training.experiment import ExperimentConfig
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ from praxis_lite.runs.answers import AnswerSampling, prompt_struct
 from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
+from praxis_lite.runs.records.run_inputs import RunInputs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.edits import Edits
@@ -279,12 +280,14 @@ class TracedPrograms(NamedTuple):
   """The programs of a training run, traced from shapes: so they are free of mistakes that tracing finds.
 
   Attributes:
+    tasks: the task on its mesh.
     partitioned: the task for the batches of the training input.
     answers: completes these batches with answers of the model; None if they need none.
     evaluation: the programs of the inputs to evaluate.
     metric_names: the names of the metrics of each of these that are single numbers, by its split.
   """
 
+  tasks: TaskOnMesh
   partitioned: PartitionedTask
   answers: AnswerSampling | None
   evaluation: list[EvalProgram]
@@ -292,29 +295,30 @@ class TracedPrograms(NamedTuple):
 
 
 def trace_programs(
-  tasks: TaskOnMesh,
-  training: BaseInput,
-  evaluated: Sequence[BaseInput],
-  decoded: Sequence[BaseInput],
+  jax_task: SingleTask,
+  mesh: Mesh,
+  inputs: RunInputs,
   key: jax.Array,
   startup: StartupTimes,
+  taps: StepTaps | None = None,
 ) -> TracedPrograms:
-  """Traces the train step, and the steps that evaluate and decode these inputs; `key` is for all but the first."""
-  partitioned = tasks.taking(training)
-  answers = tasks.answering(training, key, partitioned.train_step)
+  """Traces the train step, and the steps that evaluate and decode inputs; `key` is for all but the first."""
+  tasks = TaskOnMesh(jax_task, mesh, taps=taps)
+  partitioned = tasks.taking(inputs.training)
+  answers = tasks.answering(inputs.training, key, partitioned.train_step)
   startup.mark('build')
   partitioned.train_step.trace()
   if answers is not None:
     answers.trace()
-  evaluation, metric_names = [EvalProgram(tasks, data, key) for data in evaluated], {}
+  evaluation, metric_names = [EvalProgram(tasks, data, key) for data in inputs.evaluation], {}
   for program in evaluation:
     with prefix_errors(program.split):
       metric_names[program.split] = program.metric_names()
-  for data in decoded:
+  for data in inputs.decoded_in_training:
     with prefix_errors(f'decode/{data.label}'):
       tasks.taking(data).decode_step.trace()
   startup.mark('trace')
-  return TracedPrograms(partitioned, answers, evaluation, metric_names)
+  return TracedPrograms(tasks, partitioned, answers, evaluation, metric_names)
 
 
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:

@@ -21,10 +21,10 @@ from praxis_lite.runs.determinism import bit_differences
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.heartbeat import read_heartbeats
-from praxis_lite.runs.records.run_config import build_datasets, run_keys
+from praxis_lite.runs.records.run_config import run_keys
+from praxis_lite.runs.records.run_inputs import build_datasets, use_kept_vocabulary
 from praxis_lite.runs.records.runs import read_run
 from praxis_lite.runs.trouble import batches_to_skip, read_troubles
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.padding import slice_to
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.first_nonfinite import Trace

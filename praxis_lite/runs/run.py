@@ -26,10 +26,10 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import RunRecord, has_record, read_record
+from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.runs.restoring import restore_model
 from praxis_lite.runs.trained import TrainedModel
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import auto_mesh, create_device_mesh
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig, configure

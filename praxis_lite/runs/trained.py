@@ -40,7 +40,8 @@ from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
 from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
-from praxis_lite.runs.records.run_config import Datasets, build_datasets, run_keys
+from praxis_lite.runs.records.run_config import run_keys
+from praxis_lite.runs.records.run_inputs import Datasets, build_datasets
 from praxis_lite.runs.scoring import Score, score_rows
 from praxis_lite.training.edits import Edit, Edits
 from praxis_lite.training.experiment import ExperimentConfig

@@ -83,7 +83,6 @@ class PartitionedTask:
     partitioner: decides mesh and specs instead of the task, by the partitioner's logical axis rules.
     layout: the layout of an existing train state, including its mesh, instead of all these.
     taps: statistics that the steps report of the values in them; see `taps.py`. None reports none.
-
     edits: changes of values between layers in the steps that infer; None changes none.
 
   Attributes:
@@ -95,9 +94,9 @@ class PartitionedTask:
     train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps, compiled when first used, like
       the others below.
     batch_size: rows of a global batch, not counting rows that fill up the mesh.
+    untapped: the same task without taps, for steps whose statistics nobody reads.
     row_parts: the number of rows that a step computes is a multiple of this.
     total_num_params: number of model parameters, without padding, but with moving statistics.
-    active_num_params: how many of these one token uses: less than all with experts.
   """
 
   def __init__(
@@ -135,6 +134,9 @@ class PartitionedTask:
     self.inputs_shape = padded_batch_shape(inputs_shape, self.row_parts)
     self.inputs_partition_spec = get_input_partition_specs(self.inference_rows.axes, self.inputs_shape)
     self.batch_size = batch_size(inputs_shape)
+    self.untapped = self
+    if taps is not None:
+      self.untapped = PartitionedTask(jax_task, self.batch_shape, layout=self.layout, edits=edits)
 
   def _specs_inside(self, inputs_shape: NestedDict) -> list[PartitionSpec | None]:
     """Returns how the arrays of a batch are split inside a step; [] if each device takes whole rows."""
@@ -164,17 +166,6 @@ class PartitionedTask:
   def rows_of_microbatch(self) -> int:
     """Rows that the model processes at once in training, including those that fill up the mesh."""
     return self.train_rows.computed // self.jax_task.learner.num_microbatches
-
-  @property
-  def active_num_params(self) -> int:
-    return self.jax_task.model.active_num_params
-
-  @functools.cached_property
-  def untapped(self) -> PartitionedTask:
-    """The same task without taps, for steps whose statistics nobody reads."""
-    if self.taps is None:
-      return self
-    return PartitionedTask(self.jax_task, self.batch_shape, layout=self.layout, edits=self.edits)
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:

@@ -12,7 +12,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import Embedding, FullSoftmax, Linear
 from praxis_lite.models import BaseModel, ClassificationModel, transformer_lm, weighted_mean
-from praxis_lite.runs.records.run_config import Datasets
+from praxis_lite.runs.records.run_inputs import Datasets
 
 
 class Own(BaseModel):

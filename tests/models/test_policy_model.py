@@ -19,7 +19,7 @@ from praxis_lite.models import Grpo, set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, Sampler
 from praxis_lite.models.policy_losses import PolicyTokens, estimate_divergence
 from praxis_lite.runs.programs import TaskOnMesh
-from praxis_lite.runs.records.run_config import build_datasets
+from praxis_lite.runs.records.run_inputs import build_datasets
 from praxis_lite.training import train_adapters, train_policy
 from praxis_lite.training.task import SingleTask
 

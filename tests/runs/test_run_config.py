@@ -9,7 +9,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.runs.records.run_config import build_datasets
+from praxis_lite.runs.records.run_inputs import build_datasets
 
 
 @pytest.mark.parametrize('name', ['', 'validation'])

@@ -11,7 +11,7 @@ from praxis_lite.inputs import CharTokenizer, TextInput
 from praxis_lite.models import transformer_lm
 from praxis_lite.runs import run_eval, run_train
 from praxis_lite.runs.records.record import read_record
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
+from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.training.experiment import BaseExperiment, configure
 

@@ -40,9 +40,9 @@ from praxis_lite.runs.cluster.remote import RemoteRun
 from praxis_lite.runs.records import record, runs
 from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
 from praxis_lite.runs.records.metrics import SummaryWriter, read_results
+from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
 from praxis_lite.runs.records.status import status_of
 from praxis_lite.runs.trouble import Trouble, batches_to_skip, go_back, read_troubles
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.strategies import infer_sharding
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import ExperimentConfig, configure

@@ -44,7 +44,7 @@ class ModelWork:
 def model_work(partitioned: PartitionedTask) -> ModelWork:
   """Returns the work that the model of a task requires in a step."""
   jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
-  parameters, active = partitioned.total_num_params, partitioned.active_num_params
+  parameters, active = jax_task.model.total_num_params, jax_task.model.active_num_params
   if ids is None or len(ids.shape) != 2:
     flops = model_flops(partitioned)
     return ModelWork(parameters, active, None, flops, flops)

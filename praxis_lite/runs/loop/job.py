@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.accelerators import accelerator_of
-from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.inputs import BaseInput
@@ -18,25 +17,19 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runs.answers import AnswerSampling, check_steps_of_answers
+from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers import Logger, build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.programs import DecodeProgram, InputProgram, TaskOnMesh, trace_programs
+from praxis_lite.runs.programs import DecodeProgram, InputProgram, TracedPrograms, trace_programs
 from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined
 from praxis_lite.runs.records.record import recorded_seed
-from praxis_lite.runs.records.run_config import (
-  Datasets,
-  RunKeys,
-  build_datasets,
-  check_all_take_part,
-  run_keys,
-)
-from praxis_lite.runs.task_files import task_file_programs
+from praxis_lite.runs.records.run_config import RunKeys, check_all_take_part, run_keys
+from praxis_lite.runs.records.run_inputs import Datasets, build_run_inputs
+from praxis_lite.runs.task_files import TaskFileProgram, task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
-from praxis_lite.runs.vocabulary import use_kept_vocabulary
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
@@ -59,6 +52,7 @@ class TrainJob(NamedTuple):
     answers: completes the batches of the training input with answers of the model; None if they need none.
     train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
     evaluation, decoding: programs for the other inputs.
+    corruption: what the run does when devices do not agree.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
     loggers: what gets the metrics, besides the files of the run.
     lines: lines to print about what is trained, on which devices, and how.
@@ -77,6 +71,7 @@ class TrainJob(NamedTuple):
   batch_struct: Struct
   evaluation: Sequence[InputProgram]
   decoding: Sequence[InputProgram]
+  corruption: CorruptionPolicy
   watched: Watched
   loggers: Sequence[Logger]
   lines: Sequence[str]
@@ -88,8 +83,8 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   Raises:
     UserError: a mistake in the config, the options or the data. Nothing has been compiled or written.
   """
+  # ---- the task, and where it runs
   seed = recorded_seed(directory) if options.seed is None else options.seed
-  given, config = config, use_kept_vocabulary(config, directory)
   devices, out = _healthy_devices(directory, options)
   task_p, fit = config.task, ''
   if options.elastic:
@@ -102,38 +97,50 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   mesh = task.create_mesh(devices)
   check_all_take_part(mesh)
   keys = run_keys(seed, mesh)
-  tasks = TaskOnMesh(task, mesh, taps=step_taps(task, options.tap) if options.tap else None)
   startup.mark('build')
 
-  datasets = build_datasets(config.datasets)
-  data = datasets.the_training_input()
-  decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  datasets.check([data, *datasets.evaluation], task.model)
-  check_steps_of_answers(data, task.train)
+  # ---- the data
+  inputs = build_run_inputs(config, task, directory)
+  batch = inputs.training.batch_struct()
   startup.mark('data')
-  traced = trace_programs(
-    tasks, data, datasets.evaluation, _decode_inputs(task, decode_datasets), keys.evaluate, startup
-  )
-  partitioned, metric_names = traced.partitioned, dict(traced.metric_names)
+
+  # ---- the programs
+  taps = step_taps(task, options.tap) if options.tap else None
+  traced = trace_programs(task, mesh, inputs, keys.evaluate, startup, taps)
+  tasks, partitioned = traced.tasks, traced.partitioned
   if options.check_replicas is not None and not options.elastic:
     check_has_replicas(partitioned.layout)
-  questions = list(task_file_programs(tasks, config, directory, list(metric_names)))
-  evaluation: list[InputProgram] = [*traced.evaluation, *questions]
-  watched = watched_metrics(task.train, metric_names | {program.split: program.metric_names() for program in questions})
-  decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
-  batch = data.batch_struct()
+  questions, watched = _watch(traced, inputs.config, directory)
+  decoding = [DecodeProgram(tasks, data, keys.evaluate, directory) for data in inputs.decoding]
+  most = task.train.max_rollbacks
+  corruption = CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most)
   lines = [*_describe(task, partitioned, batch, fit, devices), *out]
   lines += partitioned.taps.left_out if partitioned.taps is not None else []
   return TrainJob(
-    *(given, config, directory, seed, keys, task, task.train, partitioned, traced.answers, data, batch),
-    *(evaluation, decoding, watched, loggers, lines),
+    *(
+      config,
+      inputs.config,
+      directory,
+      seed,
+      keys,
+      task,
+      task.train,
+      partitioned,
+      traced.answers,
+      inputs.training,
+      batch,
+    ),
+    *([*traced.evaluation, *questions], decoding, corruption, watched, loggers, lines),
   )
 
 
-def corruption_policy(job: TrainJob, options: TrainOptions) -> CorruptionPolicy:
-  """Returns what the run does when devices do not agree."""
-  most = job.settings.max_rollbacks
-  return CorruptionPolicy(job.directory, options.on_corruption, elastic=options.elastic, most=most)
+def _watch(
+  traced: TracedPrograms, config: ExperimentConfig, directory: Path | None
+) -> tuple[list[TaskFileProgram], Watched]:
+  """Returns the programs of the task files, and the metrics, of all evaluations, that the run watches."""
+  questions = list(task_file_programs(traced.tasks, config, directory, list(traced.metric_names)))
+  names = {program.split: program.metric_names() for program in questions}
+  return questions, watched_metrics(traced.tasks.jax_task.train, traced.metric_names | names)
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
@@ -169,28 +176,13 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
         if num_devices is not None:
           with prefix_errors('task'):
             check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
-        tasks = TaskOnMesh(task, cast(Mesh, abstract_mesh(sizes)))  # To trace, a mesh without devices suffices.
-        inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
-        if inputs not in built:
-          built[inputs] = build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
-        datasets, decode_datasets = built[inputs]
-        data = datasets.the_training_input()
-        datasets.check([data, *datasets.evaluation], task.model)
-        check_steps_of_answers(data, task.train)
-        decoded, key = _decode_inputs(task, decode_datasets), jax.random.key(0)
-        traced = trace_programs(tasks, data, datasets.evaluation, decoded, key, StartupTimes())
-        questions = task_file_programs(tasks, config, None, list(traced.metric_names))
-        names = {program.split: program.metric_names() for program in questions}
-        watched_metrics(task.train, traced.metric_names | names)
+        mesh = cast(Mesh, abstract_mesh(sizes))  # To trace, a mesh without devices suffices.
+        inputs = build_run_inputs(config, task, None, built)
+        _watch(trace_programs(task, mesh, inputs, jax.random.key(0), StartupTimes()), config, None)
       except UserError:
         raise
       except Exception:
         continue
-
-
-def _decode_inputs(task: SingleTask, decode_datasets: Datasets) -> Sequence[BaseInput]:
-  """Returns the inputs that training decodes: none, unless the task has an interval for this."""
-  return () if task.train.decode_interval_steps is None else decode_datasets.inputs
 
 
 def _check_intervals(settings: TrainParams) -> None:
@@ -207,7 +199,7 @@ def _describe(
 ) -> Iterator[str]:
   """Yields lines about what is trained, on which of the `devices`, and how its layers compute."""
   mesh, ids = partitioned.mesh, batch_struct.get('ids')
-  total, active = partitioned.total_num_params, partitioned.active_num_params
+  total, active = task.model.total_num_params, task.model.active_num_params
   of_token = '' if active == total else f' ({active:,} active for each token)'
   kind = mesh.devices.flat[0].device_kind
   where = f'1 device ({kind})' if mesh.size == 1 else f'{mesh.size} devices ({kind}), mesh {format_axes(mesh.shape)}'

@@ -15,7 +15,7 @@ from praxis_lite.runs.hooks import Hook, Hooks
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
 from praxis_lite.runs.loggers import CheckpointsToLoggers, LoggersOfRun
 from praxis_lite.runs.loop.feed import BadRecordLines
-from praxis_lite.runs.loop.job import TrainJob, corruption_policy
+from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import Saving
 from praxis_lite.runs.loop.start import Start
@@ -66,13 +66,6 @@ def _cluster_observers(settings: TrainParams, directory: Path, options: TrainOpt
   return cluster_observers(settings, directory, grace_s=options.grace_s, notice=options.preemption_notice)
 
 
-def _replica_watch(job: TrainJob, options: TrainOptions, first_step: int) -> Sequence[Observer]:
-  if options.check_replicas is None:
-    return []
-  policy = corruption_policy(job, options)
-  return [ReplicaWatch(job.partitioned.layout, options.check_replicas, policy, first_step)]
-
-
 @contextlib.contextmanager
 def attach_observers(
   observers: Observers,
@@ -92,6 +85,8 @@ def attach_observers(
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
   task, batch = job.partitioned, job.batch_struct
   log = TrainLog(task, batch, console, writer, startup, first_step=first_step, observers=observers)
+  every, layout = options.check_replicas, job.partitioned.layout
+  replicas = [] if every is None else [ReplicaWatch(layout, every, job.corruption, first_step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
     own: list[Hook] = [profiler, BadRecordLines(job.train_input), CheckpointsToLoggers(loggers)]
@@ -103,7 +98,7 @@ def attach_observers(
       trouble,  # Before the log: it must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
-      *_replica_watch(job, options, first_step),  # Before what saves or copies the state.
+      *replicas,  # Before what saves or copies the state.
       saving,
       Hooks(own, stop_all, observers.measure),
       *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.

@@ -20,17 +20,12 @@ from praxis_lite.runs.nonfinite import Hints, SkippedSteps
 from praxis_lite.runs.observer import InputState, Observer, Observers, PauseReason, Run
 from praxis_lite.runs.programs import InputProgram, ProgramResult
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.runs.records.run_config import is_logged
 from praxis_lite.runs.throughput import StartupTimes, Throughput, peak_flops
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.taps import finish_summaries
-from praxis_lite.training.task import TrainParams
-
-
-def is_logged(step: int, settings: TrainParams) -> bool:
-  """Whether the metrics of a step are written: by `log_interval_steps`, and those of the first and the last step."""
-  return step % settings.log_interval_steps == 0 or step in (1, settings.num_train_steps)
 
 
 class _Step(NamedTuple):

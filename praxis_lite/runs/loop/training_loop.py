@@ -15,23 +15,23 @@ import numpy as np
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.processes import note_progress
+from praxis_lite.common.processes import meet_others, note_progress
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.runs.corruption import Corruption
 from praxis_lite.runs.determinism import DeterminismError, step_twice
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.feed import Feed
-from praxis_lite.runs.loop.job import TrainJob, corruption_policy
+from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
-from praxis_lite.runs.loop.train_log import is_logged
 from praxis_lite.runs.nonfinite import SKIPPED
 from praxis_lite.runs.observer import Observers, Run
 from praxis_lite.runs.programs import InputProgram
 from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
-from praxis_lite.runs.records.run_config import is_due
+from praxis_lite.runs.records.run_config import is_due, is_logged
 from praxis_lite.runs.replay import check_finite
 from praxis_lite.runs.stop_signals import StopSignals
+from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
@@ -62,6 +62,16 @@ class TrainingLoop:
   stop: StopSignals
   done_at: dict[str, int]
   metrics: dict[str, HostMetrics]
+
+  def compile(self, startup: StartupTimes) -> None:
+    """Compiles the train step, and waits for the other processes."""
+    with self.observers.measure('compiling'):
+      times = self.job.partitioned.train_step.compile()
+      self.job.partitioned.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
+      if self.job.answers is not None:
+        self.job.answers.compile()
+    startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+    meet_others()
 
   def train(self, run: Run) -> None:
     """Takes the remaining steps and saves the state after them; also evaluates it, unless a signal ends the run.
@@ -139,7 +149,7 @@ class TrainingLoop:
         raise
       # Either time may have been wrong, so no device is known to be at fault.
       found = Corruption(number - 1, number, error.what, devices=(), is_voted=False)
-      raise corruption_policy(self.job, self.options).answer(found) from None
+      raise self.job.corruption.answer(found) from None
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
     """Yields a batch for each remaining step; if the model must answer it first, with the answers."""

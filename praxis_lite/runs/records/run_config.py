@@ -1,14 +1,13 @@
-"""What a run starts from: its configs, the inputs they describe, a directory, and the PRNG keys made from its seed."""
+"""What a run starts from besides its inputs: a directory of its own, and the PRNG keys made from its seed."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,18 +15,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.retention import CHECKPOINTS
-from praxis_lite.common.config import REQUIRED, Config, config_values, target
-from praxis_lite.common.config.editing import line_of_edit
-from praxis_lite.common.config.fields_at_fault import name_config
 from praxis_lite.common.config.values import fit
-from praxis_lite.common.devices import start_devices
-from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import kind_of_other, local_path
-from praxis_lite.inputs import BaseInput
-from praxis_lite.inputs.patient_thread import call_in_time
-from praxis_lite.inputs.rewarded import RewardedInput
-from praxis_lite.models.base import BaseModel
+from praxis_lite.training.task import TrainParams
 
 
 class RunKeys(NamedTuple):
@@ -80,110 +72,9 @@ def is_due(step: int, interval: int | None) -> bool:
   return interval is not None and step > 0 and step % interval == 0
 
 
-class Datasets(NamedTuple):
-  """The inputs returned by the experiment's method `name`: `datasets()` or `decode_datasets()`."""
-
-  name: str
-  inputs: list[BaseInput]
-
-  @property
-  def evaluation(self) -> list[BaseInput]:
-    """The inputs to evaluate on."""
-    return [i for i in self.inputs if not i.is_training]
-
-  def the_training_input(self) -> BaseInput:
-    """Returns the only training input; raises ConfigError if there is none, or more than one."""
-    training = [i for i in self.inputs if i.is_training]
-    if len(training) != 1:
-      raise ConfigError(
-        f'{self.name}(): exactly one input must have is_training=True, and {len(training)} of {len(self.inputs)} have '
-        'it; to train on several, mix them in a MixtureInput'
-      )
-    return training[0]
-
-  def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if that fails."""
-    for i, data in enumerate(self.inputs):
-      if not any(data is wanted for wanted in inputs):
-        continue
-      with _name_fields_by_path(f'{self.name}[{i}]', data.label):
-        try:
-          batch = call_in_time(data.get_next, data.label)
-        except StopIteration:
-          raise DataError(f'{data.label}: it has no batch') from None
-        data.reset()
-        model.check_input(data, data.rows_in_memory() or batch)
-        for training in self.inputs:
-          if training.is_training and data is not training:
-            training.check_beside(data)
-
-
-def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs that read this process's share of the data.
-
-  Raises:
-    ConfigError: two evaluation inputs have the same name, one of them has the name of the training input, or an input
-      to decode is a `RewardedInput`.
-  """
-  start_devices()
-  inputs: list[BaseInput] = []
-  missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
-  for i, config in enumerate(configs):
-    if missing[i] is not None:
-      every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(config).__qualname__
-      example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(config)
-      if line:  # The user's code has made or edited this config.
-        example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
-      raise ConfigError(
-        f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}'
-      )
-    called = target(config).__qualname__, getattr(config, 'name', '')
-    with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
-      inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
-  for i, data in enumerate(inputs):
-    if name == 'decode_datasets' and isinstance(data, RewardedInput):
-      raise ConfigError(
-        f'{name}[{i}]: a RewardedInput is for training and evaluation, and decoding has no rewards; put it into '
-        'datasets(), with is_training=False, or decode its prompts with an input of texts'
-      )
-  labels = [i.label for i in inputs if not i.is_training]
-  twice = [label for label in labels if labels.count(label) > 1]
-  if twice:
-    raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
-  named = {data.name: i for i, data in enumerate(inputs) if data.name and data.is_training}
-  for i, data in enumerate(inputs):
-    if data.name in named and not data.is_training:
-      raise ConfigError(
-        f'{name}[{named[data.name]}].name and {name}[{i}].name, of training and evaluation data, are both '
-        f'{data.name!r}, so their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
-      )
-  return Datasets(name, inputs)
-
-
-def _line_of_config(config: Config) -> str:
-  """Returns the first line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if none."""
-  return next((line for field in config_values(config) if (line := line_of_edit(config, str(field)))), '')
-
-
-@contextlib.contextmanager
-def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
-  """Adds to an error about a field of an input's config the line of the user's code that has set it."""
-  try:
-    yield
-  except UserError as error:
-    name_config(error, config, path)
-    raise
-
-
-@contextlib.contextmanager
-def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
-  """Prepends the path of an input's config to errors raised inside; to its fields, in place of one of `labels`."""
-  try:
-    yield
-  except UserError as error:
-    of_field = functools.reduce(lambda text, label: text.removeprefix(f'{label}.'), labels, str(error))
-    error.args = (f'{path}: {error}' if of_field == str(error) else f'{path}.{of_field}',)
-    raise
+def is_logged(step: int, settings: TrainParams) -> bool:
+  """Whether the metrics of a step are written: by `log_interval_steps`, and those of the first and the last step."""
+  return step % settings.log_interval_steps == 0 or step in (1, settings.num_train_steps)
 
 
 @contextlib.contextmanager
