@@ -131,6 +131,12 @@ class _Place(NamedTuple):
     return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 
 
+def is_about_arrays(error: Exception) -> bool:
+  """Whether an error that is being handled says that arrays do not fit: it comes from code of an array library."""
+  *_, last = traceback.walk_tb(error.__traceback__)
+  return _Place(*last).is_about_arrays or _ABOUT_SHAPES.search(str(error)) is not None
+
+
 def explain_error(
   error: Exception, layer: object, path: str, weights: Mapping[str, tuple[int, ...]]
 ) -> UserError | None:
@@ -170,8 +176,7 @@ def explain_error(
     found = _not_callable(called[1], own[-1])
     return NotALayerError(f'{name}: {found}{where}') if found else None
   what = message.strip().partition('\n')[0].rstrip(' .:')
-  is_about_arrays = places[-1].is_about_arrays or _ABOUT_SHAPES.search(what)
-  if not is_about_arrays or isinstance(error, jax.errors.JAXTypeError):
+  if not is_about_arrays(error) or isinstance(error, jax.errors.JAXTypeError):
     return None
   arrays = {n: x for n, x in own[-1].frame.f_locals.items() if _is_array(x)} | _entries_read(own[-1])
   if _ABOUT_INTEGERS.search(what):

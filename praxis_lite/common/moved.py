@@ -23,6 +23,11 @@ _MOVED_OBJECTS = {
   'layers.transformer.TransformerBlock': 'layers.transformer_block.TransformerBlock',
   'layers.transformer.TransformerLm': 'layers.transformer_lm.TransformerLm',
   'learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
+  'runs.loggers.AimLogger': 'runs.loggers.aim_logger.AimLogger',
+  'runs.loggers.CometLogger': 'runs.loggers.comet_logger.CometLogger',
+  'runs.loggers.MlflowLogger': 'runs.loggers.mlflow_logger.MlflowLogger',
+  'runs.loggers.PrometheusLogger': 'runs.loggers.prometheus_logger.PrometheusLogger',
+  'runs.loggers.WandbLogger': 'runs.loggers.wandb_logger.WandbLogger',
   'training.learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
 }
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.

@@ -7,20 +7,18 @@ chats                         as the chat template of the tokenizer writes and m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, build_at, template
-from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
-from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.lines import parse_object, read_lines
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, resolve_source
-from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, ChatTokens
+from praxis_lite.inputs.lines import parse_object
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.text_examples import TextExamplesInput
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ChatTokens
 
 T = TypeVar('T')
 Examples = Sequence[Mapping[str, Any]]
@@ -179,79 +177,34 @@ def fill_segment(side: Rows, row: int, start: int, tokens: ChatTokens, segment: 
   return end
 
 
-class AnswersInput(RecordsInput, RandomAccessInput):
-  """Base of the inputs of prompts and answers, from TSV or JSON Lines files or from a function.
+class AnswersInput(TextExamplesInput):
+  """Base of the inputs of prompts and answers.
 
-  Attributes:
-    path: files `*.jsonl`, with an object in each line; or `*.tsv`, with texts separated by tabs. It has the forms of
-      `TextInput.path`.
-    examples: instead of `path`, a list of such objects, dicts, or a function (or the `Config` of one) that returns it.
+  Attributes: the same as for `TextExamplesInput`, whose tokenizer needs a chat template for messages, and
+    examples: instead of `path`, a list of dicts like the objects of JSON Lines, or a function (or the `Config` of one)
+      that returns it.
     seq_len: T, tokens of a row.
-    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`; messages need one with a chat template.
     packed: whether a row may hold several sequences, each a segment of its own.
     truncate: cut the end of sequences that are too long, instead of treating them as bad records.
   """
 
-  path: Paths | Callable[[], Paths] | Config | None = None
   examples: Examples | Callable[[], Examples] | Config | None = None
   seq_len: int = REQUIRED
-  tokenizer_tpl: Config = template(ByteTokenizer)
   packed: bool = False
   truncate: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self.check_at_least(seq_len=2)
-    if (self.path is None) == (self.examples is None):
-      raise ConfigError(f'{self.label}.path: expected either path, files with examples, or examples, a function')
-    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
-
-  @property
-  def vocab_size(self) -> int:
-    """Number of token ids."""
-    return self.tokenizer.vocab_size
-
-  def data_files(self) -> list[str]:
-    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packed': self.packed}
 
-  @property
-  def _field(self) -> str:
-    return 'examples' if self.path is None else 'path'
+  def _expected(self) -> tuple[str, str]:
+    return 'a list of dicts', 'a dict'
 
-  def _encode_all(self, names: tuple[str, ...], encode: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Returns what `encode` makes of each example, without the bad ones.
-
-    Args:
-      names: the fields of the columns of TSV files.
-      encode: of the object of an example; a UserError or ValueError says what is wrong with it.
-    """
-    kept = []
-    for file, place, values in self._objects(names):
-      try:
-        kept.append(encode(values))
-      except ConfigError:  # Of the tokenizer, not of the example.
-        raise
-      except (UserError, ValueError) as error:
-        self.leave_out(BadRecord(file, place, str(error)), self._field)
-    if not kept:
-      raise DataError(f'{self.label}.{self._field}: there are no examples')
-    return kept
-
-  def _objects(self, names: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields the file, the place in it, and the object of each example."""
-    if self.path is not None:
-      yield from read_lines(self, self.path, names, {'.tsv': _split_tsv, '.jsonl': lambda line, _: parse_object(line)})
-      return
-    examples = resolve_source(self.examples)
-    if not isinstance(examples, Sequence) or isinstance(examples, str):
-      raise ConfigError(f'{self.label}.examples: expected a list of dicts, or a function, got {examples!r}')
-    for number, values in enumerate(examples):
-      if not isinstance(values, Mapping):
-        raise DataError(f'{self.label}.examples: example {number} is {values!r}; expected a dict')
-      yield 'examples', f'example {number}', dict(values)
+  def _is_example(self, values: object) -> bool:
+    return isinstance(values, Mapping)
 
 
 def _split_tsv(line: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -259,3 +212,10 @@ def _split_tsv(line: str, names: tuple[str, ...]) -> dict[str, Any]:
   if len(texts) != len(names):
     raise ValueError(f'has {number_of(len(texts), "column")}; expected {", ".join(names)}, separated by tabs')
   return dict(zip(names, texts))
+
+
+# For `read_lines`: the object of an example.
+LINES: dict[str, Callable[[str, tuple[str, ...]], dict[str, Any]]] = {
+  '.tsv': _split_tsv,
+  '.jsonl': lambda line, _: parse_object(line),
+}

@@ -11,21 +11,18 @@ A batch has `ids`, `segment_ids` (0 is padding) and `token_type_ids`, [B, T] int
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, build_at, template
-from praxis_lite.common.errors import ConfigError, DataError, UserError, check_choice, did_you_mean
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean
 from praxis_lite.common.figures import number_of
-from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.lines import parse_object, read_lines
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, Struct, resolve_source
-from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+from praxis_lite.inputs.lines import parse_object
+from praxis_lite.inputs.rows import Rows, Struct
+from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Labelled = Sequence[Sequence[str | int]]
 
@@ -38,18 +35,15 @@ class _Example(NamedTuple):
   label: int
 
 
-class LabelledTextInput(RecordsInput, RandomAccessInput):
+class LabelledTextInput(TextExamplesInput):
   """Texts with a class, from TSV or JSON Lines files or from a function.
 
-  Attributes:
-    path: files `*.tsv`, with the values of `fields` in each line, separated by tabs; or `*.jsonl`, with an object in
-      each line. It has the forms of `TextInput.path`.
+  Attributes: the same as for `TextExamplesInput`, and
     examples: instead of `path`, tuples of the values of `fields`, or a function (or the `Config` of one) that returns
       them.
     seq_len: T, tokens of a row, with its begin and end tokens.
     fields: the names of the text, or of both texts, and of the class.
     classes: the names of the classes, in the order of their numbers; None means that classes are numbers.
-    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     pair_style: 'bert' puts one end token between two texts, and gives the second type 1; 'roberta' puts two, and gives
       all tokens type 0.
     truncate: cut the longer text of a row that is too long, instead of treating it as a bad record.
@@ -59,12 +53,10 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
       line is no example, is not UTF-8, has an empty text or an unknown class, or is too long.
   """
 
-  path: Paths | Callable[[], Paths] | Config | None = None
   examples: Labelled | Callable[[], Labelled] | Config | None = None
   seq_len: int = REQUIRED
   fields: tuple[str, ...] = ('text', 'label')
   classes: tuple[str, ...] | None = None
-  tokenizer_tpl: Config = template(ByteTokenizer)
   pair_style: str = 'bert'
   truncate: bool = False
 
@@ -72,19 +64,11 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
     super().__post_init__()
     self.check_at_least(seq_len=3)
     check_choice(f'{self.label}.pair_style', self.pair_style, ('bert', 'roberta'))
-    if (self.path is None) == (self.examples is None):
-      raise ConfigError(f'{self.label}.path: expected either path, files with examples, or examples, a function')
     if len(self.fields) not in (2, 3):
       raise ConfigError(
         f'{self.label}.fields: expected the names of a text and its class, or of two texts and their class, got '
         f'{self.fields!r}'
       )
-    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
-
-  @property
-  def vocab_size(self) -> int:
-    """Number of token ids."""
-    return self.tokenizer.vocab_size
 
   @property
   def num_examples(self) -> int:
@@ -93,9 +77,6 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
   def example_struct(self) -> Struct:
     row = {name: jax.ShapeDtypeStruct((self.seq_len,), np.int32) for name in ('ids', 'segment_ids', 'token_type_ids')}
     return row | {'label': jax.ShapeDtypeStruct((), np.int32), 'weights': jax.ShapeDtypeStruct((), np.float32)}
-
-  def data_files(self) -> list[str]:
-    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def rows(self, indices: np.ndarray) -> Rows:
     batch: Rows = {n: np.zeros((len(indices), *s.shape), s.dtype) for n, s in self.example_struct().items()}
@@ -111,45 +92,26 @@ class LabelledTextInput(RecordsInput, RandomAccessInput):
 
   @functools.cached_property
   def _examples(self) -> list[_Example]:
-    kept = [found for source in self._values() if (found := self._encode(*source)) is not None]
-    if not kept:
-      raise DataError(f'{self.label}.{self._field}: there are no texts with a class')
-    return kept
+    return self._encode_all(self.fields, _LINES, self._encode, 'texts with a class')
 
-  @property
-  def _field(self) -> str:
-    return 'examples' if self.path is None else 'path'
+  def _expected(self) -> tuple[str, str]:
+    return f'tuples {self.fields}', str(self.fields)
 
-  def _values(self) -> Iterator[tuple[str, str, Sequence[object]]]:
-    """Yields the file, the place in it, and the values of the fields of each example."""
-    if self.path is None:
-      examples = resolve_source(self.examples)
-      if not isinstance(examples, Sequence) or isinstance(examples, str):
-        raise ConfigError(f'{self.label}.examples: expected tuples {self.fields}, or a function, got {examples!r}')
-      for number, values in enumerate(examples):
-        if not isinstance(values, tuple | list) or len(values) != len(self.fields):
-          raise DataError(f'{self.label}.examples: example {number} is {values!r}; expected {self.fields}')
-        yield 'examples', f'example {number}', values
-      return
-    yield from read_lines(self, self.path, self.fields, _LINES)
+  def _is_example(self, values: object) -> bool:
+    return isinstance(values, tuple | list) and len(values) == len(self.fields)
 
-  def _encode(self, file: str, place: str, values: Sequence[object]) -> _Example | None:
-    """Returns the tokens and the class of an example; None if it is left out."""
+  def _encode(self, values: Sequence[object]) -> _Example:
+    """Returns the tokens and the class of an example; raises DataError if it cannot be used."""
     *texts, label = values
-    try:
-      number = self._class_of(label)
-      tokens = [self._tokens_of(name, text) for name, text in zip(self.fields, texts)]
-      between = 2 if self.pair_style == 'roberta' else 1
-      room = self.seq_len - 2 - between * (len(tokens) - 1)
-      if sum(map(len, tokens)) > room and not self.truncate:
-        raise DataError(
-          f'the text has {number_of(sum(map(len, tokens)), "token")}, and seq_len = {self.seq_len} has room for '
-          f'{room}; set a '
-          'larger one, or truncate=True'
-        )
-    except UserError as error:
-      self.leave_out(BadRecord(file, place, str(error)), self._field)
-      return None
+    number = self._class_of(label)
+    tokens = [self._tokens_of(name, text) for name, text in zip(self.fields, texts)]
+    between = 2 if self.pair_style == 'roberta' else 1
+    room = self.seq_len - 2 - between * (len(tokens) - 1)
+    if sum(map(len, tokens)) > room and not self.truncate:
+      raise DataError(
+        f'the text has {number_of(sum(map(len, tokens)), "token")}, and seq_len = {self.seq_len} has room for {room}; '
+        'set a larger one, or truncate=True'
+      )
     bos, eos, _ = self.tokenizer.special_ids
     first, *others = cut_longest(tokens, room)
     ids = [bos, *first, eos]

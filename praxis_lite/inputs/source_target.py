@@ -18,21 +18,18 @@ With `packed`, a row holds as many pairs as fit on both sides, numbered by segme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, build_at, template
-from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
-from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.lines import pair_parsers, read_lines
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, Struct, resolve_source
-from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+from praxis_lite.inputs.lines import pair_parsers
+from praxis_lite.inputs.rows import Rows, Struct
+from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Pairs = Sequence[tuple[str, str]]
 _OPEN_ROWS = 64  # Rows in which packing looks for room.
@@ -53,17 +50,14 @@ def source_target_struct(source_len: int, target_len: int) -> Struct:
   return struct | {'weights': jax.ShapeDtypeStruct((target_len,), np.float32)}
 
 
-class SourceTargetInput(RecordsInput, RandomAccessInput):
+class SourceTargetInput(TextExamplesInput):
   """Pairs of texts, from TSV or JSON Lines files or from a function.
 
-  Attributes:
-    path: files `*.tsv`, with a source and a target in each line, separated by a tab; or `*.jsonl`, with an object in
-      each line. It has the forms of `TextInput.path`.
+  Attributes: the same as for `TextExamplesInput`, and
     pairs: instead of `path`, pairs (source, target), or a function (or the `Config` of one) that returns them.
     source_len: S, tokens of a row of sources.
     target_len: T, tokens of a row of targets; a target of n tokens needs n + 1.
     fields: the names of source and target in the objects of JSON Lines.
-    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     start_id: the token that the decoder reads first, as `EncoderDecoderModel.start_id`; None means the padding of the
       tokenizer.
     end_sources: whether sources end with the end token too, as those of T5; `EncoderDecoderModel.source_end_id` is then
@@ -76,28 +70,20 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
       is no pair, is not UTF-8, has an empty side, or is too long.
   """
 
-  path: Paths | Callable[[], Paths] | Config | None = None
   pairs: Pairs | Callable[[], Pairs] | Config | None = None
   source_len: int = REQUIRED
   target_len: int = REQUIRED
   fields: tuple[str, str] = ('source', 'target')
-  tokenizer_tpl: Config = template(ByteTokenizer)
   start_id: int | None = None
   end_sources: bool = False
   packed: bool = False
   truncate: bool = False
 
+  _given = 'pairs'
+
   def __post_init__(self) -> None:
     super().__post_init__()
     self.check_at_least(source_len=1, target_len=2)
-    if (self.path is None) == (self.pairs is None):
-      raise ConfigError(f'{self.label}.path: expected either path, files with pairs, or pairs, a function')
-    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
-
-  @property
-  def vocab_size(self) -> int:
-    """Number of token ids."""
-    return self.tokenizer.vocab_size
 
   @property
   def first_id(self) -> int:
@@ -120,9 +106,6 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
 
   def example_struct(self) -> Struct:
     return source_target_struct(self.source_len, self.target_len)
-
-  def data_files(self) -> list[str]:
-    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packed': self.packed}
@@ -163,46 +146,29 @@ class SourceTargetInput(RecordsInput, RandomAccessInput):
 
   @functools.cached_property
   def _pairs(self) -> list[_Pair]:
-    kept = [pair for file, place, texts in self._texts() if (pair := self._encode(file, place, texts)) is not None]
-    if not kept:
-      raise DataError(f'{self.label}.{self._field}: there are no pairs of a source and a target')
-    return kept
+    return self._encode_all(
+      self.fields, pair_parsers('a source and a target'), self._encode, 'pairs of a source and a target'
+    )
 
-  @property
-  def _field(self) -> str:
-    return 'pairs' if self.path is None else 'path'
+  def _expected(self) -> tuple[str, str]:
+    return 'pairs (source, target)', 'two texts'
 
-  def _texts(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Yields the file, the place in it, and the texts of each pair."""
-    if self.path is None:
-      pairs = resolve_source(self.pairs)
-      if not isinstance(pairs, Sequence) or isinstance(pairs, str):
-        raise ConfigError(f'{self.label}.pairs: expected pairs (source, target), or a function, got {pairs!r}')
-      for number, pair in enumerate(pairs):
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-          raise DataError(f'{self.label}.pairs: pair {number} is {pair!r}; expected two texts')
-        yield 'pairs', f'pair {number}', (pair[0], pair[1])
-      return
-    yield from read_lines(self, self.path, self.fields, pair_parsers('a source and a target'))
+  def _is_example(self, values: object) -> bool:
+    return isinstance(values, tuple | list) and len(values) == 2 and all(isinstance(text, str) for text in values)
 
-  def _encode(self, file: str, place: str, texts: tuple[str, str]) -> _Pair | None:
-    """Returns the tokens of a pair; None if it is left out."""
-    try:
-      source, target = self.tokenizer.prompt_ids(texts[0]), self.tokenizer.encode(texts[1])
-      end = [] if self.source_end_id is None else [self.source_end_id]
-      limits = (('source', source, self.source_len - len(end)), ('target', target, self.target_len - 1))
-      for name, ids, most in limits:
-        if not ids:
-          raise DataError(f'the {name} has no tokens')
-        if len(ids) > most and not self.truncate:
-          raise DataError(
-            f'the {name} has {number_of(len(ids), "token")}, and {name}_len = {getattr(self, f"{name}_len")} '
-            f'has room for {most}; '
-            'set a larger one, or truncate=True'
-          )
-    except UserError as error:
-      self.leave_out(BadRecord(file, place, str(error)), self._field)
-      return None
+  def _encode(self, texts: Sequence[str]) -> _Pair:
+    """Returns the tokens of a pair; raises DataError if it cannot be used."""
+    source, target = self.tokenizer.prompt_ids(texts[0]), self.tokenizer.encode(texts[1])
+    end = [] if self.source_end_id is None else [self.source_end_id]
+    limits = (('source', source, self.source_len - len(end)), ('target', target, self.target_len - 1))
+    for name, ids, most in limits:
+      if not ids:
+        raise DataError(f'the {name} has no tokens')
+      if len(ids) > most and not self.truncate:
+        raise DataError(
+          f'the {name} has {number_of(len(ids), "token")}, and {name}_len = {getattr(self, f"{name}_len")} '
+          f'has room for {most}; set a larger one, or truncate=True'
+        )
     (_, source, most), (_, target, most_of_target) = limits
     dtype = np.min_scalar_type(self.vocab_size - 1)
     return _Pair(np.asarray([*source[:most], *end], dtype), np.asarray(target[:most_of_target], dtype))

@@ -17,6 +17,7 @@ from praxis_lite.layers.masks import AttentionMask, to_mask
 
 SplitAxes = str | tuple[str, ...] | None  # The mesh axes that split a dimension.
 AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash']
+FUSED_ATTENTION = ('cudnn', 'tokamax', 'splash')
 
 
 @dataclasses.dataclass(frozen=True)

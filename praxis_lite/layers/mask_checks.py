@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.mistakes import is_about_arrays
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, BlockRanges, FunctionMask, Known, mask_leaves
 
 # Numbers of queries and keys to try `allows` with. They differ, so that a result says which of its dimensions is which.
@@ -67,7 +68,7 @@ def _try_methods(leaf: AttentionMask, batch: int) -> None:
   try:
     jax.eval_shape(call, cut(), cut(1))
   except (TypeError, ValueError) as error:
-    if not _is_of_shapes(error):
+    if not is_about_arrays(error):
       raise
     raise ConfigError(
       f'{name}.allows fails for {_QUERIES} queries and {_KEYS} keys, as blocks may have them: {error}; an array that '
@@ -98,7 +99,3 @@ def _arrays(leaf: AttentionMask) -> Iterator[tuple[str, str, jax.Array]]:
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
   return len(shape) <= len(wanted) and all(size in (1, w) for size, w in zip(shape[::-1], wanted[::-1]))
-
-
-def _is_of_shapes(error: Exception) -> bool:
-  return 'shape' in str(error) or 'broadcast' in str(error)

@@ -8,7 +8,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, merge, node_at, p
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.quantization import ModelT, dequantize_variables
+from praxis_lite.models.quantization import ModelT, append_rules, change_variables, dequantize_variables
 
 ADAPTER_VARIABLES = r'.*\.(lora\.[ab]|(gate|up|down)_lora_[ab]|dora_magnitude|ia3_scale)'
 """A regex that matches the paths of all variables of adapters, and of no other layers of this package."""
@@ -27,8 +27,7 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
     model: the config.
     *adapters: configs such as `Config(Lora)`; the first one that is for a layer wins.
   """
-  present = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters or ())
-  return model.set(adapters=(*present, *adapters))
+  return append_rules(model, 'adapters', adapters)
 
 
 def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
@@ -82,12 +81,11 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
   return merge(base, adapters)
 
 
-def _merge(layer: Layer, variables: NestedDict, sign: int) -> NestedDict:
-  children = dict(layer.children())
-  merged = {
-    name: _merge(children[name], value, sign) if name in children else value for name, value in variables.items()
-  }
-  return layer.merge_variables(merged, sign) if isinstance(layer, AdaptedLayer) else merged
+def _merge(model: Layer, variables: NestedDict, sign: int) -> NestedDict:
+  def merge_layer(layer: Layer, own: NestedDict) -> NestedDict:
+    return layer.merge_variables(own, sign) if isinstance(layer, AdaptedLayer) else own
+
+  return change_variables(model, variables, merge_layer)
 
 
 def _has(tree: NestedDict, path: tuple[str, ...]) -> bool:

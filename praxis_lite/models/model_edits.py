@@ -1,16 +1,26 @@
-"""ModelEdits: what a model changes in the layers below it: their adapters, and how their weights are stored."""
+"""ModelEdits: what a model changes in the layers below it: their adapters, and how their weights are stored.
+
+Both are rules, fields of the model. The first rule that is for a layer wins. A rule that is for no layer is an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from praxis_lite.common.config import Config
-from praxis_lite.common.trees import Path
+from praxis_lite.common.config import Config, build_at, target
+from praxis_lite.common.errors import ConfigError, prefix_errors
+from praxis_lite.common.trees import Path, path_name, suggest_pattern
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.stored import StoredWeight
-from praxis_lite.models.adapter_edits import AdapterEdits
-from praxis_lite.models.weight_edits import WeightEdits
+from praxis_lite.layers.layer_patterns import LayerPatterns
+from praxis_lite.layers.lora import Adapter
+from praxis_lite.layers.low_rank import LowRankUpdate
+from praxis_lite.layers.quantized_weights import QuantizedWeights
 from praxis_lite.sharding.weights import WeightHParams
+
+RuleT = TypeVar('RuleT', bound=LayerPatterns)
 
 
 class ModelEdits:
@@ -18,7 +28,12 @@ class ModelEdits:
 
   Args:
     path, name: the path of the model, and as messages spell it.
-    adapters, quantized, plain_children: fields of the model.
+    adapters: config of an adapter, or several.
+    quantized: config of a `QuantizedWeights`, or several.
+    plain_children: names of children of the model to which a rule of `quantized` without regexes does not apply.
+
+  Raises:
+    ConfigError: an adapter or a rule is not valid.
   """
 
   def __init__(
@@ -29,15 +44,111 @@ class ModelEdits:
     quantized: Config | Sequence[Config],
     plain_children: Sequence[str] = (),
   ):
-    self._adapters = AdapterEdits(path, name, adapters)
-    self._weights = WeightEdits(path, name, quantized, plain_children)
+    self._path, self._plain = path, plain_children
+    self._adapters = _Rules(
+      f'{name}.adapters', adapters, Adapter, 'the config of an adapter, such as Config(Lora)', what='layer'
+    )
+    self._formats = _Rules(
+      f'{name}.quantized',
+      quantized,
+      QuantizedWeights,
+      'a config such as Config(QuantizedWeights)',
+      'layer with weights',
+    )
 
   def edit(self, path: Path, config: Config) -> Config:
-    return self._adapters.edit(path, config)
+    name = path_name(path[len(self._path) :])
+    if f'{name}.'.partition('.lora.')[0] in self._adapters.used:  # A part of an adapter.
+      return config
+    kind = getattr(target(config), '__name__', '')
+    i = self._adapters.choose(name, kind, lambda adapter: adapter.is_for(name, config))
+    if i is None:
+      return config
+    with prefix_errors(f'{self._adapters.field}[{i}], for {name}'):
+      return self._adapters.rules[i].adapt_at(name, config)
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
-    return self._weights.stored_weight(layer, name, weight)
+    path = path_name(layer.path[len(self._path) :])
+    if isinstance(layer, LowRankUpdate):  # A part of an adapter, which a regex for the layer's own weights may match.
+      return None
+
+    def is_for(rule: QuantizedWeights) -> bool:
+      is_plain = rule.layers is None and path.partition('.')[0] in self._plain
+      return name in layer.product_weights and rule.is_for(path) and not is_plain
+
+    i = self._formats.choose(path, type(layer).__name__, is_for)
+    if i is None:
+      return None
+    with prefix_errors(f'{self._formats.field}[{i}]'):
+      return self._formats.rules[i].store(layer, name, weight)
 
   def check(self) -> None:
-    self._adapters.check()
-    self._weights.check()
+    """Raises ConfigError if a rule is for no layer, or a regex matches no layer or one that the rule is not for."""
+    for i, adapter in enumerate(self._adapters.rules):
+      field, kind = f'{self._adapters.field}[{i}]', type(adapter).__name__
+      if adapter.layers is None and i not in self._adapters.used.values():
+        raise ConfigError(f'{field}: no layer can have a {kind} that an earlier adapter does not have')
+      self._adapters.check(i, f'which cannot have a {kind}; let it match only {adapter.adaptable}')
+      own = [name for name, number in self._adapters.used.items() if number == i]
+      for further, patterns in adapter.further_patterns.items():
+        for pattern in patterns:
+          if not any(re.fullmatch(pattern, name) for name in own):
+            raise ConfigError(
+              f'{field}.{further}: {pattern!r} matches no layer that has this adapter.{suggest_pattern(pattern, own)}'
+            )
+    for i in range(len(self._formats.rules)):
+      self._formats.check(
+        i, 'whose weights cannot be quantized; let it match only linear layers, projections and experts'
+      )
+      if i not in self._formats.used.values():
+        raise ConfigError(
+          f'{self._formats.field}[{i}]: it does nothing, because there is no layer that it is for, with weights that '
+          'can be quantized, and that no earlier rule is for'
+        )
+
+
+class _Rules(Generic[RuleT]):
+  """The rules of a field of a model.
+
+  Args:
+    field: the path of the field.
+    configs: config of a rule, or several.
+    cls, expected: the class of the rules, and words for messages.
+    what: what a regex of a rule should match, for messages.
+
+  Attributes:
+    rules: the rules.
+    used: the number of the rule that each layer has got, by its path below the model.
+  """
+
+  def __init__(
+    self, field: str, configs: Config | Sequence[Config], cls: type[RuleT], expected: str, what: str = 'layer'
+  ):
+    self.field, self._what = field, what
+    self.rules: list[RuleT] = []
+    for i, config in enumerate((configs,) if isinstance(configs, Config) else configs):
+      built = build_at(f'{field}[{i}]', config) if isinstance(config, Config) else config
+      if not isinstance(built, cls):
+        raise ConfigError(f'{field}[{i}]: expected {expected}, got {built!r}')
+      self.rules.append(built)
+    self.used: dict[str, int] = {}
+    self._kinds: dict[str, str] = {}  # The class of each layer that a regex may match, by path below the model.
+
+  def choose(self, name: str, kind: str, is_for: Callable[[RuleT], bool]) -> int | None:
+    """Returns the number of the first rule that is for a layer, given its path and its class; None if there is none."""
+    self._kinds[name] = kind
+    i = next((i for i, rule in enumerate(self.rules) if is_for(rule)), None)
+    if i is not None:
+      self.used[name] = i
+    return i
+
+  def check(self, i: int, why: str) -> None:
+    """Raises ConfigError if a regex of rule `i` matches no layer, or one with no rule; `why` says why it has none."""
+    for pattern in self.rules[i].patterns:
+      field = f'{self.field}[{i}].layers'
+      matched = [name for name in self._kinds if re.fullmatch(pattern, name)]
+      if not matched:
+        raise ConfigError(f'{field}: {pattern!r} matches no {self._what}.{suggest_pattern(pattern, self._kinds)}')
+      wrong = next((name for name in matched if name not in self.used), None)
+      if wrong is not None:
+        raise ConfigError(f'{field}: {pattern!r} matches {wrong}, a {self._kinds[wrong]}, {why}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -28,8 +29,25 @@ def quantize_weights(model: Config[ModelT], *rules: Config) -> Config[ModelT]:
     model: the config.
     *rules: configs such as `Config(QuantizedWeights)`; the first one that is for a layer wins.
   """
-  present = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized or ())
-  return model.set(quantized=(*present, *rules))
+  return append_rules(model, 'quantized', rules)
+
+
+def append_rules(model: Config[ModelT], field: str, rules: Sequence[Config]) -> Config[ModelT]:
+  """Adds rules to a field of a model's config that holds a rule, several, or None; returns the config."""
+  present = getattr(model, field)
+  return model.set(**{field: (*((present,) if isinstance(present, Config) else present or ()), *rules)})
+
+
+def change_variables(
+  layer: Layer, variables: NestedDict, change: Callable[[Layer, NestedDict], NestedDict]
+) -> NestedDict:
+  """Returns `change(layer, variables)` for a layer and all layers below it, from the lowest ones up."""
+  children = dict(layer.children())
+  below = {
+    name: change_variables(children[name], value, change) if name in children else value
+    for name, value in variables.items()
+  }
+  return change(layer, below)
 
 
 def remove_quantization(model: Config[ModelT]) -> Config[ModelT]:
@@ -47,16 +65,17 @@ def quantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
   Raises:
     DataError: a weight has NaN or infinities.
   """
-  children = dict(model.children())
-  stored = {
-    name: quantize_variables(children[name], value) if name in children else value for name, value in variables.items()
-  }
-  for name, form in model._stored.items():
+  return change_variables(model, variables, _store)
+
+
+def _store(layer: Layer, variables: NestedDict) -> NestedDict:
+  stored = dict(variables)
+  for name, form in layer._stored.items():
     if name not in variables:
       continue
     w = jnp.asarray(variables[name])
     if not isinstance(w, jax.core.Tracer) and not bool(jnp.isfinite(w).all()):
-      raise DataError(f'{model.path_name}.{name} has NaN or infinities, so it cannot be quantized')
+      raise DataError(f'{layer.path_name}.{name} has NaN or infinities, so it cannot be quantized')
     stored |= form.store(w)
   return stored
 
@@ -68,12 +87,12 @@ def dequantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
     model: the built model with weights in few bits.
     variables: its variables, in their true shapes.
   """
-  children = dict(model.children())
-  plain = {
-    name: dequantize_variables(children[name], value) if name in children else value
-    for name, value in variables.items()
-  }
-  for name, form in model._stored.items():
+  return change_variables(model, variables, _read)
+
+
+def _read(layer: Layer, variables: NestedDict) -> NestedDict:
+  plain = dict(variables)
+  for name, form in layer._stored.items():
     parts = {part: jnp.asarray(plain.pop(part)) for part in form.parts if part in plain}
     if parts:
       plain[name] = jax.jit(form.read, static_argnums=1)(parts, form.weight.dtype)

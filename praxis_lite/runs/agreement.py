@@ -26,6 +26,7 @@ from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs.rows import Rows
+from praxis_lite.layers.attention_spec import FUSED_ATTENTION
 from praxis_lite.models import EncoderDecoderModel, LanguageModel
 from praxis_lite.runs.forced_tokens import KnownTexts, batch_texts, change_model, decode_texts
 from praxis_lite.runs.layer_values import (
@@ -117,7 +118,7 @@ class Agreement:
     self.model = change_model(model, _make_comparable)
     self.drops_tokens = any(map(_has_capacity, nested_configs(model.config.task.model)))
     self.dtype = np.dtype(jnp.dtype(self.model.layer.fprop_dtype)).name
-    self.exact = self.model if self.dtype == 'float32' else change_model(self.model, set_float32)
+    self.exact = self.model if self.dtype == 'float32' else change_model(self.model, _compute_in_float32)
     self.note = ''
     self.reference = self.score_training(self.model)
     _check_finite(self.reference, 'the training step')
@@ -345,16 +346,12 @@ def _epsilon(dtype: str) -> float:
 # ---------------------------------------------------------------- changes of a model
 
 
-def set_float32(task: Config) -> None:
+def _compute_in_float32(task: Config) -> None:
   """Makes a task compute in float32, without fused kernels."""
+  _set_everywhere(task, 'fprop_dtype', 'float32')
   for config in nested_configs(task.model):
-    for name in field_names(config) or ():
-      value = getattr(config, name, None)
-      if name == 'fprop_dtype' and value is not None:
-        setattr(config, name, 'float32')
-      elif name == 'implementation' and value in ('cudnn', 'tokamax', 'splash'):
-        setattr(config, name, 'dense')
-  task.model.fprop_dtype = 'float32'
+    if getattr(config, 'implementation', None) in FUSED_ATTENTION:
+      config.implementation = 'dense'
 
 
 def _set_everywhere(task: Config, field: str, value: object) -> None:

@@ -29,7 +29,7 @@ from praxis_lite.common.processes import broadcast_decision, is_primary_process
 from praxis_lite.runs.alerts import alerts_of_run
 from praxis_lite.runs.console import make_console
 from praxis_lite.runs.imported_files import keep_files_of
-from praxis_lite.runs.loggers import LoggersOfRun
+from praxis_lite.runs.loggers.of_run import LoggersOfRun
 from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob, build_job

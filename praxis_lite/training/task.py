@@ -166,7 +166,7 @@ class TrainParams(Configurable):
       enabled.
     best_metric_mode: 'min' if lower is better, 'max' if higher is better; 'auto' goes by the name of the metric, and is
       an error for a name that does not tell.
-    loggers: what else gets the metrics: names, such as 'wandb', or configs of loggers; see `runs/loggers.py`.
+    loggers: what else gets the metrics: names, such as 'wandb', or configs of loggers; see `runs/loggers`.
     mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
       checkpoint that is kept, and the other files of its directory. If it is newer than the directory, the run resumes
       from it. None disables it.

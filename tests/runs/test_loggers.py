@@ -15,15 +15,8 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs import Logger, run_train
-from praxis_lite.runs.loggers import (
-  AimLogger,
-  LoggedRun,
-  LoggersOfRun,
-  MlflowLogger,
-  PrometheusLogger,
-  WandbLogger,
-  build_loggers,
-)
+from praxis_lite.runs.loggers import AimLogger, LoggedRun, MlflowLogger, PrometheusLogger, WandbLogger
+from praxis_lite.runs.loggers.of_run import LoggersOfRun, build_loggers
 
 
 class Service:

@@ -10,7 +10,8 @@ import zipfile
 import pytest
 
 from praxis_lite.common.config import Config
-from praxis_lite.runs.loggers import AimLogger, CometLogger, LoggersOfRun, MlflowLogger, WandbLogger
+from praxis_lite.runs.loggers import AimLogger, CometLogger, MlflowLogger, WandbLogger
+from praxis_lite.runs.loggers.of_run import LoggersOfRun
 
 pytestmark = pytest.mark.slow
 ROOTS = {'task': Config(dict, api_key='secret', steps=3)}

@@ -28,6 +28,7 @@ from praxis_lite.common.config import Config, config_values, target
 from praxis_lite.common.trees import NestedDict, leaves_by_path
 from praxis_lite.instruments.explain.report import trace_task
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
+from praxis_lite.layers.attention_spec import FUSED_ATTENTION
 from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.placement import placed_specs
@@ -154,7 +155,7 @@ def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float32 without fused kernels, because rounding could hide a fault."""
 
   def new_value(name: str, value: object) -> object:
-    return 'dense' if name == 'implementation' and value in ('cudnn', 'tokamax') else value
+    return 'dense' if name == 'implementation' and value in FUSED_ATTENTION else value
 
   return replace_dtypes(_change_fields(config, new_value), jnp.float32)
 

@@ -21,7 +21,8 @@ from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
-from praxis_lite.runs.loggers import Logger, build_loggers
+from praxis_lite.runs.loggers.base import Logger
+from praxis_lite.runs.loggers.of_run import build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.programs import DecodeProgram, InputProgram, TracedPrograms, trace_programs
 from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined

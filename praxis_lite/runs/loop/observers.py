@@ -13,7 +13,7 @@ from praxis_lite.runs.console import Console
 from praxis_lite.runs.corruption import ReplicaWatch
 from praxis_lite.runs.hooks import Hook, Hooks
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
-from praxis_lite.runs.loggers import CheckpointsToLoggers, LoggersOfRun
+from praxis_lite.runs.loggers.of_run import CheckpointsToLoggers, LoggersOfRun
 from praxis_lite.runs.loop.feed import BadRecordLines
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions

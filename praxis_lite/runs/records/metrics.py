@@ -114,7 +114,7 @@ class SummaryWriter:
     lost: the `unwritten` lines of the process that is resumed; they are written now.
     enabled: False writes nothing; only one of several processes writes.
     report: prints a line when metrics cannot be written, and when they can be written again.
-    log: called with step, split and scalars after they are written; see `runs/loggers.py`.
+    log: called with step, split and scalars after they are written; see `runs/loggers`.
 
   Attributes:
     num_lines: lines of metrics.jsonl, including those that could not be written yet; 0 if nothing is written.

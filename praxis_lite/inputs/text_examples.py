@@ -1,0 +1,97 @@
+"""TextExamplesInput: base of the inputs whose examples are texts, from TSV or JSON Lines files or from a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from praxis_lite.common.config import Config, build_at, template
+from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
+from praxis_lite.inputs.files import Paths, find_files
+from praxis_lite.inputs.lines import read_lines
+from praxis_lite.inputs.random_access import RandomAccessInput
+from praxis_lite.inputs.rows import resolve_source
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
+
+T = TypeVar('T')
+FieldsT = TypeVar('FieldsT', bound=tuple[str, ...])
+Parsers = Mapping[str, Callable[[str, FieldsT], Any]]
+
+
+class TextExamplesInput(RecordsInput, RandomAccessInput):
+  """Base of the inputs of texts. A subclass has a field `examples`, or one that `_given` names, to use without files.
+
+  Attributes:
+    path: files `*.tsv`, with texts separated by tabs in each line; or `*.jsonl`, with an object in each line. It has
+      the forms of `TextInput.path`.
+    tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
+  """
+
+  path: Paths | Callable[[], Paths] | Config | None = None
+  tokenizer_tpl: Config = template(ByteTokenizer)
+
+  _given: ClassVar[str] = 'examples'
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if (self.path is None) == (getattr(self, self._given) is None):
+      raise ConfigError(
+        f'{self.label}.path: expected either path, files with {self._given}, or {self._given}, a function'
+      )
+    self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids."""
+    return self.tokenizer.vocab_size
+
+  def data_files(self) -> list[str]:
+    return [] if self.path is None else find_files(self.path, f'{self.label}.path')
+
+  def _expected(self) -> tuple[str, str]:
+    """Returns what the examples that are given without files are together, and what each of them is, for messages."""
+    raise NotImplementedError
+
+  def _is_example(self, values: object) -> bool:
+    """Whether an example that is given without files has the right form."""
+    raise NotImplementedError
+
+  def _encode_all(
+    self, names: FieldsT, parsers: Parsers[FieldsT], encode: Callable[[Any], T], what: str = 'examples'
+  ) -> list[T]:
+    """Returns what `encode` makes of each example, without the bad ones.
+
+    Args:
+      names: the names of the values in a line.
+      parsers: see `read_lines`.
+      encode: of an example, from a parser or as it is given; a UserError or ValueError says what is wrong with it.
+      what: what there must be, for messages.
+    """
+    field = self._given if self.path is None else 'path'
+    kept = []
+    for file, place, values in self._records(names, parsers):
+      try:
+        kept.append(encode(values))
+      except ConfigError:  # Of the tokenizer, not of the example.
+        raise
+      except (UserError, ValueError) as error:
+        self.leave_out(BadRecord(file, place, str(error)), field)
+    if not kept:
+      raise DataError(f'{self.label}.{field}: there are no {what}')
+    return kept
+
+  def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the file, the place in it, and the values of each example."""
+    if self.path is not None:
+      yield from read_lines(self, self.path, names, parsers)
+      return
+    all_of_them, each = self._expected()
+    examples, where = resolve_source(getattr(self, self._given)), f'{self.label}.{self._given}'
+    if not isinstance(examples, Sequence) or isinstance(examples, str):
+      raise ConfigError(f'{where}: expected {all_of_them}, or a function, got {examples!r}')
+    for number, values in enumerate(examples):
+      place = f'{self._given.removesuffix("s")} {number}'
+      if not self._is_example(values):
+        raise DataError(f'{where}: {place} is {values!r}; expected {each}')
+      yield self._given, place, values
