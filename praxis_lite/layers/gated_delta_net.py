@@ -13,8 +13,6 @@ keys.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -23,7 +21,6 @@ from praxis_lite.common.config import Config, child, template
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
 from praxis_lite.layers.grouped_mixer import GroupedMixer
-from praxis_lite.layers.mixers import Axes
 from praxis_lite.layers.normalizations import Norm, RMSNorm, to_units
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
@@ -53,11 +50,6 @@ class GatedDeltaNet(GroupedMixer):
   gate: Projection = child()
   rate: Projection = child()
   norm: Norm = child()
-
-  @classmethod
-  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    config.weight_split_dims_mapping.set(wt=(data, mdl, None), groups=(data, None, None))
-    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     N, H = self.num_heads, self.dims_per_head

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from praxis_lite.common.trees import Path
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.causal_conv import CausalConv
-from praxis_lite.layers.mixers import Mixer, MixerActivationSplit, pick_entries
+from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, SplitDimsMapping, WeightHParams, WeightInit
@@ -77,6 +78,11 @@ class GroupedMixer(Mixer):
   key_conv: CausalConv = child()
   query_conv: CausalConv = child()
   out: Projection = child()
+
+  @classmethod
+  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
+    config.weight_split_dims_mapping.set(wt=(data, mdl, None), groups=(data, None, None))
+    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def _create_parts(
     self, key_dims: int, by_head: Mapping[str, tuple[int, ...]], *, use_bias: bool = False, use_conv_bias: bool = False

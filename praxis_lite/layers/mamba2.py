@@ -13,7 +13,6 @@ B batch, T length, D model dims, N heads, G groups, H dims per head, S dims of t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.grouped_mixer import GroupedMixer
-from praxis_lite.layers.mixers import Axes, pick_entries
+from praxis_lite.layers.mixers import pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_parts import scan_in_parts
@@ -102,11 +101,6 @@ class Mamba2(GroupedMixer):
 
   gate: Projection = child()
   norm: GatedRMSNorm = child()
-
-  @classmethod
-  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    config.weight_split_dims_mapping.set(wt=(data, mdl, None), groups=(data, None, None))
-    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     N, H = self.num_heads, self.dims_per_head

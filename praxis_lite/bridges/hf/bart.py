@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs
+from praxis_lite.bridges.hf.layer_pairs import norm_pairs, stack_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -94,21 +94,11 @@ class Bart(Family):
   def table(self, tied: bool) -> list[Pair]:
     pairs = [Pair(f'{self.prefix}shared.weight', 'softmax.w'), Pair('final_logits_bias', 'softmax.b', 'V -> . V')]
     for stack in ('encoder', 'decoder'):
-      theirs, ours = f'{self.prefix}{stack}.', f'{stack}.layers.'
+      theirs = f'{self.prefix}{stack}.'
       pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
       pairs += norm_pairs(f'{theirs}layernorm_embedding', f'{stack}_embedding_norm')
-      theirs += 'layers.{layer}.'
-      pairs += _attention(f'{theirs}self_attn', f'{ours}attention')
-      if stack == 'decoder':
-        pairs += _attention(f'{theirs}encoder_attn', f'{ours}cross_attention')
-      pairs += linear_pairs(f'{theirs}fc1', f'{ours}ff.up') + linear_pairs(f'{theirs}fc2', f'{ours}ff.down')
-      pairs += norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+      pairs += stack_pairs(theirs, stack)
     return pairs
-
-
-def _attention(theirs: str, ours: str) -> Iterable[Pair]:
-  yield from attention_pairs(theirs, ours)
-  yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
 
 
 _BART = {

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
-from praxis_lite.bridges.hf.layer_pairs import linear_pairs, norm_pairs, out_projection_pairs, projection_pairs
+from praxis_lite.bridges.hf.layer_pairs import block_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -199,12 +199,8 @@ class Encoder(WholeModelFamily):
     yield Pair(f'{theirs}token_type_embeddings.weight', f'{ours}token_type.w')
     yield from norm_pairs(f'{theirs}LayerNorm', f'{ours}embedding_norm')
     theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'encoder.transformer.layers.'
-    for name in ('query', 'key', 'value'):
-      yield from projection_pairs(f'{theirs}attention.self.{name}', f'{ours}attention.{name}')
-    yield from out_projection_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
+    yield from block_pairs(theirs, ours, 'attention.self')
     yield from norm_pairs(f'{theirs}attention.output.LayerNorm', f'{ours}attention_norm')
-    yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
-    yield from linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')
     yield from norm_pairs(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
 
 

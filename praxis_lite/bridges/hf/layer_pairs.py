@@ -35,3 +35,30 @@ def attention_pairs(theirs: str, ours: str, *, has_key_bias: bool = True) -> lis
     *projection_pairs(f'{theirs}.v_proj', f'{ours}.value'),
     *out_projection_pairs(f'{theirs}.out_proj', f'{ours}.out'),
   ]
+
+
+def stack_pairs(theirs: str, stack: str, *, has_key_bias: bool = True) -> list[Pair]:
+  """Returns the pairs of the layers of the encoder or decoder of BART, which Whisper has too.
+
+  Args:
+    theirs: the prefix of the stack.
+    stack: 'encoder' or 'decoder'.
+    has_key_bias: whether keys have a bias.
+  """
+  theirs, ours = f'{theirs}layers.{{layer}}.', f'{stack}.layers.'
+  kinds = {'self_attn': 'attention', **({'encoder_attn': 'cross_attention'} if stack == 'decoder' else {})}
+  pairs = []
+  for name, own in kinds.items():
+    pairs += attention_pairs(f'{theirs}{name}', f'{ours}{own}', has_key_bias=has_key_bias)
+    pairs += norm_pairs(f'{theirs}{name}_layer_norm', f'{ours}{own}_norm')
+  pairs += linear_pairs(f'{theirs}fc1', f'{ours}ff.up') + linear_pairs(f'{theirs}fc2', f'{ours}ff.down')
+  return pairs + norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+
+
+def block_pairs(theirs: str, ours: str, attention: str) -> list[Pair]:
+  """Returns the pairs of a block of BERT without its norms, which ViT has too; `attention` is their name of Q, K, V."""
+  pairs = out_projection_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
+  for name in ('query', 'key', 'value'):
+    pairs += projection_pairs(f'{theirs}{attention}.{name}', f'{ours}attention.{name}')
+  pairs += linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
+  return pairs + linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')

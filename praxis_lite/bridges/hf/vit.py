@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
-from praxis_lite.bridges.hf.layer_pairs import linear_pairs, norm_pairs, out_projection_pairs, projection_pairs
+from praxis_lite.bridges.hf.layer_pairs import block_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -107,13 +107,9 @@ class VisionFamily(WholeModelFamily):
     yield Pair(f'{theirs}position_embeddings', f'{ours}position.w', 'T D -> . T D')
     yield from patch_pairs(f'{theirs}patch_embeddings.projection', f'{ours}patches.conv')
     theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'network.transformer.layers.'
-    for name in ('query', 'key', 'value'):
-      yield from projection_pairs(f'{theirs}attention.attention.{name}', f'{ours}attention.{name}')
-    yield from out_projection_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
+    yield from block_pairs(theirs, ours, 'attention.attention')
     yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
     yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
-    yield from linear_pairs(f'{theirs}intermediate.dense', f'{ours}ff.up')
-    yield from linear_pairs(f'{theirs}output.dense', f'{ours}ff.down')
     yield from norm_pairs(f'{prefix}layernorm', 'network.final_norm')
     yield from linear_pairs(f'{prefix}pooler.dense', 'network.representation.linear')
 

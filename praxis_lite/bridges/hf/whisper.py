@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
-from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs
+from praxis_lite.bridges.hf.layer_pairs import norm_pairs, stack_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -100,21 +100,11 @@ class Whisper(Family):
       theirs, ours = f'{self.prefix}encoder.conv{number + 1}', f'stem.conv_{number}'
       pairs += [Pair(f'{theirs}.weight', f'{ours}.w', 'h w C O -> O C (h w)'), Pair(f'{theirs}.bias', f'{ours}.b')]
     for stack in ('encoder', 'decoder'):
-      theirs, ours = f'{self.prefix}{stack}.', f'{stack}.layers.'
+      theirs = f'{self.prefix}{stack}.'
       pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
       pairs += norm_pairs(f'{theirs}layer_norm', f'{stack}_norm')
-      theirs += 'layers.{layer}.'
-      pairs += _attention_pairs(f'{theirs}self_attn', f'{ours}attention')
-      if stack == 'decoder':
-        pairs += _attention_pairs(f'{theirs}encoder_attn', f'{ours}cross_attention')
-      pairs += linear_pairs(f'{theirs}fc1', f'{ours}ff.up') + linear_pairs(f'{theirs}fc2', f'{ours}ff.down')
-      pairs += norm_pairs(f'{theirs}final_layer_norm', f'{ours}ff_norm')
+      pairs += stack_pairs(theirs, stack, has_key_bias=False)
     return pairs
-
-
-def _attention_pairs(theirs: str, ours: str) -> Iterable[Pair]:
-  yield from attention_pairs(theirs, ours, has_key_bias=False)
-  yield from norm_pairs(f'{theirs}_layer_norm', f'{ours}_norm')
 
 
 def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str, Any]) -> None:
