@@ -34,7 +34,7 @@ from praxis_lite.inputs.tokenizers import ChatTokens
 
 
 class _Encoded(NamedTuple):
-  """The tokens of a prompt with both answers; None without one."""
+  """The tokens of a prompt with each of its answers; None for an answer that is missing."""
 
   chosen: ChatTokens | None
   rejected: ChatTokens | None

@@ -177,7 +177,7 @@ def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _blend(base: tf.Tensor | float, image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Returns base + factor (image - base), whose factor is 1 for no change."""
+  """Returns base + factor (image - base); a factor of 1 changes nothing."""
   tf = import_tensorflow()
   factor = tf.maximum(1.0 + draw.sign * 0.9 * draw.strength, 0.1)
   return _to_bytes(base + factor * (tf.cast(image, tf.float32) - base))

@@ -60,7 +60,7 @@ def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardP
 
 
 def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, shard: ShardParts) -> jax.Array:
-  """Returns the states of `scan_states`, [B, T, N, S], from a state of zeros; the arguments are as for it."""
+  """Returns the states of `scan_states`, [B, T, N, S], from a state of zeros; takes the same arguments."""
   T, letters = inputs.shape[1], ('B', 'P', '', 'N', '')
   decay, inputs = (shard(_cut(x, num_parts), letters) for x in (jnp.broadcast_to(decay, inputs.shape), inputs))
   states = jax.vmap(scan_states, in_axes=1, out_axes=1)(decay, inputs)

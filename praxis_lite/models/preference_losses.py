@@ -49,11 +49,11 @@ class AnswerScores(NamedTuple):
 
 
 class PairScores(NamedTuple):
-  """What a loss reads of pairs.
+  """What a loss reads about a batch of pairs.
 
   Attributes:
-    chosen, rejected: of both answers of each pair.
-    weights: [...] float32 of the pairs.
+    chosen, rejected: the scores of both answers of each pair.
+    weights: the weights of the pairs, [...] float32.
     divergence: scalar z of `Kto`, in nats; 0 for other losses.
   """
 

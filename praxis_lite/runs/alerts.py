@@ -55,7 +55,7 @@ class Alerts(Observer):
 
   @contextlib.contextmanager
   def while_called(self) -> Iterator[None]:
-    """Alerts of the error that ends the block; waits for the commands at the end, for a bounded time."""
+    """Sends an alert about an error that ends the block; waits for the commands at the end, for a bounded time."""
     if not is_primary_process():
       yield
       return

@@ -230,7 +230,7 @@ class PromptDecoder:
     return _DecodeCall(tasks, bucket, max_tokens, as_set.stop_ids)
 
   def _check_length(self, length: int, tasks: TaskOnMesh, max_tokens: int | None) -> tuple[PromptLimits | None, int]:
-    """Returns the limits of prompts, and how many tokens follow one; raises ConfigError if it is too long."""
+    """Returns the limits of prompts, and how many tokens may follow; raises ConfigError if a prompt is too long."""
     limits = tasks.jax_task.model.prompt_limits()
     if limits is None:
       most = self._tasks.jax_task.model.most_prompt_tokens()

@@ -110,7 +110,7 @@ def splash_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the gradients of queries, keys and values, from both results of `splash_forward` and the output's gradient.
 
-  They need no sinks, which both results contain.
+  The sinks are not needed, because both results contain them.
 
   Raises:
     UnknownJax: JAX lacks something that this needs.

@@ -121,7 +121,7 @@ def recommendation(found: CheapestRun) -> list[str]:
 
 
 def describe(option: Option) -> str:
-  """Returns an option in a few words: chips, time and money with their ranges, and how it is known."""
+  """Returns an option in a few words: chips, time and money with their ranges, and where these figures come from."""
   time, money = duration(option.seconds), format_money(option.money)
   if option.factors is not None:
     time += f' ({_range(duration, option.seconds, option)})'

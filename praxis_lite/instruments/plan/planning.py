@@ -330,7 +330,7 @@ class _Planner:
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
-  """Returns a note if the batch is filled up. Raises ConfigError if most of the work would be for nothing."""
+  """Returns a note about the rows that only fill up the batch; raises ConfigError if they are most of the work."""
   microbatches = partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
   multiple, share = partitioned.row_parts * microbatches, f'{1 - true / computed:.0%} of the work'

@@ -107,7 +107,7 @@ _WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
 
 @functools.cache
 def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
-  """Returns the number of (output, kernel position) pairs that meet an element of the image, in one dimension."""
+  """Returns for how many pairs (output, position in the kernel) there is an element of the image, in one dimension."""
   last = (image - 1) * spread
   if spread == 1:  # Each kernel position meets the image in outputs `first` to `end`.
     shift = pad - np.arange(kernel) * apart

@@ -202,7 +202,7 @@ def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
 
 
 def _scale_up(logits_BV: jax.Array, temperature: float | jax.Array) -> jax.Array:
-  """Returns logits / temperature, below 1, minus their largest."""
+  """Returns (logits - the largest of them) / temperature, for temperatures below 1."""
   most_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   return jnp.where(logits_BV == most_B1, 0.0, (logits_BV - most_B1) / temperature)
 

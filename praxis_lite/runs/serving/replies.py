@@ -125,7 +125,7 @@ class Replies:
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
-    """Returns where the text of the next token begins; that of a part of a character, where the character begins."""
+    """Returns where the text of the next token begins; for a part of a character, where the character begins."""
     offset = self._num_characters
     if self._tokenizer is not None:
       text = self._tokenizer.decode(ids := [*self._incomplete, token])
