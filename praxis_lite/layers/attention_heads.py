@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
-from praxis_lite.layers.attention_mesh import AttentionMesh, surrounding_stage_axes
+from praxis_lite.layers.attention_mesh import AttentionMesh, surrounding_stages
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.layers.normalizations import Norm
@@ -117,7 +117,7 @@ class AttentionHeads(Layer):
       self.context_method,
       split.blnh,
       split.blkh,
-      surrounding_stage_axes(),
+      surrounding_stages(),
     )
     return D, N, K, H
 

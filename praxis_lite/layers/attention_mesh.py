@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -32,7 +33,7 @@ class AttentionMesh:
   context_method: ContextMethod
   blnh: SplitDimsMapping  # Mapping of queries.
   blkh: SplitDimsMapping  # Mapping of keys and values.
-  stage_axes: tuple[str, ...] = ()  # Mesh axes that split the stages of a pipeline around the layer.
+  stages: Stages | None = None  # The stages of a pipeline around the layer.
 
   def check(self, implementation: str) -> None:
     """Raises ConfigError or ShardingError if `context_axis` cannot split the length."""
@@ -102,13 +103,9 @@ class AttentionMesh:
     sizes = unmapped_axes()
     if not sizes:
       return None, ''
-    if manual_axes():
-      return (
-        None,
-        "cannot be mapped over the mesh inside of a shard_map over other axes, like a pipeline's batch_axes",
-      )
-    if {*self.stage_axes} & {*sizes}:
-      return None, 'cannot be mapped over the mesh inside of the stages of a pipeline'
+    stage_axes = () if self.stages is None else tuple(axis for axis in self.stages.axes if axis in sizes)
+    if self.stages and self.stages.number % math.prod(sizes[axis] for axis in stage_axes):
+      return None, 'needs stages of a pipeline that divide evenly'
     field = f'{self.path}.activation_split_dims_mapping.blnh'
     placement = self.resolve(self.blnh, field)
     if placement is None or UNCONSTRAINED in tuple(placement.spec):
@@ -125,7 +122,7 @@ class AttentionMesh:
         f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over '
         f'{number_of(parts, "device")}',
       )
-    return RowSplit(batch, heads), ''
+    return RowSplit(batch, heads, stage_axes), ''
 
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
@@ -143,6 +140,9 @@ class AttentionMesh:
     split, obstacle = self.kernel_split(num_heads, num_kv_heads, num_rows)
     if obstacle or split is None:
       return split, obstacle
+    if split.stage_axes or manual_axes():
+      where = 'the stages of a pipeline' if split.stage_axes else 'a shard_map over other axes'
+      return None, f'cannot be mapped over the mesh inside of {where}'
     return split, self._cache_obstacle(split, num_kv_heads)
 
   def _cache_obstacle(self, split: RowSplit, num_kv_heads: int) -> str:
@@ -162,19 +162,27 @@ class AttentionMesh:
     )
 
 
-_stage_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('praxis_lite_stage_axes', default=())
+class Stages(NamedTuple):
+  """The stages of a pipeline, and the mesh axes that split them."""
+
+  number: int
+  axes: tuple[str, ...]
+
+
+_stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_lite_stages', default=None)
 
 
 @contextlib.contextmanager
-def building_stages(axes: tuple[str, ...]) -> Iterator[None]:
-  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits over `axes`."""
-  token = _stage_axes.set((*_stage_axes.get(), *axes))
+def building_stages(stages: Stages) -> Iterator[None]:
+  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits."""
+  outer = _stages.get()  # Of nested stages, none divide evenly, so that no kernel is mapped over them.
+  token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
   try:
     yield
   finally:
-    _stage_axes.reset(token)
+    _stages.reset(token)
 
 
-def surrounding_stage_axes() -> tuple[str, ...]:
-  """Returns the mesh axes that split the stages around a layer that is being built."""
-  return _stage_axes.get()
+def surrounding_stages() -> Stages | None:
+  """Returns the stages around a layer that is being built."""
+  return _stages.get()

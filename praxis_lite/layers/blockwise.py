@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers import blocks
@@ -48,6 +49,7 @@ from praxis_lite.layers.block_pairs import needed_pairs
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.masks import AttentionMask, split_offsets
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
+from praxis_lite.sharding.constraints import manual_axes
 from praxis_lite.sharding.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
@@ -60,10 +62,15 @@ class RowSplit:
 
   Each device then skips the blocks that are empty in its own rows. If the compiler splits the rows instead, all devices
   skip the same blocks, so they would have to wait for each other.
+
+  Attributes:
+    batch_axes, head_axes: the mesh axes.
+    stage_axes: in the stages of a pipeline, which are mapped by `vmap`, the mesh axes that split the stages, evenly.
   """
 
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
+  stage_axes: tuple[str, ...] = ()
 
   def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
     """Repeats kv heads, so that each device gets whole groups of query heads with their own kv head."""
@@ -77,8 +84,41 @@ class RowSplit:
     specs = argument_specs(heads, integers, rows, None, head)
     queries, lse = specs[0].query, PartitionSpec(None, rows, head)
     if backward:
-      return jax.shard_map(fn, in_specs=(*specs, queries, lse, queries), out_specs=specs[0], check_vma=False)
-    return jax.shard_map(fn, in_specs=specs, out_specs=(queries, lse), check_vma=False)
+      return self._map(fn, (*specs, queries, lse, queries), specs[0])
+    return self._map(fn, specs, (queries, lse))
+
+  def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+    axes = {*jax.sharding.get_abstract_mesh().axis_names} - manual_axes()
+    shard = functools.partial(jax.shard_map, axis_names=axes, check_vma=False)
+    if not self.stage_axes:
+      return shard(fn, in_specs=in_specs, out_specs=out_specs)
+    stages = axes_to_entry(self.stage_axes)
+
+    def stacked(spec: PartitionSpec, is_stacked: bool = True) -> PartitionSpec:
+      return PartitionSpec(stages, *spec) if is_stacked else spec
+
+    @custom_vmap
+    def in_stage(*args: Any) -> Any:
+      return shard(fn, in_specs=in_specs, out_specs=out_specs)(*args)
+
+    @in_stage.def_vmap
+    def in_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+      del axis_size
+      leaves, structure = jax.tree.flatten(args)
+      is_stacked = jax.tree.leaves(in_batched)
+
+      def run(*own: jax.Array) -> Any:
+        def run_stage(stage: list[jax.Array]) -> Any:
+          each = iter(stage)
+          return fn(*structure.unflatten([next(each) if is_one else x for x, is_one in zip(own, is_stacked)]))
+
+        return jax.lax.map(run_stage, [x for x, is_one in zip(own, is_stacked) if is_one])
+
+      specs = map(stacked, jax.tree.leaves(in_specs), is_stacked)
+      out = shard(run, in_specs=tuple(specs), out_specs=jax.tree.map(stacked, out_specs))(*leaves)
+      return out, jax.tree.map(lambda x: True, out)
+
+    return in_stage
 
 
 def blockwise_attention(

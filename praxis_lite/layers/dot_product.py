@@ -226,8 +226,6 @@ def _tokamax_obstacle(case: AttentionCase) -> str:
     return 'takes no bias, and no mask as an array'
   if case.dropout:
     return 'has no gradients with dropout'
-  if case.partly_mapped:
-    return _PARTLY_MAPPED
   if case.excludes_self:
     return "has no mask that excludes a query's own index"
   return case.mesh_obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)

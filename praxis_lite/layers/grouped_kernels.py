@@ -1,4 +1,7 @@
-"""Grouped products by the Triton kernels of tokamax, for NVIDIA GPUs; see `tokamax_target.py`."""
+"""Grouped products by the Triton kernels of tokamax, for NVIDIA GPUs; see `tokamax_target.py`.
+
+Its Mosaic kernels are not used; docs/planning-figures.md says why.
+"""
 
 from __future__ import annotations
 

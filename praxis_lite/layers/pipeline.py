@@ -44,7 +44,7 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
-from praxis_lite.layers.attention_mesh import building_stages
+from praxis_lite.layers.attention_mesh import Stages, building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings, part_kind
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
@@ -137,7 +137,7 @@ class Pipelined(Repeat):
     field = f'{self.path_name}.weight_split_dims_mapping.stages'
     self._stages = self._resolve(self.weight_split_dims_mapping.stages, field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
-    with building_stages(self.stage_axes):
+    with building_stages(Stages(self.num_stages, self.stage_axes)):
       super().setup()
     self._row_axes, self._gather_axes = self._resolve_axes('batch_axes'), self._resolve_axes('gather_axes')
     if both := {*self._row_axes} & {*self.stage_axes}:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -32,6 +32,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.splash import largest_splash_block, mask_obstacle
 from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.sharding import GuardedJit
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.flops import count_flops
 
@@ -221,17 +222,50 @@ def test_rows_that_do_not_divide_are_left_to_blocks():
     assert str(program).count('name=splash_mha_fwd_residuals') == kernels
 
 
-def test_layers_in_the_stages_of_a_pipeline_are_left_to_blocks():
-  """The compiler splits the stages, and a kernel would need all of them on each device."""
-  attention = Config(MultiHeadAttention, input_dims=12, num_heads=2, causal=True)
-  attention.activation_split_dims_mapping.set(blnh=(None, None, None, None))
-  stages = Config(Pipelined, layers_tpl=attention, num_layers=2, num_stages=2, num_microbatches=2)
+def stages_of_attention(number, implementation='auto', **fields):
+  attention = Config(MultiHeadAttention, input_dims=12, num_heads=6, num_kv_heads=2, causal=True)
+  attention.set(implementation=implementation).activation_split_dims_mapping.set(blnh=('data', None, 'mdl', None))
+  stages = Config(Pipelined, layers_tpl=attention, num_layers=4, num_stages=number, num_microbatches=2, **fields)
   stages.set(mesh_axis_names=('data', 'spare', 'mdl')).weight_split_dims_mapping.set(stages=('spare',))
-  model, lines = stages.instantiate(), []
-  for mesh in ((1, 2, 1), (1, 1, 1)):
-    traced_for_tpu(lambda: lines.extend(describe_implementations(model, 8192, False)), mesh=mesh)
-  assert 'blockwise on tpu' in lines[0] and 'inside of the stages of a pipeline' in lines[0]
-  assert 'splash on tpu' in lines[1]
+  return stages.instantiate()
+
+
+def test_stages_of_a_pipeline_that_do_not_divide_are_left_to_blocks():
+  def describe(mesh, number):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(dict(zip(('data', 'spare', 'mdl'), mesh)), 'tpu')):
+      return describe_implementations(stages_of_attention(number), 8192, False)
+
+  lines = [*describe((2, 2, 1), 2), *describe((1, 3, 1), 4)]
+  assert 'splash on tpu' in lines[0] and 'decoding: in plain JAX, because its kernel cannot be mapped' in lines[0]
+  assert 'blockwise on tpu' in lines[1] and 'needs stages of a pipeline that divide evenly' in lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'mesh, number, batch_axes', [((1, 2, 3), 2, None), ((2, 2, 2), 2, 'data'), ((2, 2, 1), 4, 'data')], ids=str
+)
+def test_in_the_stages_of_a_pipeline(mesh, number, batch_axes):
+  """Kernels are mapped over rows, heads and stages, two of which a device may have, also where rows are its own."""
+  kernels = stages_of_attention(number, 'splash', batch_axes=batch_axes, stage_remat='full')
+  dense = stages_of_attention(number, 'dense')
+  variables = drawn_variables(dense.abstract_init())
+  x = jax.random.normal(jax.random.key(1), (4, 140, 12))
+  ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 140)).cumsum(axis=1) // 20 + 1, jnp.int32)
+
+  def step(layer):
+    return jax.value_and_grad(lambda v, x: jnp.sum(jnp.sin(layer.apply(v, x, segment_ids=ids)[0])), (0, 1))
+
+  expected = jax.jit(step(dense))(variables, x)
+  axes = jax.make_mesh(mesh, ('data', 'spare', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+
+  def on_mesh(variables, x):
+    with jax.sharding.use_abstract_mesh(axes.abstract_mesh):
+      return step(kernels)(variables, x)
+
+  placed = jax.device_put((variables, x), NamedSharding(axes, PartitionSpec()))
+  found = GuardedJit(on_mesh, out_shardings=NamedSharding(axes, PartitionSpec()))(*placed)
+  for e, f in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    np.testing.assert_allclose(f, e, atol=2e-5 * max(1.0, float(abs(e).max())))
 
 
 # ---------------------------------------------------------------- what is refused
