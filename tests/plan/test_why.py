@@ -14,6 +14,7 @@ from praxis_lite.instruments.explain.report import explain, task_and_inputs, tra
 from praxis_lite.instruments.plan import Reason, format_why, plan
 from praxis_lite.instruments.plan.cost import Operation
 from praxis_lite.instruments.plan.dataflow import Dataflow
+from praxis_lite.instruments.plan.declared import Declaration, Declarations
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.snapshot import GrowthLimits, declared_snapshot, keep, read, regressions, snapshot_of
@@ -249,6 +250,14 @@ def test_weights_that_are_gathered_by_sums_are_surprises_with_a_remedy(cache):
   text = ' '.join(format_why(found).split())
   assert 'is gathered over data by a sum, which sends twice as much' in text
   assert 'split over fewer devices: data has 8, which does not divide 4' in text
+
+
+def test_gradients_of_stacks_in_stages_are_those_of_weights():
+  """Those of attention have as many dimensions as heads, whose sizes they may have too."""
+  heads = Declaration('a.query.w', 'a.query', (16, 12, 8), ((), ('mdl',), ()), ('', '', ''), (None,) * 3, True, 24)
+  found = Declarations(ShardingReport({'stage': 4, 'mdl': 3}, [], [], [], []), {})
+  for dims, fits in (((1, 1, 6, 16, 4, 8), True), ((1, 1, 5, 16, 4, 8), False), ((6, 16, 4, 8), False)):
+    assert found.fitting(dims, [heads]) == [heads] * fits
 
 
 # ---------------------------------------------------------------- snapshots

@@ -58,7 +58,7 @@ def test_right_with_kernels(use_kernels, name):
     choices = describe_implementations(task.model, 64, packed=False)
   if not any('splash on tpu' in choice for choice in choices):
     pytest.skip('no layer uses the kernels on this mesh')
-  found = verify(config, search_seconds=0, quick='Tiny' not in name)
+  found = verify(config, most_devices=8, search_seconds=0, quick='Tiny' not in name)
   assert found.is_right, format_verification(found)
   assert called & {'splash', 'splash_ring'}
   print(name, sorted(called), *found.not_compared, f'{found.seconds:.0f} s')

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport
@@ -35,6 +36,7 @@ class Declaration:
     sources: for each dimension, the config field that declares its split.
     roles: role of each dimension; None if the compiler decides its split.
     is_weight: True for a weight, False for an activation.
+    stack: the number of layers that are stacked.
   """
 
   path: str
@@ -44,6 +46,7 @@ class Declaration:
   sources: tuple[str, ...]
   roles: tuple[Role | None, ...]
   is_weight: bool
+  stack: int = 1
 
   @property
   def field(self) -> str:
@@ -95,7 +98,8 @@ class Declarations:
     shape = tuple(dim.size for dim in dims)
     roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))
     layer = e.path.partition('[')[0].rpartition('.')[0]
-    return Declaration(e.path, layer, shape, axes, tuple(dim.source for dim in dims), roles, is_weight)
+    sources, layers = tuple(dim.source for dim in dims), math.prod(dim.size for dim in e.dims[:stack])
+    return Declaration(e.path, layer, shape, axes, sources, roles, is_weight, layers)
 
   def _role(self, dim: int, size: int, rank: int, is_weight: bool) -> Role:
     if not is_weight and dim < min(2, rank - 1) and size in self._tokens[dim] | self._padded[dim]:
@@ -118,9 +122,17 @@ class Declarations:
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
-    """Returns the declarations of arrays whose part on one device may have these `dims`, in any order."""
-    local = tuple(sorted(d for d in dims if d != 1))
-    return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
+    """Returns the declarations of arrays whose part on one device may have these `dims`, in any order.
+
+    Pipelines use weights as [stages, rounds, layers in a group, ...].
+    """
+
+    def fits(d: Declaration) -> bool:
+      in_stages = len(dims) == len(d.shape) + 3 and d.stack % math.prod(dims[:3]) == 0
+      local = sorted(size for size in dims[3 if in_stages else 0 :] if size != 1)
+      return self._fits(tuple(local), tuple(size for size in d.shape if size != 1))
+
+    return [d for d in declarations if fits(d)]
 
   @functools.cache  # noqa: B019 - the object does not outlive its plan.
   def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
