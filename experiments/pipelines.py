@@ -43,8 +43,9 @@ class Gpt3(PublishedSize):
   """GPT-3 style, 175B parameters, on 512 devices: 16 stages, 8 fully sharded, 4 tensor parallel.
 
   Its batches have 3.1M tokens (Brown et al., 2020). Weights are gathered once in a step. It keeps only the inputs of
-  stages for the backward pass, which computes each stage of six layers once more. Layers before and after the stages
-  split the rows of the batch over the stages; otherwise all stages would compute the same.
+  stages for the backward pass, which computes each stage of six layers once more. These six are no loop, which would
+  copy the weights of each layer out of their stack. Layers before and after the stages split the rows of the batch over
+  the stages; otherwise all stages would compute the same.
   """
 
   mesh_axis_names = AXES
@@ -63,6 +64,7 @@ class Gpt3(PublishedSize):
       num_heads=96,
       remat='none',
     )
+    model.lm_tpl.transformer_tpl.unroll = 6
     return set_pipeline(model, num_stages=16, num_microbatches=96, gather_axes='data', stage_remat='full')
 
   def task(self) -> Config:
