@@ -9,7 +9,7 @@ import pytest
 import praxis_lite
 from praxis_lite.experiments.seq2seq import Dates, DatesTiny, date_pairs
 from praxis_lite.instruments.verification import format_verification, verify
-from praxis_lite.runs import run_decode, run_train
+from praxis_lite.runs import DraftStatistics, run_decode, run_train
 from praxis_lite.training.experiment import configure
 
 
@@ -42,6 +42,18 @@ def test_it_learns_dates_that_it_has_not_seen_and_decodes_them(tmp_path):
   right = [found == target for found, target in zip(run.decode(sources), targets)]
   assert sum(right) == round(metrics['exact_match'] * 256)
   known = right.index(True)
+  some = sources[:3]
+  for settings in ({'temperature': 0.0}, {'temperature': 1.5, 'seed': 3}):
+    expected, pieces = run.decode(some, **settings), []
+    assert run.decode(some, stream=lambda *piece, pieces=pieces: pieces.append(piece), **settings) == expected
+    assert [''.join(text for row, text in pieces if row == i) for i in range(3)] == expected and len(pieces) > 3
+    assert run.decode(some, batch_size=2, **settings) == expected
+    assert run.decode(some, lookup=2, **settings) == expected
+  stopped = run.decode(some, temperature=0.0, stop=['-1', '-0'])
+  assert stopped == [text[:6] for text in run.decode(some, temperature=0.0)]
+  counts = DraftStatistics()
+  assert run.decode(some, temperature=0.0, draft=run, statistics=counts) == run.decode(some, temperature=0.0)
+  assert counts.tokens_per_pass > 2
   found, other = run.score([sources[known]] * 2, [targets[known], '1900-01-01'])
   assert found.is_greedy and found.log_prob > other.log_prob + 3
 

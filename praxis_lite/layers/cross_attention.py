@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, insert, leaves_by_path, node_at
 from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.decode_caches import places_of_caches, read_cache
+from praxis_lite.layers.decode_caches import place_caches, places_of_caches, read_cache
 from praxis_lite.layers.dot_product import attention_probs
 from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
 
+_CHILD = 'cross_attention'  # The name of this layer in a block.
 COVERED = 'covered'  # In the decode state, [B, S] float32: how much targets have attended to each token of the source.
 
 
@@ -97,6 +98,11 @@ class CrossAttention(MultiHeadAttention):
     return jnp.sum(jnp.where((pos_BT >= 0)[..., None], probs_BTS, 0.0), axis=1)
 
 
+def place_targets(state: NestedDict, num_slots: int) -> NestedDict:
+  """Returns what `place_caches` does, for the caches of targets only; those of sources stay as they are."""
+  return place_caches(state, num_slots, _CHILD)
+
+
 def start_coverage(state: NestedDict) -> NestedDict:
   """Returns a decode state in which all `CrossAttention` layers count how much targets attend to each source token.
 
@@ -104,7 +110,7 @@ def start_coverage(state: NestedDict) -> NestedDict:
     state: what `init_decode_state` of a decoder has made.
   """
   for place in places_of_caches(state):
-    if place[-1] == 'cross_attention':
+    if place[-1] == _CHILD:
       is_source = node_at(state, place)['pos'] >= 0
       state = insert(state, (*place, COVERED), jnp.where(is_source, 0.0, jnp.inf))
   return state

@@ -42,12 +42,13 @@ def places_of_caches(state: object) -> list[Path]:
   return [place for place in places if all((*place, name) in paths for name in ('key', 'slot'))]
 
 
-def place_caches(state: NestedDict, num_slots: int) -> NestedDict:
+def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | None = None) -> NestedDict:
   """Returns a decode state without tokens in which all KV caches are placed, see `kv_cache.py`.
 
   Args:
     state: what `init_decode_state` has made.
     num_slots: the largest number of tokens of a row.
+    layers_of_sources: the name of layers whose caches stay as they are, because they hold sources, which do not grow.
 
   Raises:
     ConfigError: a layer has another state than a KV cache, which cannot go back to an earlier token.
@@ -60,6 +61,8 @@ def place_caches(state: NestedDict, num_slots: int) -> NestedDict:
         'can; so this model has no speculative decoding and no batcher'
       )
   for place in places:
+    if place[-1] == layers_of_sources:
+      continue
     cache = node_at(state, place)
     rank = jnp.ndim(cache['pos'])
 

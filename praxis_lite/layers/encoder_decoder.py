@@ -318,13 +318,15 @@ class TransformerEncoderDecoder(Layer):
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each; -1 is padding.
-      last_B: int32 index in [0, T).
+      last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
     """
     bias = None if self.relative_bias_tpl is None else bias_of_positions(self.decoder_bias)
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, pos_BT)
     x_BTD = self.decoder.extend_step(x_BTD, pos_BT, None, bias)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    return self.softmax.get_logits(self._scale(self._finish(x_B1D, 'decoder_norm')))[:, 0]
+    last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
+    x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
+    logits_BNV = self.softmax.get_logits(self._scale(self._finish(x_BND, 'decoder_norm')))
+    return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
 
   # ---------------------------------------------------------------- parts
 

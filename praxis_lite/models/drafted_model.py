@@ -1,6 +1,8 @@
-"""DraftedModel: a language model, and a smaller one that guesses its next tokens, for speculative decoding."""
+"""DraftedModel: a model that writes texts, and a smaller one that guesses its next tokens, for speculative decoding."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -11,16 +13,17 @@ from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import BaseModel, PromptLimits
-from praxis_lite.models.decoding import SpeculativeSampler
+from praxis_lite.models.decoding import Decoder, SpeculativeSampler
+from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
 from praxis_lite.models.language_model import LanguageModel
 
 
 class DraftedModel(BaseModel[jax.Array]):
-  """A language model that only decodes, with the help of a smaller one.
+  """A language model or an encoder-decoder that only decodes, with the help of a smaller one.
 
   Attributes:
-    model_tpl: config of the language model, the child `model`.
-    draft_tpl: config of a language model with the same vocabulary, the child `draft`, which guesses tokens.
+    model_tpl: config of the model, the child `model`.
+    draft_tpl: config of a model of the same kind with the same vocabulary, the child `draft`, which guesses tokens.
     decoder_tpl: config of what continues prompts.
   """
 
@@ -38,10 +41,16 @@ class DraftedModel(BaseModel[jax.Array]):
         tpl.decoder_tpl = self.decoder_tpl.clone()
       self.create_child(name, tpl)
       layer = getattr(self, name)
-      if not isinstance(layer, LanguageModel) or type(layer).decode is not LanguageModel.decode:
+      if not isinstance(layer, LanguageModel) or type(layer).decode not in _WAYS_TO_DECODE:
         raise ConfigError(
-          f'{self.path_name}.{name}_tpl: speculative decoding needs a LanguageModel, got {type(layer).__name__}'
+          f'{self.path_name}.{name}_tpl: speculative decoding needs a LanguageModel or an EncoderDecoderModel, got '
+          f'{type(layer).__name__}'
         )
+    if _reads(self.model) != _reads(self.draft):
+      raise ConfigError(
+        f'{self.path_name}.draft_tpl: a draft model reads what the model reads; the model is a '
+        f'{type(self.model).__name__}, and the draft model a {type(self.draft).__name__}'
+      )
     if self.model.num_ids != self.draft.num_ids:
       raise ConfigError(
         f'{self.path_name}.draft_tpl: its vocabulary has {self.draft.num_ids} tokens, and that of '
@@ -52,6 +61,18 @@ class DraftedModel(BaseModel[jax.Array]):
   @property
   def num_ids(self) -> int | None:
     return self.model.num_ids
+
+  @property
+  def decoder(self) -> Decoder:
+    return self.model.decoder
+
+  @property
+  def prompts_are_sources(self) -> bool:  # type: ignore[override]
+    return self.model.prompts_are_sources
+
+  def most_prompt_tokens(self) -> int | None:
+    each = [model.most_prompt_tokens() for model in (self.model, self.draft)]
+    return min((most for most in each if most is not None), default=None)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     self.model.check_input(data, batch)
@@ -75,5 +96,13 @@ class DraftedModel(BaseModel[jax.Array]):
     return limits._replace(context=min(contexts, default=None), check_fits=check_fits, state_bytes=state_bytes)
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Continues prompts; see `LanguageModel.decode`."""
+    """Continues prompts, or writes texts for sources; see `decode` of the model."""
     return self.model.decode_with(batch, self.draft)
+
+
+_WAYS_TO_DECODE = (LanguageModel.decode, EncoderDecoderModel.decode)
+
+
+def _reads(model: LanguageModel) -> tuple[Any, bool]:
+  """Returns what differs between models of texts, of sources, and of sounds."""
+  return type(model).decode, model.prompts_are_sources

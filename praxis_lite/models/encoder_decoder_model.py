@@ -22,13 +22,21 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.layers.cross_attention import read_coverage, start_coverage
+from praxis_lite.layers.cross_attention import place_targets, read_coverage, start_coverage
 from praxis_lite.layers.encoder_decoder import TransformerEncoderDecoder
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.repeat import unstack_for_decoding
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.models.base import PromptLimits, ScoreLimits
-from praxis_lite.models.decoding import Draws, find_row_axes
+from praxis_lite.models.decoding import (
+  BeamDecoded,
+  Decoded,
+  Decoder,
+  Draws,
+  SpeculativeDecoded,
+  SpeculativeSampler,
+  find_row_axes,
+)
 from praxis_lite.models.labels import IdLimit
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 
@@ -52,14 +60,6 @@ class EncoderDecoderModel(LanguageModel):
   source_end_id: int | None = None
 
   lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
-
-  def setup(self) -> None:
-    super().setup()
-    if self.decoder.goes_back:
-      raise ConfigError(
-        f'{self.path_name}.decoder_tpl: speculative decoding guesses how a prompt goes on, and an encoder-decoder '
-        'writes a text of its own for each prompt; use a Sampler or a BeamSearch'
-      )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or begin and end are others."""
@@ -160,14 +160,23 @@ class EncoderDecoderModel(LanguageModel):
     Args:
       batch: `source_ids` [B, S] int32, and `source_lengths` or `source_segment_ids`; of packed rows, the first source
         counts. Given beginnings of the targets are `ids` [B, P] and `prompt_lengths` [B] int32, which may be 0. If
-        there are no `source_ids`, then `ids` and `prompt_lengths` are the sources. Rows without a source get no tokens.
-        With `labels` and `weights` [B, T], as in training, also reports how many targets are exactly these.
+        there are no `source_ids`, then `ids` and `prompt_lengths` are the sources, and beginnings are `target_ids` and
+        `target_lengths`. Rows without a source get no tokens. `max_tokens`, `row` and `num_drawn` are the same as for
+        `LanguageModel.decode`. With `labels` and `weights` [B, T], as in training, also reports how many targets are
+        exactly these.
 
     Returns:
       Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and if there are labels `exact_match`, the
       fraction of rows whose tokens equal them. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
-      `Decoded`, with a `BeamSearch` also others, as in `BeamDecoded`, and with labels `exact_match`, [B] bool.
+      `Decoded`, with another decoder also others, as in `BeamDecoded` or `SpeculativeDecoded`, and with labels
+      `exact_match`, [B] bool.
     """
+    return self.decode_with(batch, None)
+
+  def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
+    """Writes a target for each source like `decode`; `draft`, an encoder-decoder of the same call, guesses tokens."""
+    assert draft is None or isinstance(draft, EncoderDecoderModel)
+    guesses = None if draft is None else draft._steps_of(*draft._sources_to_decode(batch)[:2])
     source_BS, is_token_BS, batch = self._sources_to_decode(batch)
     is_row_B = jnp.any(is_token_BS != 0, axis=1)
     start_B1 = jnp.full((len(source_BS), 1), self.start_id, jnp.int32)
@@ -177,9 +186,14 @@ class EncoderDecoderModel(LanguageModel):
       lengths_B = jnp.where(is_row_B, 1 + batch['prompt_lengths'], 0)
     steps = self._steps_of(source_BS, is_token_BS)
     key = self.next_prng_key() if self.decoder.is_random else None
-    decoded = self.decoder.decode(
-      steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), draws=Draws(batch.get('row'))
-    )
+    draws = Draws(batch.get('row'), batch.get('num_drawn'))
+    arguments = steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), None, draws
+    decoded: Decoded | BeamDecoded | SpeculativeDecoded
+    if isinstance(self.decoder, SpeculativeSampler):
+      self.check_fits(prompt_BP.shape[1], self.decoder.max_decode_steps)
+      decoded = self.decoder.decode(*arguments, guesses, None, self._tokens_to_look_up(source_BS, is_token_BS))
+    else:
+      decoded = self.decoder.decode(*arguments)
     metrics, outputs = decoded.metrics(is_row_B), dict(decoded._asdict())
     if 'labels' in batch:
       outputs['exact_match'] = _are_labels(decoded.ids, decoded.lengths, batch)
@@ -193,10 +207,18 @@ class EncoderDecoderModel(LanguageModel):
       is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
       return source_BS, is_token_BS, batch
     source_BS, is_token_BS = _prompts_as_sources(batch['ids'], batch['prompt_lengths'], self.source_end_id)
-    return source_BS, is_token_BS, {**batch, 'prompt_lengths': None}
+    return (
+      source_BS,
+      is_token_BS,
+      {**batch, 'ids': batch.get('target_ids'), 'prompt_lengths': batch.get('target_lengths')},
+    )
 
   def _steps_of(self, source_BS: jax.Array, is_token_BS: jax.Array) -> SourceSteps:
-    return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder.needs_coverage)
+    return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder)
+
+  def _tokens_to_look_up(self, source_BS: jax.Array, is_token_BS: jax.Array) -> jax.Array | None:
+    """Returns the tokens of the sources in which a look-up searches, -1 for padding; None if they are no tokens."""
+    return jnp.where(is_token_BS != 0, source_BS, -1)
 
 
 class SourceSteps:
@@ -205,7 +227,7 @@ class SourceSteps:
   Args:
     lm: the network, in a call of its parent.
     source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
-    counts_coverage: whether the state also has what `coverage` returns.
+    decoder: says whether the state also has what `coverage` returns, and whether it can go back.
   """
 
   def __init__(
@@ -213,10 +235,10 @@ class SourceSteps:
     lm: TransformerEncoderDecoder,
     source_ids_BS: jax.Array,
     is_token_BS: jax.Array,
-    counts_coverage: bool = False,
+    decoder: Decoder,
   ):
     variables = lm.cast_variables(lm.variables)
-    self._lm, self._counts_coverage = lm, counts_coverage
+    self._lm, self._counts_coverage, self.can_go_back = lm, decoder.needs_coverage, decoder.goes_back
     self._variables = {**variables, 'decoder': unstack_for_decoding(lm.decoder, variables['decoder'])}
     self._source = source_ids_BS, is_token_BS
 
@@ -236,7 +258,8 @@ class SourceSteps:
 
   def _start(self, num_slots: int, source_ids_BS: jax.Array, is_token_BS: jax.Array) -> NestedDict:
     _, side = self._lm.apply(self._variables, source_ids_BS, is_token_BS, num_slots, method='init_decode_state')
-    return start_coverage(side.decode_state) if self._counts_coverage else side.decode_state
+    state = place_targets(side.decode_state, num_slots) if self.can_go_back else side.decode_state
+    return start_coverage(state) if self._counts_coverage else state
 
   def coverage(self, state: NestedDict) -> jax.Array:
     """Returns how much the targets have attended to each token of the sources; see `DecodingSteps`."""

@@ -116,9 +116,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def _check_own_heads(self, decoder: SpeculativeSampler) -> None:
     mtp = self.lm.mtp if getattr(self.lm, 'mtp_tpl', None) is not None else None
     if mtp is None:
+      can_have = hasattr(self.lm, 'mtp_tpl')
+      make = f'{self.path_name}.lm_tpl.mtp_tpl=Config(MultiTokenPrediction) and train them, or set ' if can_have else ''
       raise ConfigError(
-        f'{self.path_name}.decoder_tpl.own_heads: the model has no heads for further tokens; set '
-        f'{self.path_name}.lm_tpl.mtp_tpl=Config(MultiTokenPrediction) and train them, or set lookup instead'
+        f'{self.path_name}.decoder_tpl.own_heads: the model has no heads for further tokens; set {make}lookup instead'
       )
     if decoder.draft_tokens > mtp.num_modules:
       raise ConfigError(

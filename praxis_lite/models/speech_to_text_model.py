@@ -21,6 +21,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.audio_encoder_decoder import AudioEncoderDecoder, WindowLogMel
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import ScoreLimits
+from praxis_lite.models.decoding import Decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel, SourceSteps
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
@@ -135,7 +136,10 @@ class SpeechToTextModel(EncoderDecoderModel):
     return {'labels': batch['labels'][:, given:], 'weights': batch['weights'][:, given:]}
 
   def _steps_of(self, source: jax.Array, is_token: jax.Array) -> SourceSteps:
-    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), self.decoder.needs_coverage)
+    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), self.decoder)
+
+  def _tokens_to_look_up(self, source: jax.Array, is_token: jax.Array) -> None:
+    return None
 
   def _suppression(self) -> _Suppression:
     at_V = jnp.arange(self.lm.vocab_size)
@@ -154,9 +158,9 @@ class _TranscriptSteps(SourceSteps):
     source: jax.Array,
     is_token: jax.Array,
     suppression: _Suppression,
-    counts_coverage: bool,
+    decoder: Decoder,
   ):
-    super().__init__(lm, source, is_token, counts_coverage)
+    super().__init__(lm, source, is_token, decoder)
     self._suppression = suppression
 
   def extend(
@@ -164,5 +168,6 @@ class _TranscriptSteps(SourceSteps):
   ) -> tuple[jax.Array, NestedDict]:
     logits_BV, state = super().extend(ids_BT, pos_BT, last_B, state)
     always_V, first_V, given = self._suppression
-    is_first_B1 = jnp.take_along_axis(pos_BT, last_B[:, None], axis=1) == given
-    return jnp.where(always_V | (first_V & is_first_B1), -jnp.inf, logits_BV), state
+    is_first_BN = jnp.take_along_axis(pos_BT, last_B.reshape(len(last_B), -1), axis=1) == given
+    is_first = is_first_BN.reshape(*last_B.shape, 1)
+    return jnp.where(always_V | (first_V & is_first), -jnp.inf, logits_BV), state

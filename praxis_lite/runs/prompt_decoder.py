@@ -26,11 +26,13 @@ from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.prompts import (
   Sampling,
+  beginnings,
   check_ids,
   encode_prompt,
   fit_to_bucket,
   is_beam_search,
   prompt_batch,
+  rows_of_call,
   stop_ids,
   task_with_sampler,
 )
@@ -46,6 +48,7 @@ class _DecodeCall(NamedTuple):
     bucket: the sizes of the program; None if the model has its own `decode`.
     max_tokens: the largest number of tokens after a prompt.
     stop_ids: tokens that end a continuation.
+    sources: whether prompts are sources, whose texts a program continues in segments; see `EncoderDecoderModel.decode`.
     most: the largest number of tokens of a prompt, to which padding is cut; None without a limit.
   """
 
@@ -53,14 +56,34 @@ class _DecodeCall(NamedTuple):
   bucket: Bucket | None
   max_tokens: int
   stop_ids: tuple[int, ...]
+  sources: bool = False
   most: int | None = None
 
-  def to_batch(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_drawn: int, row: int) -> Rows:
-    """Returns a batch of prompts for the program; `row` is the number of the first prompt."""
+  @property
+  def takes_segments(self) -> bool:
+    return self.bucket is not None or self.sources
+
+  def to_batch(
+    self,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    num_drawn: int,
+    row: int,
+    lengths: Sequence[int] | None = None,
+  ) -> Rows:
+    """Returns a batch for the program; `row` is the number of the first prompt, and `lengths` those of the sources."""
+    if lengths is not None and self.sources:
+      texts = [list(prompt[length:]) for prompt, length in zip(prompts, lengths)]
+      prompts = [prompt[:length] for prompt, length in zip(prompts, lengths)]
     batch = prompt_batch(prompts)
     if self.most is not None:
       batch['ids'] = batch['ids'][:, : self.most]
-    return batch if self.bucket is None else fit_to_bucket(batch, self.bucket, max_tokens, num_drawn, row)
+    if self.bucket is not None:
+      return fit_to_bucket(batch, self.bucket, max_tokens, num_drawn, row)
+    if not self.sources:
+      return batch
+    batch |= rows_of_call(max_tokens, num_drawn, row)
+    return batch if lengths is None else batch | beginnings(texts, self.max_tokens)
 
 
 class PromptDecoder:
@@ -131,13 +154,14 @@ class PromptDecoder:
 
     for first, group in _groups(tokens, batch_size):
       call = self._plan(group, settings, single_stops, in_segments)
+      lengths = [len(prompt) for prompt in group] if in_segments else None
       rows += continue_prompts(
         group,
-        functools.partial(self._decode_tokens, call, key, first, statistics),
+        functools.partial(self._decode_tokens, call, key, first, statistics, lengths),
         texts and texts[first : first + len(group)],
         max_tokens=call.max_tokens,
         stop_ids=call.stop_ids,
-        in_segments=in_segments and call.bucket is not None,
+        in_segments=in_segments and call.takes_segments,
         on_tokens=lambda row, *new, first=first: take_tokens(first + row, *new),
       )
     return [text.text for text in texts] if are_texts and texts else rows
@@ -180,8 +204,10 @@ class PromptDecoder:
     """Returns the task that `decode` would call first for these prompts, and its batch."""
     single_stops = self._single_stops(stop)
     _, group = next(_groups(prompts, batch_size))
-    call = self._plan(group, {}, single_stops, in_segments or len(single_stops) < len(stop))
-    return call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, 0)
+    in_segments = in_segments or len(single_stops) < len(stop)
+    call = self._plan(group, {}, single_stops, in_segments)
+    lengths = [len(prompt) for prompt in group] if in_segments else None
+    return call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, 0, lengths)
 
   def check(self, prompts: Sequence[str], max_tokens: int) -> None:
     """Raises UserError if `decode` could not continue one of these texts."""
@@ -212,8 +238,12 @@ class PromptDecoder:
     kinds['draft_tokens'] = settings.get('draft_tokens')
     limits, max_tokens = self._check_length(length, self.set_sampler(kinds), settings.get('max_tokens'))
     if limits is None:
-      most = self._tasks.jax_task.model.most_prompt_tokens()
-      return _DecodeCall(self.set_sampler(settings, stops), None, max_tokens, (), most)
+      tasks = self.set_sampler(settings, stops)
+      model: Any = tasks.jax_task.model
+      if not model.prompts_are_sources:
+        return _DecodeCall(tasks, None, max_tokens, (), most=model.most_prompt_tokens())
+      most, decoder = model.most_prompt_tokens(), model.decoder
+      return _DecodeCall(tasks, None, decoder.max_decode_steps, decoder.stop_ids, sources=True, most=most)
     self._note_short_context(limits.context, length + max_tokens - 1)
 
     def bucket_of(count: int) -> Bucket:
@@ -249,12 +279,13 @@ class PromptDecoder:
     key: jax.Array,
     first_row: int,
     statistics: DraftStatistics | None,
+    lengths: Sequence[int] | None,
     read: list[list[int]],
     max_tokens: list[int],
     drawn: int,
   ) -> list[list[int]]:
-    """Returns the next tokens of each row, see `continuations.Decode`."""
-    decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row), key)
+    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` are those of prompts in segments."""
+    decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths), key)
     if statistics is not None:
       statistics.add(decoded)
     return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]

@@ -111,14 +111,26 @@ def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_dr
     num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
     first_row: the number of the first row, on which the random numbers of rows depend.
   """
-  count, width = batch['ids'].shape
-  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
+  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - batch['ids'].shape[1])))
+  return batch | {'ids': ids} | rows_of_call(max_tokens, num_drawn, first_row)
+
+
+def rows_of_call(max_tokens: Sequence[int], num_drawn: int, first_row: int) -> Rows:
+  """Returns what a batch says about each row, [B] int32; the arguments are the same as for `fit_to_bucket`."""
+  count = len(max_tokens)
   per_row = {
     'max_tokens': np.array(max_tokens),
     'num_drawn': np.full(count, num_drawn),
     'row': first_row + np.arange(count),
   }
-  return batch | {'ids': ids} | {name: values.astype(np.int32) for name, values in per_row.items()}
+  return {name: values.astype(np.int32) for name, values in per_row.items()}
+
+
+def beginnings(texts: Sequence[Sequence[int]], most: int) -> Rows:
+  """Returns the beginnings of the texts of sources, of up to `most` tokens, for `EncoderDecoderModel.decode`."""
+  width = -(-most // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+  padded = np.array([[*text, *[0] * (width - len(text))] for text in texts], np.int32)
+  return {'target_ids': padded, 'target_lengths': np.array([len(text) for text in texts], np.int32)}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
@@ -211,11 +223,6 @@ def task_with_sampler(
   decoder = task.model.decoder_tpl
   speculates = [name for name in _OF_SPECULATION if settings.get(name) is not None]
   searches = settings.get('beam_size') is not None or is_beam_search(task)
-  if speculates and getattr(target(task.model), 'prompts_are_sources', False):
-    raise ConfigError(
-      f'{speculates[0]} = {dict(settings)[speculates[0]]}: speculative decoding guesses how a prompt goes on, and this '
-      'model writes a text of its own for each prompt; leave it out'
-    )
   if speculates and searches:
     given = f'{speculates[0]} = {dict(settings)[speculates[0]]}'
     raise ConfigError(f'{given}: beam search takes no guesses; leave out one of them')

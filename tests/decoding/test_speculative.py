@@ -210,10 +210,11 @@ def test_rows_with_a_draft_model_depend_on_their_seed_and_number_only():
 # ---------------------------------------------------------------- look-up
 
 
-def guesses(row, size=3, num_tokens=4, most=9, width=16):
+def guesses(row, size=3, num_tokens=4, most=9, width=16, source=None):
   ids = np.pad(np.array([row], np.int32), ((0, 0), (0, width - len(row))), constant_values=row[-1])
   rows = OpenRows(jnp.array(ids), jnp.array([len(row)]), jnp.array([0]), jnp.array([most]))
-  draft, _ = LookupDrafter(size, num_tokens).propose(rows, (), ())
+  before = None if source is None else jnp.array([source], jnp.int32)
+  draft, _ = LookupDrafter(size, num_tokens, before).propose(rows, (), ())
   return draft.ids[0, : int(draft.counts[0])].tolist()
 
 
@@ -224,6 +225,16 @@ def test_a_look_up_finds_the_longest_and_then_the_last_group():
   assert guesses([4, 4, 4]) == [4, 4, 4, 4]
   assert guesses([1, 2, 3]) == guesses([7]) == []  # Tokens after the end of a row are not looked at.
   assert guesses([5, 1, 6, 1], most=1) == [6] and guesses([5, 1, 6, 1], most=0) == []
+
+
+def test_a_look_up_searches_a_source_too():
+  source = [1, 2, 3, 7, 8, 9, -1, -1]
+  assert guesses([0, 2, 3], source=source) == [7, 8, 9]  # Up to the end of the source.
+  assert guesses([0, 9], source=source) == []
+  assert guesses([0, 9], source=[4, 9]) == [0, 9, 0, 9]  # A source without padding ends where the row begins.
+  assert guesses([2, 3, 5, 2, 3], size=2, source=source) == [5, 2, 3, 5]  # The last one, which is in the row.
+  assert guesses([5, 2, 6, 3, 2], source=source, most=2) == [6, 3]
+  assert guesses([4], source=[-1, -1]) == []
 
 
 # ---------------------------------------------------------------- what is refused

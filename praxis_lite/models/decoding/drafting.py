@@ -1,6 +1,6 @@
 """Drafts: guesses of the next tokens of rows, by a look-up in the rows themselves or by a smaller model.
 
-B batch, K largest number of tokens in a draft, L places for the tokens of a row, V vocabulary.
+B batch, K largest number of tokens in a draft, L places for the tokens of a row, S length of sources, V vocabulary.
 """
 
 from __future__ import annotations
@@ -73,15 +73,20 @@ class LookupDrafter:
   Attributes:
     size: the largest number of tokens that are compared, at least 1.
     num_tokens: K.
+    source_ids_BS: int32 tokens before each row, such as what it translates, in which it looks too; -1 for padding.
   """
 
   size: int
   num_tokens: int
+  source_ids_BS: jax.Array | None = None
 
   def start(self, model_state: Any) -> tuple[()]:
     return ()
 
   def propose(self, rows: OpenRows, state: tuple[()], model_state: Any) -> tuple[Draft, tuple[()]]:
+    if self.source_ids_BS is not None:
+      ids_BL = jnp.concatenate([self.source_ids_BS, rows.ids], axis=1)
+      rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
     # Whether the tokens that end at each place, before the last one, equal those that end the row.
@@ -98,7 +103,8 @@ class LookupDrafter:
     period_B1 = jnp.maximum(last_B1 - end_B1, 1)
     place_BK = jnp.where(place_BK > last_B1, end_B1 + 1 + (place_BK - end_B1 - 1) % period_B1, place_BK)
     ids_BK = jnp.take_along_axis(rows.ids, place_BK, axis=1, mode='clip')
-    return Draft(ids_BK, jnp.where(is_found_B, jnp.minimum(self.num_tokens, rows.most), 0)), state
+    most_B = jnp.minimum(jnp.sum(jnp.cumprod(ids_BK >= 0, axis=1), axis=1), rows.most)  # Up to the end of a source.
+    return Draft(jnp.maximum(ids_BK, 0), jnp.where(is_found_B, most_B, 0)), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """SpeculativeSampler: continues prompts like a `Sampler`, by several tokens in each pass of the model.
 
-B batch, P length of the prompts, K largest number of tokens in a draft, V vocabulary.
+B batch, P length of the prompts, S length of sources, K largest number of tokens in a draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class SpeculativeSampler(DrawingDecoder):
     draws: Draws | None = None,
     draft_steps: DecodingSteps[Any] | None = None,
     heads: FurtherHeads[Any] | None = None,
+    source_ids_BS: jax.Array | None = None,
   ) -> SpeculativeDecoded:
     """Continues prompts.
 
@@ -74,6 +75,7 @@ class SpeculativeSampler(DrawingDecoder):
         that the model sees all tokens of a row at once.
       draft_steps: the draft model, of the same vocabulary; None with `lookup`.
       heads: the heads of the model, with `own_heads`; `steps` then keep what the heads read.
+      source_ids_BS: what a look-up also searches, see `LookupDrafter`.
 
     Raises:
       ConfigError: there is no look-up, draft model or heads, or more than one of them; or a model cannot go back to
@@ -120,7 +122,7 @@ class SpeculativeSampler(DrawingDecoder):
       assert heads is not None
       drafter = OwnHeadsDrafter(heads, reader, self.draft_tokens, draw_draft, adjust)
     elif self.lookup is not None:
-      drafter = LookupDrafter(self.lookup, self.draft_tokens)
+      drafter = LookupDrafter(self.lookup, self.draft_tokens, source_ids_BS)
     else:
       assert draft_steps is not None
       draft_reader = self._reader(draft_steps, prompt_ids_BP, prompt_lengths_B, chunk)
