@@ -2,9 +2,9 @@
 """Records results of transformers for small checkpoints, for the tests in tests/hf, which run without transformers.
 
   pip install praxis_lite[hf-oracle]
-  python tools/record_hf_logits.py              all cases, or those that are named
+  python tools/record_hf_logits.py              all cases, or those that are named: also bert, bart and t5
 
-Weights are not recorded: the tests derive them from the names of the tensors.
+Weights are not recorded: the tests derive them from the names of the tensors, or draw them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 'tests' / 'hf')]
 
 import numpy as np
+import test_by_hand_against_transformers as by_hand
 
 try:
   import transformers
@@ -54,7 +55,24 @@ def record(case: str) -> None:
   (GOLDEN / f'{case}.json').write_text('{' + ',\n'.join(lines) + '}\n')
 
 
+def record_family(name: str) -> None:
+  """Writes the results of all cases of a family whose forward pass the tests have in NumPy."""
+  cases, outputs = BY_HAND[name]
+  found = {}
+  for case in cases:
+    with tempfile.TemporaryDirectory() as folder:
+      found[case] = np.round(outputs(case, Path(folder))[0], 6).tolist()
+  lines = [f'{json.dumps(case)}: {json.dumps(logits)}' for case, logits in found.items()]
+  (GOLDEN / f'{name}.json').write_text('{' + ',\n'.join(lines) + '}\n')
+
+
+BY_HAND = {
+  'bert': (by_hand.bert.CASES, by_hand.bert_outputs),
+  'bart': (by_hand.bart.CASES, by_hand.bart_logits),
+  't5': (by_hand.t5.CASES, by_hand.t5_logits),
+}
+
 if __name__ == '__main__':
-  for name in sys.argv[1:] or CASES:
-    record(name)
+  for name in sys.argv[1:] or (*CASES, *BY_HAND):
+    record_family(name) if name in BY_HAND else record(name)
     print(name)

@@ -31,12 +31,12 @@ from praxis_lite.models.base import PromptLimits, ScoreLimits
 from praxis_lite.models.decoding import (
   BeamDecoded,
   Decoded,
-  Decoder,
   Draws,
   SpeculativeDecoded,
   SpeculativeSampler,
   find_row_axes,
 )
+from praxis_lite.models.decoding.row_loop import RowsState
 from praxis_lite.models.labels import IdLimit
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 
@@ -214,11 +214,32 @@ class EncoderDecoderModel(LanguageModel):
     )
 
   def _steps_of(self, source_BS: jax.Array, is_token_BS: jax.Array) -> SourceSteps:
-    return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder)
+    return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder.goes_back, self.decoder.needs_coverage)
 
   def _tokens_to_look_up(self, source_BS: jax.Array, is_token_BS: jax.Array) -> jax.Array | None:
     """Returns the tokens of the sources in which a look-up searches, -1 for padding; None if they are no tokens."""
     return jnp.where(is_token_BS != 0, source_BS, -1)
+
+  # ---------------------------------------------------------------- rows that come and go
+
+  def start_rows(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
+    """Returns the state of rows without tokens, with room for `num_slots` tokens of a source, and as many of a text."""
+    ids_BL = jnp.full((num_rows, num_slots), self.start_id, jnp.int32)
+    return super().start_rows(num_rows, num_slots)._replace(ids=ids_BL)
+
+  def read_rows(
+    self, state: RowsState[NestedDict], ids_BT: jax.Array, start: jax.Array, length: jax.Array
+  ) -> RowsState[NestedDict]:
+    """Reads a source into each row; see `LanguageModel.read_rows`, with `start` 0, and T not below the length."""
+    B, L = state.ids.shape
+    source = _prompts_as_sources(ids_BT[:, :L], jnp.full(B, length), self.source_end_id)
+    steps = SourceSteps(self.lm, *source, can_go_back=True)
+    return RowsState(steps.start(B, L), state.ids.at[:, 0].set(self.start_id))
+
+  def _row_steps(self, num_rows: int, num_slots: int) -> SourceSteps:
+    """Returns steps of rows whose sources `read_rows` replaces; these have no padding, so the caches are full."""
+    ones_BS = jnp.ones((num_rows, num_slots + (self.source_end_id is not None)), jnp.int32)
+    return SourceSteps(self.lm, 0 * ones_BS, ones_BS, can_go_back=True)
 
 
 class SourceSteps:
@@ -227,7 +248,8 @@ class SourceSteps:
   Args:
     lm: the network, in a call of its parent.
     source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
-    decoder: says whether the state also has what `coverage` returns, and whether it can go back.
+    can_go_back: see `DecodingSteps`.
+    counts_coverage: whether the state also has what `coverage` returns.
   """
 
   def __init__(
@@ -235,10 +257,11 @@ class SourceSteps:
     lm: TransformerEncoderDecoder,
     source_ids_BS: jax.Array,
     is_token_BS: jax.Array,
-    decoder: Decoder,
+    can_go_back: bool = False,
+    counts_coverage: bool = False,
   ):
     variables = lm.cast_variables(lm.variables)
-    self._lm, self._counts_coverage, self.can_go_back = lm, decoder.needs_coverage, decoder.goes_back
+    self._lm, self._counts_coverage, self.can_go_back = lm, counts_coverage, can_go_back
     self._variables = {**variables, 'decoder': unstack_for_decoding(lm.decoder, variables['decoder'])}
     self._source = source_ids_BS, is_token_BS
 

@@ -9,7 +9,7 @@ stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -336,11 +336,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def start_rows(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
     """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
-    return RowsState(self._row_steps().start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
+    steps = self._row_steps(num_rows, num_slots)
+    return RowsState(steps.start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
 
   def row_axes(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
     """Returns the dimension of rows in each array of what `start_rows` returns."""
-    return RowsState(self._row_steps().row_axes(num_rows, num_slots), 0)  # type: ignore[arg-type]
+    axes = self._row_steps(num_rows, num_slots).row_axes(num_rows, num_slots)
+    return RowsState(axes, 0)  # type: ignore[arg-type]
 
   def read_rows(
     self, state: RowsState[NestedDict], ids_BT: jax.Array, start: jax.Array, length: jax.Array
@@ -357,20 +359,23 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     places = jnp.where(place_T < length, place_T, state.ids.shape[1])
     ids_BL = state.ids.at[:, places].set(ids_BT, mode='drop')
     before_B = jnp.full(len(ids_BT), length - 1, jnp.int32)
-    return RowsState(self._row_steps().extend(*prompt_step(ids_BT, before_B, start), state.model)[1], ids_BL)
+    steps = self._row_steps(*ids_BL.shape)
+    return RowsState(steps.extend(*prompt_step(ids_BT, before_B, start), state.model)[1], ids_BL)
 
   def extend_rows(
     self, state: RowsState[NestedDict], rows: RowSettings, num_tokens: int, num_top: int = 0
   ) -> tuple[RowsState[NestedDict], NewTokens]:
     """Adds up to `num_tokens` tokens to rows whose prompts have been read, each with its own settings."""
     assert isinstance(self.decoder, Sampler)
-    return self.decoder.row_loop(self._row_steps(), rows.prompt_lengths, num_tokens, num_top).run(state, rows)
+    steps = self._row_steps(*state.ids.shape)
+    return self.decoder.row_loop(steps, rows.prompt_lengths, num_tokens, num_top).run(state, rows)
 
   def draw_key(self) -> jax.Array:
     """Returns the key with which `decode` would draw in the same call."""
     return self.next_prng_key()
 
-  def _row_steps(self) -> CachedSteps:
+  def _row_steps(self, num_rows: int, num_slots: int) -> Any:
+    """Returns `DecodingSteps` that have `row_axes`, for rows of these sizes."""
     return CachedSteps(self.lm, (), can_go_back=True)
 
 

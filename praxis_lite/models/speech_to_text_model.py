@@ -21,7 +21,6 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.audio_encoder_decoder import AudioEncoderDecoder, WindowLogMel
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import ScoreLimits
-from praxis_lite.models.decoding import Decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel, SourceSteps
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
@@ -136,7 +135,8 @@ class SpeechToTextModel(EncoderDecoderModel):
     return {'labels': batch['labels'][:, given:], 'weights': batch['weights'][:, given:]}
 
   def _steps_of(self, source: jax.Array, is_token: jax.Array) -> SourceSteps:
-    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), self.decoder)
+    options = self.decoder.goes_back, self.decoder.needs_coverage
+    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), *options)
 
   def _tokens_to_look_up(self, source: jax.Array, is_token: jax.Array) -> None:
     return None
@@ -158,9 +158,9 @@ class _TranscriptSteps(SourceSteps):
     source: jax.Array,
     is_token: jax.Array,
     suppression: _Suppression,
-    decoder: Decoder,
+    *options: bool,
   ):
-    super().__init__(lm, source, is_token, decoder)
+    super().__init__(lm, source, is_token, *options)
     self._suppression = suppression
 
   def extend(

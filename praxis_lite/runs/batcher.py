@@ -28,7 +28,7 @@ from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
 from praxis_lite.inputs import BaseTokenizer
-from praxis_lite.models import LanguageModel
+from praxis_lite.models import EncoderDecoderModel, LanguageModel
 from praxis_lite.models.decoding import Bucket, Sampler, chunk_of
 from praxis_lite.models.decoding.row_loop import NewTokens
 from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE, NO_TOP_P
@@ -174,6 +174,11 @@ class Batcher:
       if number is not None and number < 1:
         raise ConfigError(f'batcher: {name} = {number}; expected at least 1')
     self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
+    self._are_sources = tasks.jax_task.model.prompts_are_sources
+    if self._are_sources:
+      if kept_prefixes:
+        raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; sources are read as a whole, so set it to 0')
+      chunk, reuse_prefixes = max_length, False
     chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
       tasks,
@@ -258,14 +263,16 @@ class Batcher:
       single_stops = stop_ids(tokenizer, stop)
     tokens = batch['ids'][0, : batch['prompt_lengths'][0]].tolist()
     room = self._max_length - len(tokens) + 1  # The last token needs no slot.
-    if max_tokens > room:
+    if self._are_sources:
+      self._check_source(len(tokens), max_tokens)
+    elif max_tokens > room:
       fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self._max_length, "token")}'
       raise ConfigError(
         f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than '
         'the max_length = '
         f'{self._max_length} of the batcher; {fits}'
       )
-    text = GrowingText(tokenizer, tokens, stop) if tokenizer is not None else None
+    text = GrowingText(tokenizer, [] if self._are_sources else tokens, stop) if tokenizer is not None else None
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
     key_data = self._key_data if seed is None else self._programs.draw_key_of_seed(seed)
     mass = NO_TOP_P if top_p is None else float(top_p)
@@ -372,7 +379,8 @@ class Batcher:
     self._running[place.row] = request
     self.statistics.shared_tokens += place.shared
     settings, row = self._settings, place.row
-    settings.lengths[row] = settings.prompt_lengths[row] = len(request.prompt)
+    before = 1 if self._are_sources else len(request.prompt)  # The text of a source follows a start token.
+    settings.lengths[row] = settings.prompt_lengths[row] = before
     settings.temperatures[row], settings.top_ps[row] = request._temperature, request._top_p
     settings.keys[row] = request._key_data
     return request
@@ -431,6 +439,14 @@ class Batcher:
     del self._running[request._row]
     self._slots.release(request._row)
 
+  def _check_source(self, length: int, max_tokens: int) -> None:
+    for what, number in (('a source', length), ('max_tokens', max_tokens)):
+      if number > self._max_length:
+        raise ConfigError(
+          f'submit: {what} of {number_of(number, "token")} is more than the max_length = {self._max_length} of the '
+          'batcher, which limits a source, and its text'
+        )
+
   def _tokenizer(self) -> BaseTokenizer:
     tokenizer = self._find_tokenizer()
     if tokenizer is None:
@@ -459,14 +475,18 @@ def check_setting(name: str, of_decode: Collection[str]) -> None:
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:
   """Returns a model's sampler, the size of its vocabulary and a length; raises ConfigError if it has no batcher."""
   model = tasks.jax_task.model
-  if not isinstance(model, LanguageModel) or type(model).decode is not LanguageModel.decode:
-    raise ConfigError(f'batcher: needs a LanguageModel; this model is a {type(model).__name__}')
+  sources = model.prompts_are_sources and type(model).decode is EncoderDecoderModel.decode
+  if not isinstance(model, LanguageModel) or not (sources or type(model).decode is LanguageModel.decode):
+    raise ConfigError(
+      f'batcher: needs a LanguageModel or an EncoderDecoderModel; this model is a {type(model).__name__}'
+    )
   if model.model_type == 'prefix':
     raise ConfigError("batcher: model_type 'prefix' reads a whole prompt at once, and a batcher reads it in chunks")
   if not isinstance(model.decoder, Sampler):
     kind = type(model.decoder).__name__
     raise ConfigError(f'batcher: draws tokens as a Sampler does; task.model.decoder_tpl is a {kind}')
-  most = model.context
+  mosts = [model.context, model.most_prompt_tokens() if sources else None]
+  most = min((most for most in mosts if most is not None), default=None)
   length = min(_MOST_BY_DEFAULT, _MOST_BY_DEFAULT if most is None else most) if max_length is None else max_length
   if most is not None and length > most:
     raise ConfigError(f'batcher: max_length = {length}: the model sees only {number_of(most, "token")} at once')

@@ -7,7 +7,7 @@ import json
 import bart_by_hand
 import numpy as np
 import pytest
-from checkpoints import assert_same_tensors, write
+from checkpoints import assert_same_tensors, golden, write
 from on_meshes import load
 
 from praxis_lite.bridges.hf import read_model, write_model
@@ -78,6 +78,13 @@ def make(folder, case, **changes):
   tensors = {name: rng.normal(size=shape).astype(np.float32) * 0.4 for name, shape in shapes_of(config).items()}
   write(folder, config, shapes_of(config), **tensors)
   return folder, config, tensors
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_the_pass_in_numpy_gives_what_transformers_gave(case, tmp_path):
+  _, config, tensors = make(tmp_path, case)
+  found = bart_by_hand.logits(config, tensors, SOURCES, IS_SOURCE, IDS)
+  np.testing.assert_allclose(found, golden('bart')[case], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow_cases

@@ -9,7 +9,7 @@ import bert_by_hand
 import jax
 import numpy as np
 import pytest
-from checkpoints import assert_same_tensors, tensors_of, weight, write
+from checkpoints import assert_same_tensors, golden, tensors_of, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import read_model, write_model
@@ -127,6 +127,14 @@ def expected_of(config, tensors):
 def assert_close(found, expected):
   real = IS_TOKEN > 0 if found.ndim == 3 else np.ones(2, bool)
   np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=2e-5)
+
+
+@every_case
+def test_the_pass_in_numpy_gives_what_transformers_gave(case, tmp_path):
+  _, config, tensors = make(tmp_path, case, pad_token_id=1)
+  found = bert_by_hand.logits(config, tensors, IDS, IS_TOKEN, batch_of(config)['token_type_ids'])
+  real = IS_TOKEN > 0 if found.ndim == 3 else np.ones(2, bool)
+  np.testing.assert_allclose(found[real], np.array(golden('bert')[case])[real], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow_cases

@@ -39,15 +39,38 @@ def tensor(x):
   return torch.tensor(np.asarray(x), dtype=torch.long)
 
 
-@pytest.mark.parametrize('case', bert.CASES)
-def test_bert_is_that_of_transformers(case, tmp_path):
-  folder, config, tensors = bert.make(tmp_path, case, pad_token_id=1)
+def bert_outputs(case, folder):
+  """The logits or states, float64, and the pooled states, or None; with the config and the tensors."""
+  folder, config, tensors = bert.make(folder, case, pad_token_id=1)
   pooler = ('pooler.dense.weight', 'pooler.dense.bias')  # What transformers makes anew if a checkpoint has none.
   without = () if pooler[0] in tensors else pooler
   model, types = loaded(folder, config['architectures'][0], without), bert.batch_of(config)['token_type_ids']
   with torch.no_grad():
     out = model(tensor(bert.IDS), tensor(bert.IS_TOKEN), token_type_ids=tensor(types))
-    found = (out.logits if 'logits' in out else out.last_hidden_state).numpy()
+  return (out.logits if 'logits' in out else out.last_hidden_state).numpy(), out, config, tensors
+
+
+def bart_logits(case, folder):
+  folder, config, tensors = bart.make(folder, case)
+  return _of_sources(loaded(folder, 'BartForConditionalGeneration'), bart), config, tensors
+
+
+def t5_logits(case, folder):
+  folder, config, tensors = t5.make(folder, case)
+  model = loaded(folder, 'MT5ForConditionalGeneration' if case == 'mt5' else 'T5ForConditionalGeneration')
+  return _of_sources(model, t5), config, tensors
+
+
+def _of_sources(model, family):
+  with torch.no_grad():
+    sources, is_source, ids = (tensor(x) for x in (family.SOURCES, family.IS_SOURCE, family.IDS))
+    return model(sources, attention_mask=is_source, decoder_input_ids=ids).logits.numpy()
+
+
+@pytest.mark.parametrize('case', bert.CASES)
+def test_bert_is_that_of_transformers(case, tmp_path):
+  found, out, config, tensors = bert_outputs(case, tmp_path)
+  types = bert.batch_of(config)['token_type_ids']
   expected = bert_by_hand.logits(config, tensors, bert.IDS, bert.IS_TOKEN, types)
   bert.assert_close(found, expected)
   if 'pooler.dense.weight' in tensors:
@@ -56,22 +79,14 @@ def test_bert_is_that_of_transformers(case, tmp_path):
 
 @pytest.mark.parametrize('case', bart.CASES)
 def test_bart_is_that_of_transformers(case, tmp_path):
-  folder, config, tensors = bart.make(tmp_path, case)
-  model = loaded(folder, 'BartForConditionalGeneration')
-  with torch.no_grad():
-    ids = tensor(bart.SOURCES), tensor(bart.IS_SOURCE), tensor(bart.IDS)
-    found = model(ids[0], attention_mask=ids[1], decoder_input_ids=ids[2]).logits.numpy()
+  found, config, tensors = bart_logits(case, tmp_path)
   expected = bart_by_hand.logits(config, tensors, bart.SOURCES, bart.IS_SOURCE, bart.IDS)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', t5.CASES)
 def test_t5_is_that_of_transformers(case, tmp_path):
-  folder, config, tensors = t5.make(tmp_path, case)
-  model = loaded(folder, 'MT5ForConditionalGeneration' if case == 'mt5' else 'T5ForConditionalGeneration')
-  with torch.no_grad():
-    ids = tensor(t5.SOURCES), tensor(t5.IS_SOURCE), tensor(t5.IDS)
-    found = model(ids[0], attention_mask=ids[1], decoder_input_ids=ids[2]).logits.numpy()
+  found, config, tensors = t5_logits(case, tmp_path)
   expected = t5_by_hand.logits(config, tensors, t5.SOURCES, t5.IS_SOURCE, t5.IDS)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import t5_by_hand
-from checkpoints import assert_same_tensors, tensors_of, weight, write
+from checkpoints import assert_same_tensors, golden, tensors_of, weight, write
 from on_meshes import MESHES, load
 
 from praxis_lite.bridges.hf import export_run, read_model, write_model
@@ -100,6 +100,13 @@ def logits_of(there):
     return there.model.lm.apply(*arguments, source_segment_ids=IS_SOURCE.astype(np.int32), method='logits')[0]
 
   return np.asarray(GuardedJit(bind_mesh(logits, there.layout.mesh))(there.variables))
+
+
+@every_case
+def test_the_pass_in_numpy_gives_what_transformers_gave(case, tmp_path):
+  _, config, tensors = make(tmp_path, case)
+  found = t5_by_hand.logits(config, tensors, SOURCES, IS_SOURCE, IDS)
+  np.testing.assert_allclose(found, golden('t5')[case], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.slow_cases

@@ -83,6 +83,31 @@ def test_without_shared_prefixes_the_tokens_are_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('style, mesh', [('t5', ONE), ('bart', ONE), ('t5', (2, 1, 3, 1))], ids=str)
+def test_sources_that_come_and_go_get_the_texts_that_they_get_alone(style, mesh):
+  own = made(mesh, style).batcher(rows=4 if mesh != ONE else 3, max_length=34, tokens_per_step=5)
+  requests = submit_all(own)
+  own.run()
+  of_one = made(style=style)
+  expected = [of_one.decode([prompt], **settings)[0] for prompt, settings in REQUESTS]
+  assert [request.result for request in requests] == expected
+  assert len({request.text for request in requests}) > 3 and not own.statistics.shared_tokens
+  assert num_compiled(own)[::2] == [1, 1]
+
+
+def test_what_a_batcher_of_sources_refuses():
+  with pytest.raises(ConfigError, match=r'^batcher: max_length = 60: the model sees only 49 tokens'):
+    made(style='bart').batcher(max_length=60)
+  with pytest.raises(ConfigError, match=r'^batcher: kept_prefixes = 2; sources are read as a whole'):
+    made(style='t5').batcher(kept_prefixes=2)
+  own = made(style='t5').batcher(rows=1, max_length=8)
+  with pytest.raises(ConfigError, match=r'^submit: a source of 9 tokens is more than the max_length = 8'):
+    own.submit('a' * 9)
+  with pytest.raises(ConfigError, match=r'^submit: max_tokens of 9 tokens is more than the max_length = 8'):
+    own.submit('a', max_tokens=9)
+
+
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_tokens():
   """Its axes do not divide the rows; one of them is not used."""
   own = batcher((2, 1, 3, 1), rows=4)
