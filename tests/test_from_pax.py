@@ -35,6 +35,8 @@ PRAXIS = """
   compute_attention_masks_for_fprop PipelinedTransformer StackedTransformer StackedTransformerRepeated Transformer
   TransformerFeedForward TransformerFeedForwardMoe VanillaBlock VanillaNet VisionTransformer VitEntryLayers
   VitExitLayers
+  MultiQueryDotProductAttention GroupedQueryAttention gpu_fast_attention FlaxModuleAdapter FlaxModuleAdapterBase glam
+  grok flaxformer_models mobilenet asr
 
   Gaussian Uniform Xavier XavierWithFixupParams Constant TruncatedGaussian GaussianSqrtDim GaussianSqrtFanIn
   GaussianSqrtFanOut GaussianSqrtFanAvg UniformSqrtDim UniformUnitScaling TruncatedGaussianSqrtDim
@@ -47,7 +49,7 @@ PRAXIS = """
   Sgd ShardedSgd Adam Adagrad ShardedAdagrad Adafactor ShardedAdafactor HeroLion DistributedShampoo
   ShardedDistributedShampoo ShardedStaticAccumulator
 
-  BeamSearchHParams beam_size tokens_per_beam length_norm_alpha FlatBeamSearchHParams
+  BeamSearchHParams parse_tokens beam_size tokens_per_beam length_norm_alpha FlatBeamSearchHParams
   GreedyDecoderHParams SampleDecoderHParams seqlen min_prefix_len eos_id min_decode_steps max_decode_steps
   fprop_for_prefix lazy_prefix_broadcast decode_loop_mesh_axes_transpose process_result_fn emb_lookup_style
   use_extra_input_kwargs num_cache_slots num_samples temperature k p top_k_recall_target use_top_k_for_logprobs

@@ -141,6 +141,7 @@ class Batcher:
 
   Attributes:
     statistics: what it has done so far.
+    prompts_are_sources: whether it writes a text of its own for each prompt, such as a translation.
   """
 
   def __init__(
@@ -174,8 +175,8 @@ class Batcher:
       if number is not None and number < 1:
         raise ConfigError(f'batcher: {name} = {number}; expected at least 1')
     self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
-    self._are_sources = tasks.jax_task.model.prompts_are_sources
-    if self._are_sources:
+    self.prompts_are_sources = tasks.jax_task.model.prompts_are_sources
+    if self.prompts_are_sources:
       if kept_prefixes:
         raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; sources are read as a whole, so set it to 0')
       chunk, reuse_prefixes = max_length, False
@@ -262,17 +263,20 @@ class Batcher:
       check_ids(batch, self._num_ids)
       single_stops = stop_ids(tokenizer, stop)
     tokens = batch['ids'][0, : batch['prompt_lengths'][0]].tolist()
-    room = self._max_length - len(tokens) + 1  # The last token needs no slot.
-    if self._are_sources:
-      self._check_source(len(tokens), max_tokens)
-    elif max_tokens > room:
+    room = self.room(len(tokens))
+    if max_tokens > room and self.prompts_are_sources:
+      raise ConfigError(
+        f'submit: a source of {number_of(len(tokens), "token")} with max_tokens = {max_tokens}: both are at most '
+        f'max_length = {self._max_length}'
+      )
+    if max_tokens > room:
       fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self._max_length, "token")}'
       raise ConfigError(
         f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than '
         'the max_length = '
         f'{self._max_length} of the batcher; {fits}'
       )
-    text = GrowingText(tokenizer, [] if self._are_sources else tokens, stop) if tokenizer is not None else None
+    text = GrowingText(tokenizer, [] if self.prompts_are_sources else tokens, stop) if tokenizer is not None else None
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
     key_data = self._key_data if seed is None else self._programs.draw_key_of_seed(seed)
     mass = NO_TOP_P if top_p is None else float(top_p)
@@ -296,8 +300,14 @@ class Batcher:
 
   @property
   def max_length(self) -> int:
-    """The largest number of tokens of a prompt and its continuation, without the last one."""
+    """The largest number of tokens of a prompt and its continuation, without the last one; or of a source."""
     return self._max_length
+
+  def room(self, prompt_length: int) -> int:
+    """Returns how many tokens can follow a prompt of this length; none or fewer if it is too long itself."""
+    if self.prompts_are_sources:
+      return self._max_length if prompt_length <= self._max_length else 0
+    return self._max_length - prompt_length + 1  # The last token needs no slot.
 
   @property
   def sampler(self) -> Sampler:
@@ -379,7 +389,7 @@ class Batcher:
     self._running[place.row] = request
     self.statistics.shared_tokens += place.shared
     settings, row = self._settings, place.row
-    before = 1 if self._are_sources else len(request.prompt)  # The text of a source follows a start token.
+    before = 1 if self.prompts_are_sources else len(request.prompt)  # The text of a source follows a start token.
     settings.lengths[row] = settings.prompt_lengths[row] = before
     settings.temperatures[row], settings.top_ps[row] = request._temperature, request._top_p
     settings.keys[row] = request._key_data
@@ -438,14 +448,6 @@ class Batcher:
       self._reading = None
     del self._running[request._row]
     self._slots.release(request._row)
-
-  def _check_source(self, length: int, max_tokens: int) -> None:
-    for what, number in (('a source', length), ('max_tokens', max_tokens)):
-      if number > self._max_length:
-        raise ConfigError(
-          f'submit: {what} of {number_of(number, "token")} is more than the max_length = {self._max_length} of the '
-          'batcher, which limits a source, and its text'
-        )
 
   def _tokenizer(self) -> BaseTokenizer:
     tokenizer = self._find_tokenizer()

@@ -337,9 +337,10 @@ class TrainedModel:
     Args:
       rows: how many requests are continued at the same time.
       max_length: the largest number of tokens of a prompt and its continuation, without the last one. Each row has
-        caches for this number of tokens. None means 1024, or fewer if the model sees fewer at once.
+        caches for this number of tokens. None means 1024, or fewer if the model sees fewer at once. For an
+        encoder-decoder it is the largest number of tokens of a source, and of its text.
       tokens_per_step: how many tokens a step adds to each row, before the host looks at them.
-      chunk: how many tokens of a prompt are read at once; None chooses.
+      chunk: how many tokens of a prompt are read at once; None chooses. A source is read as a whole.
       chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
       reuse_prefixes: whether a prompt takes over the caches of the tokens with which another one begins too.
       kept_prefixes: how many rows are kept after other requests have taken them, for later prompts that begin like
@@ -349,8 +350,8 @@ class TrainedModel:
         what requests have that do not set them.
 
     Raises:
-      UserError: the model is no language model, it sees fewer than `max_length` tokens, its caches do not fit into
-        memory, or a setting is not valid.
+      UserError: the model is no language model or encoder-decoder, it sees fewer than `max_length` tokens, its caches
+        do not fit into memory, or a setting is not valid.
     """
     self._check_unedited('batcher')
     for name, value in settings.items():

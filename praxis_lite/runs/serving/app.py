@@ -209,8 +209,10 @@ class _Work:
       raise RequestError(event.message, field='messages' if self._asked.is_chat else 'prompt', code=code)
     if not isinstance(event, Accepted):
       raise _ended_early(event)
-    # An answer in a chat begins a text, so it is decoded without what is before it.
-    before, stop_ids = [] if self._asked.is_chat else event.prompt, self._engine.batcher.sampler.stop_ids
+    # An answer in a chat, and the text of a source, begin a text: they are decoded without what is before them.
+    batcher = self._engine.batcher
+    begins = self._asked.is_chat or batcher.prompts_are_sources
+    before, stop_ids = [] if begins else event.prompt, batcher.sampler.stop_ids
     self._text = ServedText(self._served.tokenizer, before, self._asked.stop, stop_ids)
     self._usage = Usage(len(event.prompt), 0)
 

@@ -215,12 +215,13 @@ class Engine:
   def _submit(self, ticket: Ticket) -> Request:
     asked, batcher = ticket._asked, self._batcher
     prompt = self._encode(asked)
-    room = batcher.max_length - len(prompt) + 1
+    room = batcher.room(len(prompt))
     wanted = asked.max_tokens or 1
     if wanted > room:
+      most = batcher.max_length + (not batcher.prompts_are_sources)
+      sees = 'reads and writes' if batcher.prompts_are_sources else 'sees'
       raise TooLongError(
-        f'this model sees at most {number_of(batcher.max_length + 1, "token")}; the prompt has {len(prompt)}, and '
-        f'max_tokens = {wanted}'
+        f'this model {sees} at most {number_of(most, "token")}; the prompt has {len(prompt)}, and max_tokens = {wanted}'
       )
     return batcher.submit(
       prompt,
