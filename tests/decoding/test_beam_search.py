@@ -270,6 +270,46 @@ def test_a_flat_search_is_that_of_a_search_by_hand(steps, beam_size, stops, alph
       check(decoded, row, every[:num_best], prompt)
 
 
+class Tabled:
+  """Steps whose logits at each position are a table by the last token."""
+
+  max_positions = None
+
+  def __init__(self, *tables):
+    self.tables = np.array(tables, np.float32)
+
+  def start(self, num_rows, num_slots):
+    return jnp.zeros((num_rows, 1))
+
+  def extend(self, ids_BT, pos_BT, last_B, state):
+    return jnp.asarray(self.tables)[pos_BT[:, -1], ids_BT[:, -1]], state
+
+
+def check_tabled(steps, prompt, alpha, expected, sums):
+  fields = {'beam_size': 4, 'num_best': 4, 'max_decode_steps': 3, 'stop_ids': (4,), 'length_penalty': alpha}
+  decoder = Config(FlatBeamSearch, **fields).instantiate()
+  found = decoder.decode(steps, np.array([prompt], np.int32), np.array([len(prompt)]), None)
+  texts = [ids[:length] for ids, length in zip(found.beam_ids[0].tolist(), found.beam_lengths[0])]
+  assert texts == expected
+  scores = [total / norm(len(text), alpha) for text, total in zip(expected, sums)]
+  np.testing.assert_allclose(found.beam_scores[0], scores, rtol=1e-6, atol=1e-6)
+
+
+def test_a_flat_search_gives_the_tables_of_praxis(monkeypatch):
+  """Two of its tests have these logits, and expect these texts; the second takes the logits for log-probabilities."""
+  table = np.array([[1, 0, 0, 2, 0], [5, 1, 0, 0, 0], [5, 0, 0, 1, 0], [0, 1, 0, 2, 10], [0] * 5])
+  log_probs = table - np.log(np.exp(table).sum(1, keepdims=True))
+  texts = [[4], [3, 4], [0, 3, 4], [1, 0, 4]]
+  sums = [sum(log_probs[i, j] for i, j in zip([3, *text], text)) for text in texts]
+  check_tabled(Tabled(*[table] * 4), [2, 3], 0.0, texts, sums)
+
+  monkeypatch.setattr(jax.nn, 'log_softmax', lambda x, axis=-1: x)
+  first, zeros = np.tile([2, 3, 1, 5, 0], (5, 1)), np.zeros((5, 5))
+  second = [[0] * 5, [25, 4, 3, 2, 1], [1, 2, 26, 4, 5], [2, 3, 4, 1, 55], [0] * 5]
+  texts = [[3, 4], [1, 0, 4], [2, 2, 4], [3, 2, 4]]
+  check_tabled(Tabled(first, second, zeros), [0], 0.8, texts, [5 + 55, 3 + 25, 1 + 26, 5 + 4])
+
+
 def test_a_flat_search_needs_stop_tokens_and_does_not_end_early():
   with pytest.raises(ConfigError, match=r'FlatBeamSearch.stop_ids: expected at least one token, got \(\)'):
     decode(cls=FlatBeamSearch, max_decode_steps=3)
