@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 
 import pytest
 
@@ -54,6 +55,11 @@ def test_it_learns_dates_that_it_has_not_seen_and_decodes_them(tmp_path):
   counts = DraftStatistics()
   assert run.decode(some, temperature=0.0, draft=run, statistics=counts) == run.decode(some, temperature=0.0)
   assert counts.tokens_per_pass > 2
+  assert all(re.fullmatch('[0-9]{3}/[0-9]{2}', text) for text in run.decode(some, regex='[0-9]{3}/[0-9]{2}'))
+  batcher = run.batcher(rows=2, max_length=32)
+  requests = [batcher.submit(source, max_tokens=12, temperature=0.0) for source in some]
+  batcher.run()
+  assert [request.text for request in requests] == run.decode(some, temperature=0.0)
   found, other = run.score([sources[known]] * 2, [targets[known], '1900-01-01'])
   assert found.is_greedy and found.log_prob > other.log_prob + 3
 

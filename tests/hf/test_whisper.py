@@ -17,6 +17,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import CharTokenizer, write_wav
 from praxis_lite.layers import WindowLogMel
+from praxis_lite.models.decoding import SpeculativeSampler
 from praxis_lite.runs import open_run
 from praxis_lite.runs.records.record import read_record, write_record
 from praxis_lite.sharding import GuardedJit
@@ -172,6 +173,11 @@ def test_an_imported_run_writes_down_wav_files_as_numpy_and_is_exported(tmp_path
   assert main(['predict', f'--job_log_dir={run}', *(str(tmp_path / f'{row}.wav') for row in range(2))]) == 0
   found = [json.loads(line)['text'] for line in capsys.readouterr().out.splitlines()]
   assert found == [letters.instantiate().decode(row) for row in expected]
+  guesses = model.clone(decoder_tpl=Config(SpeculativeSampler, lookup=1, max_decode_steps=5, temperature=0.0))
+  audio = np.pad(sound, ((0, 0), (0, WINDOW - sound.shape[1]))).astype(np.float32)
+  heard = {'audio': audio, 'audio_lengths': np.full(2, sound.shape[1], np.int32)}
+  (_, decoded), _ = guesses.instantiate().apply(open_run(run).load().variables, heard, method='decode', do_eval=True)
+  np.testing.assert_array_equal(decoded['ids'], expected)
   (tmp_path / 'table.tsv').write_text('0.wav\tno\n1.wav\tyes\n')
   fields = {'datasets[*].path': tmp_path / 'table.tsv', 'datasets[*].batch_size': 2, 'task.train.num_train_steps': 1}
   edits = [f'--set={name}={value}' for name, value in fields.items()]
