@@ -284,7 +284,7 @@ class PromptDecoder:
     max_tokens: list[int],
     drawn: int,
   ) -> list[list[int]]:
-    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` has that of each prompt, or is None."""
+    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` are those of prompts, or None."""
     decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths), key)
     if statistics is not None:
       statistics.add(decoded)
