@@ -54,6 +54,7 @@ class EncoderDecoderModel(LanguageModel):
   """
 
   prompts_are_sources: ClassVar[bool] = True
+  has_work_besides_ids: ClassVar[bool] = True
 
   lm_tpl: Config = template(TransformerEncoderDecoder)
   start_id: int = 0

@@ -11,6 +11,8 @@ A batch holds `image`, [B, height, width, C]; `ids`, [B, T] int32, a text in eac
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -50,6 +52,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     has_image_projection: whether there is an `image_projection`; without one, features of images are E wide already.
     loss_tpl: template of the child `loss`.
   """
+
+  has_work_besides_ids: ClassVar[bool] = True
 
   embedding_dims: int = REQUIRED
   image_tpl: Config = template(VisionTransformer)

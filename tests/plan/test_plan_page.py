@@ -86,7 +86,7 @@ def plan():
   temporaries = sum(part.bytes for part in live) + 1000  # Of which the schedule does not tell 1000.
   sizes = (state.total, state.total, state.total, temporaries, 0)
   memory = Memory(2**23, state, *sizes, live, over_time)
-  work = ModelWork(10**6, 10**6, 4096, 6e9, 5e9)
+  work = ModelWork(10**6, 10**6, 4096, 6e9, 5e9, is_by_token=True)
   return Plan('lm', topology, mesh, 'compiled', memory, cost, work, 1.0, False, False, ('assumed </script>',))
 
 

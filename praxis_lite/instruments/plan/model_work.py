@@ -20,8 +20,10 @@ class ModelWork:
     parameters, active_parameters: numbers of all parameters, and of those that one token uses.
     tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
     flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
-      Without tokens, three times the FLOPs of the forward pass.
+      Unless it is `is_by_token`, three times the FLOPs of the forward pass.
     causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
+    is_by_token: whether all of the work is on the tokens of `ids`: not if there are none, or a model also reads images,
+      sound or sources, see `BaseModel.has_work_besides_ids`.
   """
 
   parameters: int
@@ -29,6 +31,7 @@ class ModelWork:
   tokens: int | None
   flops: float
   causal_flops: float
+  is_by_token: bool
 
   def unit(self, other: ModelWork) -> str:
     """Returns the unit in which this work is compared with other work: 'tokens' if models have one size, or 'FLOPs'."""
@@ -45,11 +48,11 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
   """Returns the work that the model of a task requires in a step."""
   jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
   parameters, active = jax_task.model.total_num_params, jax_task.model.active_num_params
-  if ids is None or len(ids.shape) != 2:
+  tokens = math.prod(ids.shape) if ids is not None and len(ids.shape) == 2 else None
+  if tokens is None or jax_task.model.has_work_besides_ids:
     flops = model_flops(partitioned)
-    return ModelWork(parameters, active, None, flops, flops)
+    return ModelWork(parameters, active, tokens, flops, flops, is_by_token=False)
   length = ids.shape[1]
-  tokens = partitioned.batch_size * length
   weights = leaves_by_path(jax_task.model.abstract_init())
   products = attention = 0.0
   for layer in jax_task.model.descendants():
@@ -57,9 +60,8 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
     products += repeats * of_layer.products
     attention += repeats * of_layer.attention
   # The backward pass takes twice the FLOPs of the forward pass.
-  return ModelWork(
-    parameters, active, tokens, tokens * 3 * (products + attention), tokens * 3 * (products + attention / 2)
-  )
+  flops, causal_flops = (tokens * 3 * (products + share * attention) for share in (1, 0.5))
+  return ModelWork(parameters, active, tokens, flops, causal_flops, is_by_token=True)
 
 
 def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:

@@ -74,7 +74,7 @@ def _headline(plan: Plan) -> dict[str, object]:
     'tokens': work.tokens,
     'tokensPerSecond': plan.tokens_per_second,
     'mfu': plan.mfu,
-    'causalMfu': plan.causal_mfu,
+    'causalMfu': plan.causal_mfu if work.is_by_token else None,
     'bottleneck': plan.bottleneck,
   }
 

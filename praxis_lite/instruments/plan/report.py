@@ -101,7 +101,7 @@ def format_range(seconds: tuple[float, float]) -> str:
 
 def _mfu(plan: Plan) -> str:
   used, used_causal = (f'MFU {share:.1%} by ' if plan.is_time_known else '' for share in (plan.mfu, plan.causal_mfu))
-  if plan.work.tokens is None:
+  if plan.work.tokens is None or not plan.work.is_by_token:
     return f'{plan.work.flops:.4g} a step{f", {used[:-4]}" if used else ""}'
   whole, causal = plan.work.flops / plan.work.tokens, plan.work.causal_flops / plan.work.tokens
   return f'{used}6N + 12LdS = {whole:.3g} a token, {used_causal.removeprefix("MFU ")}6N + 6LdS = {causal:.3g}'

@@ -105,7 +105,9 @@ function drawHeadline() {
     [h.fits ? 'fits' : 'does not fit', h.refused ? `over ${bytes(m.capacity)}` : `${bytes(m.peak)} of ${bytes(m.capacity)}`, h.refused ? '' : `${bytes(room)} ${h.fits ? 'left' : 'too much'}`],
     ...(h.times ? h.times.map(([name, secs, range, more]) => [name, seconds(secs), [range ? `likely ${range.map(seconds).join(' to ')}` : '', more].filter(Boolean).join('; ')]) : [stepItem(h)]),
   ];
-  if (h.isTimeKnown && h.mfu !== undefined) items.push(['MFU, 6N + 12LdS', percent(h.mfu), `${percent(h.causalMfu)} causal, 6N + 6LdS`]);
+  if (h.isTimeKnown && h.mfu !== undefined) {
+    items.push(h.causalMfu === null ? ['MFU', percent(h.mfu), ''] : ['MFU, 6N + 12LdS', percent(h.mfu), `${percent(h.causalMfu)} causal, 6N + 6LdS`]);
+  }
   items.push(...(h.more || []));
   if (h.tokens && h.isTimeKnown) items.splice(2, 0, ['tokens a second', Math.round(h.tokensPerSecond).toLocaleString('en'), `${Math.round(h.tokensPerSecond / h.numChips).toLocaleString('en')} a chip`]);
   for (const [name, value, more] of items) {
