@@ -9,8 +9,8 @@ from __future__ import annotations
 from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import counting_data
 from praxis_lite.experiments.lm_sizes import PublishedSize
-from praxis_lite.layers import Recurrent
-from praxis_lite.layers.rnn_cells import GruCell
+from praxis_lite.layers import DiagonalSsm, FeedForward, GatedDeltaNet, Recurrent
+from praxis_lite.layers.rnn_cells import GruCell, LstmCellSimple
 from praxis_lite.models import griffin_lm, mamba2_lm, recurrent_lm, set_sharding
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
@@ -71,6 +71,32 @@ class GruTiny(_Counting):
 
 
 @registry.register
+class LstmTiny(_Counting):
+  """Two blocks of an LSTM, without feed-forward layers, on counting sequences."""
+
+  def model(self) -> Config:
+    return recurrent_lm(Config(Recurrent), vocab_size=37, model_dims=21, num_layers=2)
+
+
+@registry.register
+class DeltaTiny(_Counting):
+  """Two blocks of a gated delta rule and a feed-forward layer, on counting sequences."""
+
+  def model(self) -> Config:
+    mixer = Config(GatedDeltaNet, num_heads=3, dims_per_head=6, key_dims=5, chunk_size=16)
+    return recurrent_lm(mixer, vocab_size=37, model_dims=18, num_layers=2, hidden_dims=45)
+
+
+@registry.register
+class SsmTiny(_Counting):
+  """Two blocks of a diagonal state space model (S4D) and a feed-forward layer, on counting sequences."""
+
+  def model(self) -> Config:
+    mixer = Config(DiagonalSsm, num_heads=18, state_dims=8)
+    return recurrent_lm(mixer, vocab_size=37, model_dims=18, num_layers=2, hidden_dims=45)
+
+
+@registry.register
 class GriffinTiny(_Counting):
   """Two blocks of a gated linear recurrence and one of local attention, on counting sequences."""
 
@@ -109,3 +135,44 @@ class RecurrentGemma2B(Mamba2Of1B):
 
   def model(self) -> Config:
     return griffin_lm(vocab_size=256_000, model_dims=2560, num_layers=26, num_heads=10, remat='full')
+
+
+@registry.register
+class DeltaNetOf1B(Mamba2Of1B):
+  """A gated DeltaNet of 1.3B parameters (Yang et al., 2024), fully sharded over 8 devices."""
+
+  def model(self) -> Config:
+    mixer = Config(GatedDeltaNet, num_heads=6, dims_per_head=512, key_dims=256, num_groups=6)
+    return recurrent_lm(
+      mixer, vocab_size=32_000, model_dims=2048, num_layers=21, hidden_dims=5632, epsilon=1e-6, remat='full'
+    )
+
+
+@registry.register
+class S4dOf223M(Mamba2Of1B):
+  """The 16 blocks of S4's language model (Gu et al., 2022), with S4D and GPT-2's vocabulary, over 8 devices."""
+
+  learning_rate = 5e-4
+
+  def model(self) -> Config:
+    mixer = Config(DiagonalSsm, num_heads=1024, state_dims=32, form='convolution')
+    model = recurrent_lm(
+      mixer, vocab_size=50_257, model_dims=1024, num_layers=16, hidden_dims=4096, remat='full'
+    )
+    model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl = Config(FeedForward, activation='gelu')
+    return model
+
+
+@registry.register
+class LstmOf66M(PublishedSize):
+  """An LSTM of two layers of 1,500 dims, 66M parameters, the large one of Zaremba et al. (2014), in residual blocks.
+
+  As there, gradients stop every 35 tokens.
+  """
+
+  batch_size = 20
+  learning_rate = 1e-3
+
+  def model(self) -> Config:
+    mixer = Config(Recurrent, cell_tpl=Config(LstmCellSimple), chunk_size=35, truncate_gradients=True)
+    return recurrent_lm(mixer, vocab_size=10_000, model_dims=1500, num_layers=2, tie_embeddings=False)

@@ -178,16 +178,19 @@ class ConformerL(BaseExperiment):
     return [Config(SyntheticInput, name='train', is_training=True, features=features, batch_size=self.batch_size)]
 
   def model(self) -> Config:
-    return conformer_ctc(
-      vocab_size=1024,
-      model_dims=512,
-      num_layers=17,
-      num_heads=8,
-      kernel_size=32,
-      dropout=0.1,
-      remat='full',
-      fprop_dtype=jnp.bfloat16,
-    )
+    return conformer_ctc(**self.sizes())
+
+  def sizes(self) -> dict[str, Any]:
+    return {
+      'vocab_size': 1024,
+      'model_dims': 512,
+      'num_layers': 17,
+      'num_heads': 8,
+      'kernel_size': 32,
+      'dropout': 0.1,
+      'remat': 'full',
+      'fprop_dtype': jnp.bfloat16,
+    }
 
   def task(self) -> Config:
     task = Config(SpeechRecognitionTask, model=set_sharding(self.model()))
@@ -195,6 +198,14 @@ class ConformerL(BaseExperiment):
     task.train.set(num_train_steps=200_000, eval_interval_steps=None, save_interval_steps=5000)
     task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_2d': (_ROWS, None)}
     return task
+
+
+@registry.register
+class ConformerTransducerL(ConformerL):
+  """Conformer L as a transducer, as in its paper (Gulati et al., 2020), 116M parameters, over 8 devices."""
+
+  def model(self) -> Config:
+    return conformer_transducer(label_dims=640, joint_dims=640, **self.sizes())
 
 
 @registry.register

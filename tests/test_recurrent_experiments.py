@@ -14,7 +14,8 @@ from praxis_lite.training.experiment import configure
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'experiment', [recurrent.Mamba2Tiny, recurrent.HybridTiny, recurrent.GruTiny, recurrent.GriffinTiny]
+  'experiment',
+  [getattr(recurrent, f'{name}Tiny') for name in ('Mamba2', 'Hybrid', 'Gru', 'Lstm', 'Delta', 'Ssm', 'Griffin')],
 )
 def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
   """Rows count through 37 ids: a guess is log 37 = 3.6 nats."""

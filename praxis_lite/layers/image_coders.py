@@ -1,6 +1,6 @@
 """Convolutions from images to a smaller grid of latents, and back.
 
-B batch, H height, W width, C channels of the image, D dims of a latent, S number of halvings.
+B batch, H height, W width, C channels of the image or of a block, D dims of a latent, S number of halvings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,42 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.images import Conv2D
 
 
+class ConvResidual(Layer):
+  """y = x + out(f(mix(f(x)))), where `mix` is 3 x 3 and `out` 1 x 1: a residual block of van den Oord et al. (2017).
+
+  Attributes:
+    channels: C.
+    activation: name of the activation f.
+    conv_tpl: template of the children `mix` and `out`.
+    activation_split_dims_mapping: `out`, [B, H, W, C].
+  """
+
+  channels: int = REQUIRED
+  activation: str = 'gelu'
+  conv_tpl: Config = template(Conv2D)
+
+  mix: Conv2D = child()
+  out: Conv2D = child()
+
+  def setup(self) -> None:
+    get_activation(self.activation, f'{self.path_name}.activation')
+    C = self.channels
+    self.create_child('mix', self.conv_tpl.clone(filter_shape=(3, 3, C, C)))
+    self.create_child('out', self.conv_tpl.clone(filter_shape=(1, 1, C, C)))
+
+  def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    """Returns [B, H, W, C]."""
+    activate = get_activation(self.activation)
+    return self.shard(x_BHWC + self.out(activate(self.mix(activate(x_BHWC)))))
+
+
 class ImageEncoder(Layer):
   """Halves an image S times: a convolution with stride 2 and an activation each time, then a residual one, then 1 x 1.
 
   Attributes:
     image_channels: C.
     channels: S numbers, the output channels of each convolution `down`.
+    num_blocks: number of residual blocks after the halvings, the children `block_0`, `block_1`, ...
     output_dims: D.
     activation: name of the activation.
     conv_tpl: template of the children `down_0`, `down_1`, ..., `mix` and `out`.
@@ -30,11 +60,13 @@ class ImageEncoder(Layer):
 
   image_channels: int = REQUIRED
   channels: tuple[int, ...] = REQUIRED
+  num_blocks: int = 0
   output_dims: int = REQUIRED
   activation: str = 'gelu'
   conv_tpl: Config = template(Conv2D)
 
   down: list[Conv2D] = child()
+  block: list[ConvResidual] = child()
   mix: Conv2D = child()
   out: Conv2D = child()
 
@@ -43,6 +75,7 @@ class ImageEncoder(Layer):
     shapes = [(3, 3, i, o) for i, o in itertools.pairwise((self.image_channels, *self.channels))]
     self.create_children('down', templates=[self.conv_tpl.clone(filter_shape=s, strides=(2, 2)) for s in shapes])
     last = self.channels[-1]
+    self.create_children('block', templates=_blocks(self, last))
     self.create_child('mix', self.conv_tpl.clone(filter_shape=(3, 3, last, last)))
     self.create_child('out', self.conv_tpl.clone(filter_shape=(1, 1, last, self.output_dims)))
 
@@ -56,6 +89,8 @@ class ImageEncoder(Layer):
     activate, x = get_activation(self.activation), x_BHWC.astype(self.fprop_dtype)
     for down in self.down:
       x = activate(down(x))
+    for block in self.block:
+      x = block(x)
     return self.shard(self.out(x + activate(self.mix(x))))
 
 
@@ -65,6 +100,7 @@ class ImageDecoder(Layer):
   Attributes:
     input_dims: D.
     channels: S numbers, the channels before each doubling.
+    num_blocks: number of residual blocks before the doublings, the children `block_0`, `block_1`, ...
     image_channels: C.
     activation: name of the activation.
     conv_tpl: template of the children `enter`, `up_0`, `up_1`, ..., and `out`.
@@ -73,11 +109,13 @@ class ImageDecoder(Layer):
 
   input_dims: int = REQUIRED
   channels: tuple[int, ...] = REQUIRED
+  num_blocks: int = 0
   image_channels: int = REQUIRED
   activation: str = 'gelu'
   conv_tpl: Config = template(Conv2D)
 
   enter: Conv2D = child()
+  block: list[ConvResidual] = child()
   up: list[Conv2D] = child()
   out: Conv2D = child()
 
@@ -85,6 +123,7 @@ class ImageDecoder(Layer):
     _check_channels(self)
     counts = (*self.channels, self.channels[-1])
     self.create_child('enter', self.conv_tpl.clone(filter_shape=(3, 3, self.input_dims, counts[0])))
+    self.create_children('block', templates=_blocks(self, counts[0]))
     shapes = [(3, 3, i, 4 * o) for i, o in itertools.pairwise(counts)]
     self.create_children('up', templates=[self.conv_tpl.clone(filter_shape=shape) for shape in shapes])
     self.create_child('out', self.conv_tpl.clone(filter_shape=(3, 3, counts[-1], self.image_channels)))
@@ -93,6 +132,8 @@ class ImageDecoder(Layer):
     """Returns images [B, 2^S H, 2^S W, C] for latents [B, H, W, D]."""
     activate = get_activation(self.activation)
     x = activate(self.enter(z_BHWD.astype(self.fprop_dtype)))
+    for block in self.block:
+      x = block(x)
     for up in self.up:
       x = activate(to_pixels(up(x), 2))
     return self.shard(self.out(x))
@@ -121,7 +162,13 @@ def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int
     )
 
 
+def _blocks(layer: ImageEncoder | ImageDecoder, channels: int) -> list[Config]:
+  sizes = {'channels': channels, 'activation': layer.activation, 'conv_tpl': layer.conv_tpl}
+  return [Config(ConvResidual, **sizes) for _ in range(layer.num_blocks)]
+
+
 def _check_channels(layer: ImageEncoder | ImageDecoder) -> None:
   get_activation(layer.activation, f'{layer.path_name}.activation')
+  layer._check_range('num_blocks', least=0)
   if not layer.channels:
     raise ConfigError(f'{layer.path_name}.channels: expected a number for each halving of the image, as in (32, 64)')

@@ -523,8 +523,8 @@ CASES = {
     split(layers.FiniteScalarQuantizer, None, OUT, levels=(4, 5, 3)), (normal(B, T, 3), POSITIONS > 3)
   ),
   'GumbelQuantizer': lambda: Case(gumbel_quantizer(), (X, POSITIONS > 3)),
-  'ImageDecoder': lambda: Case(image_coder(layers.ImageDecoder, input_dims=5), (normal(B, 1, 2, 5),)),
-  'ImageEncoder': lambda: Case(image_coder(layers.ImageEncoder, output_dims=5), (normal(B, 4, 8, 1),)),
+  'ImageDecoder': lambda: Case(image_coder(layers.ImageDecoder, input_dims=5, num_blocks=1), (normal(B, 1, 2, 5),)),
+  'ImageEncoder': lambda: Case(image_coder(layers.ImageEncoder, output_dims=5, num_blocks=2), (normal(B, 4, 8, 1),)),
   'HeadTransform': lambda: Case(head_transform(), (X,)),
   'ImageMixing': lambda: Case(
     split(layers.ImageMixing, None, (BATCH, None, 'mdl', None), mixup_alpha=0.5, cutmix_alpha=1.0),
