@@ -156,9 +156,7 @@ class S4dOf223M(Mamba2Of1B):
 
   def model(self) -> Config:
     mixer = Config(DiagonalSsm, num_heads=1024, state_dims=32, form='convolution')
-    model = recurrent_lm(
-      mixer, vocab_size=50_257, model_dims=1024, num_layers=16, hidden_dims=4096, remat='full'
-    )
+    model = recurrent_lm(mixer, vocab_size=50_257, model_dims=1024, num_layers=16, hidden_dims=4096, remat='full')
     model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl = Config(FeedForward, activation='gelu')
     return model
 

@@ -6,6 +6,7 @@ D dims of the decoder, P numbers in a patch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.base import ActivationSplit, Layer
+from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.image_tokens import grid_size
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import LayerNorm, Norm
-from praxis_lite.layers.positions import SinusoidalPositions2D, grid_positions
+from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
@@ -90,9 +92,10 @@ class PatchDecoder(Layer):
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     grid: number of rows and columns of patches.
     patch_dims: P.
-    has_class_token: whether the first state belongs to a class token, which has no position.
+    has_class_token: whether the first state belongs to a class token.
     embed_tpl: template of the child `embed`.
-    position_tpl: template of the child `position`.
+    position_tpl: template of the child `position`: sinusoids, with which the class token has no position; or
+      `LearnedPositions`, also of the class token, which is the first.
     transformer_tpl: template of the child `transformer`; its attention is never causal.
     final_norm_tpl: template of the child `final_norm`.
     pixels_tpl: template of the child `pixels`.
@@ -115,7 +118,7 @@ class PatchDecoder(Layer):
   activation_split_dims_mapping: Config = template(PatchDecoderSplit)
 
   embed: Linear = child()
-  position: SinusoidalPositions2D = child()
+  position: SinusoidalPositions2D | LearnedPositions = child()
   transformer: RepeatedTransformer | StackedTransformer | PipelinedTransformer = child()
   final_norm: Norm = child()
   pixels: Linear = child()
@@ -124,7 +127,9 @@ class PatchDecoder(Layer):
     D = self.model_dims
     self.create_child('embed', self.embed_tpl.clone(input_dims=self.input_dims, output_dims=D))
     self.create_variable('mask_token', WeightHParams((D,), init=WeightInit.Gaussian(0.02)))
-    self.create_child('position', self.position_tpl.clone(dims=D))
+    num_tokens = self.grid[0] * self.grid[1] + self.has_class_token
+    table = {'max_len': num_tokens} if is_position_table(self.position_tpl) else {}
+    self.create_child('position', self.position_tpl.clone(dims=D, **table))
     transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
     hidden = 4 * D if self.hidden_dims is None else self.hidden_dims
     for block in kinds_of_stack(transformer):
@@ -133,6 +138,10 @@ class PatchDecoder(Layer):
     self.create_child('transformer', transformer)
     self.create_child('final_norm', self.final_norm_tpl.clone(dims=D))
     self.create_child('pixels', self.pixels_tpl.clone(input_dims=D, output_dims=self.patch_dims))
+
+  def position_grids(self) -> Mapping[str, PositionGrid]:
+    is_table = is_position_table(self.position_tpl)
+    return {'position.w': PositionGrid(*self.grid, int(self.has_class_token))} if is_table else {}
 
   def __call__(self, states: jax.Array, places_BT: jax.Array) -> jax.Array:
     """Returns predictions of all patches, [B, T, P].
@@ -148,8 +157,12 @@ class PatchDecoder(Layer):
     at_place_BTD = take_tokens(seen_BKD, jnp.minimum(places_BT, K - 1))
     is_seen_BT1 = (places_BT < K)[..., None]
     x_BTD = jnp.where(is_seen_BT1, at_place_BTD, self.theta.mask_token.astype(x_BKD.dtype))
-    rows, columns = grid_positions(*self.grid)
-    x_BTD += self.position(jnp.asarray(rows), jnp.asarray(columns))
-    x_BTD = self.shard(jnp.concatenate([others, x_BTD], axis=1), 'states')
+    if isinstance(self.position, SinusoidalPositions2D):
+      rows, columns = grid_positions(*self.grid)
+      x_BTD += self.position(jnp.asarray(rows), jnp.asarray(columns))
+    x_BTD = jnp.concatenate([others, x_BTD], axis=1)
+    if isinstance(self.position, LearnedPositions):
+      x_BTD += self.position(jnp.arange(x_BTD.shape[1])[None])
+    x_BTD = self.shard(x_BTD, 'states')
     x_BTD = self.final_norm(self.transformer(x_BTD))
     return self.shard(self.pixels(x_BTD[:, num_others:]))

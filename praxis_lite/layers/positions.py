@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, template
+from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, target, template
 from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
@@ -130,6 +130,12 @@ class LearnedPositions(Layer):
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops()  # A lookup multiplies nothing.
+
+
+def is_position_table(template: Config | None) -> bool:
+  """Whether a template of positions is that of a table, with an entry for each token."""
+  kind = None if template is None else target(template)
+  return isinstance(kind, type) and issubclass(kind, LearnedPositions)
 
 
 class LinearRotaryScaling(Configurable):

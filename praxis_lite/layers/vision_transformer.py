@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import REQUIRED, Config, child, target, template
+from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import PositionGrid
@@ -25,7 +25,7 @@ from praxis_lite.layers.encoder import HeadTransform
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding, grid_size
 from praxis_lite.layers.normalizations import LayerNorm, Norm
-from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions
+from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
@@ -151,8 +151,7 @@ class VisionTransformer(Layer):
   @property
   def has_learned_positions(self) -> bool:
     """Whether positions are a table, with an entry for each token."""
-    kind = None if self.position_tpl is None else target(self.position_tpl)
-    return isinstance(kind, type) and issubclass(kind, LearnedPositions)
+    return is_position_table(self.position_tpl)
 
   def position_grids(self) -> Mapping[str, PositionGrid]:
     return {'position.w': PositionGrid(*self.grid, int(self.class_token))} if self.has_learned_positions else {}

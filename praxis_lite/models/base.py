@@ -88,8 +88,8 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
-  # Whether the network also reads images, sound or sources: then a plan counts the work of a step in its program, and not
-  # by a formula for each of the tokens in `ids`.
+  # Whether the network also reads images, sound or sources: then a plan counts the work of a step in its program, and
+  # not by a formula for each of the tokens in `ids`.
   has_work_besides_ids: ClassVar[bool] = False
   # Children whose weights are stored in few bits only if a regex matches their paths.
   plain_children: ClassVar[tuple[str, ...]] = ()

@@ -144,13 +144,15 @@ def masked_autoencoder(
     decoder_dims, decoder_layers, decoder_heads: `model_dims`, `num_layers` and `num_heads` of the `PatchDecoder`.
     mask_ratio, normalizes_targets: see `MaskedAutoencoder`.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `vision_transformer`; here `positions` is 'sinusoidal' and `class_token` True by default.
+    **sizes: those of `vision_transformer`; here `positions`, also those of the decoder, are 'sinusoidal' and
+      `class_token` is True by default.
   """
   encoder: VisionSizes = {'positions': 'sinusoidal', 'class_token': True, **sizes}
   network = vision_transformer(**encoder)
   decoder = Config(PatchDecoder, model_dims=decoder_dims, num_layers=decoder_layers, num_heads=decoder_heads)
   decoder.transformer_tpl = network.transformer_tpl.clone()
   decoder.final_norm_tpl = network.final_norm_tpl.clone()
+  decoder.position_tpl = network.position_tpl.clone()
   network.params_init = decoder.params_init = WeightInit.Xavier()
   model = Config(MaskedAutoencoder, network_tpl=network, patch_decoder_tpl=decoder, mask_ratio=mask_ratio)
   return model.set(normalizes_targets=normalizes_targets, fprop_dtype=fprop_dtype)

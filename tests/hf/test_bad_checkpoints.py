@@ -43,7 +43,7 @@ def one_file(tmp_path, case='llama'):
     ),
     (
       {'model_type': 'mamba'},
-      r"model_type 'mamba' is not supported; supported: llama, .*, vit, resnet, bit, convnext, clip, siglip$",
+      r"model_type 'mamba' is not supported; supported: llama, .*, vit, vit_mae, resnet, bit, convnext, clip, siglip$",
     ),
     (
       {'architectures': ['LlamaForSequenceClassification']},

@@ -14,9 +14,11 @@ import test_clip as clip
 import test_resnet as resnet
 import test_t5 as t5
 import test_vit as vit
+import test_vit_mae as vit_mae
 import test_whisper as whisper
 import towers_by_hand
 import vit_by_hand
+import vit_mae_by_hand
 import whisper_by_hand
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
@@ -99,6 +101,16 @@ def test_vit_is_that_of_transformers(case, tmp_path):
     found = model(torch.tensor(vit.IMAGES.transpose(0, 3, 1, 2), dtype=torch.float64))
   found = found.logits if 'num_labels' in config else found.pooler_output
   np.testing.assert_allclose(found.numpy(), vit_by_hand.outputs(config, tensors, vit.IMAGES), rtol=1e-5, atol=1e-5)
+
+
+def test_vit_mae_is_that_of_transformers(tmp_path):
+  folder, config, tensors = vit_mae.make(tmp_path, image_size=9)  # It takes no pixels that fill no patch.
+  model = loaded(folder, 'ViTMAEForPreTraining')
+  with torch.no_grad():
+    pixels = torch.tensor(vit_mae.IMAGES[:, :9, :9].transpose(0, 3, 1, 2), dtype=torch.float64)
+    found = model(pixels, noise=torch.tensor(vit_mae.NOISE))
+  expected = vit_mae_by_hand.outputs(config, tensors, vit_mae.IMAGES, vit_mae.NOISE)
+  np.testing.assert_allclose(found.logits.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', resnet.CASES)

@@ -29,13 +29,13 @@ def predictions(variables, image, noise, num_seen, patch_size, heads):
   x = patches(image, patch_size) @ conv['w'].reshape(-1, conv['w'].shape[-1]) + conv['b']
   if 'position' in encoder:
     table = encoder['position']['w']
-    assert not num_others
   else:
     table = sinusoids(*grid, x.shape[-1])
+    table = np.concatenate([np.zeros_like(table[:num_others]), table])
   order = np.argsort(noise, axis=1)
   rows = []
-  for row, seen in zip(x + table, order[:, :num_seen]):
-    first = [encoder['class_token']] if num_others else []
+  for row, seen in zip(x + table[num_others:], order[:, :num_seen]):
+    first = [encoder['class_token'] + table[0]] if num_others else []
     rows.append(np.stack([*first, *row[seen]]))
   states = norm(blocks(np.stack(rows), encoder['transformer']['layers'], heads[0]), encoder['final_norm'])
   states = states @ decoder['embed']['w'] + decoder['embed']['b']
@@ -43,7 +43,11 @@ def predictions(variables, image, noise, num_seen, patch_size, heads):
   for row, seen in zip(states, order[:, :num_seen]):
     tokens = np.tile(decoder['mask_token'], (x.shape[1], 1))
     tokens[seen] = row[num_others:]
-    rows.append(np.concatenate([row[:num_others], tokens + sinusoids(*grid, tokens.shape[-1])]))
+    table = sinusoids(*grid, tokens.shape[-1])
+    table = np.concatenate([np.zeros_like(table[:num_others]), table])
+    rows.append(
+      np.concatenate([row[:num_others], tokens]) + (decoder['position']['w'] if 'position' in decoder else table)
+    )
   y = norm(blocks(np.stack(rows), decoder['transformer']['layers'], heads[1]), decoder['final_norm'])
   is_hidden = np.ones(noise.shape, bool)
   np.put_along_axis(is_hidden, order[:, :num_seen], False, axis=1)

@@ -30,7 +30,9 @@ def test_the_work_of_two_towers_is_on_images_too():
   rows, length = struct['ids'].shape
   image = 16 * (2 * 4 * 64 + 2 * block_flops(64, 128, 16) + 4 * 64 * 64)  # Patches, blocks, and what is pooled.
   text = length * block_flops(64, 128, length)
-  assert found.flops == pytest.approx(3 * rows * (image + text), rel=0.05)  # Besides the query that pools, and projections.
+  assert found.flops == pytest.approx(
+    3 * rows * (image + text), rel=0.05
+  )  # Besides the query that pools, and projections.
   assert found.causal_flops == found.flops
   assert (found.tokens, found.is_by_token) == (rows * length, False)
 

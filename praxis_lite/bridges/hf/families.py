@@ -25,6 +25,7 @@ from praxis_lite.bridges.hf.resnet import BIT, RESNET
 from praxis_lite.bridges.hf.t5 import T5_LIKE
 from praxis_lite.bridges.hf.two_towers import TWO_TOWERS
 from praxis_lite.bridges.hf.vit import VIT
+from praxis_lite.bridges.hf.vit_mae import VIT_MAE
 from praxis_lite.bridges.hf.whisper import WHISPER
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
@@ -32,6 +33,7 @@ from praxis_lite.layers import (
   AudioEncoderDecoder,
   Dropout,
   MultiHeadAttention,
+  PatchDecoder,
   Repeat,
   StackedTransformer,
   TransformerBlock,
@@ -59,6 +61,7 @@ _FAMILIES = (
   WHISPER,
   *ENCODERS,
   VIT,
+  VIT_MAE,
   RESNET,
   BIT,
   CONVNEXT,
@@ -115,8 +118,8 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     if lm is None:
       raise ConfigError(
         f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel, a '
-        'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, or a ClassificationModel of a '
-        'VisionTransformer, a ResNet or a ConvNeXt may have'
+        'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, a MaskedAutoencoder, or a '
+        'ClassificationModel of a VisionTransformer, a ResNet or a ConvNeXt may have'
       )
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names.sort(key=lambda name: name != preferred)
@@ -205,6 +208,7 @@ _COMPLETE_BELOW = (
   AudioEncoderDecoder,
   TransformerBlock,
   VisionTransformer,
+  PatchDecoder,
 )  # Layers that fill in fields below them.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 

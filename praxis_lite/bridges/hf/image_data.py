@@ -9,7 +9,7 @@ from praxis_lite.bridges.hf.hf_config import HfConfig, read_json
 from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ImageRecordInput, ImageTextRecordInput
-from praxis_lite.models import ImageFeatureModel
+from praxis_lite.models import ImageFeatureModel, MaskedAutoencoder
 
 PREPROCESSOR_FILE = 'preprocessor_config.json'
 
@@ -22,7 +22,7 @@ def image_datasets(model: Config, folder: str) -> list[Config]:
     folder: the folder of the checkpoint; if it has no preprocessor_config.json, pixels become numbers in [-1, 1].
   """
   fields = _fields_of(model.network_tpl, folder)
-  if target(model) is ImageFeatureModel:
+  if target(model) in (ImageFeatureModel, MaskedAutoencoder):
     fields['label_feature'] = None
   data = Config(ImageRecordInput, file_pattern=REQUIRED, batch_size=32, **fields)
   return [data.clone(name='train', is_training=True, crop_area=(0.5, 1.0)), data.clone(name='validation')]

@@ -58,6 +58,7 @@ from praxis_lite.models import (
   EncoderDecoderModel,
   ImageFeatureModel,
   LanguageModel,
+  MaskedAutoencoder,
   MaskedLanguageModel,
   SequenceClassifier,
   SpeechToTextModel,
@@ -193,8 +194,11 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.evaluate.max_batches = 100
   built = target(model)
   assert isinstance(built, type)
-  if issubclass(built, ClassificationModel | ImageFeatureModel):
+  if issubclass(built, ClassificationModel | ImageFeatureModel | MaskedAutoencoder):
     task.name = 'classifier'
+    if issubclass(built, MaskedAutoencoder):
+      task.name = 'masked_autoencoder'
+      task.train.learner.bprop_variable_exclusion = ('network.position.w', 'patch_decoder.position.w')
     task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
     return ExperimentConfig(task, image_datasets(model, checkpoint.folder), [])
   tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)

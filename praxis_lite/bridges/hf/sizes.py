@@ -19,7 +19,7 @@ from praxis_lite.inputs import TextInput
 from praxis_lite.training.experiment import ExperimentConfig
 
 _LONGEST = 8192
-_NETWORKS = ('lm_tpl', 'encoder_tpl', 'network_tpl', 'image_tpl', 'text_tpl')
+_NETWORKS = ('lm_tpl', 'encoder_tpl', 'network_tpl', 'patch_decoder_tpl', 'image_tpl', 'text_tpl')
 
 
 def read_sizes_of(path: str | os.PathLike[str]) -> HfConfig:

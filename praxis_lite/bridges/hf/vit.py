@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
@@ -42,19 +42,8 @@ class VisionFamily(WholeModelFamily):
     hf.must_be('qkv_bias', True)
     hf.must_be('pooler_act', 'tanh')
     hf.must_be('problem_type', None, 'single_label_classification')
-    width = hf.size('hidden_size')
-    hf.must_be('pooler_output_size', None, width)
-    sizes: dict[str, Any] = {
-      'image_size': image_sizes(hf, 'image_size'),
-      'patch_size': image_sizes(hf, 'patch_size'),
-      'channels': hf.size('num_channels'),
-      'model_dims': width,
-      'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
-      'num_heads': hf.size('num_attention_heads'),
-      'hidden_dims': hf.size('intermediate_size'),
-      'activation': hf.activation('hidden_act'),
-      'epsilon': hf.number('layer_norm_eps'),
-    }
+    hf.must_be('pooler_output_size', None, hf.size('hidden_size'))
+    sizes = encoder_sizes(hf)
     if _FEATURES in (hf.values.get('architectures') or ()):
       network = vision_transformer(representation=True, **sizes)
       return Config(ImageFeatureModel, network_tpl=network, params_init=network.params_init)
@@ -64,7 +53,7 @@ class VisionFamily(WholeModelFamily):
     # Names in memory of transformers 5, which some checkpoints have too.
     name = re.sub(r'(^|\.)layers\.(\d+)\.', r'\1encoder.layer.\2.', name)
     for new, old in _RENAMED.items():
-      name = re.sub(rf'(encoder\.layer\.\d+\.){re.escape(new)}\.', rf'\g<1>{old}.', name)
+      name = re.sub(rf'((?:encoder\.layer|decoder_layers)\.\d+\.){re.escape(new)}\.', rf'\g<1>{old}.', name)
     return name
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:
@@ -76,24 +65,7 @@ class VisionFamily(WholeModelFamily):
   def values(self, model: ClassificationModel | ImageFeatureModel) -> Values:
     network = model.network
     assert isinstance(network, VisionTransformer)
-    blocks = blocks_of_stack(network.transformer)
-    attention, ff = blocks[0].attention, blocks[0].ff
-    if not isinstance(ff, FeedForward) or not network.has_learned_positions or network.final_norm_tpl is None:
-      raise ConfigError(
-        f'{network.path_name}: a vision transformer of transformers has dense feed-forward layers, learned positions, '
-        'and a norm after the blocks'
-      )
-    values: Values = {
-      'image_size': one_or_both(network.image_size),
-      'patch_size': one_or_both(network.patch_size),
-      'num_channels': network.channels,
-      'hidden_size': network.model_dims,
-      'num_hidden_layers': len(blocks),
-      'num_attention_heads': attention.num_heads,
-      'intermediate_size': ff.hidden_dims,
-      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
-      'layer_norm_eps': network.final_norm.epsilon,
-    }
+    values = values_of_encoder(network)
     if isinstance(model, ImageFeatureModel):
       return values | {'architectures': [_FEATURES]}
     return values | {'num_labels': model.num_classes}
@@ -106,12 +78,53 @@ class VisionFamily(WholeModelFamily):
     yield Pair(f'{theirs}cls_token', f'{ours}class_token', 'D -> . . D')
     yield Pair(f'{theirs}position_embeddings', f'{ours}position.w', 'T D -> . T D')
     yield from patch_pairs(f'{theirs}patch_embeddings.projection', f'{ours}patches.conv')
-    theirs, ours = f'{prefix}encoder.layer.{{layer}}.', 'network.transformer.layers.'
-    yield from block_pairs(theirs, ours, 'attention.attention')
-    yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
-    yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
+    yield from vision_block_pairs(f'{prefix}encoder.layer.{{layer}}.', 'network.transformer.layers.')
     yield from norm_pairs(f'{prefix}layernorm', 'network.final_norm')
     yield from linear_pairs(f'{prefix}pooler.dense', 'network.representation.linear')
+
+
+def encoder_sizes(hf: HfConfig) -> dict[str, Any]:
+  """Returns the arguments of `vision_transformer` that config.json has."""
+  return {
+    'image_size': image_sizes(hf, 'image_size'),
+    'patch_size': image_sizes(hf, 'patch_size'),
+    'channels': hf.size('num_channels'),
+    'model_dims': hf.size('hidden_size'),
+    'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
+    'num_heads': hf.size('num_attention_heads'),
+    'hidden_dims': hf.size('intermediate_size'),
+    'activation': hf.activation('hidden_act'),
+    'epsilon': hf.number('layer_norm_eps'),
+  }
+
+
+def values_of_encoder(network: VisionTransformer) -> Values:
+  """Returns what config.json says of a vision transformer; raises ConfigError if transformers has no such one."""
+  blocks = blocks_of_stack(network.transformer)
+  attention, ff = blocks[0].attention, blocks[0].ff
+  if not isinstance(ff, FeedForward) or not network.has_learned_positions or network.final_norm_tpl is None:
+    raise ConfigError(
+      f'{network.path_name}: a vision transformer of transformers has dense feed-forward layers, learned positions, '
+      'and a norm after the blocks'
+    )
+  return {
+    'image_size': one_or_both(network.image_size),
+    'patch_size': one_or_both(network.patch_size),
+    'num_channels': network.channels,
+    'hidden_size': network.model_dims,
+    'num_hidden_layers': len(blocks),
+    'num_attention_heads': attention.num_heads,
+    'intermediate_size': ff.hidden_dims,
+    'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
+    'layer_norm_eps': network.final_norm.epsilon,
+  }
+
+
+def vision_block_pairs(theirs: str, ours: str) -> Iterator[Pair]:
+  """Yields the pairs of the blocks of a stack; both prefixes end with a dot, and `theirs` has '{layer}'."""
+  yield from block_pairs(theirs, ours, 'attention.attention')
+  yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
+  yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
 
 
 def patch_pairs(theirs: str, ours: str) -> Iterable[Pair]:

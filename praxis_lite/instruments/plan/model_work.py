@@ -49,7 +49,7 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
   jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
   parameters, active = jax_task.model.total_num_params, jax_task.model.active_num_params
   tokens = math.prod(ids.shape) if ids is not None and len(ids.shape) == 2 else None
-  if tokens is None or jax_task.model.has_work_besides_ids:
+  if ids is None or tokens is None or jax_task.model.has_work_besides_ids:
     flops = model_flops(partitioned)
     return ModelWork(parameters, active, tokens, flops, flops, is_by_token=False)
   length = ids.shape[1]
