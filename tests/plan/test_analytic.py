@@ -251,3 +251,22 @@ def test_live_bytes_are_divided_by_layer_and_kind():
   assert saved and all(part.layer.startswith('lm.transformer') and part.phase == 'forward' for part in saved)
   assert all(buffer.shape.split('[')[1].startswith(f'{LAYERS},') for part in saved for buffer in part.buffers)
   assert max(part.bytes for part in live) < found.memory.temporaries
+
+
+@pytest.mark.parametrize('groups', [1, 2])
+@pytest.mark.parametrize('stride', [1, 2])
+def test_convolutions_and_their_gradients_count_the_elements_that_meet(stride, groups):
+  """Rows are split over 4 devices, output channels over 2; the border of a kernel is over padding."""
+
+  def loss(x, k):
+    y = jax.lax.conv_general_dilated(
+      x, k, (stride, stride), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'), feature_group_count=groups
+    )
+    return jnp.square(y).sum()
+
+  x, k = (8, 8, 8, 4), (3, 3, 4 // groups, 6)
+  arrays = ((x, jnp.float32, ('data',)), (k, jnp.float32, (None, None, None, 'mdl' if groups == 1 else None)))
+  products = lowered_program(jax.grad(loss, (0, 1)), *arrays).products
+  met, features, channels = {1: 22, 2: 11}[stride], 4 // groups, 3 if groups == 1 else 6
+  assert [product.flops for product in products] == [2 * 2 * met**2 * features * channels] * 3
+  assert products[0].bytes == 4 * (2 * 64 * 4 + 9 * features * channels + 2 * (8 // stride) ** 2 * channels)

@@ -37,6 +37,7 @@ from praxis_lite.instruments.plan.local_memory import (
   hlo_dtype_name,
 )
 from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
+from praxis_lite.instruments.plan.work import convolution_flops
 from praxis_lite.sharding.propagation import (
   functions_of,
   make_collectives_explicit,
@@ -54,7 +55,7 @@ UNROLLED = 'praxis_lite.unrolled'
 
 @dataclasses.dataclass(frozen=True)
 class LocalOperation:
-  """A matrix product, attention by a fused kernel, or a guessed fusion of other operations, on one device.
+  """A product, a convolution, attention by a fused kernel, or a guessed fusion of other operations, on one device.
 
   Attributes:
     name: the names of the loops that contain it, then the name that JAX gives the operation.
@@ -164,6 +165,8 @@ class _Reader:
         inside = self._read_inside(op, count, within)
       elif op.name in PRODUCTS:
         self.products.append(self._product(op, count, within))
+      elif op.name == 'stablehlo.convolution':
+        self.products.append(self._convolution(op, count, within))
       elif op.name == 'stablehlo.custom_call':
         self.products += self._custom_call(op, count, within)
       elif op.name in STARTED:  # If several uses split an array in the same way, XLA runs one collective.
@@ -212,6 +215,25 @@ class _Reader:
       flops *= 1 if self._on_tpu else groups
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, hlo_dtype_name(left), loop=self._loop)
+
+  def _convolution(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
+    arrays = (*op.operands[:2], op.results[0])
+    labels = re.findall(r'\[([\w, ]+)\]', str(op.attributes['dimension_numbers']))
+
+    def numbers(name: str) -> tuple[int, ...]:
+      return tuple(op.attributes[name]) if name in op.attributes else ()
+
+    flops = convolution_flops(
+      [label.replace(', ', '') for label in labels],
+      [self._sizes.shape(array) for array in arrays],
+      strides=numbers('window_strides'),
+      pads=numbers('padding')[::2],
+      gaps=numbers('lhs_dilation'),
+      kernel_gaps=numbers('rhs_dilation'),
+      batch_groups=ir.IntegerAttr(op.attributes['batch_group_count']).value,
+    )
+    moved, dtype = sum(map(self._sizes.bytes, arrays)), hlo_dtype_name(op.operands[0])
+    return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, dtype, loop=self._loop)
 
   def _custom_call(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
     """Returns the work of a custom call: attention, a grouped product, or what its author or its layer says."""

@@ -76,33 +76,53 @@ def _ragged_dot_flops(instruction: Instruction, operands: Sequence[HloArray]) ->
 
 
 def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-  """Returns the FLOPs of a convolution. Products with padding, or with gaps between dilated elements, do not count."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   if labels is None or len(operands) < 2:
     return 0.0
-  lhs, rhs, out = labels.groups()
-  (image, kernel), result = operands[:2], instruction.arrays[0]
   window = dict(re.findall(r'(\w+)=([\dx_\-]+)', instruction.attribute('window')))
-  rank = len(lhs) - 2
-  per_dim = {name: window[name].split('x') if name in window else [None] * rank for name in _WINDOW}
+  strides, gaps, kernel_gaps = (
+    tuple(map(int, window[name].split('x'))) if name in window else ()
+    for name in ('stride', 'lhs_dilate', 'rhs_dilate')
+  )
+  return convolution_flops(
+    labels.groups(),
+    (operands[0].dims, operands[1].dims, instruction.arrays[0].dims),
+    strides=strides,
+    pads=tuple(int(pad.split('_')[0]) for pad in window['pad'].split('x')) if 'pad' in window else (),
+    gaps=gaps,
+    kernel_gaps=kernel_gaps,
+    batch_groups=int(instruction.attribute('batch_group_count') or 1),
+  )
+
+
+def convolution_flops(
+  labels: Sequence[str],
+  shapes: Sequence[Sequence[int]],
+  *,
+  strides: Sequence[int] = (),
+  pads: Sequence[int] = (),
+  gaps: Sequence[int] = (),
+  kernel_gaps: Sequence[int] = (),
+  batch_groups: int = 1,
+) -> float:
+  """Returns the FLOPs of a convolution. Products with padding, or with gaps between dilated elements, do not count.
+
+  Args:
+    labels: the dimensions of image, kernel and result, such as ('b01f', '01io', 'b01f').
+    shapes: theirs.
+    strides, pads, gaps, kernel_gaps: for each dimension of space: the stride, the padding before it, and the dilation
+      of image and kernel; () means 1, or no padding.
+    batch_groups: number of groups of the batch.
+  """
+  (lhs, rhs, out), (image, kernel, result) = labels, shapes
   met = 1
-  for dim in range(rank):
-    size, stride, pad, spread, apart = (per_dim[name][dim] for name in _WINDOW)
-    met *= _met(
-      image.dims[lhs.index(str(dim))],
-      result.dims[out.index(str(dim))],
-      int(size or 1),
-      int(stride or 1),
-      int((pad or '0_0').split('_')[0]),
-      int(spread or 1),
-      int(apart or 1),
-    )
-  batch_groups = int(instruction.attribute('batch_group_count') or 1)
-  features = kernel.dims[rhs.index('i')] * kernel.dims[rhs.index('o')]
-  return 2.0 * image.dims[lhs.index('b')] / batch_groups * features * met
-
-
-_WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
+  for dim in range(len(lhs) - 2):
+    at = str(dim)
+    stride, spread, apart = (numbers[dim] if numbers else 1 for numbers in (strides, gaps, kernel_gaps))
+    sizes = image[lhs.index(at)], result[out.index(at)], kernel[rhs.index(at)]
+    met *= _met(*sizes, stride, pads[dim] if pads else 0, spread, apart)
+  features = kernel[rhs.index('i')] * kernel[rhs.index('o')]
+  return 2.0 * image[lhs.index('b')] / batch_groups * features * met
 
 
 @functools.cache
