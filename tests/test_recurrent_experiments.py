@@ -30,8 +30,9 @@ def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hybrid_is_right_on_a_mesh_that_divides_nothing():
-  config = configure(recurrent.HybridTiny)
+@pytest.mark.parametrize('name', ['Hybrid', 'Lstm', 'Delta', 'Ssm'])
+def test_it_is_right_on_a_mesh_that_divides_nothing(name):
+  config = configure(getattr(recurrent, f'{name}Tiny'))
   config.task.set(ici_mesh_shape=(2, 2, 2))
   found = verify(config.task, config.datasets[0].instantiate().batch_struct(), quick=True, search_seconds=0)
   assert found.is_right, format_verification(found)

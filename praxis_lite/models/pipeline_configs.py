@@ -63,6 +63,11 @@ def _to_stages(repeated: Config, field: str, pipelined: Config) -> Config:
       f'set_pipeline: {field}.sliding_windows makes blocks of several kinds, and stages need blocks that are '
       f'all alike; set {field}.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
     )
+  if isinstance(repeated.layers_tpl, tuple | list):
+    raise ConfigError(
+      f'set_pipeline: {field}.layers_tpl has blocks of {len(repeated.layers_tpl)} kinds in turn, and stages need blocks '
+      'that are all alike'
+    )
   for name in field_names(Repeat) or ():
     if name in repeated.__arguments__ and name != 'weight_split_dims_mapping':
       setattr(pipelined, name, getattr(repeated, name))

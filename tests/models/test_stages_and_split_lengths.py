@@ -14,7 +14,8 @@ from encoder_decoder_cases import B, T, V, config, packed_batch
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.models import masked_language_model, set_pipeline, set_sharding
+from praxis_lite.layers import GatedDeltaNet, Mamba2, Recurrent
+from praxis_lite.models import griffin_lm, masked_language_model, recurrent_lm, set_pipeline, set_sharding
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -109,12 +110,33 @@ def test_an_encoder_in_stages_trains_like_one_device():
   assert_same(after_a_step(staged, masked_batch(), ('stage', *ROWS, 'mdl'), (2, 1, 3, 1)), expected)
 
 
+RECURRENCES = {
+  'mamba2': Config(Mamba2, num_heads=6, dims_per_head=4, state_dims=5, chunk_size=4),
+  'delta': Config(GatedDeltaNet, num_heads=3, dims_per_head=4, key_dims=5, chunk_size=4),
+  'lstm': Config(Recurrent),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', RECURRENCES)
+def test_recurrences_in_stages_train_like_one_device(kind):
+  """Three blocks in two stages, and rows of several segments in microbatches that they do not fill."""
+  model = recurrent_lm(RECURRENCES[kind], vocab_size=V, model_dims=12, num_layers=3, hidden_dims=10)
+  batch = masked_batch()
+  expected = after_a_step(model, batch)
+  staged = set_pipeline(set_sharding(model.clone()), num_stages=2, num_microbatches=2, batch_axes='data')
+  assert_same(after_a_step(staged, batch, ('stage', *ROWS, 'mdl'), (2, 1, 3, 1)), expected)
+
+
 def test_stacks_that_cannot_be_stages_are_named():
   with pytest.raises(ConfigError, match='set_pipeline: encoder_tpl is the Config of StackedTransformer'):
     set_pipeline(config(repeat=False), num_stages=2, num_microbatches=2)
   few = set_pipeline(config(), num_stages=3, num_microbatches=2)
   with pytest.raises(ConfigError, match=r'lm\.decoder\.num_stages: 3 stages need at least 3 layers'):
     few.instantiate()
+  griffin = griffin_lm(vocab_size=V, model_dims=12, num_layers=6, num_heads=3)
+  with pytest.raises(ConfigError, match=r'transformer_tpl\.layers_tpl has blocks of 3 kinds in turn'):
+    set_pipeline(griffin, num_stages=2, num_microbatches=2)
 
 
 # ------------------------------------------------------------------ split lengths

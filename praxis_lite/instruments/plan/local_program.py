@@ -221,7 +221,10 @@ class _Reader:
     labels = re.findall(r'\[([\w, ]+)\]', str(op.attributes['dimension_numbers']))
 
     def numbers(name: str) -> tuple[int, ...]:
-      return tuple(op.attributes[name]) if name in op.attributes else ()
+      if name not in op.attributes:
+        return ()
+      kind = ir.DenseIntElementsAttr if name == 'padding' else ir.DenseI64ArrayAttr
+      return tuple(kind(op.attributes[name]))
 
     flops = convolution_flops(
       [label.replace(', ', '') for label in labels],
