@@ -65,8 +65,8 @@ def _to_stages(repeated: Config, field: str, pipelined: Config) -> Config:
     )
   if isinstance(repeated.layers_tpl, tuple | list):
     raise ConfigError(
-      f'set_pipeline: {field}.layers_tpl has blocks of {len(repeated.layers_tpl)} kinds in turn, and stages need blocks '
-      'that are all alike'
+      f'set_pipeline: {field}.layers_tpl has blocks of {len(repeated.layers_tpl)} kinds in turn, and stages need '
+      'blocks that are all alike'
     )
   for name in field_names(Repeat) or ():
     if name in repeated.__arguments__ and name != 'weight_split_dims_mapping':
