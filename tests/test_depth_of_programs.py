@@ -1,4 +1,4 @@
-"""The programs of published sizes do not grow with their depth, so neither do the times to trace and to compile them."""
+"""The programs of published sizes do not grow with their depth, so neither do the times to trace and compile them."""
 
 from __future__ import annotations
 

@@ -221,16 +221,14 @@ class _Reader:
     labels = re.findall(r'\[([\w, ]+)\]', str(op.attributes['dimension_numbers']))
 
     def numbers(name: str) -> tuple[int, ...]:
-      if name not in op.attributes:
-        return ()
-      kind = ir.DenseIntElementsAttr if name == 'padding' else ir.DenseI64ArrayAttr
-      return tuple(kind(op.attributes[name]))
+      return tuple(ir.DenseI64ArrayAttr(op.attributes[name])) if name in op.attributes else ()
 
+    pads = np.asarray(ir.DenseIntElementsAttr(op.attributes['padding'])) if 'padding' in op.attributes else np.zeros(0)
     flops = convolution_flops(
       [label.replace(', ', '') for label in labels],
       [self._sizes.shape(array) for array in arrays],
       strides=numbers('window_strides'),
-      pads=numbers('padding')[::2],
+      pads=tuple(int(pad) for pad in pads.ravel()[::2]),
       gaps=numbers('lhs_dilation'),
       kernel_gaps=numbers('rhs_dilation'),
       batch_groups=ir.IntegerAttr(op.attributes['batch_group_count']).value,
