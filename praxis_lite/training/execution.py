@@ -145,6 +145,11 @@ class ShardMapped(Execution):
     self.kept_axes = kept = self._kept_axes()
     self.batch_axes = tuple(a for a, size in self._sizes.items() if a not in kept and size > 1)
     self._check_optimizer()
+    if jax_task.learner.report_noise_scale and layout.mesh.size > 1:
+      raise ConfigError(
+        "task.train.learner.report_noise_scale: under partitioning='shard_map' gradients are those of a device's "
+        "own rows until the end of a step; set task.partitioning='auto'"
+      )
     # The mesh axes over which each dimension of a variable may be gathered.
     self._split = {
       path: tuple(
@@ -288,6 +293,8 @@ class ShardMapped(Execution):
       other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
       if where.endswith('layer_decay'):
         other = 'remove layer_decay'
+      if where.endswith('clip_gradient_unit_ratio'):
+        other = 'use clip_gradient_single_norm_to_value'
       raise ConfigError(
         f"task.train.{where}: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
         f'updates its part of {path_name(next(iter(split)))}; {other}, leave the weights whole, or set '

@@ -8,6 +8,14 @@ w_i:
 
 If there are several losses, each has weights of its own.
 
+The gradients g_i of k microbatches also tell how noisy a gradient is (McCandlish et al., 2018). If s is the variance of
+the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many,
+
+    P = mean of |g_i|^2 by weight = |G|^2 + k s / W        Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
+
+so s = W (P - Q) / (k - 1) and |G|^2 = (k Q - P) / (k - 1), on the mean over steps. The noise scale is s / |G|^2: the
+batch size at which noise and signal are equal.
+
 Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
 scaled by n w_d / W, where W is the sum of all w_d. Then the mean of losses and gradients over devices is exactly that
 of the whole batch, even if devices have rows of unequal weight or, at the end of a batch, of zero weight.
@@ -34,6 +42,7 @@ _TreeT = TypeVar('_TreeT')
 _BatchT = TypeVar('_BatchT')
 # A loss, a scalar; or several by name.
 Losses: TypeAlias = jax.Array | dict[str, jax.Array]
+_SQUARES = '~squares of gradients'
 
 
 class LossOutput(NamedTuple):
@@ -67,6 +76,8 @@ def value_and_grad(
   batch: _BatchT,
   num_microbatches: int,
   paths_by_loss: Mapping[str, set[Path]] | None = None,
+  *,
+  reports_noise: bool = False,
 ) -> tuple[Losses, LossOutput, _TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
@@ -78,6 +89,8 @@ def value_and_grad(
     batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
     paths_by_loss: if there are several losses: the trained variables that each is differentiated by. Then `loss_fn`
       also takes the name of the loss, and all losses are returned, by name.
+    reports_noise: adds the metrics `grad_noise/variance`, s above, and `grad_noise/signal`, |G|^2, of a single loss and
+      at least two microbatches.
 
   Raises:
     ConfigError: k does not divide B.
@@ -114,6 +127,8 @@ def value_and_grad(
     weights = jax.tree.map(jnp.add, weights, output.weight)
     changed.update(leaves(output.updates))
     updated = merge(others, output.updates)
+    if reports_noise:
+      output = output._replace(metrics={**output.metrics, _SQUARES: (_squares(gradients_i), output.weight)})
     return (gradients, losses, weights, updated), output._replace(updates={})
 
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
@@ -125,14 +140,32 @@ def value_and_grad(
   counts = functools.reduce(jnp.logical_or, (w != 0 for w in jax.tree.leaves(outputs.weight)))
   last = num_microbatches - 1 - jnp.argmax(counts[::-1])
   gradients = jax.tree.map(lambda g, v, d: (g / d).astype(v.dtype), gradients, trained, weights_of_losses(divisor))
+  metrics = {name: mean_of_means(*metric) for name, metric in outputs.metrics.items()}
+  if reports_noise:
+    metrics |= _noise(metrics.pop(_SQUARES)[0], _squares(gradients), jnp.asarray(outputs.weight))
   output = LossOutput(
     weight=weight,
-    metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
+    metrics=metrics,
     per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
     summaries={name: _reduce_microbatches(summary, last) for name, summary in outputs.summaries.items()},
     updates=select(updated, changed.__contains__),
   )
   return jax.tree.map(jnp.divide, losses, divisor), output, gradients
+
+
+def _squares(gradients: object) -> jax.Array:
+  return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
+
+
+def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> WeightedScalars:
+  """Returns the metrics of gradient noise, given P, Q and w_i of the docstring of this file."""
+  k = jnp.sum(weights != 0)
+  others = jnp.maximum(k - 1, 1)
+  is_known = (k > 1).astype(jnp.float32)
+  return {
+    'grad_noise/variance': (jnp.sum(weights) * (of_parts - of_whole) / others, is_known),
+    'grad_noise/signal': ((k * of_whole - of_parts) / others, is_known),
+  }
 
 
 def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:

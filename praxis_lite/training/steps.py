@@ -169,7 +169,12 @@ def _loss_and_gradients(
   others = execution.updatable(others)
   by_loss = learner.paths_by_loss()
   several = None if by_loss.keys() == {'loss'} else by_loss
-  losses, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches, several)
+  reports_noise = jax_task.learner.report_noise_scale
+  if reports_noise and several is not None:
+    raise ConfigError('task.train.learner.report_noise_scale: rules with losses of their own have no common gradient')
+  losses, out, gradients = value_and_grad(
+    *(loss_fn, trained, others, key, inputs, learner.num_microbatches, several), reports_noise=reports_noise
+  )
   return execution.combine(losses, out, gradients)
 
 

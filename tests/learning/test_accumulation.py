@@ -141,3 +141,25 @@ def test_cutting_a_batch_that_is_split_over_devices_moves_no_rows() -> None:
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
   program = jax.jit(step, out_shardings=NamedSharding(mesh, P())).lower(params_of(), shapes).compile()
   assert {kind for kind, found in collectives(program).items() if found.count} == {'all-reduce'}
+
+
+def test_gradients_of_microbatches_tell_their_noise() -> None:
+  """Rows whose gradients are G plus noise of a known variance; microbatches of weight 0 and of unequal weights."""
+  rows, dims, spread = 4096, 8, 3.0
+  noise = spread * jax.random.normal(jax.random.key(0), (rows, dims))
+  weights = jnp.where(jnp.arange(rows) % 8 == 7, 0.0, 1.0 + (jnp.arange(rows) % 8 == 0))
+
+  def loss(params: Any, others: Any, key: Any, batch: Any) -> tuple[jax.Array, LossOutput]:
+    total = batch['weights'].sum()
+    mean = (batch['weights'] * ((0.5 + batch['noise']) @ params)).sum() / total
+    return mean, LossOutput(total, {'loss': (mean, total)}, {}, {}, {})
+
+  batch = {'noise': noise, 'weights': weights}
+  _, out, gradient = jax.jit(lambda p, b: value_and_grad(loss, p, {}, jax.random.key(0), b, 512, reports_noise=True))(
+    jnp.zeros(dims), batch
+  )
+  signal, variance = (out.metrics[f'grad_noise/{name}'] for name in ('signal', 'variance'))
+  # A row of weight 2 counts as much as two rows with the same noise, which vary more together.
+  assert float(signal[0]) == pytest.approx(dims * 0.25, rel=0.15) and float(signal[1]) == 1.0
+  assert float(variance[0]) == pytest.approx(dims * spread**2, rel=0.25)
+  assert float(jnp.sum(gradient**2)) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -56,7 +57,61 @@ def test_clipping_by_value_comes_before_clipping_by_norm() -> None:
   np.testing.assert_allclose(out.mdl_vars['a'], [1.5, -2.0], rtol=1e-6)
 
 
+def test_units_are_clipped_by_the_norms_of_their_weights() -> None:
+  """A unit is an output: each of N H in [D, N, H]; of a stack, in each layer. A bias is one, and a table's row."""
+  weights = {
+    'query': dataclasses.replace(weight(5, 2, 3, repeat=(2,)), fan_in_axes=(0,), fan_out_axes=(1, 2)),
+    'plain': weight(4, 3),
+    'table': dataclasses.replace(weight(7, 2), fan_in_axes=(1,), fan_out_axes=(0,)),
+    'bias': weight(3, marks=(SKIP,)),
+    'scalar': weight(),
+  }
+  axes = {'query': (1,), 'plain': (0,), 'table': (1,), 'bias': (0,), 'scalar': ()}
+  params, grads = values(weights), jax.tree.map(lambda x: 10 * x, values(weights, 1))
+  params['plain'] = params['plain'].at[:, 0].set(0.0)
+  out = one_step(sgd(clip_gradient_unit_ratio=0.1), weights, params, grads)
+  for name, along in axes.items():
+    norm = lambda x, along=along: np.sqrt(np.sum(np.square(x), axis=along, keepdims=True))  # noqa: E731
+    limit = 0.1 * np.maximum(norm(params[name]), 1e-3)
+    expected = grads[name] * np.minimum(1.0, limit / norm(grads[name]))
+    np.testing.assert_allclose(params[name] - out.mdl_vars[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+  split = {('query',): (2,), ('plain',): (1,)}
+  bound = sgd(clip_gradient_unit_ratio=0.1).bind(weights)
+  assert bound.needs_whole(split) == ('learner.optimizer', [])
+  assert bound.needs_whole({('plain',): (0,)})[0] == 'learner.clip_gradient_unit_ratio'
+
+
+def test_a_norm_far_above_those_of_past_steps_is_reduced() -> None:
+  """Zclip, against a loop in NumPy; the first 25 norms are never reduced, and a zero gradient stays zero."""
+  weights = {'a': weight(2)}
+  bound = sgd(clip_gradient_z_score=2.0).bind(weights)
+  params, state = {'a': jnp.zeros(2)}, bound.init({'a': jnp.zeros(2)})
+  norms = [*np.random.default_rng(0).uniform(1, 2, 40), 50.0, 1.5, 0.0]
+  norms[3] = 9.0
+  step = jax.jit(lambda p, s, g: bound.update({'a': g}, jnp.float32(0), p, s, None, jnp.int32(0)))
+  mean = variance = 0.0
+  for count, norm in enumerate(norms):
+    out = step(params, state, jnp.array([0.6, -0.8]) * norm)
+    moved = np.asarray(params['a'] - out.mdl_vars['a'])
+    params, state = out.mdl_vars, out.opt_states
+    z = (norm - mean) / np.sqrt(variance) if variance else 0.0
+    limited = mean + 4 / z * np.sqrt(variance) if z > 2 and count >= 25 else norm
+    np.testing.assert_allclose(moved, np.array([0.6, -0.8]) * limited, rtol=1e-4, atol=1e-5)
+    new = max(0.03, 1 / (count + 1))
+    mean, variance = mean + new * (limited - mean), (1 - new) * (variance + new * (limited - mean) ** 2)
+  assert limited == 0 and np.isfinite(params['a']).all()
+  assert set(state) == {'all', 'gradient_norms'}
+
+
 # ---------------------------------------------------------------- decay
+
+
+def test_independent_decay_follows_the_schedule_but_not_the_rate() -> None:
+  for rate in (1.0, 0.01):
+    learner = sgd(learning_rate=rate, independent_weight_decay=0.25, schedule=lambda step: 0.5)
+    weights = {'w': weight(), 'spared': weight(marks=(SKIP,))}
+    out = one_step(learner, weights, dict.fromkeys(weights, jnp.float32(2)), dict.fromkeys(weights, jnp.float32(0)))
+    assert {name: float(x) for name, x in out.mdl_vars.items()} == {'w': 1.75, 'spared': 2.0}
 
 
 @pytest.mark.parametrize('field', ['l2_regularizer_weight', 'decoupled_weight_decay'])
@@ -251,3 +306,27 @@ def test_stats_hold_rate_and_norm_of_what_the_layers_alone_would_have() -> None:
 def test_values_that_cannot_be_are_refused(fields: Any, message: str) -> None:
   with pytest.raises(ConfigError, match=message):
     sgd(**fields)
+
+
+# ---------------------------------------------------------------- stochastic rounding
+
+
+@pytest.mark.parametrize('optimizer', [optax.sgd, optax.adam])
+def test_small_updates_of_bfloat16_variables_are_not_lost_on_average(optimizer: Any) -> None:
+  weights = {'w': weight(1000, 3), 'other': weight(4)}
+  params = {'w': 1 + 0.5 * jax.random.uniform(jax.random.key(0), (1000, 3)).astype(jnp.bfloat16), 'other': jnp.ones(4)}
+  random = jax.random.uniform(jax.random.key(1), (20, 1000, 3)) * 2e-4
+  fields = {'optimizer': Config(optimizer), 'learning_rate': 1.0 if optimizer is optax.sgd else 1e-4}
+  lost, kept = (sgd(round_stochastically=rounds, **fields) for rounds in (False, True))
+  grads = {'w': random[0].astype(jnp.bfloat16), 'other': jnp.ones(4)}
+  assert (one_step(lost, weights, params, grads).mdl_vars['w'] == params['w']).all()
+  bound = kept.bind(weights)
+  state, first = bound.init(params), params
+  assert all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(state))
+  step = jax.jit(lambda p, s, g, n: bound.update(g, jnp.float32(0), p, s, None, n))
+  for number in range(20):
+    out = step(params, state, grads | {'w': random[number].astype(jnp.bfloat16)}, jnp.int32(number))
+    params, state = out.mdl_vars, out.opt_states
+  assert {name: x.dtype for name, x in params.items()} == {'w': jnp.bfloat16, 'other': jnp.float32}
+  moved = np.mean(np.float64(first['w']) - np.float64(params['w']))
+  assert moved == pytest.approx(2e-3, rel=0.15)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from small_trees import LAYERS, declarations, restacked, unrolled, values, weigh
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.training.learning import Learner, adafactor, optimizer as optimizer_module
+from praxis_lite.training.learning import Learner, adafactor, cautious, mars, optimizer as optimizer_module
 
 RATE = 0.05
 LOSS = np.float32(300.0)
@@ -46,6 +47,12 @@ OPTIMIZERS: dict[str, Config] = {
   'prodigy': Config(optax.contrib.prodigy, estim_lr0=0.1),
   'adafactor': Config(optax.adafactor, min_dim_size_to_factor=4, momentum=0.9),
   'adafactor_of_praxis': Config(adafactor, min_dim_size_to_factor=4, beta1=0.9, weight_decay=0.1),
+  'cautious': Config(cautious, Config(optax.adam)),
+  'mars': Config(mars, Config(optax.adam, b1=0.95, b2=0.99)),
+  'galore': Config(optax.contrib.galore, rank=2, update_proj_gap=2),
+  'mechanize': Config(optax.contrib.mechanize, Config(optax.sgd), s_init=0.1),
+  'optimistic_adam': Config(optax.optimistic_adam, optimism=0.1),
+  'adaptive_grad_clip': Config(optax.chain, Config(optax.adaptive_grad_clip, 0.01), Config(optax.sgd)),
   'lbfgs': Config(optax.lbfgs, memory_size=2, linesearch=None),
   'momentum': Config(optax.sgd, momentum=0.9, nesterov=True),
   'user': Config(clipped_lamb),
@@ -61,6 +68,27 @@ OPTIMIZERS: dict[str, Config] = {
     lambda params: jax.tree.map(lambda p: 'adam' if p.ndim == 1 else 'lamb', params),
   ),
 }
+
+# Those of optax that no training step fits, and why.
+UNFIT = {
+  'sophia': 'evaluates the loss again; refused',
+  'dpsgd': 'takes the gradient of each example',
+  'noisy_sgd': 'draws numbers, so layers of a stack get others than alone',
+  'schedule_free': 'wraps another; its two presets are here',
+  'polyak_sgd': 'takes the size of its step from the loss, whatever the learning rate',
+}
+
+
+def test_all_optimizers_of_optax_are_here_or_do_not_fit() -> None:
+  found = {
+    name
+    for module in (optax, optax.contrib)
+    for name, made in vars(module).items()
+    if inspect.isfunction(made) and 'learning_rate' in inspect.signature(made).parameters
+    if not name.startswith(('_', 'scale_by'))
+  }
+  assert found - OPTIMIZERS.keys() <= UNFIT.keys()
+  assert found & UNFIT.keys() & OPTIMIZERS.keys() == set()
 
 
 def gradients_of_steps(weights: Any) -> list[Any]:

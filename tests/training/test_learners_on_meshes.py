@@ -17,7 +17,18 @@ from praxis_lite.common.weighted import weighted_mean
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training import PartitionedTask
-from praxis_lite.training.learning import LayerDecay, Learner, LearnerRule, MultiLearner, adafactor, muon, shampoo, soap
+from praxis_lite.training.learning import (
+  LayerDecay,
+  Learner,
+  LearnerRule,
+  MultiLearner,
+  adafactor,
+  cautious,
+  mars,
+  muon,
+  shampoo,
+  soap,
+)
 from praxis_lite.training.task import SingleTask
 
 BATCH = {'x': np.linspace(0.5, 1.5, 5, dtype=np.float32)}
@@ -174,6 +185,8 @@ OPTIMIZERS = {
   'lamb': Config(optax.lamb, weight_decay=0.1),
   'lars': Config(optax.lars, weight_decay=0.1, momentum=0.9),
   'prodigy': Config(optax.contrib.prodigy, estim_lr0=0.1),
+  'cautious': Config(cautious, Config(optax.adam)),
+  'mars': Config(mars, Config(optax.adamw, b1=0.95, b2=0.99)),
   'schedule_free': Config(optax.contrib.schedule_free_adamw),
 }
 
@@ -198,3 +211,45 @@ def test_owners_also_gather_matrices_if_each_device_updates_its_parts(
   optimizer = optimizer.clone().set(weight_decay=0.1)
   learner = Config(Learner, optimizer=optimizer, learning_rate=0.05, per_layer_statistics=per_layer)
   assert_meshes_agree(learner, 'shard_map')
+
+
+WITH_STATE = Config(
+  Learner,
+  optimizer=Config(optax.adamw),
+  learning_rate=0.05,
+  independent_weight_decay=0.1,
+  clip_gradient_z_score=2.0,
+  power_averages=(0.05, 0.2),
+)
+
+
+@pytest.mark.slow
+def test_clipping_by_units_and_by_past_norms_and_averages_on_meshes_are_those_of_one_device() -> None:
+  assert_meshes_agree(WITH_STATE.clone(clip_gradient_unit_ratio=0.1))
+  with pytest.raises(ConfigError, match=r'clip_gradient_unit_ratio: clipping by units needs whole tensors'):
+    partitioned(WITH_STATE.clone(clip_gradient_unit_ratio=0.1), (3, 2), 'shard_map').train_step  # noqa: B018
+
+
+@pytest.mark.slow
+def test_so_they_are_in_rules_and_if_each_device_updates_its_parts() -> None:
+  rules = (Config(LearnerRule, name='a', regex=STACKS, learner=WITH_STATE), Config(LearnerRule, name='b'))
+  assert_meshes_agree(Config(MultiLearner, rules=rules), 'shard_map')
+
+
+@pytest.mark.slow
+def test_noise_of_gradients_on_meshes_is_that_of_one_device() -> None:
+  """Also if rows fill up the mesh."""
+  learner = Config(Learner, optimizer=Config(optax.sgd), num_microbatches=5, report_noise_scale=True)
+  found = []
+  for shape in ((1, 1), (2, 2, 2), (3, 2)):
+    task = partitioned(learner, shape)
+    out = task.train_step(task.init_state(jax.random.key(0)), jax.random.key(1), BATCH)
+    found.append([float(out.mean_metrics[f'grad_noise/{name}'][0]) for name in ('variance', 'signal')])
+  np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-3)
+  # A row's gradient is x times one vector, whose squared norm is that of the mean gradient over the squared mean of x.
+  x = np.asarray(BATCH['x'])
+  assert found[0][0] / found[0][1] == pytest.approx(np.var(x, ddof=1) / (1 - np.var(x, ddof=1) / 5), rel=1e-3)
+  with pytest.raises(ConfigError, match='report_noise_scale: under partitioning'):
+    partitioned(learner, (3, 2), 'shard_map').train_step  # noqa: B018
+  with pytest.raises(ConfigError, match=r'learner\.report_noise_scale: it compares the gradients of microbatches'):
+    partitioned(learner.clone(num_microbatches=1), (1, 1))

@@ -1,10 +1,12 @@
 """Learning: how a gradient changes the variables, with any optax optimizer."""
 
 from praxis_lite.training.learning.base_learner import BaseLearner, LearnerUpdate
+from praxis_lite.training.learning.cautious import cautious
 from praxis_lite.training.learning.composed_schedules import CycleSchedule, PiecewiseSchedule
 from praxis_lite.training.learning.layer_decay import LayerDecay
 from praxis_lite.training.learning.learner import Learner
 from praxis_lite.training.learning.learner_rule import LearnerRule
+from praxis_lite.training.learning.mars_optimizer import mars
 from praxis_lite.training.learning.multi_learner import MultiLearner
 from praxis_lite.training.learning.muon_optimizer import muon
 from praxis_lite.training.learning.praxis_adafactor import adafactor
@@ -55,6 +57,8 @@ __all__ = [
   'SqrtDecay',
   'Transformer',
   'adafactor',
+  'cautious',
+  'mars',
   'muon',
   'shampoo',
   'soap',

@@ -58,6 +58,7 @@ class BaseLearner:
   num_microbatches: int
   on_nonfinite: str
   report_param_norm: bool
+  report_noise_scale: bool
   _bound: tuple[NestedDict, BoundLearner] | None = None
 
   @property
@@ -91,6 +92,11 @@ class BaseLearner:
     check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'rollback', 'ignore'))
     if self.num_microbatches < 1:
       raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
+    if self.report_noise_scale and self.num_microbatches == 1:
+      raise ConfigError(
+        'learner.report_noise_scale: it compares the gradients of microbatches; set learner.num_microbatches, '
+        'to at least 2'
+      )
 
   def _check_limits(self, *fields: str) -> None:
     for field in fields:
@@ -258,7 +264,8 @@ class BoundLearner:
     def change() -> tuple[NestedDict, States, NestedDict | None]:
       given = GivenGradients(gradients, squares, losses, variables, step, sum_parts, splits)
       updates, states = self.updates(given, opt_states)
-      new_variables = optax.apply_updates(variables, updates)
+      new_variables = self.add_updates(variables, updates, step)
+      states = self.note_variables(states, new_variables, step)
       return new_variables, states, self.update_averages(ema_vars, new_variables, step, states)
 
     if finite is None:
@@ -275,6 +282,16 @@ class BoundLearner:
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     """Returns (updates to add to the trained variables, new optimizer state)."""
     raise NotImplementedError
+
+  def add_updates(self, variables: NestedDict, updates: NestedDict, step: jax.Array) -> NestedDict:
+    """Returns variables plus updates, in the dtypes of the variables."""
+    del step
+    return optax.apply_updates(variables, updates)
+
+  def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
+    """Returns the optimizer's state of a step that gave these values to the trained variables."""
+    del variables, step
+    return states
 
   def update_averages(
     self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
@@ -363,6 +380,6 @@ def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: Sum
   return sum_parts(jax.tree.map(square, gradients, weights))
 
 
-def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
-  """Returns the gradient, made smaller if `norm` is above the limit."""
+def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float | jax.Array) -> jax.Array:
+  """Returns the gradient, made smaller if `norm` is above the limit, which is positive."""
   return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)

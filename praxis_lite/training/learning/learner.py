@@ -1,6 +1,6 @@
 """Learner: how a gradient changes the variables, with one optimizer.
 
-    gradient -> clipping: by value, by each variable's norm, by the global norm
+    gradient -> clipping, see `clipping.py`
              -> L2 -> optimizer -> decoupled weight decay -> new variables -> moving averages
 
 `base_learner.py` has what all learners share, `multi_learner.py` a learner with several optimizers.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,26 @@ from praxis_lite.training.learning.base_learner import (
   BaseLearner,
   BoundLearner,
   GivenGradients,
-  SumParts,
-  clip_to_norm,
-  norm_of,
-  squares_of,
-  squares_of_layers,
 )
-from praxis_lite.training.learning.moments import MOMENTS
+from praxis_lite.training.learning.clipping import Clipping, NormHistory, unit_axes
+from praxis_lite.training.learning.moments import MOMENTS, round_to_bfloat16
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
 from praxis_lite.training.learning.owners import Splits
+from praxis_lite.training.learning.power_averages import check_widths, start_averages, update_averages
 from praxis_lite.training.learning.schedule_free import average_point, check_schedule_free, is_schedule_free
 from praxis_lite.training.learning.schedules import Constant, Schedule, check_schedule, to_schedule
 from praxis_lite.training.learning.update_sizes import UPDATE_SIZES, has_growth, remark_of
+
+_LIMITS = {
+  'clip_gradient_value': 'value',
+  'clip_gradient_single_norm_to_value': 'single_norm',
+  'clip_gradient_unit_ratio': 'unit_ratio',
+  'clip_gradient_z_score': 'z_score',
+  'clip_gradient_norm_to_value': 'norm',
+}
+_DECAYS = ('l2_regularizer_weight', 'decoupled_weight_decay', 'independent_weight_decay')
+# Names in the state of a learner, beside those of the groups of its optimizer.
+_NORMS, _AVERAGES = 'gradient_norms', 'averages'
 
 
 class Learner(BaseLearner, Configurable):
@@ -50,27 +59,42 @@ class Learner(BaseLearner, Configurable):
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
     clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
+    clip_gradient_unit_ratio: upper limit of the norm of the gradient of each unit, an output of a matrix, as a multiple
+      of the norm of the unit's weights (adaptive gradient clipping); 0 disables it, 0.01 is usual.
+    clip_gradient_z_score: a global gradient norm that is more than this many standard deviations above the mean of past
+      steps is reduced (ZClip); 0 disables it, 2.5 is usual. The optimizer's state then has the mean and the variance.
     l2_regularizer_weight: adds this times the variable to its gradient; 0 disables it.
     decoupled_weight_decay: subtracts learning rate times this times the variable from the variable; 0 disables it.
+    independent_weight_decay: subtracts the schedule's factor, without the learning rate, times this times the variable
+      from the variable (Wortsman et al., 2023); 0 disables it.
     bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
     bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
       disables them. A schedule-free optimizer has an average of its own, which takes their place.
+    power_averages: relative widths of further averages, whose weights are powers of the step (Karras et al., 2024), as
+      in (0.05, 0.1). They are part of the optimizer's state; `load(power_average=...)` computes averages of any width
+      from those in all checkpoints.
     num_microbatches: gradients are accumulated over this many parts of a batch.
     on_nonfinite: what to do in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing.
       'raise' changes nothing and ends the run. 'rollback' makes the run go back to its last checkpoint and leave out
       the batch. 'ignore' updates as in any other step.
     moments: the dtype in which the optimizer's moments are stored: 'float32', 'bfloat16' or 'int8'; see `moments.py`.
+    round_stochastically: rounds new values of bfloat16 variables up or down with the probabilities that make the mean
+      exact, so that small updates are not lost; the random bits are a hash of the new value and the step. The optimizer
+      then computes in float32.
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. With None, it does
       so only if that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
+    report_noise_scale: adds the metrics `grad_noise/variance` and `grad_noise/signal`. The mean of the first over many
+      steps, divided by that of the second, is the gradient noise scale, in rows, or tokens of a language model. Needs
+      several microbatches.
     update_size: how large the updates of the optimizer are, for a model with `Mup`: 'normalized', 'gradient',
       'relative' or 'spectral', see `update_sizes.py`; 'auto' finds it out.
 
-  Neither kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.
+  No kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.
 
   Raises:
-    ConfigError: a value is out of range, or both kinds of decay are set.
+    ConfigError: a value is out of range, or several kinds of decay are set.
   """
 
   _config_path = 'learner'
@@ -81,32 +105,41 @@ class Learner(BaseLearner, Configurable):
   clip_gradient_norm_to_value: float = 0.0
   clip_gradient_single_norm_to_value: float = 0.0
   clip_gradient_value: float = 0.0
+  clip_gradient_unit_ratio: float = 0.0
+  clip_gradient_z_score: float = 0.0
   l2_regularizer_weight: float = 0.0
   decoupled_weight_decay: float = 0.0
+  independent_weight_decay: float = 0.0
   bprop_variable_inclusion: tuple[str, ...] | str = ()
   bprop_variable_exclusion: tuple[str, ...] | str = ()
   ema_decay: float = 0.0
+  power_averages: tuple[float, ...] = ()
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
   moments: str = 'float32'
+  round_stochastically: bool = False
   per_layer_statistics: bool | None = None
   report_param_norm: bool = False
+  report_noise_scale: bool = False
   update_size: str = 'auto'
 
   def __post_init__(self) -> None:
-    if self.l2_regularizer_weight and self.decoupled_weight_decay:
-      raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
+    decays = [field for field in _DECAYS if getattr(self, field)]
+    if len(decays) > 1:
+      raise ConfigError(f'learner: {decays[0]} and {decays[1]} are both set; choose one')
     self._check_common_fields()
     check_choice('learner.moments', self.moments, MOMENTS)
     check_choice('learner.update_size', self.update_size, UPDATE_SIZES)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
-    for field in ('learning_rate', 'l2_regularizer_weight', 'decoupled_weight_decay'):
+    for field in ('learning_rate', *_DECAYS):
       if not 0 <= getattr(self, field) < math.inf:
         raise ConfigError(f'learner.{field}: expected a finite number of at least 0, got {getattr(self, field)}')
     if is_schedule_free(self.optimizer):
-      check_schedule_free(self.optimizer, self.ema_decay, self.moments, self.decoupled_weight_decay)
-    self._check_limits('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value')
+      decoupled = self.decoupled_weight_decay or self.independent_weight_decay
+      check_schedule_free(self.optimizer, self.ema_decay, self.moments, decoupled)
+    self._check_limits(*_LIMITS)
+    check_widths(self.power_averages)
     if not 0 <= self.ema_decay < 1:
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
     self._schedule = to_schedule(self.schedule, 'learner.schedule')
@@ -121,6 +154,10 @@ class Learner(BaseLearner, Configurable):
   def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
     """Returns the learning rate of the step after `step` steps, a float32 scalar."""
     return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
+
+  def schedule_at(self, step: jax.Array | int) -> jax.Array:
+    """Returns the factor of the learning rate of the step after `step` steps, a float32 scalar."""
+    return jnp.asarray(self._schedule(step), jnp.float32)
 
   def _bind(self, weights: NestedDict) -> BoundLearner:
     if self._bound is None:
@@ -137,6 +174,7 @@ class _OneOptimizer(BoundLearner):
     self._optimizer = grouped_optimizer(
       learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments
     )
+    self._clipping = Clipping(**{name: getattr(learner, field) for field, name in _LIMITS.items()})
     self._factors: dict[Path, float] = {}
     if has_growth(self._declared):
       self._factors = self._optimizer.update_factors(learner.update_size)
@@ -145,7 +183,13 @@ class _OneOptimizer(BoundLearner):
     return remark_of(leaves(self._declared)[path], self._factors.get(path, 1.0))
 
   def init(self, mdl_vars: NestedDict) -> States:
-    return self._optimizer.init(self.select_trained(mdl_vars), self._learner.learning_rate_at(0))
+    variables = self.select_trained(mdl_vars)
+    states = self._optimizer.init(self._computed(variables), self._learner.learning_rate_at(0))
+    if self._clipping.z_score:
+      states[_NORMS] = NormHistory.start()
+    if widths := self._learner.power_averages:
+      states[_AVERAGES] = start_averages(variables, widths)
+    return states
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
     return jax.tree.map(jnp.copy, self.select_trained(mdl_vars)) if self._learner.keeps_averages else None
@@ -157,8 +201,11 @@ class _OneOptimizer(BoundLearner):
     return self._optimizer.slot_specs(opt_states, splits)
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    is_split = not self._trained.isdisjoint(split_dims)
-    return 'learner.optimizer', self._optimizer.not_elementwise() if is_split else []
+    split = {path: dims for path, dims in split_dims.items() if path in self._trained}
+    declared = leaves(self._declared)
+    if self._clipping.unit_ratio and any({*dims} & {*unit_axes(declared[path])} for path, dims in split.items()):
+      return 'learner.clip_gradient_unit_ratio', ['clipping by units']
+    return 'learner.optimizer', self._optimizer.not_elementwise() if split else []
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
     return self._optimizer.describe_exchanges(splits)
@@ -166,16 +213,37 @@ class _OneOptimizer(BoundLearner):
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     learner, rate = self._learner, self._learner.learning_rate_at(given.step)
     (loss,) = given.losses.values()
-    gradients = self._clip(given.gradients, given.squares, given.sum_parts)
+    history = cast(NormHistory | None, opt_states.get(_NORMS))
+    gradients, variables = self._computed(given.gradients), self._computed(given.variables)
+    gradients, history = self._clipping.clip(
+      gradients, given.squares, variables, self._declared, given.sum_parts, history
+    )
     if learner.l2_regularizer_weight:
-      gradients = self._plus(gradients, learner.l2_regularizer_weight, given.variables)
+      gradients = self._plus(gradients, learner.l2_regularizer_weight, variables)
     # A decay that the optimizer adds to its updates should not get their factors.
-    decayed = self._times_factors(given.variables, -1) if self._optimizer.decays else given.variables
+    decayed = self._times_factors(variables, -1) if self._optimizer.decays else variables
     updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, loss, given.splits)
     updates = self._times_factors(updates)
-    if learner.decoupled_weight_decay:
-      updates = self._plus(updates, -rate * learner.decoupled_weight_decay, given.variables)
+    if decay := learner.decoupled_weight_decay:
+      updates = self._plus(updates, -rate * decay, variables)
+    if decay := learner.independent_weight_decay:
+      updates = self._plus(updates, -learner.schedule_at(given.step) * decay, variables)
+    if history is not None:
+      states[_NORMS] = history
+    if _AVERAGES in opt_states:
+      states[_AVERAGES] = opt_states[_AVERAGES]
     return updates, states
+
+  def add_updates(self, variables: NestedDict, updates: NestedDict, step: jax.Array) -> NestedDict:
+    if not self._learner.round_stochastically:
+      return super().add_updates(variables, updates, step)
+    return jax.tree.map(lambda v, u: _add_stochastically(v, u, step), variables, updates)
+
+  def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
+    if _AVERAGES not in states:
+      return states
+    averages = cast(dict[str, NestedDict], states[_AVERAGES])
+    return states | {_AVERAGES: update_averages(averages, variables, self._learner.power_averages, step)}
 
   def update_averages(
     self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
@@ -190,17 +258,11 @@ class _OneOptimizer(BoundLearner):
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     return {'learning_rate': self._learner.learning_rate_at(step)}
 
-  def _clip(self, gradients: NestedDict, squares: NestedDict, sum_parts: SumParts) -> NestedDict:
-    original, learner = gradients, self._learner
-    if limit := learner.clip_gradient_value:
-      gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
-    if single := learner.clip_gradient_single_norm_to_value:
-      of_layers = squares_of_layers(gradients, self._declared, sum_parts)
-      gradients = jax.tree.map(lambda g, s: clip_to_norm(g, jnp.sqrt(s), single), gradients, of_layers)
-    if limit := learner.clip_gradient_norm_to_value:
-      norm = norm_of(squares if gradients is original else squares_of(gradients, sum_parts))
-      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
-    return gradients
+  def _computed(self, tree: NestedDict) -> NestedDict:
+    """Returns gradients or variables in the dtypes in which the optimizer computes."""
+    if not self._learner.round_stochastically:
+      return tree
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
   def _times_factors(self, tree: NestedDict, power: int = 1) -> NestedDict:
     """Returns `tree` with each array times a power of the factor of its variable's update."""
@@ -212,3 +274,9 @@ class _OneOptimizer(BoundLearner):
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
     """Returns `tree` + factor * variables, for the variables that may be regularized; others are unchanged."""
     return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
+
+
+def _add_stochastically(variable: jax.Array, update: jax.Array, step: jax.Array) -> jax.Array:
+  if variable.dtype != jnp.bfloat16:
+    return (variable + update).astype(variable.dtype)
+  return round_to_bfloat16(variable.astype(jnp.float32) + update.astype(jnp.float32), step)

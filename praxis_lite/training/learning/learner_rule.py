@@ -26,6 +26,7 @@ _OF_ALL = (
   'num_microbatches',
   'on_nonfinite',
   'report_param_norm',
+  'report_noise_scale',
 )
 
 

@@ -96,7 +96,7 @@ class _Codec(NamedTuple):
 
 def _codec(moments: str, slot: jax.ShapeDtypeStruct, is_square: bool) -> _Codec | None:
   if moments == 'bfloat16':
-    return _Codec(_to_bfloat16, lambda x: x.astype(jnp.float32))
+    return _Codec(round_to_bfloat16, lambda x: x.astype(jnp.float32))
   if slot.ndim < 2:
     return None
   power, most, dtype = (4, 255, jnp.uint8) if is_square else (2, 127, jnp.int8)
@@ -106,7 +106,8 @@ def _codec(moments: str, slot: jax.ShapeDtypeStruct, is_square: bool) -> _Codec 
   )
 
 
-def _to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
+def round_to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns a float32 array in bfloat16, rounded stochastically; `count` is the number of the step."""
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   rounded = (bits + (_random_bits(x, count) >> 16)) & jnp.uint32(0xFFFF0000)
   up_or_down = jax.lax.bitcast_convert_type(rounded, jnp.float32)

@@ -56,6 +56,7 @@ class MultiLearner(BaseLearner, Configurable):
     on_nonfinite: what to do in a step whose loss or gradient norm is not finite, as for a `Learner`; gradients of rules
       that do not train in the step do not count.
     report_param_norm: adds the norm of the trained variables to the stats.
+    report_noise_scale: adds the metrics of gradient noise, as for a `Learner`.
 
   The stats have, for each rule, `grad_norm/<name>`, and `learning_rate/<name>`: with its `update_factor`, and 0 if it
   does not train in the step.
@@ -73,6 +74,7 @@ class MultiLearner(BaseLearner, Configurable):
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
   report_param_norm: bool = False
+  report_noise_scale: bool = False
 
   def __post_init__(self) -> None:
     self._check_common_fields()
@@ -179,6 +181,16 @@ class _SeveralOptimizers(BoundLearner):
       changes, states[part.name] = part.updates(own, opt_states[part.name])
       updates.append(changes)
     return merge(*updates), states
+
+  def add_updates(self, variables: NestedDict, updates: NestedDict, step: jax.Array) -> NestedDict:
+    selected = ((part.learner, part.learner.select_trained) for part in self._parts)
+    return merge(*(learner.add_updates(of(variables), of(updates), step) for learner, of in selected))
+
+  def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
+    learners: dict[str, tuple[BoundLearner, Any]] = {p.name: (p.learner, states[p.name]) for p in self._parts}
+    return {
+      name: each.note_variables(own, each.select_trained(variables), step) for name, (each, own) in learners.items()
+    }
 
   def update_averages(
     self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States

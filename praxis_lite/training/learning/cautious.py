@@ -1,0 +1,39 @@
+"""Cautious optimizers (Liang et al., 2024): an update whose sign the gradient of the step does not confirm is left out.
+
+    agrees = update * gradient < 0             an update is added to its variable
+    update = update * agrees / max(mean of agrees over the variable, 1e-3)
+
+A weight decay inside the optimizer would be masked too; use the learner's `decoupled_weight_decay`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer without those updates whose sign the gradient does not confirm.
+
+  Args:
+    optimizer: a config of it, as in `Config(cautious, Config(optax.adam))`.
+    rescale: makes up for what is left out, by the fraction of each variable that is. Without it, an elementwise
+      optimizer stays elementwise.
+  """
+  inner = optax.with_extra_args_support(optimizer)
+
+  def mask(update: jax.Array, gradient: jax.Array) -> jax.Array:
+    agrees = update * gradient < 0
+    if not rescale:
+      return jnp.where(agrees, update, 0)
+    share = jnp.mean(agrees.astype(jnp.float32))
+    return jnp.where(agrees, update / jnp.maximum(share, 1e-3).astype(update.dtype), 0)
+
+  def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    updates, state = inner.update(gradients, state, params, **extra)
+    return jax.tree.map(mask, updates, gradients), state
+
+  return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -1,0 +1,120 @@
+"""Clips gradients: by value, by the norm of each variable, by the norm of its units, and by the global norm.
+
+    by value       each entry g to [-limit, limit]
+    of a variable  its norm to the limit; of a stack of layers, the norm of each layer
+    of units       the norm of each unit of a weight to limit * max(norm of its weights, 1e-3) (AGC; Brock et al., 2021)
+    by z-score     the global norm, if it is more than `limit` standard deviations above its mean (ZClip; Kumar et al.,
+                   2025): to mean + limit^2 / z * deviation
+    global         the norm of all to the limit
+
+A unit is an output of a matrix: the entries of all of its inputs. Of a weight without outputs, such as a bias, all
+entries are a unit, and of a table of embeddings a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.training.learning.base_learner import SumParts, clip_to_norm, norm_of, squares_of, squares_of_layers
+
+_LEAST_WEIGHT_NORM = 1e-3
+_DECAY, _FIRST_STEPS = 0.97, 25  # Of the statistics of norms; nothing is clipped in the first steps.
+
+
+class NormHistory(NamedTuple):
+  """The number of past steps, and the mean and the variance of their gradient norms after clipping; scalars."""
+
+  num_steps: jax.Array
+  mean: jax.Array
+  variance: jax.Array
+
+  @classmethod
+  def start(cls) -> NormHistory:
+    """Returns the history before the first step."""
+    return cls(jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()))
+
+  def limit(self, norm: jax.Array, limit: float) -> jax.Array:
+    """Returns the norm that a gradient of norm `norm` is given, above zero."""
+    deviation = jnp.sqrt(self.variance)
+    z = (norm - self.mean) / jnp.maximum(deviation, 1e-12)
+    lower = self.mean + limit**2 / jnp.maximum(z, limit) * deviation
+    return jnp.maximum(jnp.where((z > limit) & (self.num_steps >= _FIRST_STEPS), lower, norm), 1e-30)
+
+  def add(self, norm: jax.Array) -> NormHistory:
+    """Returns the history with one more norm: plain means in the first steps, then moving averages."""
+    new = jnp.maximum(1.0 - _DECAY, 1.0 / (self.num_steps + 1.0))
+    mean = self.mean + new * (norm - self.mean)
+    variance = (1.0 - new) * (self.variance + new * jnp.square(norm - self.mean))
+    return NormHistory(self.num_steps + 1, mean, variance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+  """The limits of a learner; 0 disables one. They are applied in this order."""
+
+  value: float = 0.0
+  single_norm: float = 0.0
+  unit_ratio: float = 0.0
+  z_score: float = 0.0
+  norm: float = 0.0
+
+  def clip(
+    self,
+    gradients: NestedDict,
+    squares: NestedDict,
+    variables: NestedDict,
+    declared: NestedDict,
+    sum_parts: SumParts,
+    history: NormHistory | None,
+  ) -> tuple[NestedDict, NormHistory | None]:
+    """Returns (clipped gradients, new history).
+
+    Args:
+      gradients, squares: the gradients, and the squared norm of each.
+      variables, declared: the variables, and their declarations.
+      sum_parts: sums over devices, if each device has only a part of some variables.
+      history: of the steps before; needed for `z_score`.
+    """
+    original = gradients
+    if limit := self.value:
+      gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
+    if single := self.single_norm:
+      of_layers = squares_of_layers(gradients, declared, sum_parts)
+      gradients = jax.tree.map(lambda g, s: clip_to_norm(g, jnp.sqrt(s), single), gradients, of_layers)
+    if ratio := self.unit_ratio:
+      gradients = jax.tree.map(lambda g, v, w: _clip_units(g, v, w, ratio), gradients, variables, declared)
+    if not (self.z_score or self.norm):
+      return gradients, history
+    norm = norm_of(squares if gradients is original else squares_of(gradients, sum_parts))
+    if self.z_score and history is not None:
+      limited = history.limit(norm, self.z_score)
+      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limited), gradients)
+      history, norm = history.add(limited), limited
+    if limit := self.norm:
+      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
+    return gradients, history
+
+
+def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
+  """Returns the dimensions of a variable, those of its stack included, along which the entries of one unit lie."""
+  rank, stack = len(weight.shape), len(weight.repeat_prefix)
+  inputs = weight.fan_in_axes
+  if inputs is None and weight.fan_out_axes is None and rank > 1:
+    inputs = tuple(range(rank - 1))
+  axes = [axis % rank for axis in inputs or ()] or range(rank)
+  return tuple(sorted(stack + axis for axis in axes))
+
+
+def _clip_units(gradient: jax.Array, variable: jax.Array, weight: WeightHParams, ratio: float) -> jax.Array:
+  axes = unit_axes(weight)
+
+  def norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axes, keepdims=True))
+
+  return clip_to_norm(gradient, norm(gradient), ratio * jnp.maximum(norm(variable), _LEAST_WEIGHT_NORM))

@@ -1,0 +1,55 @@
+"""MARS (Yuan et al., 2024): an optimizer is given gradients whose variance the change since the last step reduces.
+
+    c = g + gamma b1 / (1 - b1) (g - g of the step before)      in the first step, g
+    c = c / max(|c|, 1)                                         of each variable
+
+This is its approximate form, which needs one gradient a step. `Config(mars, Config(optax.adamw, b1=0.95, b2=0.99))` is
+usual.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class MarsState(NamedTuple):
+  """The state of `mars`: the number of steps, int32; the gradients of the step before; the state of the optimizer."""
+
+  num_steps: jax.Array
+  last: Any
+  inner: Any
+
+
+def mars(
+  optimizer: optax.GradientTransformation, gamma: float = 0.025, b1: float = 0.95, clip: bool = True
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that is given gradients with a correction by those of the step before.
+
+  Args:
+    optimizer: a config of it.
+    gamma, b1: size of the correction, and the decay of the optimizer's first moment.
+    clip: limits the norm of the corrected gradient of each variable to 1. Without it, an elementwise optimizer stays
+      elementwise.
+  """
+  inner = optax.with_extra_args_support(optimizer)
+
+  def init(params: Any) -> MarsState:
+    return MarsState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), inner.init(params))
+
+  def update(gradients: Any, state: MarsState, params: Any = None, **extra: Any) -> tuple[Any, MarsState]:
+    size = jnp.where(state.num_steps > 0, gamma * b1 / (1 - b1), 0.0)
+
+    def correct(gradient: jax.Array, last: jax.Array) -> jax.Array:
+      corrected = gradient + size.astype(gradient.dtype) * (gradient - last)
+      norm = jnp.sqrt(jnp.sum(jnp.square(corrected.astype(jnp.float32))))
+      return corrected / jnp.maximum(norm, 1.0).astype(gradient.dtype) if clip else corrected
+
+    updates, of_inner = inner.update(jax.tree.map(correct, gradients, state.last), state.inner, params, **extra)
+    last = jax.tree.map(lambda g, s: g.astype(s.dtype), gradients, state.last)
+    return updates, MarsState(optax.safe_increment(state.num_steps), last, of_inner)
+
+  return optax.GradientTransformationExtraArgs(init, update)

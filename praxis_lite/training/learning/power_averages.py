@@ -1,0 +1,78 @@
+"""Averages of weights over training whose width is a share of the run, and averages of any width made of them later.
+
+The weight of step t in the average after T steps is (g + 1) t^g / T^(g + 1) (Karras et al., 2024), so the standard
+deviation of t is a fixed share of T, the *relative width*:
+
+    width^2 = (g + 1) / ((g + 2)^2 (g + 3))             0.05 -> g = 16.97;  0.1 -> g = 6.94
+    average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
+
+A run keeps one or two of these. The weights of those in all checkpoints, as functions of t, span many others: the sum
+that is nearest to the weights of another width gives its average, after the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+
+_WIDEST = 0.28  # g = 0, the mean of all steps, has 12^-1/2.
+
+
+def check_widths(widths: Sequence[float], where: str = 'learner.power_averages') -> None:
+  """Raises ConfigError unless `widths` are relative widths, each given once."""
+  if not isinstance(widths, tuple | list) or any(not 0 < width <= _WIDEST for width in widths):
+    expected = f'relative widths above 0 and at most {_WIDEST}, as in (0.05, 0.1)'
+    raise ConfigError(f'{where}: expected {expected}, got {widths}')
+  if len({*widths}) < len(widths):
+    raise ConfigError(f'{where}: expected different widths, got {widths}')
+
+
+def exponent_of(width: float) -> float:
+  """Returns g of a relative width."""
+  inverse = width**-2
+  return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+
+def start_averages(variables: NestedDict, widths: Sequence[float]) -> dict[str, NestedDict]:
+  """Returns the averages before the first step, by the index of their width."""
+  return {str(i): jax.tree.map(lambda v: v.astype(jnp.float32), variables) for i in range(len(widths))}
+
+
+def update_averages(
+  averages: dict[str, NestedDict], variables: NestedDict, widths: Sequence[float], step: jax.Array
+) -> dict[str, NestedDict]:
+  """Returns the averages after the step after `step` steps, which gave these values to the variables."""
+  t = step.astype(jnp.float32) + 1.0
+  updated = {}
+  for i, width in enumerate(widths):
+    new = -jnp.expm1((exponent_of(width) + 1.0) * jnp.log1p(-1.0 / t))  # 1 in the first step.
+    updated[str(i)] = jax.tree.map(lambda a, v, new=new: a + new * (v.astype(a.dtype) - a), averages[str(i)], variables)
+  return updated
+
+
+def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int) -> np.ndarray:
+  """Returns the factors of known averages whose sum is nearest to the average of another width; float64 [n].
+
+  Args:
+    known: the step and the relative width of each average.
+    width, step: those of the average to make; no known step is later.
+  """
+  steps = np.array([at for at, _ in known], np.float64)
+  exponents = np.array([exponent_of(each) for _, each in known])
+  products = _inner_products(steps[:, None], exponents[:, None], steps, exponents)
+  target = _inner_products(steps, exponents, np.asarray(step, np.float64), np.asarray(exponent_of(width)))
+  factors: np.ndarray = np.linalg.lstsq(products, target, rcond=1e-12)[0]
+  return factors
+
+
+def _inner_products(t_a: np.ndarray, g_a: np.ndarray, t_b: np.ndarray, g_b: np.ndarray) -> np.ndarray:
+  """Returns the integrals of the products of the weights of averages after t_a and t_b steps."""
+  least, most = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
+  size: np.ndarray = (g_a + 1) * (g_b + 1) / (g_a + g_b + 1) / most
+  return size * (least / t_a) ** g_a * (least / t_b) ** g_b
