@@ -3,6 +3,7 @@
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.chats import ChatInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
+from praxis_lite.inputs.growing_batches import GrowingBatches
 from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.image_texts import ImageTextRecordInput
@@ -42,6 +43,7 @@ __all__ = [
   'ConstantFeature',
   'Feature',
   'GrainInput',
+  'GrowingBatches',
   'HfTokenizer',
   'ImageRecordInput',
   'ImageTextRecordInput',

@@ -151,6 +151,15 @@ class BaseInput(Configurable, Iterator[Rows]):
     first, rows = self.host_index * self.host_batch_size, self.host_batch_size
     return min(first, self.batch_size), min(first + rows, self.batch_size)
 
+  def batch_sizes(self) -> tuple[int, ...]:
+    """Returns the numbers of rows that global batches have, in ascending order."""
+    return (self.batch_size,)
+
+  def rows_after(self, state: dict[str, Any]) -> int:
+    """Returns the number of rows of the global batch after a state."""
+    del state
+    return self.batch_size
+
   def batches_per_epoch(self) -> int | None:
     """Returns the number of batches in an epoch; None if it is unknown before the epoch is read."""
     return None

@@ -156,7 +156,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- who does the work, and who watches
     stop = StopSignals()
-    put_batch = job.partitioned.train_step.put_inputs if job.answers is None else None
+    put_batch = job.steps.put if job.answers is None else None
     skip = batches_to_skip(read_troubles(path))
     feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)

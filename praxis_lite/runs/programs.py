@@ -34,6 +34,7 @@ from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
 from praxis_lite.runs.records.run_inputs import RunInputs
+from praxis_lite.runs.sized_steps import SizedSteps
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.edits import Edits
@@ -99,6 +100,14 @@ class TaskOnMesh:
         self.jax_task, struct, layout=self.layout, taps=self.taps, edits=self.edits
       )
     return self._by_shape[shape]
+
+  def taking_sizes_of(self, data: BaseInput) -> SizedSteps:
+    """Returns the task partitioned for each size of the batches of `data`."""
+
+    def of_rows(size: int) -> Struct:
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), data.batch_struct())
+
+    return SizedSteps([self.taking_batches_of(of_rows(size)) for size in data.batch_sizes()])
 
   def answering(self, data: BaseInput, key: jax.Array, step: PartitionedStep) -> AnswerSampling | None:
     """Returns what completes the batches of `data` with answers of the model; None for inputs that need none.

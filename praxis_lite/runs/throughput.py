@@ -89,18 +89,25 @@ class Throughput:
     self._peak = math.fsum(p for p in peaks if p) if peaks and all(peaks) else None
     self._clock = clock
     self._mark: tuple[int, float] | None = None
+    self._rows: list[int] = []
 
   def restart(self, step: int) -> None:
     """Starts measuring after `step`: the time since the last call, for example in an evaluation, does not count."""
-    self._mark = (step, self._clock())
+    self._mark, self._rows = (step, self._clock()), []
+
+  def add_rows(self, rows: int) -> None:
+    """Notes the number of rows of a step, if it may differ from that of `batch_struct`."""
+    self._rows.append(rows)
 
   def rates(self, step: int) -> Rates | None:
     """Returns the speeds of the steps up to `step` since the last call or restart; None if there were none."""
     now = self._clock()
     before, self._mark = self._mark, (step, now)
+    rows, self._rows = self._rows, []
     if before is None or step <= before[0] or now <= before[1]:
       return None
     steps = (step - before[0]) / (now - before[1])
-    tokens = None if self._tokens is None else steps * self._tokens
-    mfu = None if self._flops is None or self._peak is None else steps * self._flops / self._peak
-    return Rates(steps, steps * self._examples, tokens, mfu)
+    share = sum(rows) / len(rows) / self._examples if rows else 1.0
+    tokens = None if self._tokens is None else steps * self._tokens * share
+    mfu = None if self._flops is None or self._peak is None else steps * self._flops * share / self._peak
+    return Rates(steps, steps * self._examples * share, tokens, mfu)

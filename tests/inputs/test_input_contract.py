@@ -74,6 +74,9 @@ def _case(name, root):
   ]
   return {
     'ArrayInput': lambda: Config(inputs.ArrayInput, arrays=_arrays()),
+    'GrowingBatches': lambda: Config(
+      inputs.GrowingBatches, input=Config(inputs.ArrayInput, arrays=_arrays()), factors=(1,)
+    ),
     'TextInput': lambda: Config(inputs.TextInput, path=str(root / '*.txt'), seq_len=8),
     'SpanCorruptionInput': lambda: Config(inputs.SpanCorruptionInput, path=str(root / 'rows'), seq_len=8),
     'LabelledTextInput': lambda: Config(

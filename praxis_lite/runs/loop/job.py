@@ -29,6 +29,7 @@ from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_qu
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import RunKeys, check_all_take_part, run_keys
 from praxis_lite.runs.records.run_inputs import Datasets, build_run_inputs
+from praxis_lite.runs.sized_steps import SizedSteps
 from praxis_lite.runs.task_files import TaskFileProgram, task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
@@ -50,6 +51,7 @@ class TrainJob(NamedTuple):
     seed, keys: the source of all its random numbers.
     task, settings: the task that is trained, and its `task.train`.
     partitioned: the task on its mesh, for the batches of the training input.
+    steps: the train steps for all sizes of these batches.
     answers: completes the batches of the training input with answers of the model; None if they need none.
     train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
     evaluation, decoding: programs for the other inputs.
@@ -67,6 +69,7 @@ class TrainJob(NamedTuple):
   task: SingleTask
   settings: TrainParams
   partitioned: PartitionedTask
+  steps: SizedSteps
   answers: AnswerSampling | None
   train_input: BaseInput
   batch_struct: Struct
@@ -127,6 +130,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
       task,
       task.train,
       partitioned,
+      tasks.taking_sizes_of(inputs.training),
       traced.answers,
       inputs.training,
       batch,

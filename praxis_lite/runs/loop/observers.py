@@ -84,7 +84,12 @@ def attach_observers(
   describe, losses = job.train_input.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
   task, batch = job.partitioned, job.batch_struct
-  log = TrainLog(task, batch, console, writer, startup, first_step=first_step, observers=observers)
+  log = TrainLog(
+    *(task, batch, console, writer, startup),
+    first_step=first_step,
+    observers=observers,
+    rows_after=job.train_input.rows_after,
+  )
   every, layout = options.check_replicas, job.partitioned.layout
   replicas = [] if every is None else [ReplicaWatch(layout, every, job.corruption, first_step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None

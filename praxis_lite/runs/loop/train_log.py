@@ -32,6 +32,7 @@ class _Step(NamedTuple):
   number: int
   metrics: dict[str, tuple[jax.Array, jax.Array]]
   summaries: dict[str, Summary]
+  rows: int | None
 
 
 class TrainLog(Observer):
@@ -46,6 +47,7 @@ class TrainLog(Observer):
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
+    rows_after: returns the number of rows of the batch after a state of the input; None if all batches are equal.
     observers: called when the metrics of a step have been computed; they add figures to its summaries.
 
   Attributes:
@@ -62,6 +64,7 @@ class TrainLog(Observer):
     *,
     first_step: int,
     observers: Observers | None = None,
+    rows_after: Callable[[InputState], int] | None = None,
   ):
     settings = partitioned.jax_task.train
     self._settings = settings
@@ -69,6 +72,7 @@ class TrainLog(Observer):
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
+    self._rows_after = rows_after
     self._observers = observers or Observers(Observer())
     learner, limit = partitioned.jax_task.learner, settings.max_skipped_steps
     raises, clip = learner.on_nonfinite == 'raise', learner.clip_gradient_norm_to_value
@@ -81,7 +85,7 @@ class TrainLog(Observer):
     )
 
   def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
-    self.add(run.step, out)
+    self.add(run.step, out, None if self._rows_after is None else self._rows_after(read_from))
 
   def on_evaluation(self, run: Run, program: InputProgram, result: ProgramResult) -> None:
     self._console.line(program.result_line(run.step, result))
@@ -97,12 +101,12 @@ class TrainLog(Observer):
     skipped = self.skipped
     return skipped.error if skipped.too_many or (is_over and skipped.most_steps) else None
 
-  def add(self, step: int, out: TrainStepOutput) -> None:
-    """Adds the outputs of step number `step`, which has just been dispatched.
+  def add(self, step: int, out: TrainStepOutput, rows: int | None = None) -> None:
+    """Adds the outputs of step number `step`, which has just been dispatched, of a batch of so many rows.
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
-    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
+    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}, rows))
     if step == self._first_step + 1:
       jax.block_until_ready(out.weighted_loss)
       self._startup.mark('run')
@@ -124,7 +128,9 @@ class TrainLog(Observer):
 
   def _read_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
-      step, means, summaries = self._in_flight.popleft()
+      step, means, summaries, rows = self._in_flight.popleft()
+      if rows is not None:
+        self._throughput.add_rows(rows)
       was_skipped = self.skipped.add(step, means)
       for observer in () if was_skipped else self._observers:
         observer.on_metrics(step, means)

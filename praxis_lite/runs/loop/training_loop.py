@@ -67,7 +67,7 @@ class TrainingLoop:
     """Compiles the train step, and waits for the other processes."""
     with self.observers.measure('compiling'):
       times = self.job.partitioned.train_step.compile()
-      self.job.partitioned.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
+      self.job.steps.compile()
       if self.job.answers is not None:
         self.job.answers.compile()
     startup.mark_parts({'lower': times.lower, 'compile': times.compile})
@@ -85,7 +85,7 @@ class TrainingLoop:
     verifies = self.options.verify_numerics
     for batch in self._batches(run):
       if verifies:
-        run.line(_verify_gradients(self.job.partitioned, run.state, self.job.keys.train, batch))
+        run.line(_verify_gradients(self.job.steps.taking(batch), run.state, self.job.keys.train, batch))
       verifies = False
       out = self._take_step(run.step + 1, run.state, batch)
       run.state, run.step = out.state, run.step + 1
@@ -126,7 +126,7 @@ class TrainingLoop:
 
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the step before."""
-    partitioned, key = self.job.partitioned, self.job.keys.train
+    partitioned, key = self.job.steps.taking(batch), self.job.keys.train
     if not is_logged(number, self.job.settings):
       partitioned = partitioned.untapped
     note_progress(f'step {number}')

@@ -1,0 +1,120 @@
+"""GrowingBatches: a schedule of batch sizes. The batches of an input have other sizes in other parts of a run.
+
+    batch_size = 8, factors = (1, 2, 4), from_batches = (1000, 3000)
+
+    batch    0 ... 999   1000 ... 2999   3000 ...
+    rows             8              16         32
+
+Each example is read once, in the order of the input, whatever the sizes. A run compiles a step for each size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.manifest import DataManifest
+from praxis_lite.inputs.rows import Rows, Struct, add_weights, pad_rows
+
+
+class GrowingBatches(BaseInput):
+  """Batches of another input, in sizes that depend on how many batches there were before.
+
+  Attributes:
+    input: config of the input; it gets the `is_training` of this one, and `num_epochs`, `shuffle` and
+      `seed` if they are set.
+    factors: the number of rows of a global batch in each part of the run, as multiples of `batch_size`.
+    from_batches: the number of batches before each part but the first; they increase.
+
+  Raises:
+    ConfigError: the factors and the numbers of batches do not fit.
+  """
+
+  input: Config = REQUIRED
+  factors: tuple[int, ...] = REQUIRED
+  from_batches: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    inherited: dict[str, Any] = {'is_training': self.is_training}
+    inherited |= {k: v for k in ('num_epochs', 'shuffle') if (v := getattr(self, k)) is not None}
+    inherited |= {'seed': self.seed} if self.seed else {}
+    super().__post_init__()
+    where, starts = self.label, tuple(self.from_batches)
+    if not self.factors or any(not isinstance(factor, int) or factor < 1 for factor in self.factors):
+      raise ConfigError(f'{where}.factors: expected integers of at least 1, got {self.factors}')
+    if len(starts) != len(self.factors) - 1:
+      expected = f'{len(self.factors) - 1}, one less than factors'
+      raise ConfigError(f'{where}.from_batches: expected {expected}, got {starts}')
+    if any(a >= b for a, b in zip((0, *starts), starts)):
+      raise ConfigError(f'{where}.from_batches: expected numbers of at least 1 that increase, got {starts}')
+    source = self.input.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
+    if not isinstance(source, BaseInput):
+      raise ConfigError(f'{where}.input: expected the config of an input, got one of {type(source).__name__}')
+    self.source = source
+    self._batches = 0
+
+  def rows_after(self, state: dict[str, Any]) -> int:
+    part = int(np.searchsorted(self.from_batches, state['batches'], side='right'))
+    return self.batch_size * self.factors[part]
+
+  def batch_sizes(self) -> tuple[int, ...]:
+    return tuple(sorted({self.batch_size * factor for factor in self.factors}))
+
+  def batch_struct(self) -> Struct:
+    rows = self.batch_sizes()[-1]
+    struct = add_weights(self.example_struct())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), struct)
+
+  def example_struct(self) -> Struct:
+    return self.source.example_struct()
+
+  def get_next(self) -> Rows:
+    size = self.rows_after({'batches': self._batches})
+    of_host = -(-size // self.num_hosts)
+    first = min(self.host_index * of_host, size)
+    rows, taken = self.source.take(size, first, min(first + of_host, size))
+    if not taken or (taken < size and self.drop_remainder):
+      raise StopIteration
+    self._batches += 1
+    return pad_rows(rows, of_host, add_weights(self.example_struct()))
+
+  def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    return self.source.take(count, start, stop)
+
+  def reset(self) -> Self:
+    super().reset()
+    self._batches = 0
+    self.source.reset()
+    return self
+
+  def longest_segments(self) -> dict[str, int]:
+    return self.source.longest_segments()
+
+  def close(self) -> None:
+    self.source.close()
+
+  def manifest(self) -> DataManifest | None:
+    return self.source.manifest()
+
+  def changes_since(self, saved: object, now: DataManifest | None) -> str:
+    return self.source.changes_since(saved, now)
+
+  @property
+  def bad_records(self) -> Any:
+    return self.source.bad_records
+
+  def identity(self) -> dict[str, Any]:
+    return {}
+
+  def get_state(self) -> dict[str, Any]:
+    return {'batches': self._batches, 'source': self.source.get_state()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self.check_state(state, ('batches', 'source'))
+    self.source.set_state(state['source'])
+    self._batches = int(state['batches'])

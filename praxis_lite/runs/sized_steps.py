@@ -1,0 +1,44 @@
+"""The train steps of a run whose batches have several sizes; see `GrowingBatches`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.sharding.batch import batch_size
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+
+class SizedSteps:
+  """A task, partitioned for each size of its batches.
+
+  Args:
+    tasks: the task for batches of each size, the smallest first.
+  """
+
+  def __init__(self, tasks: Sequence[PartitionedTask]):
+    self._tasks = tasks
+
+  def compile(self) -> None:
+    """Compiles the steps of all sizes."""
+    for task in self._tasks:
+      task.train_step.compile()
+      task.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
+
+  def put(self, batch: Rows) -> NestedDict:
+    """Puts a host batch on the mesh, with as many rows as the smallest step takes that has room for it."""
+    rows = batch_size(batch) * jax.process_count()
+    return next(task for task in self._tasks if _rows(task) >= rows).train_step.put_inputs(batch)
+
+  def taking(self, batch: NestedDict) -> PartitionedTask:
+    """Returns the task whose step takes a batch on the mesh."""
+    if len(self._tasks) == 1:
+      return self._tasks[0]
+    return next(task for task in self._tasks if _rows(task) == batch_size(batch))
+
+
+def _rows(task: PartitionedTask) -> int:
+  return batch_size(task.train_step.arguments[-1])
