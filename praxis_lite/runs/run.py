@@ -24,6 +24,7 @@ from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.common.errors import ShardingError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
+from praxis_lite.runs.power_averages import power_average as averaged
 from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import RunRecord, has_record, read_record
 from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
@@ -101,6 +102,7 @@ class SavedRun:
     mesh: Mesh | Sequence[int] | None = None,
     step: Step = None,
     ema: bool | None = None,
+    power_average: float | None = None,
     seed: int = 0,
   ) -> TrainedModel:
     """Restores the model of a checkpoint.
@@ -110,6 +112,8 @@ class SavedRun:
       step: step of the checkpoint, or 'best'; None uses the newest.
       ema: whether to use the moving averages of the variables; None uses `task.evaluate.use_ema`, if the learner keeps
         averages.
+      power_average: the relative width of an average of the weights, computed from those that the learner's
+        `power_averages` has put into this checkpoint and those before it; None takes no such average.
       seed: for models that draw random numbers while they predict or evaluate.
 
     Raises:
@@ -124,7 +128,13 @@ class SavedRun:
     if self._config is None:
       for line in self.record.other_defaults.describe(self.config.roots()):
         print(line, file=sys.stderr)
-    return restore_model(config, self.directory, step=step, seed=seed, create_mesh=create_mesh, use_ema=use_ema)
+    if power_average is not None:
+      use_ema = False
+    model = restore_model(config, self.directory, step=step, seed=seed, create_mesh=create_mesh, use_ema=use_ema)
+    if power_average is not None:
+      learner, at = config.task.train.learner, int(model.global_step)
+      model.stored_variables = averaged(self.directory, learner, model.stored_variables, power_average, at)
+    return model
 
   def __repr__(self) -> str:
     return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'

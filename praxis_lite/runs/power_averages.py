@@ -1,0 +1,80 @@
+"""Averages of the weights of a run over any share of it, computed afterwards from the averages in its checkpoints.
+
+The averages are those of `Learner.power_averages`; `training/learning/power_averages.py` says how they combine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import UserError
+from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, nest, node_at, to_path
+from praxis_lite.training.learning.multi_learner import nested_learners, nested_rules
+from praxis_lite.training.learning.power_averages import check_widths, combine_averages
+
+_NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
+
+
+def power_average(
+  directory: str | os.PathLike[str], learner: Config, variables: NestedDict, width: float, step: int
+) -> NestedDict:
+  """Returns the variables of a checkpoint, with the average in place of each that has averages.
+
+  Args:
+    directory: of the run.
+    learner: config of its learner.
+    variables: those of the checkpoint of `step`, on a mesh.
+    width: the relative width of the average.
+
+  Raises:
+    UserError: the width is not one, or no checkpoint up to `step` has averages.
+  """
+  check_widths((width,), 'load(power_average=...)')
+  rules = nested_rules(learner)
+  prefixes = [f'{rule.name}.' for rule in rules] if rules else ['']
+  widths = {prefix: each.power_averages for prefix, each in zip(prefixes, nested_learners(learner).values())}
+  with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
+    found = {at: _averages_in(checkpointer, at, widths) for at in checkpointer.steps() if at <= step}
+    known: dict[Path, list[tuple[int, float]]] = {}
+    for at, names in found.items():
+      for name in names:
+        path, own = names[name]
+        known.setdefault(path, []).append((at, own))
+    if not known:
+      raise UserError(
+        f'load(power_average={width}): no checkpoint up to step {step} has averages; train with '
+        'task.train.learner.power_averages, and keep checkpoints by task.train.keep_interval_steps'
+      )
+    factors = {path: iter(combine_averages(each, width, step)) for path, each in known.items()}
+    sums: dict[Path, jax.Array] = {}
+    for at, names in found.items():
+      shapes = {to_path(name): _shape_like(node_at(variables, path)) for name, (path, _) in names.items()}
+      arrays = leaves(checkpointer.restore_arrays(nest(shapes), step=at)) if names else {}
+      for name, (path, _) in names.items():
+        term = jnp.float32(next(factors[path])) * arrays[to_path(name)]
+        sums[path] = sums[path] + term if path in sums else term
+  return map_with_path(lambda path, x: sums[path].astype(x.dtype) if path in sums else x, variables)
+
+
+def _averages_in(
+  checkpointer: Checkpointer, step: int, widths: Mapping[str, tuple[float, ...]]
+) -> dict[str, tuple[Path, float]]:
+  """Returns the variable and the width of each average in a checkpoint, by the name of its array."""
+  averages = {}
+  for name in checkpointer.about(step)['variables']:
+    match = _NAME.fullmatch(name)
+    if match and int(match[2]) < len(of_learner := widths.get(match[1], ())):
+      averages[name] = to_path(match[3]), of_learner[int(match[2])]
+  return averages
+
+
+def _shape_like(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
