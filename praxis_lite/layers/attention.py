@@ -32,6 +32,7 @@ from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionCase,
   AttentionChoice,
+  attention_entropy,
   choose_attention,
   dot_product_attention,
 )
@@ -372,6 +373,7 @@ class MultiHeadAttention(AttentionHeads):
       over = kernel_split
     elif split is None and name == 'blockwise' and mask.arrays('query', 'key'):
       over = self._mesh.row_split(B, K)
+    self.add_tap('entropy', lambda: attention_entropy(*heads[:2], mask, bias, self._sinks(), self._spec(name)))
     context_BTNH = dot_product_attention(
       *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
     )

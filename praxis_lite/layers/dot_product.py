@@ -396,6 +396,30 @@ def attention_probs(
   return _softmax_with_sinks(logits_BKGTS, sinks)
 
 
+def attention_entropy(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  mask: AttentionMask,
+  bias: jax.Array | LogitBias | None = None,
+  sinks: jax.Array | None = None,
+  spec: AttentionSpec = DEFAULT_SPEC,
+) -> jax.Array:
+  """Returns the entropy of the probabilities of each query, in nats, [B, T, N]; no gradient flows through it.
+
+  It is computed densely, however attention is. What a sink takes is one more probability. Arguments are as for
+  `dot_product_attention`.
+  """
+  query_BTNH, key_BSKH = jax.lax.stop_gradient((query_BTNH, key_BSKH))
+  (B, T, N, _), S = query_BTNH.shape, key_BSKH.shape[1]
+  bias_BNTS = bias.to_array(T, S) if isinstance(bias, LogitBias) else bias
+  probs_BKGTS = attention_probs(query_BTNH, key_BSKH, to_mask(mask).to_array(T, S), bias_BNTS, sinks, spec)
+  entropy_BKGT = -jnp.sum(jax.scipy.special.xlogy(probs_BKGTS, probs_BKGTS), axis=-1)
+  if sinks is not None:
+    rest_BKGT = jnp.maximum(1.0 - jnp.sum(probs_BKGTS, axis=-1), 0.0)
+    entropy_BKGT -= jax.scipy.special.xlogy(rest_BKGT, rest_BKGT)
+  return jnp.moveaxis(jax.lax.stop_gradient(entropy_BKGT).reshape(B, N, T), 1, 2)
+
+
 def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
   """Returns the probabilities of the keys. Without a sink, those of a query sum to 1."""
   sinks_KG1 = group_sinks(sinks_N, logits_BKGTS.shape[1])

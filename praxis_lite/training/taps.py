@@ -1,6 +1,7 @@
 """Taps of a step: statistics of activations, gradients, updates and weights by path.
 
     lm.transformer.*.attention:rms,max     of the result of each attention; '*' stands for any text
+    lm.transformer.*.attention.entropy     of the probabilities of each query and head, in nats
     lm.transformer.layers.in:mean          of the input of a block, its first argument
     grad(lm.softmax.*):rms                 of the gradients of variables, of the whole batch, before clipping
     update(*.w):rms,ratio                  of what a step adds; ratio: rms of the update / rms of the weight
@@ -37,6 +38,7 @@ _DEFAULT = ('rms',)
 _RATIO = 'ratio'  # Of the rms of an update to that of its weight.
 _FUNCTION = re.compile(r'(\w+)\((.*)\)')
 OF_VARIABLES = ('grad', 'update', 'weight')
+_SPECIAL = ('.in', '.entropy')  # Ends of points that a pattern has to name.
 # Names of arrays of a batch that say which tokens are padding.
 _MARKS = ('weights', 'segment_ids', 'paddings')
 
@@ -242,8 +244,9 @@ def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool =
 
 
 def _is_meant(tap: Tap, name: str) -> bool:
-  """Whether a tap means a point; '*' at the end does not stand for '.in' of inputs."""
-  return tap.matches(name) and (not name.endswith('.in') or tap.pattern.endswith('.in'))
+  """Whether a tap means a point; '*' at the end does not stand for inputs, or for what is computed only for taps."""
+  special = next((end for end in _SPECIAL if name.endswith(end)), '')
+  return tap.matches(name) and tap.pattern.endswith(special)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:

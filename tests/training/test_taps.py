@@ -12,12 +12,14 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, kind_of_part, to_statistics
 from praxis_lite.common.weighted import weighted_mean
-from praxis_lite.layers import Pipelined, Repeat
+from praxis_lite.layers import Causal, Pipelined, Repeat
 from praxis_lite.layers.base import Layer, WeightSplit, scope
 from praxis_lite.layers.base.summaries import Summary
 from praxis_lite.layers.base.taps import Taps, raw_name
-from praxis_lite.models import BaseModel
+from praxis_lite.layers.dot_product import attention_entropy
+from praxis_lite.models import BaseModel, transformer_lm
 from praxis_lite.sharding.weights import WeightHParams
+from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.taps import Tap, TappedParts, finish_summaries, step_taps
 from praxis_lite.training.task import SingleTask
@@ -346,3 +348,42 @@ def test_steps_that_are_not_logged_have_no_taps():
   tapped, plain = make(taps=('stack:rms',)), make()
   assert tapped.untapped.taps is None and tapped.untapped is tapped.untapped and plain.untapped is plain
   assert tapped.untapped.layout is tapped.layout
+
+
+@pytest.mark.parametrize('sinks', [False, True])
+def test_entropy_of_attention_is_that_of_numpy(sinks):
+  """With grouped heads, a causal mask and a sink; uniform logits have the logarithm of the number of keys."""
+  rng = np.random.default_rng(0)
+  query, key = rng.standard_normal((2, 4, 6, 3)), rng.standard_normal((2, 4, 3, 3))
+  sink = rng.standard_normal(6).astype(np.float32) if sinks else None
+  found = attention_entropy(jnp.float32(query), jnp.float32(key), Causal(), sinks=sink)
+  logits = np.einsum('BTNH,BSNH->BTNS', query, key.repeat(2, axis=2)) / np.sqrt(3)
+  for t in range(4):
+    terms = logits[:, t, :, : t + 1]
+    if sinks:
+      terms = np.concatenate([terms, np.broadcast_to(sink[None, :, None], (2, 6, 1))], -1)
+    p = np.exp(terms) / np.exp(terms).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found[:, t], -(p * np.log(p)).sum(-1), rtol=1e-4, atol=1e-6)
+  if not sinks:
+    flat = attention_entropy(jnp.zeros((2, 4, 6, 3)), jnp.float32(key), Causal())
+    np.testing.assert_allclose(flat, np.broadcast_to(np.log([1, 2, 3, 4])[None, :, None], flat.shape), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_entropy_of_attention_is_tapped_by_its_name_alone_on_any_mesh():
+  model = transformer_lm(vocab_size=11, model_dims=12, num_layers=2, num_heads=2).set(packed=False)
+  ids = np.random.default_rng(0).integers(0, 11, (4, 6)).astype(np.int32)
+  weights = np.ones((4, 6), np.float32)
+  weights[0, 3:] = 0
+  data, seen = {'ids': ids, 'labels': ids, 'weights': weights}, []
+  for mesh in ((1, 1), (2, 3)):
+    task = Config(LanguageModelTask, model=model, mesh_axis_names=('data', 'mdl'), ici_mesh_shape=mesh).instantiate()
+    taps = step_taps(task, ['lm.transformer.*attention.entropy:mean,max', 'lm.*:rms'])
+    partitioned = PartitionedTask(task, data, taps=taps)
+    out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), data)
+    seen.append({name: s.value for name, s in finish_summaries(jax.device_get(out.summaries)).items()})
+  names = [name for name in seen[0] if 'entropy' in name]
+  assert sorted(names) == [f'lm.transformer.layers.attention.entropy/{name}' for name in ('max', 'mean')]
+  assert seen[0][names[0]].shape == (2,) and 0 < np.min(seen[0][names[0]]) < np.log(6)
+  for name in names:
+    np.testing.assert_allclose(seen[1][name], seen[0][name], rtol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -15,6 +16,7 @@ from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.stored import StoredWeight
+from praxis_lite.layers.base.taps import tap_value
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 # Kinds of summaries that event files support.
@@ -156,6 +158,13 @@ class InCall:
     if 0 in shape:
       raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, so there is nothing to log')
     self._frame_for('summary', name, value).add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
+
+  def add_tap(self, name: str, make: Callable[[], jax.Array]) -> None:
+    """In a call: offers the value that `make` returns, [B, T, ...], to taps as `<path>.<name>`.
+
+    `make` is called only if a tap names it: '*' at the end of a pattern does not stand for it.
+    """
+    tap_value(self._frame(), self.path, name, make)
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
     """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.

@@ -6,6 +6,7 @@ A *point* is a value that a layer gives to another one. It has the layer's path,
     lm.transformer.layers.attention         the result of the attention; of layers in a stack, one point for all
     lm.transformer.layers.attention.in      its first argument
     lm.softmax.emb_lookup                   the result of another method
+    lm.transformer.layers.attention.entropy what a layer computes only for taps; see `tap_value`
 
 Of a result that is a tree, the point is the first floating array. `run_in_scope` calls `edit_and_tap` for each point.
 Without taps and edits nothing of this is in the program.
@@ -158,6 +159,23 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
   if surroundings.taps is not None:
     surroundings.taps.listen(frame, name, found[index])
   return jax.tree.unflatten(structure, found)
+
+
+def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.Array]) -> None:
+  """Lets taps listen to a value that a layer computes only for them, such as `attention.entropy`.
+
+  Args:
+    frame: the call.
+    path, name: of the layer, and of the value.
+    make: returns the value; called if a tap wants it.
+  """
+  if (taps := frame.surroundings.taps) is None:
+    return
+  point = path_name((*path, name))
+  if taps.wanted(point):
+    taps.listen(frame, point, make())
+  else:
+    taps.seen.setdefault(point, '')
 
 
 def edit_name(point: str) -> str:
