@@ -2,6 +2,7 @@
 
 python tools/draw_mup.py losses.json docs/assets/mup.svg
 python tools/draw_mup.py losses.json docs/assets/mup.svg --widths 16,32 --steps 20    # a short one
+python tools/draw_mup.py losses.json mup.svg --widths 16,128 --seeds 3                # does it hold for other seeds?
 
 The first file keeps the losses of finished runs, so a stopped sweep goes on where it was. The default one takes a few
 minutes on two CPU cores.
@@ -70,13 +71,14 @@ def make_task(width: int, rate: float, steps: int, mup: bool) -> Config:
   return task
 
 
-def train(width: int, steps: int, mup: bool) -> list[float]:
+def train(width: int, steps: int, mup: bool, seed: int = 0) -> list[float]:
   """Returns the mean loss of the last fifth of the steps, in nats, for each of the learning rates.
 
-  All rates are trained at once. The updates of Adam are proportional to the rate, so the learner's own is 1.
+  `seed` is that of the initial values and of the order of the data. All rates are trained at once. The updates of Adam
+  are proportional to the rate, so the learner's own is 1.
   """
   data = Config(TextInput, name='train', path=Config(stdlib_files, split='train'), is_training=True)
-  batches = data.set(seq_len=64, batch_size=8).instantiate()
+  batches = data.set(seq_len=64, batch_size=8, seed=seed).instantiate()
   task = make_task(width, 1.0, steps, mup).instantiate()
   learner = task.bind_learner()
 
@@ -87,7 +89,7 @@ def train(width: int, steps: int, mup: bool) -> list[float]:
     return jax.tree.map(lambda v, new: v + rate * (new - v), variables, update.mdl_vars), update.opt_states, loss
 
   rates, losses = jnp.asarray(RATES), []
-  one = jax.jit(task.model.init, compiler_options=QUICK_TO_COMPILE)(jax.random.key(0))
+  one = jax.jit(task.model.init, compiler_options=QUICK_TO_COMPILE)(jax.random.key(seed))
   variables, states = jax.tree.map(lambda x: jnp.stack([x] * len(RATES)), (one, learner.init(one)))
   compiled = jax.jit(step, donate_argnums=(1, 2))
   for number in range(steps):
@@ -137,17 +139,36 @@ def draw(losses: dict[str, float]) -> str:
   return '\n'.join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, *lines, '</svg>', ''])
 
 
-def main(losses: str, out: str, widths: str, steps: int) -> None:
+def describe_best(found: dict[int, dict[str, float]]) -> str:
+  """Returns, for each parametrisation and width, the best rate of each seed as its power of 2."""
+  lines = []
+  for kind in KINDS:
+    for width in sorted({int(key.split()[1]) for key in found[0]}):
+      curves = [
+        {float(k.split()[2]): x for k, x in losses.items() if k.startswith(f'{kind} {width} ')}
+        for losses in found.values()
+      ]
+      best = [
+        round(math.log2(min(curve, key=lambda r: curve[r] if curve[r] == curve[r] else math.inf))) for curve in curves
+      ]
+      lines.append(f'{kind:<9} {width:>4}  best rate of each seed: {" ".join(f"2^{power}" for power in best)}')
+  return '\n'.join(lines)
+
+
+def main(losses: str, out: str, widths: str, steps: int, seeds: int) -> None:
   kept = pathlib.Path(losses)
-  found = json.loads(kept.read_text()) if kept.exists() else {}
+  by_seed = {seed: kept if not seed else kept.with_suffix(f'.{seed}{kept.suffix}') for seed in range(seeds)}
+  found = {seed: json.loads(file.read_text()) if file.exists() else {} for seed, file in by_seed.items()}
   for width in map(int, widths.split(',')):
     for kind in KINDS:
-      if f'{kind} {width} {RATES[0]}' not in found:
-        trained = train(width, steps, kind == 'mup')
-        found |= {f'{kind} {width} {rate}': loss for rate, loss in zip(RATES, trained)}
-        print(kind, width, *(f'{loss:.3f}' for loss in trained), flush=True)
-        kept.write_text(json.dumps(found, indent=1))
-  pathlib.Path(out).write_text(draw(found))
+      for seed, file in by_seed.items():
+        if f'{kind} {width} {RATES[0]}' not in found[seed]:
+          trained = train(width, steps, kind == 'mup', seed)
+          found[seed] |= {f'{kind} {width} {rate}': loss for rate, loss in zip(RATES, trained)}
+          print(kind, width, *(f'{loss:.3f}' for loss in trained), flush=True)
+          file.write_text(json.dumps(found[seed], indent=1))
+  print(describe_best(found))
+  pathlib.Path(out).write_text(draw(found[0]))
 
 
 if __name__ == '__main__':
@@ -156,4 +177,5 @@ if __name__ == '__main__':
   parser.add_argument('out', help='file for the picture, an SVG')
   parser.add_argument('--widths', default=','.join(map(str, WIDTHS)), help='model dims of the models')
   parser.add_argument('--steps', type=int, default=100, help='steps of each run')
+  parser.add_argument('--seeds', type=int, default=1, help='runs with so many seeds; the picture is of the first')
   main(**vars(parser.parse_args()))

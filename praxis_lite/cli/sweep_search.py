@@ -13,6 +13,7 @@ from praxis_lite.cli.command import configured_experiment
 from praxis_lite.cli.command_flags import add_tracked
 from praxis_lite.cli.sweep_runs import STOPPED, command_of, count_devices, print_results
 from praxis_lite.common.errors import UserError, prefix_errors
+from praxis_lite.common.files import replace_file
 
 if TYPE_CHECKING:
   from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
   from praxis_lite.runs.sweep import Point
   from praxis_lite.training.experiment import ExperimentConfig
 
+_PICTURE = 'search.svg'
 _BAR = 24  # Characters of a bar for an importance of 1.
 
 
@@ -39,6 +41,7 @@ def run_search(values: flags.FlagValues) -> int:
   from praxis_lite.runs.records.record import has_record
   from praxis_lite.runs.records.run_config import job_directory
   from praxis_lite.runs.search import Search, import_optuna, parse_ranges
+  from praxis_lite.runs.search_picture import draw_search
   from praxis_lite.runs.sweep import last_line, run_points
 
   import_optuna()
@@ -95,6 +98,9 @@ def run_search(values: flags.FlagValues) -> int:
   print_results(values, [directory for directory in directories if has_record(directory)], folder)
   for line in _describe_importances(search, ranges):
     print(line)
+  if shares := search.importances():
+    replace_file(folder / _PICTURE, draw_search(search.trials, ranges, shares, search.sign))
+    print(f'drawn in {folder / _PICTURE}')
   if stopped:
     print('stopped; the same command resumes')
     return 128 + signal.SIGINT

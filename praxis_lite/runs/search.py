@@ -144,6 +144,10 @@ class Search:
     prunes: whether trials end early if they are worse than the median of others at the same step.
     config: the text of the config that all trials share.
 
+  Attributes:
+    trials: all trials.
+    sign: 1 if less of the metric is better, -1 if more is, as far as runs have told.
+
   Raises:
     UserError: Optuna is not installed, or the directory has a search with other ranges, overrides or config, or one
       whose trials have reached something in another metric.
@@ -166,6 +170,7 @@ class Search:
     self._metric, self._mode = metric, mode
     self._shared = {'overrides': [*overrides], 'metric': metric, 'mode': mode, 'config': digest_of(config)}
     self._is_over = False
+    self.sign = 1
     self.trials = self._read()
     self._names = short_names([each.path for each in ranges])
     self._distributions = {each.path: each.distribution() for each in ranges}
@@ -300,7 +305,7 @@ class Search:
       return []
     if metric not in run.metrics:
       return []
-    sign = 1 if mode == 'min' else -1
+    self.sign = sign = 1 if mode == 'min' else -1
     return [(int(s), sign * float(v)) for s, v in zip(*run.metrics.curve(metric)) if math.isfinite(v)]
 
   def _to_frozen_trial(self, number: int, trial: Trial) -> FrozenTrial:

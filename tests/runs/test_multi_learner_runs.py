@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from typing import Any
 
 import jax
@@ -133,3 +135,38 @@ def test_reports_name_the_rule_of_a_variable() -> None:
 def test_verify_compares_gradients_and_updates_of_all_rules() -> None:
   found = verify(two_rates(2, num_train_steps=2), search_seconds=0)
   assert not found.differences, found
+
+
+def fine_tuning(start: Any, steps: int) -> Any:
+  """A body with a tenth of the rate, that waits, and a head; each with moments of its own."""
+  body = rule('body', 'w', optax.adam, train_from_step=3, update_factor=0.1, ema_decay=0.9)
+  config = two_rates(1, body, rule('head', None, optax.lion), num_train_steps=steps, save_interval_steps=5)
+  config.task.train.set(log_interval_steps=1)
+  config.task.train.init_from.path = str(start)
+  config.datasets = config.datasets[:1]
+  return config
+
+
+KILLED = """
+import sys
+from test_multi_learner_runs import fine_tuning, run_train
+run_train(fine_tuning(sys.argv[1], 10**6), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_fine_tuning_with_two_rates_resumes_after_sigkill_with_the_same_bits(tmp_path: Any, run_python: Any) -> None:
+  run_train(tiny_run(num_train_steps=3, **SELDOM), tmp_path / 'first')
+  process = run_python(KILLED, str(tmp_path / 'first'), str(tmp_path / 'killed'), devices=1)
+  next(line for line in process.stdout if re.match(r'step \d{3,}/', line))
+  process.kill()
+  assert process.wait() == -signal.SIGKILL
+  process.communicate()
+  saved = praxis_lite.open_run(tmp_path / 'killed').checkpoints.steps[-1]
+  assert saved >= 5
+  found, whole = (
+    run_train(fine_tuning(tmp_path / 'first', saved + 4), tmp_path / name) for name in ('killed', 'whole')
+  )
+  assert found.step == whole.step == saved + 4
+  for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(whole.state), strict=True):
+    np.testing.assert_array_equal(a, b)

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from praxis_lite.common.errors import ConfigError, UserError
-from praxis_lite.runs.search import Search, SearchRange, parse_ranges
+from praxis_lite.runs.search import Search, SearchRange, Trial, parse_ranges
+from praxis_lite.runs.search_picture import draw_search
 
 pytest.importorskip('optuna')
 
@@ -47,6 +49,27 @@ def test_a_search_comes_near_the_best_value_and_tells_what_matters(tmp_path):
   assert next(iter(shares)) == RATE and shares[RATE] > 0.8 and sum(shares.values()) == pytest.approx(1)
   assert search.point(0).overrides[:2] == ('task.a=1', f'{RATE}={search.trials[0].values[RATE]}')
   assert search.point(3).name.startswith('003,learning_rate=')
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+def test_the_picture_has_a_panel_for_each_field_and_a_point_for_each_trial(sign):
+  ranges = [*RANGES, SearchRange.parse('task.model.kind=a,"b<c"')]
+  trials = [Trial({RATE: 1e-4, WIDTH: 2, 'task.model.kind': 'a'}, 'complete', 5.0)]
+  trials += [Trial({RATE: 1e-1, WIDTH: 9, 'task.model.kind': '"b<c"'}, state, x) for state, x in _STATES]
+  drawn = draw_search(trials, ranges, {WIDTH: 0.5, RATE: 0.3, 'task.model.kind': 0.2}, sign)
+  root = ElementTree.fromstring(drawn)
+  circles = root.findall('.//{http://www.w3.org/2000/svg}circle')
+  assert len(circles) == 3 * 3
+  places = [(float(c.get('cx')), float(c.get('cy'))) for c in circles]
+  assert [x for x, _ in places[:3]] == [70.0, 620.0, 620.0] == [x for x, _ in places[3:6]]
+  # 5.0 is worse than 4.0: above it if less is better, else the picture is of -5.0, below -4.0.
+  assert (places[0][1] < places[1][1]) == (sign == 1)
+  texts = [t.text for t in root.iter('{http://www.w3.org/2000/svg}text')]
+  assert texts[0] == f'{WIDTH}: 50%' and '"b<c"' in texts
+  assert draw_search([], ranges, {}, 1).startswith('<svg')
+
+
+_STATES = [('complete', 4.0), ('pruned', 6.0), ('failed', None)]
 
 
 def test_a_search_that_was_killed_goes_on_with_its_unfinished_trials(tmp_path):
