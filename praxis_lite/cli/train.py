@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def _run(values: flags.FlagValues) -> int:
+  began = time.perf_counter()
   from praxis_lite.runs.profiling import ProfiledSteps
+  from praxis_lite.runs.throughput import StartupTimes
 
+  startup = StartupTimes(began)
   profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
   config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
@@ -32,12 +36,15 @@ def _run(values: flags.FlagValues) -> int:
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
     if job is None and not values.elastic:
       config.task.instantiate().create_mesh()  # Says that devices are missing before the verification takes its time.
+    startup.mark('import')
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
+    startup.mark('verify')
 
   from praxis_lite.cli.train_plan import PlanOfRun
   from praxis_lite.runs.executor import run_train
   from praxis_lite.runs.loop.options import TrainOptions
 
+  startup.mark('import')
   if job is not None:
     from praxis_lite.runs.cluster.distributed import initialize_distributed
 
@@ -46,7 +53,7 @@ def _run(values: flags.FlagValues) -> int:
   del options['devices']  # The --devices flag counts simulated devices, and is not an option of `train`.
   if not values['seed'].present:
     del options['seed']
-  options |= {'profile_steps': profile_steps, 'advise': _warnings, 'observers': [PlanOfRun(values.plan)]}
+  options |= {'profile_steps': profile_steps, 'advise': _warnings, 'observers': [PlanOfRun(values.plan)], 'startup': startup}
   result = run_train(config, job_log_dir, TrainOptions(**options))
   # The exit code that a shell reports for a process killed by this signal, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0

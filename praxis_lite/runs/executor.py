@@ -101,17 +101,19 @@ def run_train(
     given = type(job_log_dir).__name__
     raise ConfigError(f"run_train(config, job_log_dir): expected a directory, such as 'runs/1', got {given}")
   options = (options or TrainOptions()).replace(changes)
+  startup = options.startup or StartupTimes()
   start_devices()
+  startup.mark('devices')
   directory = user_path(job_log_dir).absolute()
   with alerts_of_run(options.alert_command, directory) as alerts:
-    options = dataclasses.replace(options, observers=(*options.observers, *alerts))
+    options = dataclasses.replace(options, observers=(*options.observers, *alerts), startup=startup)
     while True:
       try:
         return _attempt(config, job_log_dir, options)
       except GoBack as error:
         with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
           trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
-        options = dataclasses.replace(options, advise=None)
+        options = dataclasses.replace(options, advise=None, startup=None)
         for alert in alerts:
           alert.note_going_back(trouble)
         if is_primary_process():
@@ -122,7 +124,7 @@ def run_train(
 
 def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:
   """Trains until the end, or until the run has to go back: then it raises GoBack."""
-  startup = StartupTimes()
+  startup = options.startup or StartupTimes()
   with contextlib.ExitStack() as stack:
     opened = stack.enter_context
 
@@ -131,7 +133,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     directory = opened(HeldDirectory(path))
     if is_primary_process():
       opened(held_for_training(path))
-    observers = opened(observe_start(config.task.train, path, options))
+    observers = opened(observe_start(config.task.train, path, options, startup))
 
     # ---- what is trained, and where it starts
     job = build_job(config, path, options, startup)

@@ -14,19 +14,19 @@ from praxis_lite.common.trees import leaves_by_path
 
 
 class StartupTimes:
-  """Assigns all time from its construction to the first step to named phases.
+  """Assigns all time from the start, its construction or `began`, to the first step to named phases.
 
       startup = StartupTimes()
       ...
       startup.mark('data')              # the time since then belongs to 'data'
       startup.report()                  # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
-  `clock` returns seconds, for tests.
+  `clock` returns seconds, for tests; `began` is what it returned at the start.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+  def __init__(self, began: float | None = None, clock: Callable[[], float] = time.perf_counter):
     self._clock = clock
-    self._last = clock()
+    self.began = self._last = clock() if began is None else began
     self._seconds: dict[str, float] = {}
 
   def mark(self, name: str) -> None:

@@ -55,6 +55,17 @@ def names(group):
   return [run.directory.name for run in group.runs]
 
 
+def test_fields_that_share_the_end_of_their_paths_are_columns_of_their_own(folder, capsys):
+  (group,) = groups_of(folder / 'lm', columns=['name'])
+  assert group.columns == ['task.name', 'datasets[0].name', 'datasets[1].name']  # Layers have names too, all empty.
+  assert list(group.values[0].values()) == ["'lm'", "'train'", "'validation'"]
+  only = groups_of(folder / 'lm', columns=['path', 'batch_size'])[0].columns  # Both inputs have 16; one path is set.
+  assert only == ['path', 'batch_size']
+  assert main(['runs', str(folder), '--sort=-datasets[0].name']) == 0
+  assert main(['runs', str(folder / 'lm'), '--sort=is_training']) == 2
+  assert 'is_training: several fields end so; write datasets[0].is_training or datasets[1]' in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_runs_are_in_groups_of_their_experiment_with_the_fields_that_differ_in_it(folder):
   digits, lm, others = groups_of(folder)
@@ -131,11 +142,10 @@ def test_the_best_run_is_first_or_another_order_is_asked_for(folder, sort, order
 
 
 def test_columns_are_fields_by_their_ends_and_metrics(folder):
-  columns = ['lm.transformer.num_layers', 'datasets[*].seq_len', 'datasets[0].seq_len', 'eval/valid/accuracy', 'name']
+  columns = ['lm.transformer.num_layers', 'datasets[*].seq_len', 'datasets[0].seq_len', 'eval/valid/accuracy']
   (group,) = groups_of(folder / 'lm', columns=columns)
   assert group.columns == columns
   assert [group.values[0][name] for name in columns[1:4]] == ['32', '32', '1']
-  assert '/' in group.values[0]['name']  # Of several inputs.
   rates = groups_of(folder / 'one', columns=['learning_rate'])[0].values  # The optimizer's own one is REQUIRED.
   assert rates == [{'learning_rate': '0.5'}]
   assert groups_of(folder / 'lm', columns=['all'])[0].columns == ['learning_rate', 'seed']
@@ -285,6 +295,34 @@ def test_the_page_in_use(page, tmp_path):
     tmp_path,
   )
   assert said == ['2,3,2', 'lm/a10', 'lm/b', '0,1,0', 'true,false,true', '2,3,2', '2']
+
+
+@needs_chromium
+def test_neighbouring_marks_of_an_axis_differ_and_enclose_the_values(page, tmp_path):
+  ranges = [[4.9, 5.6], [2.6, 3.2], [12345, 12351], [5.00001, 5.00002], [-1.2e-4, 2e-4], [0, 9e7], [0.1, 0.1000001]]
+  said = use_page(
+    page,
+    f"""
+    const labels = (marks) => marks.map(([, text]) => text);
+    for (const [low, high] of {ranges}) {{
+      const marks = evenMarks(low, high, 4), texts = labels(marks), error = 1e-9 * Math.abs(high);
+      const isRight = marks.every(([value], i) => Math.abs(parseFloat(texts[i].replaceAll(',', '')) - value) <= error);
+      say(isRight && new Set(texts).size === texts.length && marks.length > 2 && marks[0][0] <= low + error && marks.at(-1)[0] >= high - error);
+    }}
+    say(labels(evenMarks(4.9, 5.6, 4)).join(' '), labels(evenMarks(0, 1, 5, 1)).join(' '), labels(evenMarks(0, 1.5e6, 3, 1)).join(' '));
+    say(labels(logMarks(1e-8, 100)).join(' '), labels(logMarks(2.5, 6)).join(' '), labels(logMarks(20, 900)).join(' '));
+    """,
+    tmp_path,
+  )
+  assert said[: len(ranges)] == ['true'] * len(ranges)
+  assert said[len(ranges) :] == [
+    '4.8 5.0 5.2 5.4 5.6',
+    '0 1',
+    '0 500,000 1,000,000 1,500,000',
+    '1e-8 1e-6 1e-4 0.01 1 100',
+    '3 4 5 6',
+    '20 50 100 200 500',
+  ]
 
 
 @needs_chromium

@@ -16,14 +16,15 @@ from praxis_lite.runs.throughput import StartupTimes
 
 def test_every_second_before_the_first_step_is_accounted_for():
   now = [100.0]
-  startup = StartupTimes(clock=lambda: now[0])
+  startup = StartupTimes(99.5, lambda: now[0])
+  startup.mark('import')
   now[0] = 102.0
   startup.mark('data')
   now[0] = 106.0
   startup.mark_parts({'trace+lower': 1.0, 'compile': 3.0})
   now[0] = 106.25
   startup.mark('first step')
-  assert startup.report() == ('first step after 6.2 s: data 2.0, trace+lower 1.0, compile 3.0, first step 0.2')
+  assert startup.report() == ('first step after 6.8 s: import 0.5, data 2.0, trace+lower 1.0, compile 3.0, first step 0.2')
 
 
 def finish(process):

@@ -3,28 +3,35 @@
 let wanted = '', isLog = false;
 const color = (index, count) => `oklch(0.62 0.15 ${Math.round((250 + (index * 360) / Math.max(count, 6)) % 360)})`;
 const isShown = (run) => !wanted || [run.name, ...run.fields].join(' ').toLowerCase().includes(wanted);
-const short = (value) => (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4))));
+const short = (value) => (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3) ? value.toExponential(3) : String(Number(value.toPrecision(5))));
 
 function matches(pattern, name) {
   const parts = pattern.split('*');
   return parts.length === 1 ? name === pattern : name.startsWith(parts[0]) && name.endsWith(parts[parts.length - 1]);
 }
 
-// Returns about five round numbers between two values.
-function ticks(low, high) {
-  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough), found = [];
-  for (let i = Math.ceil(low / step); i * step <= high + step * 1e-6; i++) found.push(i * step);
-  return found;
+// Returns marks of an axis, [value, label]: round numbers in equal steps, from at most `low` to at least `high`, in about
+// `parts` parts of at least `least`. All labels have the decimals that tell neighbours apart; those of whole numbers have none.
+function evenMarks(low, high, parts, least = 0) {
+  const rough = Math.max((high - low) / parts, least), power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * (1 - 1e-9));
+  const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9), digits = Math.floor(Math.log10(step) + 1e-9);
+  const most = Math.max(Math.abs(first), Math.abs(last)) * step, decimals = Math.max(-digits, 0);
+  const text = (value) => {
+    if (least === 1 || (most < 1e6 && decimals <= 7)) return value.toLocaleString('en', { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+    return value === 0 ? '0' : value.toExponential(Math.max(Math.floor(Math.log10(Math.abs(value)) + 1e-9) - digits, 0));
+  };
+  return Array.from({ length: last - first + 1 }, (_, i) => [(first + i) * step, text((first + i) * step)]);
 }
 
-function powers(low, high) {
-  const found = [];
-  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) for (const factor of [1, 2, 5]) {
-    const value = factor * 10 ** power;
-    if (value >= low && value <= high) found.push(value);
+// Returns marks between two positive values for a logarithmic axis: powers of 10, and if these are few, also 2 and 5 times these.
+function logMarks(low, high) {
+  const decades = Math.log10(high / low), every = Math.ceil(decades / 7), found = [];
+  for (let power = Math.floor(Math.log10(low) / every) * every; 10 ** power <= high; power += every) for (const factor of decades > 3 ? [1] : [1, 2, 5]) {
+    const value = Number(`${factor}e${power}`);
+    if (value >= low && value <= high) found.push([value, value >= 1e6 || value < 1e-3 ? value.toExponential() : value.toLocaleString('en')]);
   }
-  return found.length > 1 ? found : ticks(low, high);
+  return found.length > 2 ? found : evenMarks(low, high, 4).filter(([value]) => value >= low && value <= high);
 }
 
 function highlight(section, run) {
@@ -33,7 +40,7 @@ function highlight(section, run) {
 }
 
 function drawChart(section, group, svg, pattern) {
-  const width = svg.clientWidth || 500, height = 240, plot = { left: 46, right: width - 10, top: 8, bottom: height - 22 };
+  const width = svg.clientWidth || 500, height = 240, plot = { right: width - 10, top: 8, bottom: height - 22 };
   const lines = group.runs.flatMap((run, index) => Object.entries(run.curves)
     .filter(([name]) => matches(pattern, name) && isShown(run))
     .map(([name, points]) => ({ run, index, name, points: points.filter(([, y]) => !isLog || y > 0) }))).filter((line) => line.points.length);
@@ -43,11 +50,14 @@ function drawChart(section, group, svg, pattern) {
   if (!all.length) { svg.append(label('no values', width / 2, height / 2, 'middle')); return; }
   const x1 = Math.max(...all.map(([x]) => x), 1), bounds = [Math.min(...all.map(([, y]) => y)), Math.max(...all.map(([, y]) => y))];
   if (bounds[0] === bounds[1]) { bounds[0] -= Math.abs(bounds[0]) * 0.1 || 1; bounds[1] += Math.abs(bounds[1]) * 0.1 || 1; }
+  const marks = isLog ? logMarks(...bounds) : evenMarks(...bounds, 4);
+  if (!isLog) bounds.splice(0, 2, marks[0][0], marks[marks.length - 1][0]);
+  plot.left = 16 + 6.5 * Math.max(...marks.map(([, text]) => text.length));
   const scale = isLog ? Math.log : (y) => y, [y0, y1] = bounds.map(scale);
   const X = (x) => plot.left + ((plot.right - plot.left) * x) / x1, Y = (y) => plot.bottom - ((plot.bottom - plot.top) * (scale(y) - y0)) / (y1 - y0);
-  for (const y of isLog ? powers(...bounds) : ticks(...bounds)) svg.append(shape('line', { class: 'grid', x1: plot.left, x2: plot.right, y1: Y(y), y2: Y(y) }), label(short(y), plot.left - 6, Y(y) + 4, 'end'));
-  const steps = ticks(0, x1);
-  for (const x of steps) svg.append(label(x.toLocaleString('en'), X(x), height - 6, x === 0 ? 'start' : X(x) > plot.right - 20 ? 'end' : 'middle'));
+  for (const [y, text] of marks) svg.append(shape('line', { class: 'grid', x1: plot.left, x2: plot.right, y1: Y(y), y2: Y(y) }), label(text, plot.left - 6, Y(y) + 4, 'end'));
+  const room = (plot.right - plot.left) / (24 + 7 * x1.toLocaleString('en').length);
+  for (const [x, text] of evenMarks(0, x1, Math.max(Math.min(room, 5), 1), 1)) if (x <= x1) svg.append(label(text, X(x), height - 6, x === 0 ? 'start' : X(x) > plot.right - 20 ? 'end' : 'middle'));
   for (const line of [...lines].reverse()) {
     const path = line.points.map(([x, y]) => `${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join(' ');
     const parts = line.points.length > 1 ? [shape('polyline', { points: path })] : [shape('circle', { cx: X(line.points[0][0]), cy: Y(line.points[0][1]), r: 3 })];

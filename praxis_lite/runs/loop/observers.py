@@ -31,14 +31,16 @@ from praxis_lite.training.task import TrainParams
 
 
 @contextlib.contextmanager
-def observe_start(settings: TrainParams, directory: Path, options: TrainOptions) -> Iterator[Observers]:
+def observe_start(
+  settings: TrainParams, directory: Path, options: TrainOptions, startup: StartupTimes
+) -> Iterator[Observers]:
   """Yields the observers that exist from the start: `Watch`, which measures time, and those of `runs/cluster`."""
   with contextlib.ExitStack() as stack:
     others = _cluster_observers(settings, directory, options)
     for observer in others:
       stack.callback(observer.close)
       observer.open(options.on_damage)
-    watch = stack.enter_context(Watch(directory))  # After `open`, which may fetch files that it reads.
+    watch = stack.enter_context(Watch(directory, startup.began))  # After `open`, which may fetch files that it reads.
     yield Observers(watch, others)
 
 

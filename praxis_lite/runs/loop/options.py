@@ -16,6 +16,7 @@ from praxis_lite.runs.corruption import OnCorruption
 from praxis_lite.runs.hooks import Hook, check_hooks
 from praxis_lite.runs.observer import Observer
 from praxis_lite.runs.profiling import ProfiledSteps
+from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.training.taps import Tap
 from praxis_lite.training.task import SingleTask
 
@@ -55,6 +56,7 @@ class TrainOptions:
       its end; see `praxis_lite.runs.alerts`.
     accept_changed_data: continue at the saved position although files of the training data have changed since; by
       default that is an error.
+    startup: the times of what the caller did before, such as imports, which count as start-up; None means nothing.
 
   Raises:
     ConfigError: an option has an invalid value.
@@ -80,6 +82,7 @@ class TrainOptions:
   input_timeout_s: float = READ_TIMEOUT_S
   alert_command: str | None = None
   accept_changed_data: bool = False
+  startup: StartupTimes | None = None
 
   def __post_init__(self) -> None:
     check_hooks(self.hooks)

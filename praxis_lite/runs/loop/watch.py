@@ -34,10 +34,11 @@ class Watch(Observer):
 
   Args:
     directory: the run's directory. Heartbeats are written there once it has the record of a run.
+    began: when the start-up began, by `time.perf_counter`.
   """
 
-  def __init__(self, directory: Path):
-    self._goodput = Goodput()
+  def __init__(self, directory: Path, began: float):
+    self._goodput = Goodput(began=began)
     self._directory = directory
     self._earlier = next(iter(read_heartbeats(directory)), None)
     self._restored: tuple[int, float] | None = None  # The step that the run starts from, and when it was saved.

@@ -45,15 +45,22 @@ def group_runs(
     runs: the runs.
     metric, mode: as for `metric_to_compare`; None decides for each group.
     sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; with '-' in front, in the other order.
-    columns: the fields and metrics to show, by their paths or the ends of these; () means those that differ.
+    columns: the fields and metrics to show, by their paths or the ends of these; () means those that differ. An end of
+      several fields that differ in one run means a column for each of them.
 
   Raises:
-    UserError: no run has the metric, or a column.
+    UserError: no run has the metric, or a column; or `sort` means several fields or metrics.
   """
   if metric is not None:
     metric_to_compare(runs, metric, mode)
-  for name in (*columns, *([] if sort.removeprefix('-') in _ORDERS else [sort.removeprefix('-')])):
+  order = sort.removeprefix('-')
+  for name in (*columns, *([] if order in _ORDERS else [order])):
     _check_column(runs, name)
+  if order not in _ORDERS:
+    if len(several := _columns_of(runs, order)) > 1:
+      raise UserError(f'{order}: several fields end so; write {" or ".join(first_lines(several, _MOST_NAMED))}')
+    sort = sort.replace(order, several[0])
+  columns = list(dict.fromkeys(column for name in columns for column in _columns_of(runs, name)))
   alike: dict[str, list[RunState]] = {}
   for run in _complete_names(runs):
     alike.setdefault(_title(run), []).append(run)
@@ -171,6 +178,7 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
 
 
 _MOST_NAMED = 8
+_UNSET = ('None', 'REQUIRED', "''")  # These values of a field say nothing.
 
 
 def _metrics_of_all(runs: Sequence[RunState]) -> list[str]:
@@ -198,12 +206,28 @@ def _paths(run: RunState, name: str) -> list[str]:
   return [path for path in run.fields if f'.{plain(path)}'.endswith(f'.{plain(name)}')]
 
 
+def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
+  """Returns the columns for a name: itself, or if its fields differ in one run, one for each that some run sets."""
+  if all(len(_different_values(run, name)) < 2 for run in runs):
+    return [name]
+  paths = sorted(dict.fromkeys(path for run in runs for path in _paths(run, name)), key=_importance)
+  merged = _merged_entries(paths, [run.fields for run in runs if run.fields])
+  names = short_names(set(merged.values()))
+  are_set = [path for path in paths if any(run.fields.get(path, 'None') not in _UNSET for run in runs)]
+  return list(dict.fromkeys(names[merged[path]] for path in are_set)) or [name]
+
+
+def _different_values(run: RunState, name: str) -> list[str]:
+  """Returns the values of the fields that a name means, each once; [] for a metric."""
+  found = dict.fromkeys(run.fields[path] for path in _paths(run, name) if name not in run.metrics)
+  return [value for value in found if value != 'REQUIRED' or len(found) == 1]
+
+
 def _value(run: RunState, name: str) -> str:
   """Returns the value of a field, or the last one of a metric; several fields of the same name if they differ."""
   if name in run.metrics or not _paths(run, name):
     return '/'.join(format_number(float(run.metrics.curve(metric).values[-1])) for metric in _metrics(run, name))
-  found = dict.fromkeys(run.fields[path] for path in _paths(run, name))
-  return '/'.join(value for value in found if value != 'REQUIRED' or len(found) == 1)
+  return '/'.join(_different_values(run, name))
 
 
 def values_over_time(group: RunGroup, index: int) -> list[str]:

@@ -37,18 +37,18 @@ _MAX_MARKS, _MAX_COPIES = 200, 2
 class Goodput:
   """Seconds by activity, including those of earlier processes of the same run.
 
-  `clock` returns seconds; tests replace it. Any thread may read them, but only one may change the activity.
+  `clock` returns seconds; tests replace it. `began` is what it returned when this process started; None means now. Any
+  thread may read the seconds, but only one may change the activity.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+  def __init__(self, clock: Callable[[], float] = time.perf_counter, began: float | None = None):
     self._clock = clock
     self._lock = threading.Lock()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
     self._marks: dict[int, float] = {}  # The productive seconds until each checkpoint, by its step.
     self._copies: dict[int, float] = {}  # The same for emergency copies.
     self._activities = ['starting']
-    self._since = clock()
-    self._began = self._since
+    self._began = self._since = clock() if began is None else began
 
   def resume(self, record: Mapping[str, Any], step: int) -> None:
     """Adds the record of an earlier process. Its steps after `step` will be repeated, so their time is lost."""
