@@ -53,7 +53,8 @@ def _run(values: flags.FlagValues) -> int:
   del options['devices']  # The --devices flag counts simulated devices, and is not an option of `train`.
   if not values['seed'].present:
     del options['seed']
-  options |= {'profile_steps': profile_steps, 'advise': _warnings, 'observers': [PlanOfRun(values.plan)], 'startup': startup}
+  options |= {'profile_steps': profile_steps, 'advise': _warnings, 'observers': [PlanOfRun(values.plan)]}
+  options['startup'] = startup
   result = run_train(config, job_log_dir, TrainOptions(**options))
   # The exit code that a shell reports for a process killed by this signal, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0

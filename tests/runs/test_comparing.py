@@ -307,10 +307,11 @@ def test_neighbouring_marks_of_an_axis_differ_and_enclose_the_values(page, tmp_p
     for (const [low, high] of {ranges}) {{
       const marks = evenMarks(low, high, 4), texts = labels(marks), error = 1e-9 * Math.abs(high);
       const isRight = marks.every(([value], i) => Math.abs(parseFloat(texts[i].replaceAll(',', '')) - value) <= error);
-      say(isRight && new Set(texts).size === texts.length && marks.length > 2 && marks[0][0] <= low + error && marks.at(-1)[0] >= high - error);
+      const isAround = marks[0][0] <= low + error && marks.at(-1)[0] >= high - error;
+      say(isRight && isAround && new Set(texts).size === texts.length && marks.length > 2);
     }}
-    say(labels(evenMarks(4.9, 5.6, 4)).join(' '), labels(evenMarks(0, 1, 5, 1)).join(' '), labels(evenMarks(0, 1.5e6, 3, 1)).join(' '));
-    say(labels(logMarks(1e-8, 100)).join(' '), labels(logMarks(2.5, 6)).join(' '), labels(logMarks(20, 900)).join(' '));
+    for (const marks of [evenMarks(4.9, 5.6, 4), evenMarks(0, 1, 5, 1), evenMarks(0, 1.5e6, 3, 1),
+      logMarks(1e-8, 100), logMarks(2.5, 6), logMarks(20, 900)]) say(labels(marks).join(' '));
     """,
     tmp_path,
   )

@@ -24,7 +24,9 @@ def test_every_second_before_the_first_step_is_accounted_for():
   startup.mark_parts({'trace+lower': 1.0, 'compile': 3.0})
   now[0] = 106.25
   startup.mark('first step')
-  assert startup.report() == ('first step after 6.8 s: import 0.5, data 2.0, trace+lower 1.0, compile 3.0, first step 0.2')
+  assert startup.report() == (
+    'first step after 6.8 s: import 0.5, data 2.0, trace+lower 1.0, compile 3.0, first step 0.2'
+  )
 
 
 def finish(process):
