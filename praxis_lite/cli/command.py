@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -107,6 +108,10 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
     from praxis_lite.training import registry
     from praxis_lite.training.experiment import configure
 
+    if re.fullmatch(r'[^:]*/[^:]*(?<!\.py)', values.exp):
+      from praxis_lite.runs.records.runs import runs_near
+
+      raise UserError(f'--exp: there is no experiment {values.exp!r}, and no run{runs_near(values.exp)}')
     config, record = configure(registry.get(values.exp)), None
   else:
     record = _read_recorded(values.exp or values.job_log_dir, values.trust, restores='step' in values)

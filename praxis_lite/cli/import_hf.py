@@ -15,7 +15,9 @@ def _run(values: flags.FlagValues) -> int:
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
   from praxis_lite.bridges.hf.runs import import_run
+  from praxis_lite.common.devices import leave_accelerators_alone
 
+  leave_accelerators_alone()
   for line in import_run(values.path, values.job_log_dir, overrides=values.set):
     print(line, flush=True)
   return 0

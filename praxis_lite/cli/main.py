@@ -136,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
     if name not in COMMANDS and name in _ALSO_CALLED:
       raise UserError(f"no command '{name}'; `praxis-lite {_ALSO_CALLED[name]}` does this")
     if name not in COMMANDS:
-      raise UserError(f"no command '{name}'.{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}.")
+      meant = did_you_mean(name, [*COMMANDS, '--version', '--help'])
+      raise UserError(f"no command '{name}'.{meant} Commands: {', '.join(COMMANDS)}.")
     command = COMMANDS[name]
     if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
       print(help_text(command), end='')

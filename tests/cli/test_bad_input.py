@@ -38,6 +38,15 @@ def fails(capsys, *arguments):
 MESH, WT = '--exp=lm.SyntheticLmTiny', 'task.model.lm.softmax.weight_split_dims_mapping.wt'
 COMMAND_LINES = {
   'unknown command': (['trian', TINY], r"no command 'trian'\. Did you mean 'train'\?"),
+  'misspelled version': (['--versio'], r"no command '--versio'\. Did you mean '--version'\?"),
+  'no run for --exp': (
+    ['show', '--exp=runs/none'],
+    r"^--exp: there is no experiment 'runs/none', and no run; there is no",
+  ),
+  'no optax transformation': (
+    ['train', TINY, '--job_log_dir=x', '--set=task.train.learner.optimizer=os.system'],
+    r'learner\.optimizer\.command: a value is required but not set \(a field of system\)$',
+  ),
   'explain': (['explain', TINY], r"no command 'explain'; `praxis-lite show --sharding` does this"),
   'chat': (['chat', '--job_log_dir=x'], r"no command 'chat'; `praxis-lite decode --chat` does this"),
   'unknown flag': (['train', TINY, '--job_logdir=x'], r"'job_logdir'\. Did you mean --job_log_dir\?; .*--help` lists"),

@@ -107,6 +107,7 @@ def test_the_line_says_what_is_there_and_what_to_install(monkeypatch, given, err
 # Runs commands and calls one after the other: JAX never starts, so each of them meets the same environment.
 ALL = """
 import sys
+from praxis_lite.bridges.hf import import_run
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs import open_run, run_eval, run_train
@@ -130,6 +131,7 @@ for call in (
   lambda: run_eval(config, 'run'),
   lambda: open_run('run').load(),
   lambda: create_device_mesh((1,), None, ('data',)),
+  lambda: import_run('none', 'new'),
 ):
   try:
     call()
@@ -138,6 +140,7 @@ for call in (
 # These use no accelerator, so they work; from here on JAX is told to use the CPU.
 for command in (['list'], ['show', RUN], ['check', RUN], ['runs', '.']):
   assert main(command) == 0
+assert main(['import-hf', 'none', '--job_log_dir=new']) == 2  # Because of the folder, not of JAX.
 """
 
 
@@ -152,6 +155,7 @@ def test_every_command_and_the_python_api_say_it_in_one_line_and_write_nothing(t
   commands = [row.split()[2] for row in done.stderr.splitlines() if row.startswith('code')]
   told = [f'praxis-lite {name}: error: {line}\ncode 2 {name}\n' for name in commands]
   assert len(commands) == 8
-  assert done.stderr == ''.join(told) + f'{line}\n' * 4
+  folder = next(row for row in done.stderr.splitlines() if row.startswith('praxis-lite import-hf: error: none is not'))
+  assert done.stderr == ''.join(told) + f'{line}\n' * 5 + f'{folder}\n'
   assert done.returncode == 0
   assert sorted(path.name for path in tmp_path.iterdir()) in (['cache', 'run'], ['run'])

@@ -161,6 +161,8 @@ def test_a_directory_that_records_nothing(tmp_path, capsys):
     assert re.search('--exp is missing: .*nothing records none', call(capsys, command, tmp_path / 'nothing', code=2))
   for command in ('eval', 'decode'):
     assert 'nothing records no run; there is no' in call(capsys, command, tmp_path / 'nothing', code=2)
+  (tmp_path / 'file').touch()
+  assert 'file records no run; it is a file, and a run is a' in call(capsys, 'eval', tmp_path / 'file', code=2)
   assert not (tmp_path / 'nothing').exists()
 
 

@@ -14,7 +14,7 @@ from praxis_lite.bridges.hf import import_run, read_model
 from praxis_lite.bridges.hf.files import INDEX_FILE, Declared, read_header, write_folder
 from praxis_lite.bridges.hf.reader import checked_pieces, open_checkpoint
 from praxis_lite.cli.main import main
-from praxis_lite.common.errors import CheckpointError, DataError, UserError
+from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 
 
@@ -64,6 +64,13 @@ def one_file(tmp_path, case='llama'):
 def test_a_config_that_the_layers_cannot_be_is_refused(changes, message, tmp_path):
   with pytest.raises(UserError, match=message):
     opened(make(tmp_path, 'llama', **changes))
+
+
+def test_sizes_that_the_layers_refuse_are_said_to_be_those_of_the_file(tmp_path):
+  folder = make(tmp_path, 'llama', num_key_value_heads=5)
+  with pytest.raises(ConfigError, match=r'config\.json: lm\..*num_kv_heads: 5 does not divide num_heads'):
+    import_run(folder, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
 
 
 def test_experts_in_some_layers_are_refused(tmp_path):

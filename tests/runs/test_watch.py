@@ -220,6 +220,8 @@ def test_a_run_that_saves_nothing_keeps_the_time_of_its_last_save(tmp_path):
   run_train(tiny_run(1), tmp_path)
   (beat,) = read_heartbeats(tmp_path)
   assert (beat.saved_step, beat.saved) == (20, 1000)
+  run_train(tiny_run(1, num_train_steps=10), tmp_path)  # Takes no step, and is not recorded.
+  assert [(beat.step, beat.total_steps) for beat in read_heartbeats(tmp_path)] == [(20, 20)]
 
 
 def test_status_of_what_is_no_run(tmp_path, capsys):

@@ -39,7 +39,8 @@ from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint, writ
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import REQUIRED, Config, target
 from praxis_lite.common.config.overrides import apply_overrides
-from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.devices import start_devices
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
@@ -103,8 +104,10 @@ def import_run(
     overrides: edits of the config, `path=value`, for example of the mesh, which may have more devices than are here.
 
   Raises:
-    UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
+    UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable; or JAX cannot
+      start.
   """
+  start_devices()
   checkpoint = open_checkpoint(folder)
   assets = user_path(job_log_dir).absolute() / FOLDER
   config = imported_config(checkpoint, assets)
@@ -112,8 +115,9 @@ def import_run(
   unused = set_decoder(config.task.model, checkpoint) if has_decoder else []
   apply_overrides(config.roots(), overrides)
   _check_tokenizer(config, checkpoint.folder, assets)
-  task = config.task.instantiate()
-  weights, family = task.model.abstract_init(), checkpoint.family
+  with contextlib.nullcontext() if overrides else prefix_errors(os.path.join(checkpoint.folder, CONFIG_FILE)):
+    task = config.task.instantiate()
+    weights, family = task.model.abstract_init(), checkpoint.family
   found = checked_pieces(checkpoint, family.part_of(weights))
   dtypes = family.model_variables(stored_dtypes(checkpoint, found))
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, node_at(dtypes, path)), weights)

@@ -131,7 +131,9 @@ class Watch(Observer):
     beat, run = self._earlier or Heartbeat(), self._run
     step, total_steps, saved_step, saved = beat.step, beat.total_steps, beat.saved_step, beat.saved
     if run is not None:
-      step, total_steps = run.step, run.total_steps
+      step = run.step
+      # A shorter run than the one that is finished takes no step and is not recorded.
+      total_steps = beat.total_steps if run.step > run.total_steps else run.total_steps
       saved_step, saved = run.last_save or self._restored or (None, None)
     return Heartbeat(
       pid=os.getpid(),

@@ -105,6 +105,8 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
   for folder in path.parents:
     if has_record(folder):
       return f'; it is a part of the run {folder}'
+  if path.is_file():
+    return '; it is a file, and a run is a directory'
   if path.is_dir():
     found = [str(run) for run in find_runs(path)]
     if found == [str(path)]:

@@ -41,7 +41,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, config_values, map_nested, nested_configs, target
+from praxis_lite.common.config import REQUIRED, Config, build_at, config_values, map_nested, nested_configs, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
@@ -246,7 +246,7 @@ class GroupedOptimizer:
   def _build(self, learning_rate: Rate) -> Transformation:
     self._check_decay()
     took_rate: list[Config] = []
-    transformation = self._fill_in(self._config, learning_rate, took_rate).instantiate()
+    transformation = build_at('learner.optimizer', self._fill_in(self._config, learning_rate, took_rate))
     if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
       raise ConfigError(
         'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
