@@ -251,9 +251,11 @@ class Stuck(registry.get('lm.SyntheticLmTiny')):
 """
 
 
-def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run_here, whole_run, tmp_path):
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('times', [1, 2])
+def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(times, start, run_here, whole_run, tmp_path):
   (tmp_path / 'stuck.py').write_text(STUCK)
-  for kill_at in sorted(random.sample(range(2, 14), 2)):
+  for kill_at in sorted(random.sample(range(2, 14), times)):
     process = start(*synthetic(tmp_path, *ON_8_DEVICES, exp=f'{tmp_path}/stuck.py:Stuck'))
     for line in process.stdout:
       if line.startswith(f'step {kill_at}/') or line.startswith('step 14/'):

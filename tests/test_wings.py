@@ -1,6 +1,7 @@
 """The wings of the package import downward only, and each only what `docs/architecture.md` says."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -63,9 +64,17 @@ def module_of(path):
 MODULES = {module_of(path): path for path in FILES}
 
 
+@functools.cache
+def nodes(path):
+  """Of what a file consists; what the tests below do not look at is left out."""
+  kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.Constant)
+  kept = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+  return [node for node in kept if not isinstance(node, ast.Attribute) or node.attr in CHANGING | {'_src'}]
+
+
 def imports(path):
   """(line, module) of each import of this package, those under TYPE_CHECKING and in functions too."""
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in nodes(path):
     names = []
     if isinstance(node, ast.ImportFrom) and node.module:
       full = [f'{node.module}.{alias.name}' for alias in node.names]
@@ -149,7 +158,7 @@ CHANGING = {
 
 def of_jax(path):
   """What a file reads of JAX that JAX may change: private modules, and words that differ between releases."""
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in nodes(path):
     names = []
     if isinstance(node, ast.ImportFrom) and node.module:
       names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
