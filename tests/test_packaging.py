@@ -137,6 +137,7 @@ def test_own_and_built_in_experiments_are_listed_together(printed):
   assert {'lm.StdlibLm', 'praxis_lite.experiments.digits.DigitsMlp'} <= dict(summaries).keys()
 
 
+@pytest.mark.slow_cases
 def test_names_find_own_and_built_in_experiments(printed):
   found, _ = printed
   assert dict(line.split(maxsplit=1) for line in found) == NAMES

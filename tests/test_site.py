@@ -49,7 +49,9 @@ def test_nothing_is_fetched_from_elsewhere(site):
 def headings(page):
   """The anchors of the headings of a page of docs/."""
   text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.DOTALL | re.MULTILINE)
-  return {slugify(re.sub(r'[`*]|\[(.*?)\]\(.*?\)', r'\1', line), '-') for line in re.findall(r'^#+ (.*)', text, re.MULTILINE)}
+  return {
+    slugify(re.sub(r'[`*]|\[(.*?)\]\(.*?\)', r'\1', line), '-') for line in re.findall(r'^#+ (.*)', text, re.MULTILINE)
+  }
 
 
 def test_links_lead_to_headings_that_are_there():

@@ -164,7 +164,7 @@ def test_old_files_of_clip_name_a_wrong_end_and_have_parts_twice_and_positions(t
   jax.tree.map(np.testing.assert_array_equal, found.variables, read_model(folder).variables)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('case', CASES)
 def test_a_run_trains_on_records_predicts_and_keeps_what_it_does_not_know(case, tmp_path, capsys):
   config = dict(CASES[case])
@@ -202,6 +202,7 @@ def test_a_run_trains_on_records_predicts_and_keeps_what_it_does_not_know(case, 
   assert tensors_of(out).keys() == shapes_of(config).keys()
 
 
+@pytest.mark.slow
 def test_models_of_ours_are_written_and_read_again(tmp_path):
   sizes = {'num_layers': 1, 'num_heads': 2}
   image = vision_transformer(image_size=6, patch_size=3, model_dims=8, pooling='attention', **sizes)

@@ -119,6 +119,7 @@ def built(form):
   return layer, drawn_variables(layer.abstract_init())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('form', FORMS)
 def test_padded_rows_have_the_states_of_their_frames_alone(form):
   """Also of one frame, and whatever the padding holds; evaluated, because a batch norm sees other rows in training."""

@@ -120,6 +120,7 @@ def count_kernels(layer):
   return str(jax.make_jaxpr(step)(inputs()[:, :1])).count('pallas_call')
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'fields',
   [

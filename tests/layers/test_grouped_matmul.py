@@ -97,6 +97,7 @@ def test_no_rows_and_no_groups():
   np.testing.assert_array_equal(blocks(x, w, sizes), np.zeros((4, N)))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('dtype', 'tolerance'), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
 def test_sums_of_short_floats_are_long(dtype, tolerance):
   x, w, sizes = operands(600, [300, 300], dtype)
@@ -153,6 +154,7 @@ def test_vmap(mapped):
   check_close(*(results(fn, *args) for fn in twice), 3e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('sizes', [(2,), (3,), (2, 2)], ids=str)
 def test_a_vmap_over_a_dimension_that_the_mesh_splits(sizes):
   mesh = jax.make_mesh(sizes, ('stage', 'b')[: len(sizes)], axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))

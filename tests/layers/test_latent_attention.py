@@ -104,6 +104,7 @@ def test_the_cache_may_be_int8():
   assert 1e-5 < np.abs(y - full).max() < 0.05 * np.abs(full).max()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('shape, names', [((2, 2, 2), ('data', 'mdl', 'idle')), ((3, 2), ('mdl', 'data'))], ids=str)
 def test_decoding_on_a_mesh_is_that_of_one_device(shape, names):
   """Four heads over two or three devices, and latent dims that the axes do not divide."""

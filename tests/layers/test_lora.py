@@ -106,6 +106,7 @@ EXPERTS = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('experts', [None, EXPERTS], ids=['dense', 'experts'])
 def test_merged_weights_compute_the_same(experts):
   config = lm(EMBEDDING, Config(Lora, rank=3), experts=experts)

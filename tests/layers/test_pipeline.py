@@ -143,6 +143,7 @@ class WithShared(Layer):
     return self.stack(x, self.norm)
 
 
+@pytest.mark.slow
 def test_bubbles_do_not_reach_the_gradient_of_a_weight_that_is_shared_with_layers_outside():
   def gradient(stack_tpl):
     layer = Config(WithShared, stack_tpl=stack_tpl).instantiate()

@@ -99,7 +99,7 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('R', [1, 2])
 def test_weights_are_gathered_once(R):
   """In bfloat16, once in the forward and once in the backward pass, whatever the number of ticks."""

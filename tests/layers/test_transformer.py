@@ -117,6 +117,7 @@ def test_no_remat_policy_changes_values_or_gradients(cls):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(policy), expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('cls', [StackedTransformer, RepeatedTransformer])
 @pytest.mark.parametrize('policy', ['pre', 'post'])
 def test_incremental_equals_full(cls, policy):

@@ -95,6 +95,7 @@ def test_the_formula_in_a_scan_and_in_layers_of_their_own(mixed):
   assert 'value_residual' not in found['first_0']['attention']
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('cls', [RepeatedTransformer, StackedTransformer])
 def test_caches_give_what_one_pass_gives(cls):
   found = variables(True) if cls is RepeatedTransformer else by_layer(variables(True))

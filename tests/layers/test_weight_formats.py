@@ -233,6 +233,7 @@ class OnlyFeedForward(BaseModel):
     return self.ff(x)
 
 
+@pytest.mark.slow
 def test_training_with_rounded_weights_recovers_what_rounding_afterwards_loses():
   rule = Config(QuantizedWeights, format='int2')
   plain, trained, frozen = (

@@ -48,13 +48,14 @@ def test_loss_is_the_mean_of_squared_errors_and_rows_of_weight_zero_count_in_not
     'weights': np.array([1.0, 0.0, 2.0], np.float32),
   }
   batch['image'][1] = np.nan
-  (metrics, per_example), _ = layer.apply(drawn(layer), batch, key=KEY)
+  outputs = jax.jit(lambda variables, batch: layer.apply(variables, batch, key=KEY)[0])
+  metrics, per_example = outputs(drawn(layer), batch)
   loss = np.asarray(per_example['loss'])
   assert metrics['loss'][0] == pytest.approx((loss[0] + 2 * loss[2]) / 3, rel=1e-5) and loss[0] > 0
   first = {name: x[:1] for name, x in batch.items()}
-  (alone, _), _ = layer.apply(drawn(layer), first, key=KEY)  # A row draws the same numbers in any batch.
+  alone, _ = outputs(drawn(layer), first)  # A row draws the same numbers in any batch.
   assert alone['loss'][0] == pytest.approx(loss[0], rel=1e-5)
-  gradient = jax.grad(lambda v: layer.apply(v, batch, key=KEY)[0][0]['loss'][0])(drawn(layer))
+  gradient = jax.jit(jax.grad(lambda v: outputs(v, batch)[0]['loss'][0]))(drawn(layer))
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
@@ -69,6 +70,7 @@ def test_images_depend_on_seed_and_class_alone():
   np.testing.assert_allclose(numbered, images_of(model(), {'label': label, 'seed': np.arange(4)}), atol=1e-6)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('sampler', ['ancestral', 'euler'])
 def test_guidance_goes_from_no_class_to_the_class_and_beyond(sampler):
   config = model(sampler=sampler, schedule='cosine', prediction='v', sample_limit=None).set(num_sampling_steps=1)

@@ -50,6 +50,7 @@ def log_softmax(x):
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('chunk_size', [None, 4])
 def test_the_loss_is_that_of_the_paper(chunk_size):
   config = task_of().model
@@ -92,7 +93,7 @@ def after_a_step(mesh=None, **fields):
 on_one_device = functools.cache(after_a_step)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(2, 1, 3, 1), (1, 2, 2, 2)], ids=str)
 def test_a_step_on_a_mesh_is_that_of_one_device(mesh):
   (loss, variables), (expected, one) = after_a_step(mesh), on_one_device()

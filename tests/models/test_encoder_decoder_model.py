@@ -370,6 +370,7 @@ def check_export_of(model, directory, **fields):
   check_export(model, directory, ExportSettings('decode', ('stablehlo',), **fields))
 
 
+@pytest.mark.slow
 def test_exported_programs_decode_the_same_tokens(tmp_path):
   """For any number of rows, with an end of sources that is added."""
   model, variables = config().set(source_end_id=9).instantiate(), make()[1]

@@ -149,7 +149,7 @@ def on_one_device(kind):
   return after_a_step(kind)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('kind, mesh', [('paper', (1, 2, 2, 2)), ('paper', (2, 1, 3, 1)), ('plain', (1, 1, 2, 3))])
 def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh):
   (loss, variables), (expected, one) = after_a_step(kind, mesh), on_one_device(kind)

@@ -225,6 +225,7 @@ def test_decoding_computes_what_the_forward_pass_computes():
   np.testing.assert_allclose(logits, whole, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('mesh', 'fields'),
   [

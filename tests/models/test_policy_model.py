@@ -230,6 +230,7 @@ def test_a_batch_has_answers_and_their_rewards():
   assert len(answers) > 6
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', ['copy', 'adapters'])
 def test_log_probabilities_of_sampling_are_those_of_training(kind):
   tokens, batch = tokens_of(kind), batch_of(kind)
@@ -295,7 +296,7 @@ def after_a_step(kind, mesh=None, microbatches=1, **fields):
 on_one_device = functools.cache(after_a_step)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'kind, mesh, fields',
   [

@@ -17,7 +17,7 @@ from praxis_lite.training.task import SingleTask
 KEY = jax.random.key(0)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('packed', [True, False])
 def test_a_language_model_predicts_the_logits_that_its_loss_is_of(packed):
   model = transformer_lm(vocab_size=11, model_dims=4, num_layers=1, num_heads=1).set(packed=packed).instantiate()

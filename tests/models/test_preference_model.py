@@ -266,6 +266,7 @@ def test_explicit_collectives(kind):
   assert_close(variables, one, 1e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('kind', [Dpo, 'adapters'])
 def test_no_gradient_flows_through_the_reference(kind):
   model, variables = made(kind)

@@ -65,6 +65,7 @@ def test_encoder_and_decoder_in_stages_train_like_one_device(style, mesh, fields
   assert_same(found, on_one_device(style))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('rows', [1, 3])
 def test_a_bias_in_stages_is_that_of_all_rows(rows):
   """Its table has as many buckets as the batch has rows, or the batch has one row."""

@@ -165,6 +165,7 @@ def test_weight_decay_leaves_out_positions_the_class_token_biases_and_norms():
   assert not decayed & {'network.class_token', 'network.position.w'}
 
 
+@pytest.mark.slow
 def test_bfloat16_has_nearly_the_same_probabilities_and_a_loss_in_float32():
   model, variables = make('attention')
   half = config('attention', fprop_dtype=jnp.bfloat16).instantiate()
@@ -203,7 +204,7 @@ def on_one_device(kind):
   return after_a_step(kind)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'kind, mesh, stages',
   [

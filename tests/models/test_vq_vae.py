@@ -32,7 +32,8 @@ def batch(rows=3):
 def test_loss_codes_and_reconstructions_are_those_of_the_parts():
   layer, inputs = model().instantiate(), batch()
   variables = layer.init(jax.random.key(0))
-  (metrics, per_example), side = layer.apply(variables, inputs)
+  apply = jax.jit(layer.apply)
+  (metrics, per_example), side = apply(variables, inputs)
   predicted, _ = layer.apply(variables, {'image': inputs['image']}, method='predict', do_eval=True)
   assert predicted['codes'].shape == (3, 2, 1, 1) and predicted['reconstruction'].shape == (3, 8, 4, 2)
   errors = ((np.asarray(predicted['reconstruction']) - inputs['image']) ** 2).mean((1, 2, 3))
@@ -43,7 +44,7 @@ def test_loss_codes_and_reconstructions_are_those_of_the_parts():
   images, _ = layer.apply(variables, predicted['codes'], method='reconstruct', do_eval=True)
   np.testing.assert_allclose(images, predicted['reconstruction'], atol=1e-5)
   inputs['image'][1] = np.nan
-  (again, _), side_again = layer.apply(variables, inputs)
+  (again, _), side_again = apply(variables, inputs)
   np.testing.assert_allclose(again['loss'][0], metrics['loss'][0], rtol=1e-6)
   for a, e in zip(jax.tree.leaves(side_again), jax.tree.leaves(side)):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)

@@ -280,6 +280,7 @@ def killed_by(limit):
   return [sys.executable, '-c', limit]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_killed_is_told_and_formulas_take_its_place(tmp_path):
   kills_itself = killed_by(f'import os; os.kill(os.getpid(), {int(signal.SIGKILL)})')
   found = plan(

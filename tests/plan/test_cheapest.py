@@ -159,6 +159,7 @@ def test_an_experiment_without_tokens_has_no_price():
     run_on(offers((1,), h100=1), config=configure(registry.get('digits.DigitsMlp')))
 
 
+@pytest.mark.slow
 def test_estimates_that_have_one_program_lower_it_once(monkeypatch):
   monkeypatch.setattr(mesh, '_QUESTIONS', {})  # What tests before this one have asked.
   lowered, program_for = [], planning.program_for

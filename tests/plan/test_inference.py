@@ -192,6 +192,7 @@ def test_in_a_browser_the_page_of_decoding_names_requests_and_phases(plan, width
   assert said[2].startswith('prompts,tokens') and said[3] == 'program' and {*said[4:]} == {'true'}
 
 
+@pytest.mark.slow
 def test_a_command_writes_the_page(tmp_path, capsys):
   page = tmp_path / 'decoding.html'
   command = ['plan', 'lm.SyntheticLmTiny', '--topology=cpu:8', '--inference', '--nocompile', '--prompt_length=16']

@@ -343,6 +343,7 @@ def test_mistakes_are_told_before_anything_is_traced():
     plan(config.task, None, 'h100:1x8')
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path):
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--set', 'task.ici_mesh_shape=(2,2,2)']
   assert main([*named, '--topology=cpu:8', '--nocompile', f'--html={tmp_path}/new/plan.html']) == 0

@@ -198,6 +198,7 @@ SIZE = [f'--set=task.model.vocab_size={128}', f'--set=datasets[*].vocab_size={12
 CHEAPEST = ['plan', 'lm.SyntheticLmTiny', '--cheapest', '--prices=h100=2', '--chips=1', '--nocompile', *SIZE]
 
 
+@pytest.mark.slow
 def test_a_command_says_what_a_loss_takes(folder, capsys):
   code = main([*CHEAPEST, '--loss=2.6', f'--runs={folder}', '--search_seconds=1'])
   out, err = capsys.readouterr()

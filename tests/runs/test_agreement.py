@@ -104,6 +104,7 @@ def plant_missing_cast(monkeypatch):
 PLANTED = [plant_wrong_rope_base, plant_stale_slot, plant_missing_cast]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('plant', PLANTED)
 def test_a_planted_difference_is_found_and_named(agreement, monkeypatch, plant):
   expected = plant(monkeypatch)

@@ -128,6 +128,7 @@ def test_a_seed_compiles_nothing(caplog):
     assert own._programs.draw_key(run_keys(seed, made().tasks.mesh).evaluate).tolist() == key
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_top_p_and_log_probabilities():
   """They share a program with requests that have no top_p."""
   own, kinds = batcher(rows=4, top_log_probs=3), [{'top_p': 0.5}, {}, {'temperature': 0.0}, {'top_p': 1.0}]

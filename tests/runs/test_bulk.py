@@ -442,6 +442,7 @@ def test_scores_and_continuations_do_not_depend_on_their_batch():
       score(rows, 0)
 
 
+@pytest.mark.slow
 def test_drawn_continuations_of_equal_prompts_differ_between_batches():
   generate = make_compute(made(), 'generate', 2, {'temperature': 1.0, 'max_tokens': 8, 'seed': 1})
   both = [generate([{'prompt': 'ab'}] * 2, first) for first in (0, 2)]

@@ -87,6 +87,7 @@ def test_runs_are_in_groups_of_their_experiment_with_the_fields_that_differ_in_i
   assert [own['learning_rate'] for own in others.values] == ['', '0.5', '0.001']
 
 
+@pytest.mark.slow_cases
 def test_two_files_of_one_class_and_a_class_that_was_set_are_groups_of_their_own(tmp_path):
   def add(name, command):
     (tmp_path / name).mkdir()

@@ -74,6 +74,7 @@ def test_started_again_it_says_once_why_it_has_stopped_and_returns_its_metrics(s
   assert (directory / 'metrics.jsonl').read_text() == before
 
 
+@pytest.mark.slow
 def test_killed_while_it_waits_it_stops_where_it_would_have(stopped, tmp_path, run_python):
   _, whole = stopped
   gate = open_gate(tmp_path / 'gate', whole.step - 1)

@@ -118,6 +118,7 @@ def test_a_run_goes_on_from_its_copy_as_if_nothing_had_happened(url, tmp_path, u
     run_train(mirrored(url), tmp_path / 'other')
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_costs_no_training(url, tmp_path, undisturbed, capsys, monkeypatch):
   put, failing, failed = ObjectStore.put, [], []
 

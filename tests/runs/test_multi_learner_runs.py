@@ -81,6 +81,7 @@ def test_a_run_with_rules_begins_with_the_variables_of_one_without(tmp_path: Any
   assert not np.array_equal(second.state.mdl_vars['v'], first.state.mdl_vars['v'])
 
 
+@pytest.mark.slow
 def test_fine_tuning_with_two_rates_moves_each_part_by_its_own(tmp_path: Any) -> None:
   """With SGD, a step of a rule with a tenth of the rate is a tenth of the step; the head moves as it does alone."""
   first = run_train(tiny_run(num_train_steps=3, **SELDOM), tmp_path / 'first').state.mdl_vars

@@ -70,6 +70,7 @@ def test_a_run_goes_on_in_a_directory_of_any_name(here, name, plain, capfd):
   assert contents(*others) == before  # The name may be a pattern of theirs.
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_through_a_symbolic_link(here, plain):
   (here / 'elsewhere [1]').mkdir()
   (here / 'link').symlink_to('elsewhere [1]')

@@ -58,6 +58,7 @@ RULES = (
 )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('part_bytes', [PART_BYTES, 200])
 def test_weights_are_converted_part_by_part(part_bytes):
   experts = Config(MoeFeedForward, num_experts=3)
@@ -120,6 +121,7 @@ def test_a_run_without_rules_for_training_needs_a_format(tmp_path):
     quantize_run(configure(SyntheticLmTiny), tmp_path / 'base', tmp_path / 'int8')
 
 
+@pytest.mark.slow
 def test_a_run_with_moving_averages_is_quantized_and_loaded(tmp_path):
   config = configure(SyntheticLmTiny)
   config.task.train.learner.ema_decay = 0.9

@@ -273,7 +273,7 @@ def test_a_move_while_outputs_are_written_ends_the_run_as_any_other(undisturbed_
   assert (moved / 'decoded/prompts/step_00000004.jsonl').exists()
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('instead', [False, True])
 def test_a_trace_does_not_make_a_directory_anew(tmp_path, instead):
   directory, moved = tmp_path / 'run', tmp_path / 'moved'
@@ -417,6 +417,7 @@ def test_early_stopping_does_not_depend_on_the_files_of_metrics(stopped, tmp_pat
   assert f'{file} has lost ' in out and 'go by the evaluations in the checkpoint' in out
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_nothing_is_lost(tmp_path, capsys):
   with pytest.raises(KilledError):
     run_train(overfitting(), tmp_path / 'run', hooks=[Disturb(13, kill)])

@@ -152,6 +152,7 @@ def test_settings_are_checked(tmp_path):
     TaskFileProgram(model.tasks, bare, None, TaskFile(path=path), 1)
 
 
+@pytest.mark.slow
 def test_answers_are_greedy_whatever_the_decoder_and_a_long_file_makes_progress(tmp_path, monkeypatch):
   model = byte_model()
   expected = model.decode([WRITTEN[0]['prompt']] * 5, temperature=0.0, max_tokens=3)

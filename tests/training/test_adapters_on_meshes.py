@@ -128,7 +128,7 @@ def is_adapter(path):
   return re.fullmatch(ADAPTER_VARIABLES, path_name(path)) is not None
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('name', CASES)
 def test_a_step_changes_every_adapter_and_no_bit_of_the_rest(name):
   _, before, after, slots = on_one_device(name)

@@ -93,20 +93,22 @@ def after_steps(task: PartitionedTask, start: Any, steps: int = 2) -> dict[str, 
   return {path_name(path): np.asarray(x) for path, x in leaves_by_path(task.unpad(state)).items()}
 
 
-def assert_meshes_agree(learner: Config, how: str = 'auto') -> None:
+def assert_meshes_agree(learner: Config, shape: tuple[int, ...], how: str = 'auto') -> None:
   one = partitioned(learner, (1, 1))
   start = one.unpad(one.init_state(jax.random.key(0)))
   expected = after_steps(one, start)
   old = {path_name(('mdl_vars', *path)): x for path, x in leaves(start.mdl_vars).items()}
   changed = [name for name, x in old.items() if not np.array_equal(x, expected[name])]
   assert len(changed) == len(WEIGHTS), 'the learner changed too little to be compared'
-  for shape in ((2, 2, 2), (3, 2)):
-    task = partitioned(learner, shape, how)
-    assert_slots_are_split(task)
-    found = after_steps(task, start)
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-      np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.max(np.abs(x), initial=1e-3), err_msg=name)
+  task = partitioned(learner, shape, how)
+  assert_slots_are_split(task)
+  found = after_steps(task, start)
+  assert found.keys() == expected.keys()
+  for name, x in expected.items():
+    np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.max(np.abs(x), initial=1e-3), err_msg=name)
+
+
+every_mesh = pytest.mark.parametrize('shape', [(3, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 
 
 def assert_slots_are_split(task: PartitionedTask) -> None:
@@ -154,16 +156,18 @@ MULTI = Config(
 )
 
 
-def test_several_optimizers_on_meshes_are_those_of_one_device() -> None:
-  assert_meshes_agree(MULTI)
+@every_mesh
+def test_several_optimizers_on_meshes_are_those_of_one_device(shape: tuple[int, ...]) -> None:
+  assert_meshes_agree(MULTI, shape)
 
 
-def test_so_they_are_if_each_device_updates_its_parts() -> None:
+@every_mesh
+def test_so_they_are_if_each_device_updates_its_parts(shape: tuple[int, ...]) -> None:
   learner = MULTI.clone()
   with pytest.raises(ConfigError, match=r'learner\.rules\[0\]\.learner\.optimizer: lamb needs whole tensors'):
-    partitioned(learner, (3, 2), 'shard_map').train_step  # noqa: B018
+    partitioned(learner, shape, 'shard_map').train_step  # noqa: B018
   learner.rules[0].learner.optimizer = Config(optax.adamw)
-  assert_meshes_agree(learner, 'shard_map')
+  assert_meshes_agree(learner, shape, 'shard_map')
 
 
 ADAFACTOR = Config(optax.adafactor, min_dim_size_to_factor=3, momentum=0.9, multiply_by_parameter_scale=False)
@@ -191,12 +195,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
+@every_mesh
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
-  assert_meshes_agree(Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=0.05))
+def test_every_optimizer_on_meshes_is_that_of_one_device(name: str, shape: tuple[int, ...]) -> None:
+  assert_meshes_agree(Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=0.05), shape)
 
 
+@every_mesh
 @pytest.mark.parametrize(
   ('optimizer', 'per_layer'),
   [
@@ -206,11 +212,11 @@ def test_every_optimizer_on_meshes_is_that_of_one_device(name: str) -> None:
   ],
 )
 def test_owners_also_gather_matrices_if_each_device_updates_its_parts(
-  optimizer: Config, per_layer: bool | None
+  optimizer: Config, per_layer: bool | None, shape: tuple[int, ...]
 ) -> None:
   optimizer = optimizer.clone().set(weight_decay=0.1)
   learner = Config(Learner, optimizer=optimizer, learning_rate=0.05, per_layer_statistics=per_layer)
-  assert_meshes_agree(learner, 'shard_map')
+  assert_meshes_agree(learner, shape, 'shard_map')
 
 
 WITH_STATE = Config(
@@ -224,16 +230,20 @@ WITH_STATE = Config(
 
 
 @pytest.mark.slow
-def test_clipping_by_units_and_by_past_norms_and_averages_on_meshes_are_those_of_one_device() -> None:
-  assert_meshes_agree(WITH_STATE.clone(clip_gradient_unit_ratio=0.1))
+@every_mesh
+def test_clipping_by_units_and_by_past_norms_and_averages_on_meshes_are_those_of_one_device(
+  shape: tuple[int, ...],
+) -> None:
+  assert_meshes_agree(WITH_STATE.clone(clip_gradient_unit_ratio=0.1), shape)
   with pytest.raises(ConfigError, match=r'clip_gradient_unit_ratio: clipping by units needs whole tensors'):
     partitioned(WITH_STATE.clone(clip_gradient_unit_ratio=0.1), (3, 2), 'shard_map').train_step  # noqa: B018
 
 
 @pytest.mark.slow
-def test_so_they_are_in_rules_and_if_each_device_updates_its_parts() -> None:
+@every_mesh
+def test_so_they_are_in_rules_and_if_each_device_updates_its_parts(shape: tuple[int, ...]) -> None:
   rules = (Config(LearnerRule, name='a', regex=STACKS, learner=WITH_STATE), Config(LearnerRule, name='b'))
-  assert_meshes_agree(Config(MultiLearner, rules=rules), 'shard_map')
+  assert_meshes_agree(Config(MultiLearner, rules=rules), shape, 'shard_map')
 
 
 @pytest.mark.slow

@@ -96,12 +96,14 @@ def test_grouped_convolutions(groups, mesh, mappings):
   check(classifier, images, mesh, (('groups', groups),), **mappings)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('pooling', [((3, 3), (2, 2), 'SAME'), ((2, 2), (1, 1), 'VALID')], ids=['3/2', '2/1'])
 @pytest.mark.parametrize(('mesh', 'rows', 'height'), [((1, 2, 2), 'data', 'mdl'), ((1, 2, 1), None, 'data')])
 def test_pooling_of_split_images(pooling, mesh, rows, height):
   check(classifier, images, mesh, (('pooling', pooling),), rows=rows, out=(rows, height, None, None))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'mappings',
   [
@@ -150,7 +152,7 @@ def uniform_lm(mesh, rows=None, time=None, dims='mdl'):
   return task_of(model, mesh, {'map_2d': (rows, time)})
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('rows', 'time'),
   [(ROWS, None), (('data', 'replica'), None), ('data', 'replica'), (None, ROWS)],
@@ -175,7 +177,7 @@ def attention_lm(mesh, heads=4, head_dims=4, x=None, w=None, q=None, k=None):
 R, D, M, N = 'replica', 'data', 'mdl', None
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('batch', 'options', 'mappings'),
   [

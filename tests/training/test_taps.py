@@ -252,6 +252,7 @@ def test_an_evaluation_has_no_gradients():
 # ---------------------------------------------------------------- statistics
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('shape, first', [((7, 3), 0), ((1,), 0), ((2, 7, 3), 1), ((2, 2, 3, 4), 2)])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtype):

@@ -128,7 +128,7 @@ def test_trains_like_one_device(way, mesh, one_device):
   np.testing.assert_allclose(curve, one_device[: len(curve)], rtol=1e-4)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('way', SAME_AS_MAPPING)
 def test_equal_specs_train_bit_for_bit_alike(way):
   curve, variables = curve_of(way, (4, 2))
