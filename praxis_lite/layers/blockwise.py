@@ -110,7 +110,8 @@ class RowSplit:
       def run(*own: jax.Array) -> Any:
         def run_stage(stage: list[jax.Array]) -> Any:
           each = iter(stage)
-          return fn(*structure.unflatten([next(each) if is_one else x for x, is_one in zip(own, is_stacked)]))
+          whole = [next(each) if is_one else x for x, is_one in zip(own, is_stacked)]
+          return fn(*jax.tree.unflatten(structure, whole))
 
         return jax.lax.map(run_stage, [x for x, is_one in zip(own, is_stacked) if is_one])
 
