@@ -200,7 +200,7 @@ class AnswersInput(TextExamplesInput):
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packed': self.packed}
 
-  def _expected(self) -> tuple[str, str]:
+  def _form_names(self) -> tuple[str, str]:
     return 'a list of dicts', 'a dict'
 
   def _is_example(self, values: object) -> bool:

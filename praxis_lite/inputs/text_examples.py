@@ -49,7 +49,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
   def data_files(self) -> list[str]:
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
-  def _expected(self) -> tuple[str, str]:
+  def _form_names(self) -> tuple[str, str]:
     """Returns what the examples that are given without files are together, and what each of them is, for messages."""
     raise NotImplementedError
 
@@ -86,7 +86,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return
-    all_of_them, each = self._expected()
+    all_of_them, each = self._form_names()
     examples, where = resolve_source(getattr(self, self._given)), f'{self.label}.{self._given}'
     if not isinstance(examples, Sequence) or isinstance(examples, str):
       raise ConfigError(f'{where}: expected {all_of_them}, or a function, got {examples!r}')

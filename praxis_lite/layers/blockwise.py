@@ -94,15 +94,15 @@ class RowSplit:
       return shard(fn, in_specs=in_specs, out_specs=out_specs)
     stages = axes_to_entry(self.stage_axes)
 
-    def stacked(spec: PartitionSpec, is_stacked: bool = True) -> PartitionSpec:
+    def add_stages(spec: PartitionSpec, is_stacked: bool = True) -> PartitionSpec:
       return PartitionSpec(stages, *spec) if is_stacked else spec
 
     @custom_vmap
-    def in_stage(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
       return shard(fn, in_specs=in_specs, out_specs=out_specs)(*args)
 
-    @in_stage.def_vmap
-    def in_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+    @call.def_vmap
+    def call_in_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
       del axis_size
       leaves, structure = jax.tree.flatten(args)
       is_stacked = jax.tree.leaves(in_batched)
@@ -115,11 +115,11 @@ class RowSplit:
 
         return jax.lax.map(run_stage, [x for x, is_one in zip(own, is_stacked) if is_one])
 
-      specs = map(stacked, jax.tree.leaves(in_specs), is_stacked)
-      out = shard(run, in_specs=tuple(specs), out_specs=jax.tree.map(stacked, out_specs))(*leaves)
+      specs = map(add_stages, jax.tree.leaves(in_specs), is_stacked)
+      out = shard(run, in_specs=tuple(specs), out_specs=jax.tree.map(add_stages, out_specs))(*leaves)
       return out, jax.tree.map(lambda x: True, out)
 
-    return in_stage
+    return call
 
 
 def blockwise_attention(

@@ -104,10 +104,10 @@ class TaskOnMesh:
   def taking_sizes_of(self, data: BaseInput) -> SizedSteps:
     """Returns the task partitioned for each size of the batches of `data`."""
 
-    def of_rows(size: int) -> Struct:
+    def resize(size: int) -> Struct:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), data.batch_struct())
 
-    return SizedSteps([self.taking_batches_of(of_rows(size)) for size in data.batch_sizes()])
+    return SizedSteps([self.taking_batches_of(resize(size)) for size in data.batch_sizes()])
 
   def answering(self, data: BaseInput, key: jax.Array, step: PartitionedStep) -> AnswerSampling | None:
     """Returns what completes the batches of `data` with answers of the model; None for inputs that need none.

@@ -184,7 +184,7 @@ class _OneOptimizer(BoundLearner):
 
   def init(self, mdl_vars: NestedDict) -> States:
     variables = self.select_trained(mdl_vars)
-    states = self._optimizer.init(self._computed(variables), self._learner.learning_rate_at(0))
+    states = self._optimizer.init(self._to_update_dtype(variables), self._learner.learning_rate_at(0))
     if self._clipping.z_score:
       states[_NORMS] = NormHistory.start()
     if widths := self._learner.power_averages:
@@ -214,7 +214,7 @@ class _OneOptimizer(BoundLearner):
     learner, rate = self._learner, self._learner.learning_rate_at(given.step)
     (loss,) = given.losses.values()
     history = cast(NormHistory | None, opt_states.get(_NORMS))
-    gradients, variables = self._computed(given.gradients), self._computed(given.variables)
+    gradients, variables = self._to_update_dtype(given.gradients), self._to_update_dtype(given.variables)
     gradients, history = self._clipping.clip(
       gradients, given.squares, variables, self._declared, given.sum_parts, history
     )
@@ -258,7 +258,7 @@ class _OneOptimizer(BoundLearner):
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
     return {'learning_rate': self._learner.learning_rate_at(step)}
 
-  def _computed(self, tree: NestedDict) -> NestedDict:
+  def _to_update_dtype(self, tree: NestedDict) -> NestedDict:
     """Returns gradients or variables in the dtypes in which the optimizer computes."""
     if not self._learner.round_stochastically:
       return tree

@@ -1,6 +1,6 @@
 """What optimizers of matrices share: which variables they update, AdamW for the others, and what they cost on a mesh.
 
-Such an optimizer is made of a transformation of the matrices alone. `with_adamw_for_others` completes it:
+`make_matrix_optimizer` completes a transformation that updates matrices only:
 
     matrices         transformation -> weight decay -> learning rate
     other variables  AdamW
@@ -40,7 +40,7 @@ class MatrixOptimizer(optax.GradientTransformationExtraArgs):
   square_specs: Callable[[object, Splits], dict[Path, PartitionSpec]]
 
 
-def with_adamw_for_others(
+def make_matrix_optimizer(
   transformation: optax.GradientTransformationExtraArgs,
   name: str,
   matrices: DimsFunction | None,
@@ -67,11 +67,11 @@ def with_adamw_for_others(
   """
   check_choice('learner.optimizer.placement', placement, PLACEMENTS)
 
-  def known(params: object) -> dict[Path, MatrixDims]:
+  def find_matrices(params: object) -> dict[Path, MatrixDims]:
     return {path: dims for path, dims in dims_by_path(matrices, params).items() if dims is not None}
 
   def labels(params: object) -> Any:
-    dims = known(params)
+    dims = find_matrices(params)
     return map_with_path(lambda path, _: name if path in dims else 'adam', params)
 
   of_matrices = optax.chain(
@@ -81,8 +81,8 @@ def with_adamw_for_others(
   )
   made = MatrixOptimizer(*optax.partition({name: of_matrices, 'adam': adam}, labels))
   made.name = name
-  made.exchanges = lambda params, splits: plan_exchanges(known(params), splits, placement, traffic)
-  made.square_specs = lambda params, splits: square_specs(dims := known(params), splits, placement, dims)
+  made.exchanges = lambda params, splits: plan_exchanges(find_matrices(params), splits, placement, traffic)
+  made.square_specs = lambda params, splits: square_specs(dims := find_matrices(params), splits, placement, dims)
   return made
 
 

@@ -26,7 +26,7 @@ from praxis_lite.training.learning.matrix_optimizer import (
   DimsFunction,
   MatrixOptimizer,
   dims_by_path,
-  with_adamw_for_others,
+  make_matrix_optimizer,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices
@@ -120,7 +120,7 @@ def muon(
     mask=adam_weight_decay_mask,
     nesterov=nesterov,
   )
-  return with_adamw_for_others(
+  return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),
     'muon',
     matrices,

@@ -174,7 +174,7 @@ class GroupedOptimizer:
   def slot_specs(self, states: States, splits: Splits) -> dict[Path, PartitionSpec]:
     """Returns how the square arrays are split that an optimizer of matrices keeps; see `owners.py`."""
     specs: dict[Path, PartitionSpec] = {}
-    for made, weights in self._of_matrices():
+    for made, weights in self._matrix_optimizers():
       owners = made.square_specs(weights, splits)
       for path in leaves_by_path({name: states[name] for name, (_, depth) in self._groups.items() if not depth}):
         owner = owner_of(path, owners)
@@ -185,13 +185,13 @@ class GroupedOptimizer:
   def describe_exchanges(self, splits: Splits) -> list[str]:
     """Returns a sentence for each group of matrices that devices compute for each other on a mesh."""
     found = []
-    for made, weights in self._of_matrices():
+    for made, weights in self._matrix_optimizers():
       # Directions are computed in at least float32.
       itemsize = max((x.dtype.itemsize for x in jax.tree.leaves(weights)), default=0)
       found += [f'{made.name}: {exchange.describe(max(itemsize, 4))}' for exchange in made.exchanges(weights, splits)]
     return found
 
-  def _of_matrices(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
+  def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
     """Returns the optimizers of matrices in the config, with the shapes of the variables that are not mapped over."""
     if not self._treats_stacks:
       return []

@@ -1,4 +1,4 @@
-"""What whole matrices on their owners cost in a step: what is sent and computed, from the layout alone.
+"""What whole matrices on their owners cost in a step: the bytes that are sent and the FLOPs, by the layout.
 
 The formulas are those at the top of `owners.py`; compiled programs show the same numbers.
 """

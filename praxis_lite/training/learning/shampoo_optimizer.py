@@ -3,7 +3,7 @@
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n]:
 
     statistics  L <- b3 L + (1 - b3) g g^T,    R <- b3 R + (1 - b3) g^T g
-    every `refresh_every` steps, from the first on: A = (L / (1 - b3^t) + ridge I)^p,  B likewise,  p = -1 / (2 sides)
+    every `refresh_every` steps, and in the first one: A = (L / (1 - b3^t) + ridge I)^p, also for B; p = -1 / (2 sides)
     momentum    mu <- b1 mu + (1 - b1) g,  d = mu / (1 - b1^t)
     direction   A d B, times |a| / |A d B| by grafting
 
@@ -29,7 +29,7 @@ from praxis_lite.training.learning.matrix_optimizer import (
   put_sides,
   sides_by_path,
   square_arrays,
-  with_adamw_for_others,
+  make_matrix_optimizer,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
@@ -147,7 +147,7 @@ def shampoo(
       put_sides(squares['roots'], state.roots),
     )
 
-  return with_adamw_for_others(
+  return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),
     'shampoo',
     matrices,

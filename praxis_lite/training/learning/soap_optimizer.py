@@ -7,7 +7,7 @@ For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and thei
     direction   d = A [(A^T mu B / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)] B^T
     statistics  L <- b3 L + (1 - b3) g g^T,    R <- b3 R + (1 - b3) g^T g
     every `refresh_every` steps, sort the columns of A by the diagonal of A^T L A, and nu like them; then let A be the Q
-    of the QR decomposition of L A; B likewise
+    of the QR decomposition of L A; the same for B and R
 
 (Vyas et al., 2024, algorithms 3 and 4.) As there, the first step only computes the first eigenvectors, so that they
 never come from the gradient that they are applied to. A side of more than `largest_side` keeps A = I.
@@ -36,7 +36,7 @@ from praxis_lite.training.learning.matrix_optimizer import (
   put_sides,
   sides_by_path,
   square_arrays,
-  with_adamw_for_others,
+  make_matrix_optimizer,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
@@ -138,7 +138,7 @@ def soap(
       put_sides(squares['bases'], state.bases),
     )
 
-  return with_adamw_for_others(
+  return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),
     'soap',
     matrices,
