@@ -33,10 +33,10 @@ from praxis_lite.training.learning.matrix_optimizer import (
   DimsFunction,
   MatrixOptimizer,
   dims_by_path,
+  make_matrix_optimizer,
   put_sides,
   sides_by_path,
   square_arrays,
-  make_matrix_optimizer,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
