@@ -44,15 +44,7 @@ def _run(values: flags.FlagValues) -> int:
     say_how_config_differs(values, config)
     return 0
 
-  if len(given) > 1:
-    raise UserError(f'{given[0]} and {given[1]} cannot be combined; leave out one of them')
-  if values.chat and values.prompt_ids:
-    raise UserError('--chat puts texts into a template; use it with --prompt or --prompts, not with --prompt_ids')
-  prompts = _given_prompts(values)
-  if values.draft is not None and values.lookup is not None:
-    raise UserError('--draft and --lookup cannot be combined: one of them guesses tokens; leave out the other')
-  if values.system is not None and not values.chat and all(prompt.kind != 'messages' for prompt in prompts):
-    raise UserError('--system is the system message of a chat; add --chat, or leave it out')
+  prompts = _given_prompts(values, given)
   check_decodes(config.task)  # Before what else the run may lack, such as a tokenizer.
   kept = use_kept_vocabulary(config, job_log_dir)
   try:
@@ -76,11 +68,7 @@ def _run(values: flags.FlagValues) -> int:
       )
       raise UserError(f'--{wrong}: a beam search draws no samples and ends before it can print; {instead}')
     count = decoder.num_best
-  of_draws = ('num_samples', 'top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
-  drawn = [f'--{name}' for name in of_draws if values[name].present]
-  if drawn and getattr(decoder, 'temperature', None) == 0:
-    equal = f'temperature = 0 takes the most probable token, so {" and ".join(drawn)} can change nothing'
-    print(f'note: {equal}; --temperature=1 draws tokens', file=sys.stderr)
+  _note_unused_flags(values, decoder)
   is_source = bool(getattr(target(kept.task.model), 'prompts_are_sources', False))
   samples = [_Sample(prompt, tokenizer, values, is_source) for prompt in prompts for _ in range(count)]
   if values.stream and len(samples) > 1:
@@ -114,8 +102,29 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _given_prompts(values: flags.FlagValues) -> list[GivenPrompt]:
-  """Returns the prompts that the flags give."""
+def _note_unused_flags(values: flags.FlagValues, decoder: object) -> None:
+  of_draws = ('num_samples', 'top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
+  drawn = [f'--{name}' for name in of_draws if values[name].present]
+  if drawn and getattr(decoder, 'temperature', None) == 0:
+    equal = f'temperature = 0 takes the most probable token, so {" and ".join(drawn)} can change nothing'
+    print(f'note: {equal}; --temperature=1 draws tokens', file=sys.stderr)
+
+
+def _given_prompts(values: flags.FlagValues, given: list[str]) -> list[GivenPrompt]:
+  """Returns the prompts of the `given` flags; raises UserError if flags do not fit together."""
+  if len(given) > 1:
+    raise UserError(f'{given[0]} and {given[1]} cannot be combined; leave out one of them')
+  if values.chat and values.prompt_ids:
+    raise UserError('--chat puts texts into a template; use it with --prompt or --prompts, not with --prompt_ids')
+  prompts = _read_given(values)
+  if values.draft is not None and values.lookup is not None:
+    raise UserError('--draft and --lookup cannot be combined: one of them guesses tokens; leave out the other')
+  if values.system is not None and not values.chat and all(prompt.kind != 'messages' for prompt in prompts):
+    raise UserError('--system is the system message of a chat; add --chat, or leave it out')
+  return prompts
+
+
+def _read_given(values: flags.FlagValues) -> list[GivenPrompt]:
   if values.prompts:
     return read_prompts(values.prompts)
   if values.prompt_ids:

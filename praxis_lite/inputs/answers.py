@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
-from praxis_lite.inputs.lines import parse_object
+from praxis_lite.inputs.lines import parse_object, split_tsv
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.inputs.text_examples import TextExamplesInput
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ChatTokens
@@ -177,6 +177,12 @@ def fill_segment(side: Rows, row: int, start: int, tokens: ChatTokens, segment: 
   return end
 
 
+_LINES: dict[str, Callable[[str, tuple[str, ...]], dict[str, Any]]] = {
+  '.tsv': lambda line, names: dict(zip(names, split_tsv(line, names))),
+  '.jsonl': lambda line, _: parse_object(line),
+}
+
+
 class AnswersInput(TextExamplesInput):
   """Base of the inputs of prompts and answers.
 
@@ -200,22 +206,12 @@ class AnswersInput(TextExamplesInput):
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packed': self.packed}
 
+  def _encode_objects(self, names: tuple[str, ...], encode: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Returns what `encode` makes of the object of each example; `names` are the fields of the columns of TSV files."""
+    return self._encode_all(names, _LINES, encode)
+
   def _form_names(self) -> tuple[str, str]:
     return 'a list of dicts', 'a dict'
 
   def _is_example(self, values: object) -> bool:
     return isinstance(values, Mapping)
-
-
-def _split_tsv(line: str, names: tuple[str, ...]) -> dict[str, Any]:
-  texts = line.split('\t')
-  if len(texts) != len(names):
-    raise ValueError(f'has {number_of(len(texts), "column")}; expected {", ".join(names)}, separated by tabs')
-  return dict(zip(names, texts))
-
-
-# For `read_lines`: the object of an example.
-LINES: dict[str, Callable[[str, tuple[str, ...]], dict[str, Any]]] = {
-  '.tsv': _split_tsv,
-  '.jsonl': lambda line, _: parse_object(line),
-}

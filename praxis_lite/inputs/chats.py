@@ -7,15 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.inputs.answers import (
-  LINES,
-  AnswersInput,
-  encode_answer,
-  fill_segment,
-  fit_answer,
-  messages_of,
-  said_of,
-)
+from praxis_lite.inputs.answers import AnswersInput, encode_answer, fill_segment, fit_answer, messages_of, said_of
 from praxis_lite.inputs.packing import best_fit_rows
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
@@ -73,7 +65,7 @@ class ChatInput(AnswersInput):
 
   @functools.cached_property
   def _chats(self) -> list[ChatTokens]:
-    return self._encode_all(('prompt', 'completion'), LINES, self._encode)
+    return self._encode_objects(('prompt', 'completion'), self._encode)
 
   def _encode(self, values: dict[str, Any]) -> ChatTokens:
     if 'messages' in values:

@@ -20,7 +20,7 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean
 from praxis_lite.common.figures import number_of
-from praxis_lite.inputs.lines import parse_object
+from praxis_lite.inputs.lines import parse_object, split_tsv
 from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
@@ -150,13 +150,6 @@ def cut_longest(texts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]
   return [text[:length] for text, length in zip(texts, lengths)]
 
 
-def _split_tsv(line: str, fields: tuple[str, ...]) -> Sequence[object]:
-  values = line.split('\t')
-  if len(values) != len(fields):
-    raise ValueError(f'has {number_of(len(values), "column")}; expected {", ".join(fields)}, separated by tabs')
-  return values
-
-
 def _split_json(line: str, fields: tuple[str, ...]) -> Sequence[object]:
   values = parse_object(line)
   for name in fields:
@@ -165,4 +158,4 @@ def _split_json(line: str, fields: tuple[str, ...]) -> Sequence[object]:
   return [values[name] for name in fields]
 
 
-_LINES: dict[str, Callable[[str, tuple[str, ...]], Sequence[object]]] = {'.tsv': _split_tsv, '.jsonl': _split_json}
+_LINES: dict[str, Callable[[str, tuple[str, ...]], Sequence[object]]] = {'.tsv': split_tsv, '.jsonl': _split_json}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from praxis_lite.common.errors import DataError
@@ -56,6 +56,15 @@ def parse_object(line: str) -> dict[str, Any]:
   return values
 
 
+def split_tsv(line: str, names: Sequence[str], expected: str = '') -> list[str]:
+  """Returns the columns of a line, one for each of `names`; raises ValueError, which says what is `expected`."""
+  columns = line.split('\t')
+  if len(columns) != len(names):
+    expected = expected or f'{", ".join(names)}, separated by tabs'
+    raise ValueError(f'has {number_of(len(columns), "column")}; expected {expected}')
+  return columns
+
+
 TwoTexts = tuple[str, str]
 
 
@@ -66,13 +75,11 @@ def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]
     expected: what these are, for messages, such as 'a source and a target'.
   """
 
-  def split_tsv(line: str, fields: TwoTexts) -> TwoTexts:
-    texts = line.split('\t')
-    if len(texts) != len(fields):
-      raise ValueError(f'has {number_of(len(texts), "column")}; expected {expected}, separated by a tab')
-    return texts[0], texts[1]
+  def split_two(line: str, fields: TwoTexts) -> TwoTexts:
+    one, other = split_tsv(line, fields, f'{expected}, separated by a tab')
+    return one, other
 
-  return {'.tsv': split_tsv, '.jsonl': _parse_two_texts}
+  return {'.tsv': split_two, '.jsonl': _parse_two_texts}
 
 
 def _parse_two_texts(line: str, fields: TwoTexts) -> TwoTexts:

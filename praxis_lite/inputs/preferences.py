@@ -19,15 +19,7 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs.answers import (
-  LINES,
-  AnswerPair,
-  AnswersInput,
-  encode_answer,
-  fill_segment,
-  fit_answer,
-  pair_of_fields,
-)
+from praxis_lite.inputs.answers import AnswerPair, AnswersInput, encode_answer, fill_segment, fit_answer, pair_of_fields
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.source_target import pack_pairs
 from praxis_lite.inputs.tokenizers import ChatTokens
@@ -161,7 +153,7 @@ class PreferenceInput(AnswersInput):
 
   @functools.cached_property
   def _pairs(self) -> list[_Encoded]:
-    return self._encode_all(self.fields, LINES, self._encode)
+    return self._encode_objects(self.fields, self._encode)
 
   def _encode(self, values: dict[str, Any]) -> _Encoded:
     pair: AnswerPair = pair_of_fields(values, self.fields)

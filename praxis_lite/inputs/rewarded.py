@@ -22,7 +22,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice
-from praxis_lite.inputs.answers import LINES, AnswersInput, Said, fill_segment, messages_of
+from praxis_lite.inputs.answers import AnswersInput, Said, fill_segment, messages_of
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
@@ -215,7 +215,7 @@ class RewardedInput(AnswersInput):
 
   @functools.cached_property
   def _prompts(self) -> list[_Prompt]:
-    return self._encode_all(('prompt', 'answer'), LINES, self._encode)
+    return self._encode_objects(('prompt', 'answer'), self._encode)
 
   def _encode(self, values: dict[str, Any]) -> _Prompt:
     said = values.get('prompt')

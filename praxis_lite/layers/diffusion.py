@@ -82,7 +82,7 @@ def estimates(
     output, x_t: what the network predicts, and its input, [B, ...].
     t: [B] or a scalar.
     schedule, prediction: see the top of this file.
-    limit: bounds the absolute value of the estimate of x; the noise is what remains then. None does not.
+    limit: the largest absolute value of the estimate of x; the noise is then what remains. None sets no limit.
   """
   alpha, sigma = (_expand_rows(c, x_t) for c in signal_and_noise(t, schedule))
   if prediction == 'epsilon':

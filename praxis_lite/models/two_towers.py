@@ -126,7 +126,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     return self.loss(self.embed_images(batch), self.embed_texts(batch), batch['weights'])
 
   def compute_loss(self, predictions: ContrastiveOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns `loss`, and `accuracy`, how often no text of the batch fits an image better; each pair's `loss`."""
+    """Returns `loss`, and `accuracy`, how often no other text fits an image better; and each pair's loss."""
     metrics = {
       'loss': weighted_mean(predictions.loss, batch['weights']),
       'accuracy': weighted_mean(predictions.correct, batch['weights']),

@@ -95,11 +95,6 @@ class Tap:
     """Whether the path of a value is meant."""
     return _regex(self.pattern).fullmatch(name) is not None
 
-  @property
-  def names_one(self) -> bool:
-    """Whether the pattern is the path of one value."""
-    return '*' not in self.pattern
-
 
 @functools.cache
 def _regex(pattern: str) -> re.Pattern[str]:

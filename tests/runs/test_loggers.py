@@ -14,8 +14,8 @@ from tiny_runs import tiny_run
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.runs import Logger, run_train
-from praxis_lite.runs.loggers import AimLogger, LoggedRun, MlflowLogger, PrometheusLogger, WandbLogger
+from praxis_lite.runs import AimLogger, Logger, MlflowLogger, PrometheusLogger, WandbLogger, run_train
+from praxis_lite.runs.loggers.base import LoggedRun
 from praxis_lite.runs.loggers.of_run import LoggersOfRun, build_loggers
 
 

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from praxis_lite.common.config import Config
-from praxis_lite.runs.loggers import AimLogger, CometLogger, MlflowLogger, WandbLogger
+from praxis_lite.runs import AimLogger, CometLogger, MlflowLogger, WandbLogger
 from praxis_lite.runs.loggers.of_run import LoggersOfRun
 
 pytestmark = pytest.mark.slow

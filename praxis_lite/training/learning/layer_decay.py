@@ -27,7 +27,7 @@ Factor = float | np.ndarray
 
 
 class LayerDecay(Configurable):
-  r"""Multiplies the updates of each layer by `factor` for each layer above it, and once more.
+  r"""Multiplies the updates of each layer by `factor` to the power of 1 + the number of layers above it.
 
   Attributes:
     factor: above 0, at most 1; 0.65 to 0.9 is usual for fine-tuning.
