@@ -7,9 +7,10 @@ python tools/plan_snapshots.py --update   writes them anew
 import pathlib
 
 import pytest
+from declared_plans import declared_snapshot
 
 from praxis_lite.instruments.plan import Reason
-from praxis_lite.instruments.plan.snapshot import declared_snapshot, read, regressions
+from praxis_lite.instruments.plan.snapshot import read, regressions
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 

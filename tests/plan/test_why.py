@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from declared_plans import declared_snapshot
 from small_lm import TOKENS, D, small_lm
 
 from praxis_lite.cli.main import main
@@ -17,7 +18,7 @@ from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.declared import Declaration, Declarations
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
-from praxis_lite.instruments.plan.snapshot import GrowthLimits, declared_snapshot, keep, read, regressions, snapshot_of
+from praxis_lite.instruments.plan.snapshot import GrowthLimits, keep, read, regressions, snapshot_of
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding.mesh import abstract_mesh

@@ -69,7 +69,7 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
   return loggers
 
 
-class LoggersOfRun:
+class LoggersOfRun(Hook):
   """The loggers of a run; a context manager that finishes them. Those that fail are reported and left out.
 
   Args:
@@ -92,6 +92,9 @@ class LoggersOfRun:
     metrics = {f'{split}/{name}': value for name, value in scalars.items()}
     for logger in list(self._loggers):
       self._call(logger, functools.partial(logger.log, step, metrics))
+
+  def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
+    self.save(step, path)
 
   def save(self, step: int, folder: Path) -> None:
     """Passes on the checkpoint of a step to the loggers that get checkpoints."""
@@ -138,13 +141,3 @@ class LoggersOfRun:
     shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in fields.items()}
     number = '' if started is None else f'-{int(started * 1000):x}'
     logger.start(LoggedRun(self._directory, f'{self._directory.name}{number}', shown))
-
-
-class CheckpointsToLoggers(Hook):
-  """Passes on the checkpoints of a run to its loggers."""
-
-  def __init__(self, loggers: LoggersOfRun):
-    self._loggers = loggers
-
-  def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-    self._loggers.save(step, path)

@@ -13,7 +13,7 @@ from praxis_lite.runs.console import Console
 from praxis_lite.runs.corruption import ReplicaWatch
 from praxis_lite.runs.hooks import Hook, Hooks
 from praxis_lite.runs.improvement import EarlyStopping, KeepBest
-from praxis_lite.runs.loggers.of_run import CheckpointsToLoggers, LoggersOfRun
+from praxis_lite.runs.loggers.of_run import LoggersOfRun
 from praxis_lite.runs.loop.feed import BadRecordLines
 from praxis_lite.runs.loop.job import TrainJob
 from praxis_lite.runs.loop.options import TrainOptions
@@ -96,7 +96,7 @@ def attach_observers(
   replicas = [] if every is None else [ReplicaWatch(layout, every, job.corruption, first_step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
-    own: list[Hook] = [profiler, BadRecordLines(job.train_input), CheckpointsToLoggers(loggers)]
+    own: list[Hook] = [profiler, BadRecordLines(job.train_input), loggers]
     if job.watched.best is not None:
       own.append(KeepBest(job.watched.best, start.checkpointer))
     if job.watched.stopping is not None:
