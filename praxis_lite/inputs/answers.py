@@ -210,7 +210,7 @@ class AnswersInput(TextExamplesInput):
     """Returns what `encode` makes of the object of each example; `names` are the fields of the columns of TSV files."""
     return self._encode_all(names, _LINES, encode)
 
-  def _form_names(self) -> tuple[str, str]:
+  def _forms(self) -> tuple[str, str]:
     return 'a list of dicts', 'a dict'
 
   def _is_example(self, values: object) -> bool:

@@ -94,7 +94,7 @@ class LabelledTextInput(TextExamplesInput):
   def _examples(self) -> list[_Example]:
     return self._encode_all(self.fields, _LINES, self._encode, 'texts with a class')
 
-  def _form_names(self) -> tuple[str, str]:
+  def _forms(self) -> tuple[str, str]:
     return f'tuples {self.fields}', str(self.fields)
 
   def _is_example(self, values: object) -> bool:

@@ -150,7 +150,7 @@ class SourceTargetInput(TextExamplesInput):
       self.fields, pair_parsers('a source and a target'), self._encode, 'pairs of a source and a target'
     )
 
-  def _form_names(self) -> tuple[str, str]:
+  def _forms(self) -> tuple[str, str]:
     return 'pairs (source, target)', 'two texts'
 
   def _is_example(self, values: object) -> bool:

@@ -9,13 +9,12 @@ from praxis_lite.common.config import Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.lines import read_lines
+from praxis_lite.inputs.lines import FieldsT, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import resolve_source
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 T = TypeVar('T')
-FieldsT = TypeVar('FieldsT', bound=tuple[str, ...])
 Parsers = Mapping[str, Callable[[str, FieldsT], Any]]
 
 
@@ -49,7 +48,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
   def data_files(self) -> list[str]:
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
-  def _form_names(self) -> tuple[str, str]:
+  def _forms(self) -> tuple[str, str]:
     """Returns what the examples that are given without files are together, and what each of them is, for messages."""
     raise NotImplementedError
 
@@ -86,7 +85,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return
-    all_of_them, each = self._form_names()
+    all_of_them, each = self._forms()
     examples, where = resolve_source(getattr(self, self._given)), f'{self.label}.{self._given}'
     if not isinstance(examples, Sequence) or isinstance(examples, str):
       raise ConfigError(f'{where}: expected {all_of_them}, or a function, got {examples!r}')

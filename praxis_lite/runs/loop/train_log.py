@@ -106,7 +106,9 @@ class TrainLog(Observer):
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
-    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}, rows))
+    self._in_flight.append(
+      _Step(step, out.mean_metrics, out.summaries if is_logged(step, self._settings) else {}, rows)
+    )
     if step == self._first_step + 1:
       jax.block_until_ready(out.weighted_loss)
       self._startup.mark('run')
@@ -123,9 +125,6 @@ class TrainLog(Observer):
     for observer in self._observers:
       observer.on_nonfinite(step, what)
 
-  def _is_logged(self, step: int) -> bool:
-    return is_logged(step, self._settings)
-
   def _read_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
       step, means, summaries, rows = self._in_flight.popleft()
@@ -134,14 +133,14 @@ class TrainLog(Observer):
       was_skipped = self.skipped.add(step, means)
       for observer in () if was_skipped else self._observers:
         observer.on_metrics(step, means)
-      if self._is_logged(step) or step == self._first_step + 1:
+      if is_logged(step, self._settings) or step == self._first_step + 1:
         metrics, rates = mean_values(means), self._throughput.rates(step)
         metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._observers.figures()}
         if was_skipped:
           self._console.progress(step)
         else:
           self._console.train_step(step, metrics, rates)
-        if self._is_logged(step):
+        if is_logged(step, self._settings):
           self._writer.write(step, 'train', metrics, finish_summaries(jax.device_get(summaries)))
 
 
