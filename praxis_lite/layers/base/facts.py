@@ -99,7 +99,7 @@ class Facts:
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
     product_weights: names of weights that the layer multiplies its inputs with, and reads only as
-      `self.theta.<name>`, so that they may be stored in another form. Dimensions of inputs come before those of outputs.
+      `self.theta.<name>`, so they may be stored in another form. Dimensions of inputs come before those of outputs.
   """
 
   has_microbatches: ClassVar[bool] = False
