@@ -172,6 +172,16 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     pass
 
 
+def test_no_run_begins_among_the_checkpoints_of_another(tmp_path):
+  (tmp_path / 'run.json').touch()
+  with (
+    pytest.raises(UserError, match=r'checkpoints/20/new is in a folder of the run .*; name another one'),
+    job_directory(tmp_path / 'checkpoints' / '20' / 'new'),
+  ):
+    pass
+  assert not (tmp_path / 'checkpoints').exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write anywhere')
 def test_a_directory_without_permission_is_told(tmp_path):
   tmp_path.chmod(0o500)

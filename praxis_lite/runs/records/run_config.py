@@ -19,6 +19,7 @@ from praxis_lite.common.config.values import fit
 from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import kind_of_other, local_path
+from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.task import TrainParams
 
 
@@ -82,9 +83,14 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   """Creates a directory if it does not exist, and tests that it is writable, before anything is compiled.
 
   If an error ends the block before anything was written, directories that were created are removed. Raises UserError if
-  the directory cannot be created or is not writable.
+  the directory cannot be created or is not writable, or is new and among the checkpoints of another run.
   """
   path = local_path(job_log_dir).absolute()
+  for folder in () if (path / CHECKPOINTS).exists() else path.parents:
+    if folder.name == CHECKPOINTS and has_record(folder.parent):
+      raise UserError(
+        f'job_log_dir {path} is in a folder of the run {folder.parent}, its checkpoints; name another one'
+      )
   created: list[Path] = []
   try:
     created = [folder for folder in (path, *path.parents) if not folder.exists()]
