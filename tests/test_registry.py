@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.training import registry
-from praxis_lite.training.experiment import BaseExperiment
+from praxis_lite.training.experiment import BaseExperiment, configure
 
 HEADER = 'from praxis_lite.training import registry\nfrom praxis_lite.training.experiment import BaseExperiment\n'
 
@@ -163,6 +163,11 @@ def test_a_class_that_is_no_experiment(workspace):
     registry.get('my_runs.thing')
   with pytest.raises(UserError, match=r'int is not an experiment'):
     registry.register(int)
+  plain = type('Plain', (), {'task': None.__class__, 'datasets': None.__class__})  # Has the methods, but not the base.
+  with pytest.raises(UserError, match='Plain is not an experiment: derive a class from BaseExperiment'):
+    registry.register(plain)
+  with pytest.raises(UserError, match='Plain is not an experiment: derive it from BaseExperiment'):
+    configure(plain)
   with pytest.raises(UserError, match='3 is not an experiment'):
     registry.register(3)
 

@@ -53,7 +53,7 @@ def _run(values: flags.FlagValues) -> int:
       config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
   num_devices = values.devices or count_devices([config.task for config in experiments.values()])
   leave_accelerators_alone()  # The training processes use the accelerators.
-  check_configs({point.name: config for point, config in experiments.items()}, num_devices)
+  check_configs({point.name: config for point, config in experiments.items()}, num_devices, values.metric)
   configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
   numbers = {point: f'[{i}/{len(points)}] {point.name}' for i, point in enumerate(points, 1)}
   failed: list[Point] = []

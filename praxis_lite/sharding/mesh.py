@@ -138,7 +138,8 @@ def fill_mesh_shape(
   product = math.prod(others.values())
   rest, left = divmod(num_devices, product)
   if left or not rest:
-    raise ShardingError(f'{given}: {num_devices} devices are no multiple of {product}, the product of the other sizes')
+    there = f'there {"is" if num_devices == 1 else "are"} {number_of(num_devices, "device")}'
+    raise ShardingError(f'{given}: {there}, no multiple of {product}, the product of the other sizes')
   return tuple(rest if size == -1 else size for size in shape)
 
 

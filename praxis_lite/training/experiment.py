@@ -94,6 +94,8 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
     ConfigError: `task()` or `datasets()` does not return configs, or the class misspells a mesh attribute.
   """
   name = experiment_class.__qualname__
+  if not callable(getattr(experiment_class, 'validate', None)):
+    raise ConfigError(f'{name} is not an experiment: derive it from BaseExperiment')
   experiment = _call(experiment_class, name)
   experiment.validate()
   task = _call(experiment.task, f'{name}.task')

@@ -259,7 +259,8 @@ def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
 
 
 def _is_experiment(value: object) -> TypeGuard[type[BaseExperiment]]:
-  return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in ('task', 'datasets'))
+  methods = ('task', 'datasets', 'validate')  # The last one is that of BaseExperiment.
+  return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods)
 
 
 def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:

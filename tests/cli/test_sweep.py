@@ -199,6 +199,10 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
       "best_metric=foo: task.train.best_metric = 'foo': there is no such metric",
     ),
     ([EXP, '--job_log_dir=x', '--set=task.train.inputs_split_mapping.map_1d=None,(data,)'], "has no 'map_2d', and an"),
+    (
+      [EXP, '--job_log_dir=x', '--set=task.model.hidden=1,2', '--metric=los'],
+      "hidden=1: --metric=los: no run has it. Did you mean 'loss'? They have eval/valid/loss",
+    ),
     ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,'], 'a value between commas is empty'),
   ],
 )

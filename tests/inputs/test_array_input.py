@@ -101,6 +101,11 @@ def test_state_of_other_data_is_refused():
       r"same number of examples in dim 0, got \['a'\]: 3, \['b'\]\['c'\]: 2",
     ),
     ({'a': 3.0}, r"\['a'\]: a scalar has no dim 0"),
+    (
+      {'a': [1, 2], 'weights': [1, -2]},
+      r"\['weights'\]: expected numbers of at least 0, got -2: they say how much each",
+    ),
+    ({'a': [1, 2], 'weights': [np.nan, 1]}, r"\['weights'\]: expected numbers of at least 0, got nan"),
     ({'a': ['x', 'y']}, r"\['a'\]: arrays of text cannot go to a device"),
     ({'a': [2**40]}, r"\['a'\]: values from 1099511627776 to 1099511627776 do not fit in int32"),
   ],

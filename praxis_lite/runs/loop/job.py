@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.accelerators import accelerator_of
-from praxis_lite.common.errors import ConfigError, UserError, first_lines, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
@@ -158,7 +158,9 @@ def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[j
   return (devices if out else options.devices), lines
 
 
-def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
+def check_configs(
+  configs: Mapping[str, ExperimentConfig], num_devices: int | None = None, metric: str | None = None
+) -> None:
   """Finds mistakes in the configs of several runs like `build_job`, but on meshes without devices.
 
   Other exceptions from user code are ignored here: they may depend on where the run takes place.
@@ -166,9 +168,11 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
   Args:
     configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
     num_devices: the number of devices that each run will have, if known.
+    metric: the metric to compare the runs by, as for `metric_to_compare`; None needs no check.
 
   Raises:
-    UserError: a run cannot be trained with its config; the message names the run.
+    UserError: a run cannot be trained with its config, or evaluations will not have the metric; the message names the
+      run.
   """
   built: dict[str, tuple[Datasets, Datasets]] = {}
   for name, config in configs.items():
@@ -183,11 +187,22 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
             check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
         mesh = cast(Mesh, abstract_mesh(sizes))  # To trace, a mesh without devices suffices.
         inputs = build_run_inputs(config, task, None, built)
-        _watch(trace_programs(task, mesh, inputs, jax.random.key(0), StartupTimes()), config, None)
+        traced = trace_programs(task, mesh, inputs, jax.random.key(0), StartupTimes())
+        questions, _ = _watch(traced, config, None)
+        if metric is not None:
+          _check_metric(metric, traced.metric_names | {program.split: program.metric_names() for program in questions})
       except UserError:
         raise
       except Exception:
         continue
+
+
+def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
+  """Raises UserError if no evaluation will report a metric, whose name is whole or an end; those of training pass."""
+  known = [f'{split}/{name}' for split, names in splits.items() for name in names]
+  if not metric.startswith('train/') and not any(f'/{name}'.endswith(f'/{metric}') for name in known):
+    close = did_you_mean(metric, [*known, *(name for names in splits.values() for name in names)])
+    raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no evaluation"}')
 
 
 def _check_intervals(settings: TrainParams) -> None:
