@@ -42,10 +42,10 @@ def canonical_rows(rows: object, where: str) -> Rows:
   if len(set(sizes.values())) > 1:
     listing = ', '.join(f'{k}: {n}' for k, n in sizes.items())
     raise DataError(f'{where}: arrays need the same number of examples in dim 0, got {listing}')
-  weights = out.get('weights', np.ones(next(iter(sizes.values())), np.float32))
-  out['weights'] = fit_dtype(np.asarray(weights), np.float32, f"{where}['weights']")
-  if not (out['weights'] >= 0).all():
-    wrong = out['weights'][~(out['weights'] >= 0)][0]
+  given = out.get('weights', np.ones(next(iter(sizes.values())), np.float32))
+  out['weights'] = weights = fit_dtype(np.asarray(given), np.float32, f"{where}['weights']")
+  if not (weights >= 0).all():
+    wrong = weights[~(weights >= 0)][0]
     meaning = 'they say how much each row or token counts in means; an entry that is something else needs another name'
     raise DataError(f"{where}['weights']: expected numbers of at least 0, got {wrong:g}: {meaning}")
   return out
