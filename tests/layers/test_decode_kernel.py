@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import jax
@@ -37,11 +38,17 @@ def drawn(*shape, dtype=jnp.float32):
   return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize('N, K', [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize('slots', [1, 128, 301])
-@pytest.mark.parametrize(
-  'dtype, soft_cap, has_sinks', [('float32', None, True), ('float32', 2.0, False), ('bfloat16', None, False)]
-)
+HEADS, SLOTS = ((4, 4), (6, 2), (3, 1)), (1, 128, 301)
+KINDS = (('float32', None, True), ('float32', 2.0, False), ('bfloat16', None, False))
+
+
+def cases():
+  """All of them; a third, with each pair of values once, are quick."""
+  for (i, heads), (j, slots), (k, kind) in itertools.product(*map(enumerate, (HEADS, SLOTS, KINDS))):
+    yield pytest.param(*heads, slots, *kind, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize('N, K, slots, dtype, soft_cap, has_sinks', cases())
 def test_the_kernel_is_dense_attention(N, K, slots, dtype, soft_cap, has_sinks, monkeypatch):
   monkeypatch.setattr('praxis_lite.layers.decode_kernel._MOST_SLOTS', 128)  # 301 slots are pages with a part of one.
   query = drawn(3, N, 8, dtype=dtype)

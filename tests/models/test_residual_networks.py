@@ -155,11 +155,11 @@ def on_one_device(kind):
 @pytest.mark.parametrize(
   'kind, mesh',
   [
+    ('basic', (2, 1, 1, 3)),
     ('v1.5', (1, 2, 2, 2)),
     ('v1.5', (1, 1, 3, 1)),
     ('v2', (2, 1, 3, 1)),
     ('bit', (1, 2, 2, 2)),
-    ('basic', (2, 1, 1, 3)),
     ('convnext', (1, 2, 2, 2)),
     ('convnext', (2, 1, 3, 1)),
   ],

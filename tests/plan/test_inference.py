@@ -57,6 +57,7 @@ def test_each_token_multiplies_all_weights_and_attends_to_the_whole_cache(plan):
   assert work(plan, 'tokens') == pytest.approx(ROWS * (2 * MULTIPLIED + attention), rel=0.02)
 
 
+@pytest.mark.slow_cases
 def test_prompts_are_read_at_once(plan):
   vocabulary = 128 * 64  # Only the last token of a prompt needs logits.
   attention = 4 * LAYERS * HEADS * DIMS * SLOTS

@@ -76,7 +76,7 @@ def small_experiment(name):
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize('name', ['lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'lm.StdlibLmMixed'])
+@pytest.mark.parametrize('name', ['lm.StdlibLmMixed', 'lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl'])
 def test_dimensions_are_as_even_as_the_real_ones(name):
   config, small = small_experiment(name)
   real, task = config.task.instantiate(), small.config.instantiate()
