@@ -2,7 +2,7 @@
 # compat.sh: tries praxis_lite on each Python of this machine, with the oldest and with the newest release of every
 # dependency that pyproject.toml allows there, and prints a table.
 #
-#   tools/compat.sh                                  all Pythons, both sets, the short set of tests
+#   tools/compat.sh                                  all Pythons, both sets, the quick tests of the short set
 #   tools/compat.sh --sets=newest --tests=all        the whole suite
 #   tools/compat.sh --pythons=python3.13 --tests='tests/layers tests/models'
 #   tools/compat.sh --newest-python --sets=newest    what .ci/run does
@@ -18,14 +18,14 @@ SHORT='tests/jax_internals tests/test_call.py tests/test_layer.py tests/sharding
   tests/sharding/test_xla_flags.py tests/plan/test_collectives.py tests/training/test_flops.py
   tests/training/test_partitioned_task.py tests/explain/test_check.py tests/learning/test_probe.py
   tests/decoding/test_sampler.py tests/runs/test_unknown_jax.py'
-PYTHONS='' SETS='oldest newest' TESTS=$SHORT FRESH=''
+PYTHONS='' SETS='oldest newest' TESTS=$SHORT WHICH='not slow' FRESH=''
 for argument in "$@"; do
   case $argument in
     --pythons=*) PYTHONS=${argument#*=} ;;
     --newest-python) PYTHONS=$(tools/pythons.sh --declared | tail -1) ;;
     --sets=*) SETS=${argument#*=} ;;
-    --tests=all) TESTS=tests ;;
-    --tests=*) TESTS=${argument#*=} ;;
+    --tests=all) TESTS=tests WHICH='' ;;
+    --tests=*) TESTS=${argument#*=} WHICH='' ;;
     --fresh) FRESH=1 ;;
     *) sed -n '2,13p' "$0" >&2; echo "unknown argument: $argument" >&2; exit 2 ;;
   esac
@@ -102,7 +102,7 @@ print(" | ".join(v(n) for n in ("jax", "numpy", "optax", "orbax-checkpoint", "te
     ran=ok
     commands "$env/bin" "$env/run" || { ran=$(tail -1 "$env/run.log"); failed=1; tail -20 "$env/run.log"; }
     # shellcheck disable=SC2086
-    "$env/bin/python" -m pytest -n 2 --dist=loadfile --no-loadscope-reorder -rfE $TESTS > "$env/tests.log" 2>&1 || failed=1
+    "$env/bin/python" -m pytest -n 2 --dist=loadfile --no-loadscope-reorder -rfE -m "$WHICH" $TESTS > "$env/tests.log" 2>&1 || failed=1
     grep -E '^(FAILED|ERROR)' "$env/tests.log" || true
     said=$(grep -E '(passed|failed|errors?) in [0-9]' "$env/tests.log" | tail -1 | sed 's/ in .*//' || true)
     echo "| $version | $set | $of | $ran | ${said:-none ran} | $(( (SECONDS - start + 30) / 60 )) |" >> "$table"

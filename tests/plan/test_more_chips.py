@@ -6,12 +6,12 @@ import dataclasses
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from small_lm import ROWS, small_lm
+from warm_python import WarmPopen
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.plan import parse_topology, plan
@@ -62,7 +62,7 @@ def test_the_process_of_a_compiler_ends_with_the_process_that_started_it(sent, t
     'import pathlib, sys; from praxis_lite.instruments.plan.child import compile_in_child; '
     f'compile_in_child([sys.executable, "-c", {child!r}], pathlib.Path({str(tmp_path)!r}))'
   )
-  process = subprocess.Popen([sys.executable, '-c', parent], cwd=pathlib.Path(__file__).parents[2])
+  process = WarmPopen([sys.executable, '-c', parent], cwd=pathlib.Path(__file__).parents[2])
   deadline = time.monotonic() + 240
   while not (file.exists() and file.read_text()) and time.monotonic() < deadline and process.poll() is None:
     time.sleep(0.1)
