@@ -88,38 +88,38 @@ class RowSplit:
     return self._map(fn, specs, (queries, lse))
 
   def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Returns a function mapped over the axes that no enclosing `shard_map` maps, and in stages over their `vmap`."""
     axes = {*jax.sharding.get_abstract_mesh().axis_names} - manual_axes()
     shard = functools.partial(jax.shard_map, axis_names=axes, check_vma=False)
     if not self.stage_axes:
       return shard(fn, in_specs=in_specs, out_specs=out_specs)
     stages = axes_to_entry(self.stage_axes)
 
-    def add_stages(spec: PartitionSpec, is_stacked: bool = True) -> PartitionSpec:
-      return PartitionSpec(stages, *spec) if is_stacked else spec
+    def stack_spec(spec: PartitionSpec, has_stages: bool = True) -> PartitionSpec:
+      return PartitionSpec(stages, *spec) if has_stages else spec
 
     @custom_vmap
-    def call(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
       return shard(fn, in_specs=in_specs, out_specs=out_specs)(*args)
 
-    @call.def_vmap
-    def call_in_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+    @run.def_vmap
+    def run_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
       del axis_size
-      leaves, structure = jax.tree.flatten(args)
-      is_stacked = jax.tree.leaves(in_batched)
+      arrays, structure = jax.tree.flatten(args)
+      has_stages = jax.tree.leaves(in_batched)
 
-      def run(*own: jax.Array) -> Any:
-        def run_stage(stage: list[jax.Array]) -> Any:
-          each = iter(stage)
-          whole = [next(each) if is_one else x for x, is_one in zip(own, is_stacked)]
-          return fn(*jax.tree.unflatten(structure, whole))
+      def run_own(*arrays: jax.Array) -> Any:
+        def run_stage(own: list[jax.Array]) -> Any:
+          each = iter(own)
+          return fn(*jax.tree.unflatten(structure, [next(each) if has else x for x, has in zip(arrays, has_stages)]))
 
-        return jax.lax.map(run_stage, [x for x, is_one in zip(own, is_stacked) if is_one])
+        return jax.lax.map(run_stage, [x for x, has in zip(arrays, has_stages) if has])
 
-      specs = map(add_stages, jax.tree.leaves(in_specs), is_stacked)
-      out = shard(run, in_specs=tuple(specs), out_specs=jax.tree.map(add_stages, out_specs))(*leaves)
+      specs = tuple(map(stack_spec, jax.tree.leaves(in_specs), has_stages))
+      out = shard(run_own, in_specs=specs, out_specs=jax.tree.map(stack_spec, out_specs))(*arrays)
       return out, jax.tree.map(lambda x: True, out)
 
-    return call
+    return run
 
 
 def blockwise_attention(
