@@ -32,6 +32,7 @@ ORDER = (
     'runs.console',
     'runs.decoding_memory',
     'runs.answers',
+    'runs.sized_steps',
     'runs.programs',
   ),
   *('runs.observer', 'runs.hooks', 'runs.trouble', 'runs.cluster', 'runs'),
