@@ -1,7 +1,7 @@
 """Learning: how a gradient changes the variables, with any optax optimizer."""
 
 from praxis_lite.training.learning.base_learner import BaseLearner, LearnerUpdate
-from praxis_lite.training.learning.cautious import cautious
+from praxis_lite.training.learning.cautious_optimizer import cautious
 from praxis_lite.training.learning.composed_schedules import CycleSchedule, PiecewiseSchedule
 from praxis_lite.training.learning.layer_decay import LayerDecay
 from praxis_lite.training.learning.learner import Learner
