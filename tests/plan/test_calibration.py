@@ -46,9 +46,12 @@ def test_a_further_target_is_kept_beside_the_first(file):
 def test_a_measured_time_is_that_of_one_run():
   import jax.numpy as jnp
 
-  slow = calibration._time(lambda i, x: jnp.sin(jnp.tanh(x @ x)), jnp.zeros((256, 256)), seconds=0.02)
-  fast = calibration._time(lambda i, x: jnp.sin(jnp.tanh(x @ x)), jnp.zeros((16, 16)), seconds=0.02)
-  assert 1e-8 < fast < slow < 1
+  def least_time(size):  # Other programs on this machine make single times too long, never too short.
+    return min(
+      calibration._time(lambda i, x: jnp.sin(jnp.tanh(x @ x)), jnp.zeros((size, size)), seconds=0.02) for _ in range(4)
+    )
+
+  assert 1e-8 < least_time(16) < least_time(256) < 1
 
 
 def test_bad_files_and_unknown_devices_are_told(tmp_path):
