@@ -38,6 +38,10 @@ def fails(capsys, *arguments):
 MESH, WT = '--exp=lm.SyntheticLmTiny', 'task.model.lm.softmax.weight_split_dims_mapping.wt'
 COMMAND_LINES = {
   'unknown command': (['trian', TINY], r"no command 'trian'\. Did you mean 'train'\?"),
+  'an optimizer without its arguments': (
+    ['train', TINY, '--job_log_dir=x', '--set=task.train.learner.optimizer=optax.chain'],
+    r'learner\.optimizer: chain cannot be made: not enough values',
+  ),
   'misspelled version': (['--versio'], r"no command '--versio'\. Did you mean '--version'\?"),
   'no run for --exp': (
     ['show', '--exp=runs/none'],

@@ -42,7 +42,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, config_values, map_nested, nested_configs, target
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
@@ -246,7 +246,13 @@ class GroupedOptimizer:
   def _build(self, learning_rate: Rate) -> Transformation:
     self._check_decay()
     took_rate: list[Config] = []
-    transformation = build_at('learner.optimizer', self._fill_in(self._config, learning_rate, took_rate))
+    filled = self._fill_in(self._config, learning_rate, took_rate)
+    try:
+      transformation = build_at('learner.optimizer', filled)
+    except (TypeError, ValueError) as error:
+      if isinstance(error, UserError):
+        raise
+      raise ConfigError(f'learner.optimizer: {_name(self._config)} cannot be made: {first_line(error)}') from error
     if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
       raise ConfigError(
         'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
