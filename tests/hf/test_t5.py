@@ -106,7 +106,7 @@ def logits_of(there):
 def test_the_pass_in_numpy_gives_what_transformers_gave(case, tmp_path):
   _, config, tensors = make(tmp_path, case)
   found = t5_by_hand.logits(config, tensors, SOURCES, IS_SOURCE, IDS)
-  np.testing.assert_allclose(found, golden('t5')[case], rtol=1e-5, atol=5e-6)
+  np.testing.assert_allclose(found, golden('t5')[case], rtol=1e-5, atol=2e-5)  # Those of transformers are float32.
 
 
 @pytest.mark.slow_cases

@@ -31,7 +31,7 @@ import fiddle as fdl
 from fiddle import history
 
 from praxis_lite.common.config.configurable import REQUIRED, Configurable
-from praxis_lite.common.config.editing import CodePlace, copy_edits, note_edit, place_of_edit
+from praxis_lite.common.config.editing import CodePlace, check_keeps_edit, copy_edits, note_edit, place_of_edit
 from praxis_lite.common.config.fields_at_fault import name_config, name_field_at_fault
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
 
@@ -74,6 +74,7 @@ class Config(fdl.Config[T], Generic[T]):
           setattr(self, name, factory())
 
   def __setattr__(self, name: str, value: object) -> None:
+    check_keeps_edit(self, name, value)
     with history.suspend_tracking():
       try:
         super().__setattr__(name, value)

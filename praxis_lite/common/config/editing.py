@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fiddle as fdl
 
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.importing import is_library, short_path
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -44,12 +47,14 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
 
 def note_edit(config: fdl.Config, field: str) -> None:
   """Keeps the line of code that is setting a field of a config, unless it belongs to a default of a class."""
-  frame = sys._getframe(1)
+  frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.
       return
+    is_override |= frame.f_code.co_filename == _OVERRIDES
     frame = frame.f_back
-  config.__dict__.setdefault(_EDITS, {})[field] = frame.f_code.co_filename, frame.f_lineno
+  file = _OVERRIDE if is_override else frame.f_code.co_filename
+  config.__dict__.setdefault(_EDITS, {})[field] = _Edit(file, frame.f_lineno, _owner.get() is not None)
 
 
 def copy_edits(config: fdl.Config) -> None:
@@ -60,11 +65,60 @@ def copy_edits(config: fdl.Config) -> None:
 
 def line_of_edit(config: fdl.Config, field: str) -> str:
   """Returns the line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if there is none."""
-  file, line = config.__dict__.get(_EDITS, {}).get(field, ('<', 0))
-  return '' if file.startswith('<') or is_library(file) else f'{short_path(file)}:{line}'
+  edit = config.__dict__.get(_EDITS, {}).get(field)
+  return (
+    '' if edit is None or edit.file.startswith('<') or is_library(edit.file) else f'{short_path(edit.file)}:{edit.line}'
+  )
 
 
-_EDITS = '__edits__'  # In the dict of a config: file and line by field.
+@contextlib.contextmanager
+def set_up(owner: Any) -> Iterator[None]:
+  """While a layer fills in the templates of its children: no value that the user has set may be replaced by another.
+
+  Raises ConfigError if it is, for values that are no configs.
+  """
+  token = _owner.set(owner)
+  try:
+    yield
+  finally:
+    _owner.reset(token)
+
+
+def check_keeps_edit(config: fdl.Config, field: str, value: object) -> None:
+  """Raises ConfigError if a layer that is being set up replaces what the user has set in the template of a child."""
+  owner, edit = _owner.get(), config.__dict__.get(_EDITS, {}).get(field)
+  if owner is None or edit is None or edit.in_setup or (edit.file != _OVERRIDE and is_library(edit.file)):
+    return
+  old = config.__arguments__.get(field)
+  if not isinstance(old, bool | int | float | str) or type(old) is not type(value) or old == value:
+    return
+  above = [name for name, given in vars(owner).items() if _has_edit(given, edit, config.__fn_or_cls__, field)]
+  path = f'{owner.path_name}.{above[0]}' if len(above) == 1 else config.__fn_or_cls__.__qualname__
+  line = line_of_edit(config, field)
+  same = f'; set {owner.path_name}.{field} instead' if getattr(owner, field, None) == value else ''
+  raise ConfigError(
+    f'{path}.{field} = {old!r}{f" ({line})" if line else ""} has no effect: {type(owner).__qualname__} sets it to '
+    f'{value!r}{same}'
+  )
+
+
+def _has_edit(given: object, edit: _Edit, kind: object, field: str) -> bool:
+  return (
+    isinstance(given, fdl.Config) and given.__fn_or_cls__ is kind and given.__dict__.get(_EDITS, {}).get(field) is edit
+  )
+
+
+class _Edit(NamedTuple):
+  """File and line that set a field, and whether that was while a layer filled in the templates of its children."""
+
+  file: str
+  line: int
+  in_setup: bool
+
+
+_EDITS = '__edits__'  # In the dict of a config: an `_Edit` by field.
+_OVERRIDES, _OVERRIDE = os.path.join(_HERE, 'overrides.py'), '<an override by path>'
+_owner: contextvars.ContextVar[Any] = contextvars.ContextVar('owner', default=None)  # The layer that is being set up.
 
 
 def _paths_from(name: str, value: object, wanted: fdl.Config) -> Iterator[str]:

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
+from praxis_lite.common.config.editing import set_up
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
@@ -172,7 +173,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     own_edits = self._child_edits()
     self._edits: ChildEdits | None = own_edits or (None if parent is None else parent._edits)
     self._counterpart = self._find_counterpart(parent, self.name)
-    self.setup()
+    with set_up(self):
+      self.setup()
     if own_edits is not None:
       own_edits.check()
     self._ready = True
