@@ -95,9 +95,7 @@ def _case(name, root):
       seq_len=12,
     ),
     'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
-    'ImageRecordInput': lambda: Config(
-      inputs.ImageRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), rand_augment=(2, 10)
-    ),
+    'ImageRecordInput': lambda: Config(inputs.ImageRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5)),
     'ImageTextRecordInput': lambda: Config(
       inputs.ImageTextRecordInput, file_pattern=str(root / '*.images'), image_size=(4, 5), text_len=9
     ),
