@@ -99,3 +99,41 @@ def test_links_between_documents_lead_somewhere():
   for document in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
     for target in re.findall(r'\]\((?!https?:|#)([^)#]+)', document.read_text()):
       assert (document.parent / target).exists(), f'{document.name} links to {target}'
+
+
+INSTALL_AND_TRAIN = r'pip install -e \.\npraxis-lite train --exp=lm\.StdlibLmTiny --job_log_dir=runs/tiny\n```'
+LOG = r'^```\nlm: 13,392 parameters'
+
+
+def assert_in_order(page, *patterns):
+  text, at = page.read_text(), 0
+  for pattern in patterns:
+    match = re.compile(pattern, re.MULTILINE).search(text, at)
+    assert match, f'{page.name} lacks {pattern}, or has it too early'
+    at = match.end()
+
+
+def test_readme_begins_with_what_one_can_do_the_first_run_and_a_picture_and_needs_no_pax():
+  readme, four_lines = (
+    ROOT / 'README.md',
+    rf'^```\npython3 -m venv \.venv\nsource \.venv/bin/activate\n{INSTALL_AND_TRAIN}',
+  )
+  assert_in_order(readme, r'With it you can\n\n\* ', four_lines, LOG, r'lm_sizes\.Llama8B --html', '<picture>', r'^## ')
+  assert 'Pax' not in readme.read_text().partition('<picture>')[0]
+
+
+def test_the_front_page_begins_with_what_this_is_two_commands_and_what_comes_out_before_a_picture():
+  front = ROOT / 'docs' / 'index.md'
+  assert_in_order(front, '^praxis_lite is a', rf'^```\n{INSTALL_AND_TRAIN}', LOG, r'^!\[', '^## ')
+  table = front.read_text().partition('|---|---|\n')[2].partition('\n\n')[0]
+  rows = [line.strip('| ').split(' | ') for line in table.splitlines()]
+  for word, page in {
+    'decode': 'decoding.md',
+    'chat with': 'hugging-face.md',
+    'over HTTP': 'serving.md',
+    'serve a model': 'hugging-face.md#serve-the-model',
+    'from PyTorch': 'from-pytorch.md',
+    'from Pax': 'from-pax.md',
+  }.items():
+    assert any(word in what and f'({page})' in where for what, where in rows), word
+  assert len({where for _, where in rows}) == len(rows) > 40

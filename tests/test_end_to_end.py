@@ -10,7 +10,9 @@ import functools
 import io
 import json
 import os
+import pathlib
 import random
+import re
 import shutil
 import signal
 
@@ -27,6 +29,7 @@ from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
 
+ROOT = pathlib.Path(__file__).parent.parent
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 
 
@@ -95,6 +98,31 @@ def test_the_tiny_model_learns_and_says_where_the_time_went(trained):
   assert found['train', 20]['loss'] < found['train', 1]['loss'] - 0.3
   assert found['eval/validation', 20]['nats_per_byte'] == found['eval/validation', 20]['loss']
   assert (directory / 'checkpoints' / '20').is_dir()
+
+
+LOG = re.compile(r'^```\n(lm: .*?)^```', re.DOTALL | re.MULTILINE)
+
+
+def test_the_pages_show_what_is_printed(trained):
+  """README and the tutorial all lines, the front page some; losses, and phases of the start, are those of today."""
+  pages = [(ROOT / page).read_text() for page in ('README.md', 'docs/tutorial.md', 'docs/index.md')]
+  readme, tutorial, front = (LOG.search(page)[1].splitlines() for page in pages)
+  assert readme == tutorial and {*front} - {'...'} < {*readme}
+
+  def losses(lines):
+    found = (re.match(r'(step .*?loss) (\S+)', line) for line in lines)
+    return {match[1]: float(match[2]) for match in found if match}
+
+  def phases(line):
+    parts = (part.rpartition(' ') for part in line.partition(': ')[2].split(', '))
+    return {name: float(seconds) for name, _, seconds in parts}
+
+  printed = trained[1].splitlines()
+  assert len(readme) == len(printed) and readme[0] == printed[0]
+  assert losses(readme) == pytest.approx(losses(printed), rel=0.01) and len(losses(readme)) == 6
+  assert 'import' in phases(readme[1])  # The process of this test has made its imports before.
+  assert {name for name, seconds in phases(printed[1]).items() if seconds > 0.5} <= phases(readme[1]).keys()
+  assert not any(' are few' in line or 'goodput' in line for line in readme)
 
 
 def test_evaluating_its_checkpoint_gives_what_training_gave(run_here, trained):

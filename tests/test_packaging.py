@@ -15,6 +15,9 @@ import zipfile
 
 import pytest
 
+from praxis_lite import inputs
+from praxis_lite.inputs.tfdata import BaseTFInput
+
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ('experiments', 'praxis_lite', 'tasks')
 
@@ -78,11 +81,38 @@ def python(*arguments, cwd, path):
 
 
 def test_readme_lists_all_dependencies_of_the_small_installation():
-  command = re.search(r'leaves it out: `pip install (.*?) && pip\s+install --no-deps', (ROOT / 'README.md').read_text())
+  readme = (ROOT / 'README.md').read_text()
+  command = re.search(r'leaves it out: `pip install (.*?) && pip\s+install --no-deps', readme, re.DOTALL)
   named = {re.match(r'[\w-]+', word)[0] for word in shlex.split(command[1])}
   declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['dependencies']
   needed = {re.match(r'[\w-]+', text)[0] for text in declared} - {'tensorflow', 'tensorflow-cpu', 'jaxlib'}
   assert named == needed  # jax requires its own jaxlib.
+
+
+def test_readme_names_what_needs_tensorflow():
+  (sentence,) = re.findall(r'is TensorFlow, which only (.*?) need;', (ROOT / 'README.md').read_text(), re.DOTALL)
+  exported = [name for name in inputs.__all__ if isinstance(getattr(inputs, name), type)]
+  of_tensorflow = {name for name in exported if issubclass(getattr(inputs, name), BaseTFInput)}
+  assert {*re.findall(r'`(\w+)`', sentence)} == of_tensorflow and sentence.endswith('SavedModels')
+
+
+# What a declared package requires itself; pandas, for those who have it; and a file that an export has.
+NOT_DECLARED = {'array_record', 'etils', 'h11', 'ml_dtypes', 'scipy', 'tensorstore', 'pandas', 'load'}
+NAMES_ON_INDEX = {'absl': 'absl-py', 'google': 'protobuf', 'orbax': 'orbax-checkpoint', 'sklearn': 'scikit-learn'}
+
+
+def test_what_is_imported_is_declared():
+  """So no other package, such as typeguard, of which libraries pin versions, comes in."""
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  texts = [*project['dependencies'], *(text for extra in project['optional-dependencies'].values() for text in extra)]
+  declared = {re.match(r'[\w-]+', text)[0].replace('-', '_') for text in texts}
+  statement = re.compile(r'^ *(?:import (\w+)[\w.]*(?: as \w+)?|from (\w+)[\w.]* import .*)$', re.MULTILINE)
+  files = [path for folder in FOLDERS for path in (ROOT / folder).rglob('*.py')]
+  imported = {name for path in files for names in statement.findall(path.read_text()) for name in names if name}
+  others = imported - sys.stdlib_module_names - {*FOLDERS}
+  assert 'jax' in others
+  named = {NAMES_ON_INDEX.get(name, name).replace('-', '_') for name in others}
+  assert named - NOT_DECLARED <= declared
 
 
 @pytest.fixture(scope='module')
