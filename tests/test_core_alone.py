@@ -49,6 +49,8 @@ data = '--set=datasets[0]{}'.format
 records = data('=praxis_lite.inputs.TFRecordInput'), data('.file_pattern=run/run.json')
 rows = data('.parse_fn=praxis_lite.inputs.ByteTokenizer'), data('.batch_size=2'), data('.is_training=True')
 fails('train', '--exp=lm.StdlibLmTiny', '--job_log_dir=records', *records, *rows)
+images = data('=praxis_lite.inputs.ImageRecordInput'), *records[1:], *rows[1:], data('.image_size=(8,8)')
+fails('train', '--exp=vision.DigitsVit', '--job_log_dir=images', *images)
 sys.path.insert(0, 'forward')
 from load import load_for_tensorflow
 try:
@@ -82,7 +84,7 @@ def test_an_experiment_runs_without_the_wings_around_the_core_and_tensorflow(tmp
   ]
   absent = 'TensorFlow is not installed; pip install tensorflow-cpu, or '
   assert errors[5].startswith(f'format saved_model: {absent}export only StableHLO')
-  assert errors[6].endswith(f'{absent}use another input')
+  assert all(error.endswith(f'{absent}use another input') for error in errors[6:8]) and len(errors) == 8
   assert 'LOAD a SavedModel needs TensorFlow, which is not installed; pip install tensorflow-cpu' in done.stdout
   assert not (tmp_path / 'both').exists()
   assert errors[2:5] == [

@@ -221,10 +221,15 @@ def test_a_default_that_its_user_edited_is_as_recorded_on_the_command_line(user,
   assert 'hidden: int = 7' in text
   file.write_text(text.replace('hidden: int = 7', 'hidden: int = 8'))
   line = 'defaults in the code have changed; the recorded values are used: task.model.hidden = 7 (now 8)\n'
-  for command in (['show', '--all', '--noparameters', f'--trust={file}'], ['eval', '--nocompilation_cache']):
+  exported = f'--out={user / "exported"}'
+  for command, shown in {
+    ('show', '--all', '--noparameters', f'--trust={file}'): 'task.model.hidden = 7',
+    ('eval', '--nocompilation_cache'): 'eval/valid loss',
+    ('export', '--format=stablehlo', '--batch_size=2', exported): 'exported',
+  }.items():
     sys.modules.pop(NAME, None)
     assert main([*command, run]) == 0
     out, err = capsys.readouterr()
-    assert err == line and ('task.model.hidden = 7' in out or 'eval/valid loss' in out)
+    assert err == line and shown in out
   assert main(['eval', run, '--nocompilation_cache', f'--exp={file}:Tiny']) == 2
   assert 'task.model.hidden: 7 -> 8. Start a new run in another --job_log_dir; or' in capsys.readouterr().err

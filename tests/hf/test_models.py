@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import CASES, IDS, D, V, golden, make, tensors_of, weight, write
 from on_meshes import MESHES, load
+from test_depth_of_programs import size_of_program
 
 from praxis_lite.bridges.hf import writer
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
@@ -286,3 +289,40 @@ def test_published_sizes_have_as_many_variables(model_type, sizes, variables):
   hf = HfConfig({'model_type': model_type, 'num_attention_heads': 32, **sizes})
   weights = FAMILIES[model_type].model(hf).instantiate(name='model').abstract_init()
   assert sum(math.prod(weight.full_shape) for weight in leaves_by_path(weights).values()) == variables
+
+
+def sizes_of_programs(case, num_layers):
+  """Of the gradient in training, and of decoding."""
+  fields = dict.fromkeys({'n_layer', 'num_hidden_layers'} & CASES[case].keys(), num_layers)
+  config = {name: value for name, value in CASES[case].items() if name != 'layer_types'} | fields
+  model = FAMILIES[config['model_type']].model(HfConfig(config)).instantiate(name='model')
+  variables = jax.tree.map(lambda weight: weight.as_struct(), model.abstract_init())
+  ids, key = jax.ShapeDtypeStruct((2, 8), 'int32'), jax.random.key(0)
+  batch = {'ids': ids, 'labels': ids, 'weights': jax.ShapeDtypeStruct((2, 8), 'float32')}
+  prompts = {'ids': ids, 'prompt_lengths': jax.ShapeDtypeStruct((2,), 'int32')}
+
+  def loss(variables, batch):
+    return model.apply(variables, batch, key=key)[0][0]['loss'][0]
+
+  def decode(variables, prompts):
+    return model.apply(variables, prompts, key=key, method='decode')
+
+  programs = ((jax.grad(loss), batch), (decode, prompts))
+  return [size_of_program(jax.make_jaxpr(program)(variables, x).jaxpr) for program, x in programs]
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('case', ['llama', 'gpt2', 'gemma3', 'deepseek_v3', 'mamba2'])
+def test_programs_do_not_grow_with_the_number_of_layers(case):
+  """So the first step and the first token do not wait longer for a deeper import; up to 4 layers decode unrolled."""
+  assert sizes_of_programs(case, 24) == sizes_of_programs(case, 12)
+
+
+def test_the_guide_names_all_families_and_the_scalings_of_positions_that_are_imported():
+  guide = (Path(__file__).parents[2] / 'docs' / 'hugging-face.md').read_text()
+  rows = re.findall(r'^\| (`\w+`(?:, `\w+`)*) \|', guide, re.MULTILINE)
+  assert {name for row in rows for name in re.findall(r'\w+', row)} >= FAMILIES.keys()
+  (paragraph,) = re.findall(r'^Rotary positions may be scaled .*?is refused', guide, re.DOTALL | re.MULTILINE)
+  with pytest.raises(ConfigError, match=r"'longrope' is not supported; only default, linear, llama3 and yarn are$"):
+    FAMILIES['llama'].model(HfConfig(CASES['llama'] | {'rope_parameters': {'rope_type': 'longrope'}}))
+  assert all(kind in paragraph.lower() for kind in ('linear', 'llama3', 'yarn'))
