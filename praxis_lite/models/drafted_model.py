@@ -74,6 +74,11 @@ class DraftedModel(BaseModel[jax.Array]):
     each = [model.most_prompt_tokens() for model in (self.model, self.draft)]
     return min((most for most in each if most is not None), default=None)
 
+  def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+    """Raises a `ConfigError` if the model or the draft model cannot see prompts and continuations of these lengths."""
+    for model in (self.model, self.draft):
+      model.check_fits(prompt_length, max_tokens)
+
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     self.model.check_input(data, batch)
 
@@ -85,15 +90,11 @@ class DraftedModel(BaseModel[jax.Array]):
     if limits is None or of_draft is None:
       return None
 
-    def check_fits(prompt_length: int, max_tokens: int) -> None:
-      limits.check_fits(prompt_length, max_tokens)
-      of_draft.check_fits(prompt_length, max_tokens)
-
     def state_bytes(num_rows: int, num_slots: int) -> int:
       return limits.state_bytes(num_rows, num_slots) + of_draft.state_bytes(num_rows, num_slots)
 
     contexts = [context for context in (limits.context, of_draft.context) if context is not None]
-    return limits._replace(context=min(contexts, default=None), check_fits=check_fits, state_bytes=state_bytes)
+    return limits._replace(context=min(contexts, default=None), check_fits=self.check_fits, state_bytes=state_bytes)
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts, or writes texts for sources; see `decode` of the model."""

@@ -191,7 +191,9 @@ class EncoderDecoderModel(LanguageModel):
     arguments = steps, prompt_BP, lengths_B, key, batch.get('max_tokens'), None, draws
     decoded: Decoded | BeamDecoded | SpeculativeDecoded
     if isinstance(self.decoder, SpeculativeSampler):
-      self.check_fits(prompt_BP.shape[1], self.decoder.max_decode_steps)
+      if batch.get('max_tokens') is None:
+        for model in (self, draft or self):
+          model.check_fits(prompt_BP.shape[1], self.decoder.max_decode_steps)
       decoded = self.decoder.decode(*arguments, guesses, None, self._tokens_to_look_up(source_BS, is_token_BS))
     else:
       decoded = self.decoder.decode(*arguments)

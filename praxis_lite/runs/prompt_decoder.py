@@ -243,7 +243,12 @@ class PromptDecoder:
       if not model.prompts_are_sources:
         return _DecodeCall(tasks, None, max_tokens, (), most=model.most_prompt_tokens())
       most, decoder = model.most_prompt_tokens(), model.decoder
-      return _DecodeCall(tasks, None, decoder.max_decode_steps, decoder.stop_ids, sources=True, most=most)
+      max_tokens = decoder.max_decode_steps
+      if decoder.goes_back:
+        model.check_fits(1, max_tokens)
+      if in_segments:  # The token before a text and what is read of the text, at most all of its tokens but the last.
+        tasks = self.set_sampler(settings, stops, min(max_tokens, decoder.max_context or max_tokens))
+      return _DecodeCall(tasks, None, max_tokens, decoder.stop_ids, sources=True, most=most)
     self._note_short_context(limits.context, length + max_tokens - 1)
 
     def bucket_of(count: int) -> Bucket:

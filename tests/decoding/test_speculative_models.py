@@ -15,6 +15,9 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.decode_caches import place_caches
 from praxis_lite.models import DraftedModel, encoder_decoder, set_pipeline, set_sharding, transformer_lm
 from praxis_lite.models.decoding import Sampler, SpeculativeSampler
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -203,6 +206,46 @@ def test_the_positions_of_targets_limit_what_is_guessed():
   model = with_decoder(TRANSLATORS['learned positions'](), SpeculativeSampler, lookup=2, max_decode_steps=40)
   with pytest.raises(ConfigError, match='needs all tokens at each step, but the model sees only 32 at once'):
     decode(model, translator_variables('learned positions'))
+
+
+def loaded(num_layers=1, max_len=32, **changes):
+  """An encoder-decoder with learned positions on one device, whose texts vary and end only where they must."""
+  sizes = {'style': 'bart', 'num_buckets': 32, 'max_distance': 128, 'max_len': max_len}
+  model = with_decoder(translator(num_layers, **sizes), Sampler, temperature=0.0, stop_ids=(), **changes)
+  task = Config(SingleTask, name='lm', model=model)
+  built = task.instantiate()
+  tasks = TaskOnMesh.make_for_inference(built, built.create_mesh(jax.devices()[:1]))
+  variables = tasks.layout.mdl_vars.to_mesh(drawn_variables(built.model.abstract_init()))
+  return TrainedModel(ExperimentConfig(task, [], []), tasks, variables, jnp.int32(0))
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('guesses', ['lookup', 'draft'])
+def test_texts_that_grow_are_guessed_up_to_the_last_position(guesses):
+  prompts, pieces = [[2, 4, 3, 1, 2], [3]], [[], []]
+  model, settings = loaded(), {'max_tokens': 32, 'temperature': 1.0, 'seed': 3}
+  if guesses == 'draft':  # Which would draw with other random numbers.
+    settings['temperature'] = 0.0
+  guess = {'lookup': 2} if guesses == 'lookup' else {'draft': loaded(num_layers=2)}
+  expected = model.decode(prompts, **settings)
+  assert all(len(text) == 32 and len(set(text)) > 2 for text in expected)
+  settings |= guess
+  assert model.decode(prompts, stream=lambda row, new: pieces[row].extend(new), **settings) == pieces == expected
+  for stream in (None, print):
+    with pytest.raises(ConfigError, match='the model sees only 32 at once, and prompts of 1 with'):
+      model.decode(prompts, stream=stream, **{**settings, 'max_tokens': 33})
+
+
+def test_the_positions_of_a_draft_model_limit_what_is_guessed():
+  model, draft = loaded(max_len=32), loaded(max_len=16)
+  for stream in (None, print):
+    with pytest.raises(ConfigError, match=r'draft.*the model sees only 16 at once, and prompts of 1 with'):
+      model.decode([[2, 4, 3]], max_tokens=20, stream=stream, draft=draft)
+  decoder = Config(SpeculativeSampler, max_decode_steps=20)
+  both = Config(DraftedModel, model_tpl=model.config.task.model, draft_tpl=draft.config.task.model, decoder_tpl=decoder)
+  variables = {'model': model.variables, 'draft': draft.variables}
+  with pytest.raises(ConfigError, match=r'draft.*the model sees only 16 at once'):
+    decode(both, variables)
 
 
 # ---------------------------------------------------------------- what is refused
