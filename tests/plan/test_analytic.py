@@ -253,10 +253,11 @@ def test_live_bytes_are_divided_by_layer_and_kind():
   assert max(part.bytes for part in live) < found.memory.temporaries
 
 
-@pytest.mark.parametrize('groups', [1, 2])
+@pytest.mark.parametrize('split', ['rows', 'height'])
+@pytest.mark.parametrize('groups', [1, 2, 4])
 @pytest.mark.parametrize('stride', [1, 2])
-def test_convolutions_and_their_gradients_count_the_elements_that_meet(stride, groups):
-  """Rows are split over 4 devices, output channels over 2; the border of a kernel is over padding."""
+def test_convolutions_and_their_gradients_count_the_elements_that_meet(stride, groups, split):
+  """Rows or height are split over 4 devices, channels over 2; the border of a kernel is over padding."""
 
   def loss(x, k):
     y = jax.lax.conv_general_dilated(
@@ -264,9 +265,10 @@ def test_convolutions_and_their_gradients_count_the_elements_that_meet(stride, g
     )
     return jnp.square(y).sum()
 
-  x, k = (8, 8, 8, 4), (3, 3, 4 // groups, 6)
-  arrays = ((x, jnp.float32, ('data',)), (k, jnp.float32, (None, None, None, 'mdl' if groups == 1 else None)))
+  x, k = (8, 8, 8, 4), (3, 3, 4 // groups, 8)
+  over = ('data', None, None) if split == 'rows' else (None, 'data', None)
+  arrays = (x, jnp.float32, (*over, 'mdl' if groups > 1 else None)), (k, jnp.float32, (None, None, None, 'mdl'))
   products = lowered_program(jax.grad(loss, (0, 1)), *arrays).products
-  met, features, channels = {1: 22, 2: 11}[stride], 4 // groups, 3 if groups == 1 else 6
-  assert [product.flops for product in products] == [2 * 2 * met**2 * features * channels] * 3
-  assert products[0].bytes == 4 * (2 * 64 * 4 + 9 * features * channels + 2 * (8 // stride) ** 2 * channels)
+  met, features, read = {1: 22, 2: 11}[stride], 4 // groups, 2 if groups > 1 else 4
+  assert [product.flops for product in products] == [2 * 2 * met**2 * features * 4] * 3
+  assert products[0].bytes == 4 * (2 * 64 * read + 9 * features * 4 + 2 * (8 // stride) ** 2 * 4)

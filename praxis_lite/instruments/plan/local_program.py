@@ -231,7 +231,7 @@ class _Reader:
       pads=tuple(int(pad) for pad in pads.ravel()[::2]),
       gaps=numbers('lhs_dilation'),
       kernel_gaps=numbers('rhs_dilation'),
-      batch_groups=ir.IntegerAttr(op.attributes['batch_group_count']).value,
+      whole=[array.type.shape for array in arrays],
     )
     moved, dtype = sum(map(self._sizes.bytes, arrays)), hlo_dtype_name(op.operands[0])
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, dtype, loop=self._loop)

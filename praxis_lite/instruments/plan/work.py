@@ -91,7 +91,6 @@ def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray]) -
     pads=tuple(int(pad.split('_')[0]) for pad in window['pad'].split('x')) if 'pad' in window else (),
     gaps=gaps,
     kernel_gaps=kernel_gaps,
-    batch_groups=int(instruction.attribute('batch_group_count') or 1),
   )
 
 
@@ -103,7 +102,7 @@ def convolution_flops(
   pads: Sequence[int] = (),
   gaps: Sequence[int] = (),
   kernel_gaps: Sequence[int] = (),
-  batch_groups: int = 1,
+  whole: Sequence[Sequence[int]] = (),
 ) -> float:
   """Returns the FLOPs of a convolution. Products with padding, or with gaps between dilated elements, do not count.
 
@@ -112,17 +111,20 @@ def convolution_flops(
     shapes: theirs.
     strides, pads, gaps, kernel_gaps: for each dimension of space: the stride, the padding before it, and the dilation
       of image and kernel; () means 1, or no padding.
-    batch_groups: number of groups of the batch.
+    whole: the shapes of the arrays of which these are parts, if dimensions of space may be split: only the first and
+      the last part have padding, so each counts its share of the products of all.
   """
-  (lhs, rhs, out), (image, kernel, result) = labels, shapes
-  met = 1
+  (lhs, rhs, out), (_, kernel, result) = labels, shapes
+  met = 1.0
   for dim in range(len(lhs) - 2):
     at = str(dim)
     stride, spread, apart = (numbers[dim] if numbers else 1 for numbers in (strides, gaps, kernel_gaps))
-    sizes = image[lhs.index(at)], result[out.index(at)], kernel[rhs.index(at)]
-    met *= _met(*sizes, stride, pads[dim] if pads else 0, spread, apart)
+    places = lhs.index(at), rhs.index(at), out.index(at)
+    image_size, kernel_size, result_size = (shape[place] for shape, place in zip(whole or shapes, places))
+    met *= _met(image_size, result_size, kernel_size, stride, pads[dim] if pads else 0, spread, apart)
+    met *= kernel[places[1]] * result[places[2]] / max(kernel_size * result_size, 1)
   features = kernel[rhs.index('i')] * kernel[rhs.index('o')]
-  return 2.0 * image[lhs.index('b')] / batch_groups * features * met
+  return 2.0 * result[out.index('b')] * features * met
 
 
 @functools.cache
