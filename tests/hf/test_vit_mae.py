@@ -117,6 +117,12 @@ def test_models_of_ours_are_written_and_read_again(tmp_path):
   other = masked_autoencoder(**sizes, decoder_dims=8, decoder_heads=2).instantiate()
   with pytest.raises(ConfigError, match=r'tables of positions|learned positions'):
     write_model(tmp_path / 'c', other, jax.eval_shape(other.init, jax.random.key(0)))
+  for name, size in {'image_size': (6, 9), 'patch_size': (3, 2)}.items():
+    other = masked_autoencoder(**{**sizes, name: size}, decoder_dims=8, decoder_heads=2, positions='learned')
+    other = other.instantiate()
+    with pytest.raises(ConfigError, match=rf'network\.{name} is {size[0]} x {size[1]}; .* square images and patches'):
+      write_model(tmp_path / 'c', other, jax.eval_shape(other.init, jax.random.key(0)))
+  assert not (tmp_path / 'c').exists()
 
 
 def test_the_published_size_has_the_published_number_of_variables():
@@ -133,6 +139,8 @@ def test_the_published_size_has_the_published_number_of_variables():
     ({'architectures': ['ViTMAEModel']}, 'ViTMAEModel'),
     ({'norm_pix_loss': 'yes'}, 'norm_pix_loss = "yes" is not supported'),
     ({'mask_ratio': 1.0}, 'mask_ratio'),
+    ({'image_size': [10, 13]}, r'config\.json: image_size is 10 x 13; .* square images and patches'),
+    ({'patch_size': [3, 2]}, r'config\.json: patch_size is 3 x 2; .* square images and patches'),
   ],
 )
 def test_a_config_that_is_not_supported_is_named(changes, says, tmp_path):

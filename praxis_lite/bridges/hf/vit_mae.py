@@ -39,6 +39,8 @@ class MaskedImageFamily(VisionFamily):
     hf = hf.replace_defaults(self.defaults)
     hf.must_be('qkv_bias', True)
     hf.must_be('norm_pix_loss', False, True)
+    sizes = encoder_sizes(hf)
+    _check_squares(f'{hf.where}: ', sizes['image_size'], sizes['patch_size'])
     model = masked_autoencoder(
       decoder_dims=hf.size('decoder_hidden_size'),
       decoder_layers=hf.size('decoder_num_hidden_layers', most=MOST_LAYERS),
@@ -46,7 +48,7 @@ class MaskedImageFamily(VisionFamily):
       mask_ratio=hf.number('mask_ratio'),
       normalizes_targets=hf['norm_pix_loss'],
       positions='learned',
-      **encoder_sizes(hf),
+      **sizes,
     )
     model.patch_decoder_tpl.hidden_dims = hf.size('decoder_intermediate_size')
     return model
@@ -68,6 +70,7 @@ class MaskedImageFamily(VisionFamily):
         f"{decoder.path_name}: a masked autoencoder of transformers has tables of positions, positions='learned', and "
         'dense feed-forward layers'
       )
+    _check_squares(f'{model.network.path_name}.', model.network.image_size, model.network.patch_size)
     return values_of_encoder(model.network) | {
       'decoder_hidden_size': decoder.model_dims,
       'decoder_num_hidden_layers': len(blocks),
@@ -88,6 +91,14 @@ class MaskedImageFamily(VisionFamily):
     yield from vision_block_pairs(f'{theirs}decoder_layers.{{layer}}.', f'{ours}transformer.layers.')
     yield from norm_pairs(f'{theirs}decoder_norm', f'{ours}final_norm')
     yield from linear_pairs(f'{theirs}decoder_pred', f'{ours}pixels')
+
+
+def _check_squares(where: str, image_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+  for name, (height, width) in {'image_size': image_size, 'patch_size': patch_size}.items():
+    if height != width:
+      raise ConfigError(
+        f'{where}{name} is {height} x {width}; a masked autoencoder of transformers has square images and patches'
+      )
 
 
 _VIT_MAE = {
