@@ -64,6 +64,11 @@ def _to_stages(repeated: Config, field: str, pipelined: Config) -> Config:
       f'all alike; set {field}.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
     )
   if isinstance(repeated.layers_tpl, tuple | list):
+    if len(repeated.layers_tpl) == 1:
+      raise ConfigError(
+        f'set_pipeline: {field}.layers_tpl has its one block in a {type(repeated.layers_tpl).__name__}, so its '
+        'variables have other paths than those of a pipeline; set it to the block itself'
+      )
     raise ConfigError(
       f'set_pipeline: {field}.layers_tpl has blocks of {len(repeated.layers_tpl)} kinds in turn, and stages need '
       'blocks that are all alike'

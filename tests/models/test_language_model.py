@@ -265,6 +265,11 @@ def test_a_pipeline_keeps_what_is_set_on_the_scan_over_blocks():
   assert {name: getattr(stages, name) for name in fields} == fields
   assert stages.layers_tpl == scan.lm_tpl.transformer_tpl.layers_tpl
   assert stages.weight_split_dims_mapping.stages == ('stage',)
+  for count, told in ((1, 'its one block in a list, .*; set it to the block itself'), (2, 'blocks of 2 kinds')):
+    listed = scan.clone()
+    listed.lm_tpl.transformer_tpl.layers_tpl = [scan.lm_tpl.transformer_tpl.layers_tpl.clone() for _ in range(count)]
+    with pytest.raises(ConfigError, match=rf'transformer_tpl\.layers_tpl has {told}'):
+      set_pipeline(listed, num_stages=2, num_microbatches=2)
   scan.lm_tpl.transformer_tpl.sliding_windows = (4, None)
   with pytest.raises(ConfigError, match='sliding_windows makes blocks of several kinds'):
     set_pipeline(scan, num_stages=2, num_microbatches=2)
