@@ -1,4 +1,4 @@
-"""`praxis-lite serve`: serves a language model over HTTP, with OpenAI's routes, for trying a run."""
+"""`praxis-lite serve`: serves a model that writes texts over HTTP, with OpenAI's routes, for trying a run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def _flags() -> CommandFlags:
   values.add_integer('port', 'Port to serve at; 0 takes a free one.', 8080, 8000, least=0, most=65535)
   values.add_text('name', 'Name of the model; by default that of the directory.', 'my-model')
   values.add_integer('rows', 'Requests that are continued at the same time.', 16, 8, least=1)
-  longest = 'Tokens of a prompt and its continuation; by default 1024, or what the model sees.'
+  longest = (
+    'Tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default '
+  )
+  longest += '1024, or what the model sees.'
   values.add_integer('max_length', longest, 4096, least=1)
   values.add_integer('max_waiting', 'Requests that may wait; others get status 429.', 100, 64, least=0)
   values.add_integer('kept_prefixes', 'Rows whose beginnings later prompts may share.', 4, 0, least=0)
@@ -79,8 +82,8 @@ def _flags() -> CommandFlags:
 COMMAND = Command(
   'serve',
   'serve a model over HTTP',
-  "serve a language model of a run over HTTP, with OpenAI's routes for completions and chats, to try it from this "
-  'machine. For many users, export it to an engine: praxis-lite export-hf.',
+  "serve a language model or an encoder-decoder of a run over HTTP, with OpenAI's routes for completions and chats, to "
+  'try it from this machine. For many users, export it to an engine: praxis-lite export-hf.',
   'praxis-lite serve --job_log_dir=runs/1 --port=8080',
   _flags(),
   _run,
