@@ -111,8 +111,8 @@ def convolution_flops(
     shapes: theirs.
     strides, pads, gaps, kernel_gaps: for each dimension of space: the stride, the padding before it, and the dilation
       of image and kernel; () means 1, or no padding.
-    whole: the shapes of the arrays of which these are parts, if dimensions of space may be split: only the first and
-      the last part have padding, so each counts its share of the products of all.
+    whole: shapes of the arrays before they were split, if their space may be. Only the first part and the last one
+      have padding, so a part counts its share of all products.
   """
   (lhs, rhs, out), (_, kernel, result) = labels, shapes
   met = 1.0
