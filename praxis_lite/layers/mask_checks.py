@@ -7,6 +7,7 @@ an error, from arrays of another length or from results without a dimension for 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, first_line
 from praxis_lite.common.mistakes import is_about_arrays
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, BlockRanges, FunctionMask, Known, mask_leaves
 
@@ -70,9 +71,12 @@ def _try_methods(leaf: AttentionMask, batch: int) -> None:
   except (TypeError, ValueError) as error:
     if not is_about_arrays(error):
       raise
+    advice = ''
+    if any(_arrays(leaf)) or re.search('shape|broadcast', str(error)):
+      advice = '; an array that is read by queries and by keys needs two fields, a query_array() and a key_array()'
     raise ConfigError(
-      f'{name}.allows fails for {_QUERIES} queries and {_KEYS} keys, as blocks may have them: {error}; an array that '
-      'is read by queries and by keys needs two fields, a query_array() and a key_array()'
+      f'{name}.allows fails for {_QUERIES} queries and {_KEYS} keys, as blocks may have them: '
+      f'{first_line(error)}{advice}'
     ) from None
   allowed, known = results
   if allowed is not None:

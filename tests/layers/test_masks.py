@@ -358,6 +358,11 @@ def earlier(query_T, key_S):
     (Returned(lambda q, k: q[:, None] - k), r'Returned.allows: expected it to return an array of bool, got int32'),
     (Returned(lambda q, k: True), r'Returned.allows: expected it to return an array of bool, got bool'),
     (FunctionMask(lambda q, k: q - k), r'FunctionMask.allows: expected it to return an array of bool, got int32'),
+    (
+      FunctionMask(lambda q, k: jnp.where(q[:, None] >= k, True, 'no')),
+      r'(?s)FunctionMask.allows fails for (?!.*two fields)',
+    ),
+    (Returned(lambda q, k: q >= k), r'Returned.allows fails for .* needs two fields'),
     (Returned(earlier, lambda at: at.key_low <= at.query_high), r'some_allowed: expected it to return a Known, got '),
   ],
 )
