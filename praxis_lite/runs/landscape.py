@@ -46,10 +46,12 @@ def loss_slice(
     metric: the name of the metric.
 
   Raises:
-    UserError: there is no such dataset or metric, or the models have other variables.
+    UserError: there is no such dataset or metric, or distances are no finite numbers, or the models have other
+      variables.
   """
-  if not 1 <= len(distances) <= 2 or not all(map(len, distances)):
+  if not 1 <= len(distances) <= 2:
     raise UserError(f'loss_slice: expected distances along one or two directions, got {len(distances)}')
+  along = [_distances(each) for each in distances]
   rng = np.random.default_rng(seed)
   directions = [random_direction(model, rng) for _ in distances]
   if toward is not None:
@@ -69,7 +71,7 @@ def loss_slice(
     return float(result.metrics[metric])
 
   known = leaves(directions[0]).keys()
-  places = np.meshgrid(*(np.asarray(each, np.float64) for each in distances), indexing='ij')
+  places = np.meshgrid(*along, indexing='ij')
   points = [evaluate(tuple(map(float, place))) for place in zip(*map(np.ravel, places))]
   return np.reshape(points, places[0].shape)
 
@@ -87,6 +89,18 @@ def random_direction(model: TrainedModel, rng: np.random.Generator) -> NestedDic
     return np.asarray(drawn * norm(x) / norm(drawn))
 
   return map_with_path(direction, learner.select_trained(model.variables))
+
+
+def _distances(given: Sequence[float]) -> np.ndarray:
+  try:
+    distances = np.asarray(given, np.float64)
+  except (TypeError, ValueError):
+    distances = np.zeros(())
+  if distances.ndim != 1 or not distances.size or not np.isfinite(distances).all():
+    raise UserError(
+      f'loss_slice: expected distances as a list of finite numbers, such as (-0.5, 0.0, 0.5), got {given!r}'
+    )
+  return distances
 
 
 def _direction_to(model: TrainedModel, other: TrainedModel) -> NestedDict:

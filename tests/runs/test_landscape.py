@@ -47,8 +47,11 @@ def test_mistakes_are_told(models):
   model = models[0]
   with pytest.raises(UserError, match=r"there is no metric 'lose'. Did you mean 'loss'"):
     loss_slice(model, 'valid', (0.0,), metric='lose')
-  for distances in ((), ((0.0,), ())):
+  for distances in ((), ((0.0,),) * 3):
     with pytest.raises(UserError, match='expected distances along one or two directions'):
       loss_slice(model, 'valid', *distances)
+  for wrong in ((), 0.5, (0.0, np.inf), [[0.0, 1.0]], 'near', [[0.0], [0.0, 1.0]], None):
+    with pytest.raises(UserError, match='loss_slice: expected distances as a list of finite numbers'):
+      loss_slice(model, 'valid', (0.0,), wrong)
   with pytest.raises(UserError, match='vaild'):
     loss_slice(model, 'vaild', (0.0,))
