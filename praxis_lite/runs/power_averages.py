@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,13 @@ import jax.numpy as jnp
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
+from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, nest, node_at, to_path
 from praxis_lite.training.learning.multi_learner import nested_learners, nested_rules
 from praxis_lite.training.learning.power_averages import check_widths, combine_averages
 
+# A sum of averages whose weights differ by more from those of the wanted one, relative to their norm, is refused.
+_MOST_MISSED = 0.2
 _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 
 
@@ -35,7 +38,7 @@ def power_average(
     width: the relative width of the average.
 
   Raises:
-    UserError: the width is not one, or no checkpoint up to `step` has averages.
+    UserError: the width is not one, or no checkpoint up to `step` has averages, or too few have them to make this one.
   """
   check_widths((width,), 'load(power_average=...)')
   rules = nested_rules(learner)
@@ -53,7 +56,7 @@ def power_average(
         f'load(power_average={width}): no checkpoint up to step {step} has averages; train with '
         'task.train.learner.power_averages, and keep checkpoints by task.train.keep_interval_steps'
       )
-    factors = {path: iter(combine_averages(each, width, step)) for path, each in known.items()}
+    factors = {path: iter(_factors(each, width, step)) for path, each in known.items()}
     sums: dict[Path, jax.Array] = {}
     for at, names in found.items():
       shapes = {to_path(name): _shape_like(node_at(variables, path)) for name, (path, _) in names.items()}
@@ -62,6 +65,19 @@ def power_average(
         term = jnp.float32(next(factors[path])) * arrays[to_path(name)]
         sums[path] = sums[path] + term if path in sums else term
   return map_with_path(lambda path, x: sums[path].astype(x.dtype) if path in sums else x, variables)
+
+
+def _factors(known: Sequence[tuple[int, float]], width: float, step: int) -> list[float]:
+  factors, missed = combine_averages(known, width, step)
+  if missed > _MOST_MISSED:
+    steps, widths = (sorted({*each}) for each in zip(*known))
+    raise UserError(
+      f'load(power_average={width}): averages of widths {", ".join(f"{each:g}" for each in widths)} in '
+      f'{number_of(len(steps), "checkpoint")} up to step {step} make it only up to an error of {missed:.0%} of its '
+      f'weights, and {_MOST_MISSED:.0%} are the limit; take a width nearer to one of these, or keep more checkpoints '
+      'by task.train.keep_interval_steps'
+    )
+  return factors.tolist()
 
 
 def _averages_in(

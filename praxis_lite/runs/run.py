@@ -117,9 +117,13 @@ class SavedRun:
       seed: for models that draw random numbers while they predict or evaluate.
 
     Raises:
-      UserError: there is no such checkpoint, or the run keeps no averages but `ema` is True, or the mesh does not
-        fit the task or the devices.
+      UserError: there is no such checkpoint, or the run keeps no averages but `ema` is True, or a `power_average` is
+        wanted too, or the mesh does not fit the task or the devices.
     """
+    if ema and power_average is not None:
+      raise UserError(
+        f'load(ema=True, power_average={power_average}): these are two averages of the weights; choose one'
+      )
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = use_kept_vocabulary(self.config, self.directory)

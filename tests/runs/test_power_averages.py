@@ -45,10 +45,28 @@ def test_an_average_of_another_width_is_a_sum_of_those_in_checkpoints():
   for step in (400, 320):
     known = [(at, width) for width in kept for at in range(20, step + 1, 20)]
     for width in (0.05, 0.07, 0.15, 0.2):
-      factors = combine_averages(known, width, step)
+      factors, missed = combine_averages(known, width, step)
+      assert missed < 0.06
       made = sum(f * kept[each][at - 1] for f, (at, each) in zip(factors, known))
       true = averages_of(values[:step], width)[-1]
       assert abs(made - true) < 0.02 * np.ptp(values), (step, width)
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_constant_variables_are_their_own_average(count):
+  """The factors sum to 1, however few averages there are, and whatever they miss."""
+  known = [(9 - 3 * i, width) for i in range(count) for width in (0.05, 0.1)]
+  found = {width: combine_averages(known, width, 9) for width in (0.02, 0.05, 0.07, 0.15, 0.28)}
+  for factors, _ in found.values():
+    assert factors.sum() == pytest.approx(1.0, abs=1e-12)
+  # In integrals over time: the weights of the width, and of the sum.
+  t = (np.arange(100_000) + 0.5) * 9 / 100_000
+  weights = lambda at, width: (g := exponent_of(width) + 1) * np.where(t < at, t, 0.0) ** (g - 1) / at**g  # noqa: E731
+  for width, (factors, missed) in found.items():
+    rest = weights(9, width) - sum(f * weights(*each) for f, each in zip(factors, known))
+    expected = np.linalg.norm(rest) / np.linalg.norm(weights(9, width))
+    assert missed == pytest.approx(expected, abs=2e-3), width
+  assert found[0.05][1] < 1e-6 and found[0.28][1] > 0.5
 
 
 def test_a_loaded_run_takes_an_average_of_any_width(tmp_path):
@@ -68,8 +86,25 @@ def test_a_loaded_run_takes_an_average_of_any_width(tmp_path):
   for bad in (0.0, 0.5):
     with pytest.raises(ConfigError, match=r'load\(power_average=...\): expected relative widths'):
       run.load(power_average=bad)
+  with pytest.raises(UserError, match=r'load\(ema=True, power_average=0\.1\): .* choose one'):
+    run.load(ema=True, power_average=0.1)
+  message = (
+    r'load\(power_average=0\.28\): averages of widths 0\.1, 0\.2 in 3 checkpoints up to step 3 make it only up to '
+  )
+  with pytest.raises(UserError, match=message + r'an error of 26% of its weights, and 20% are the limit'):
+    run.load(step=3, power_average=0.28)
   with pytest.raises(ConfigError, match=r'power_averages: expected different widths'):
     run_train(tiny_run(learner={'power_averages': (0.1, 0.1)}), tmp_path / 'other')
+
+
+def test_a_learning_rate_of_zero_leaves_an_average_what_the_weights_are(tmp_path):
+  learner = {'power_averages': (0.05, 0.1), 'learning_rate': 0.0}
+  run_train(tiny_run(num_train_steps=3, save_interval_steps=1, max_to_keep=3, learner=learner), tmp_path)
+  run = praxis_lite.open_run(tmp_path)
+  for step in (1, 2, 3):
+    for width in (0.07, 0.15) if step == 3 else (0.07,):
+      for name, x in run.load(step=step, power_average=width).variables.items():
+        np.testing.assert_allclose(x, run.load(step=step).variables[name], rtol=1e-6)
 
 
 def test_rules_have_averages_of_their_own_and_other_variables_stay(tmp_path):

@@ -6,12 +6,18 @@ deviation of t is a fixed share of T, the *relative width*:
     width^2 = (g + 1) / ((g + 2)^2 (g + 3))             0.05 -> g = 16.97;  0.1 -> g = 6.94
     average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
 
-A run keeps one or two of these. The weights of those in all checkpoints, as functions of t, span many others: the sum
-that is nearest to the weights of another width gives its average, after the run.
+A run keeps one or two of these. The weights q_i of those in all checkpoints, as functions of t, span many others. For
+the weights p of another width, the factors f with
+
+    sum_i f_i = 1,  so that variables that did not change stay what they are, and
+    |p - sum_i f_i q_i| as small as possible
+
+give its average, after the run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -56,19 +62,28 @@ def update_averages(
   return updated
 
 
-def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int) -> np.ndarray:
-  """Returns the factors of known averages whose sum is nearest to the average of another width; float64 [n].
+def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int) -> tuple[np.ndarray, float]:
+  """Returns the factors of known averages whose sum is nearest to the average of another width, and what it misses.
+
+  The factors are float64 [n], and sum to 1. What it misses is |p - sum_i f_i q_i| / |p|, in the terms above.
 
   Args:
     known: the step and the relative width of each average.
     width, step: those of the average to make; no known step is later.
   """
-  steps = np.array([at for at, _ in known], np.float64)
+  steps = np.array([at for at, _ in known], np.float64) / step
   exponents = np.array([exponent_of(each) for _, each in known])
   products = _inner_products(steps[:, None], exponents[:, None], steps, exponents)
-  target = _inner_products(steps, exponents, np.asarray(step, np.float64), np.asarray(exponent_of(width)))
-  factors: np.ndarray = np.linalg.lstsq(products, target, rcond=1e-12)[0]
-  return factors
+  end, exponent = np.ones(()), np.asarray(exponent_of(width))
+  target = _inner_products(steps, exponents, end, exponent)
+  # Equal factors, and changes of them that sum to 0.
+  centered = np.eye(len(known)) - 1 / len(known)
+  rest = centered @ (target - products.mean(axis=1))
+  changes = centered @ np.linalg.lstsq(centered @ products @ centered, rest, rcond=1e-12)[0]
+  factors: np.ndarray = 1 / len(known) + changes
+  whole = float(_inner_products(end, exponent, end, exponent))
+  missed = float(factors @ products @ factors - 2 * factors @ target) + whole
+  return factors, math.sqrt(max(0.0, missed) / whole)
 
 
 def _inner_products(t_a: np.ndarray, g_a: np.ndarray, t_b: np.ndarray, g_b: np.ndarray) -> np.ndarray:
