@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -101,6 +102,8 @@ def test_a_norm_far_above_those_of_past_steps_is_reduced() -> None:
     mean, variance = mean + new * (limited - mean), (1 - new) * (variance + new * (limited - mean) ** 2)
   assert limited == 0 and np.isfinite(params['a']).all()
   assert set(state) == {'all', 'gradient_norms'}
+  with pytest.raises(ConfigError, match=r'learner\.clip_gradient_z_score: expected less than inf, got inf'):
+    sgd(clip_gradient_z_score=math.inf)
 
 
 # ---------------------------------------------------------------- decay

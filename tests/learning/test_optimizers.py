@@ -177,6 +177,26 @@ def test_the_comparison_with_single_layers_would_notice_statistics_over_the_stac
   assert not np.allclose(w, v, rtol=1e-2)
 
 
+@pytest.mark.parametrize(
+  ('optimizer', 'message'),
+  [
+    (
+      Config(cautious, optax.adam),
+      r'expected a config of it, as in Config\(cautious, Config\(optax\.adam\)\), got adam$',
+    ),
+    (Config(mars, optax.adam), r'expected a config of it, as in Config\(mars, Config\(optax\.adam\)\), got adam$'),
+    (Config(cautious, None), r'expected a config of it, .* got None'),
+    (Config(mars, Config(optax.adam), b1=1.0), r'b1: expected at least 0 and less than 1, got 1\.0'),
+    (Config(mars, Config(optax.adam), gamma=-1.0), r'gamma: expected at least 0 .*, got -1\.0'),
+    (Config(mars, Config(optax.adam), gamma=float('nan')), r'gamma: .*, got nan'),
+  ],
+)
+def test_what_the_variants_of_an_optimizer_cannot_use_is_named(optimizer: Config, message: str) -> None:
+  learner = Config(Learner, optimizer=optimizer, learning_rate=RATE).instantiate()
+  with pytest.raises(ConfigError, match=r'learner\.optimizer\..*' + message):
+    learner.bind(declarations()).init(values(declarations()))
+
+
 def test_a_norm_of_all_variables_is_not_taken_layer_by_layer() -> None:
   parts = (
     Config(optax.clip_by_global_norm, 1.0),

@@ -15,7 +15,7 @@ from small_trees import declarations, values, weight
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves, leaves_by_path
-from praxis_lite.training.learning import Learner, shampoo, soap
+from praxis_lite.training.learning import Learner, muon, shampoo, soap
 from praxis_lite.training.learning.owners import Splits
 
 RATE, STEPS = 0.05, 6
@@ -140,6 +140,32 @@ def test_other_variables_and_gradients_of_zero(optimizer: Any, dtype: Any) -> No
     np.testing.assert_allclose(changed, -RATE, atol=1e-6 if dtype == jnp.float32 else 0.01)
 
 
+@pytest.mark.parametrize('optimizer', [muon, soap, shampoo])
+def test_a_matrix_without_entries_is_left_out(optimizer: Any) -> None:
+  weights = {'w': weight(4, 6), 'empty': weight(0, 6), 'stack': weight(6, 0, repeat=(2,))}
+  bound = Config(Learner, optimizer=Config(optimizer), learning_rate=RATE).instantiate().bind(weights)
+  params = values(weights)
+  out = bound.update(params, jnp.float32(1), params, bound.init(params), None, jnp.int32(1))
+  assert {name: x.shape for name, x in out.mdl_vars.items()} == {'w': (4, 6), 'empty': (0, 6), 'stack': (2, 6, 0)}
+  splits = Splits({(name,): x.shape for name, x in params.items()}, {('w',): PartitionSpec('x', None)}, {'x': 2})
+  assert len(bound.describe_exchanges(splits)) == 1
+
+
+@pytest.mark.parametrize('moments', ['bfloat16', 'int8'])
+@pytest.mark.parametrize('optimizer', [soap, shampoo])
+def test_only_moments_are_compressed_not_square_arrays_of_square_matrices(optimizer: Any, moments: str) -> None:
+  weights = {'square': weight(4, 4), 'oblong': weight(4, 6), 'inputs': {'outputs': weight(5, 5, repeat=(2,))}}
+  learner = Config(Learner, optimizer=Config(optimizer), learning_rate=RATE, moments=moments).instantiate()
+  bound, stored = learner.bind(weights), set()
+  for path, x in leaves_by_path(jax.eval_shape(bound.init, values(weights))).items():
+    if {'statistics', 'bases', 'roots'} & {*path}:
+      assert x.dtype == jnp.float32 and x.shape[-1] == x.shape[-2], path
+    elif {'mu', 'nu'} & {*path} and x.ndim > 1:
+      stored.add((x.shape, x.dtype.name))
+  assert {shape for shape, _ in stored} >= {(4, 4), (4, 6), (2, 5, 5)}
+  assert {dtype for shape, dtype in stored if shape in ((4, 4), (4, 6), (2, 5, 5))} <= {'bfloat16', 'int8', 'uint8'}
+
+
 @pytest.mark.parametrize('optimizer', [soap, shampoo])
 def test_square_arrays_are_split_over_the_owners(optimizer: Any) -> None:
   weights = {'w': weight(4, 6, repeat=(3,)), 'scale': weight(4)}
@@ -161,6 +187,17 @@ def test_square_arrays_are_split_over_the_owners(optimizer: Any) -> None:
   [
     (soap, {'b3': 1.0}, r'learner\.optimizer\.b3: expected at least 0 and less than 1, got 1\.0'),
     (soap, {'refresh_every': 0}, r'learner\.optimizer\.refresh_every: expected at least 1, got 0'),
+    (shampoo, {'refresh_every': 2.5}, r'learner\.optimizer\.refresh_every: expected an integer .*, got 2\.5'),
+    (shampoo, {'ridge': 0.0}, r'learner\.optimizer\.ridge: expected more than 0 .*, got 0\.0'),
+    (shampoo, {'ridge': float('nan')}, r'learner\.optimizer\.ridge: .* got nan'),
+    (shampoo, {'ridge': float('inf')}, r'learner\.optimizer\.ridge: .* got inf'),
+    (soap, {'eps': -1e-8}, r'learner\.optimizer\.eps: expected at least 0 .*, got -1e-08'),
+    (shampoo, {'largest_side': 0}, r'learner\.optimizer\.largest_side: expected at least 1, got 0'),
+    (soap, {'adam_b1': -0.1}, r'learner\.optimizer\.adam_b1: .* got -0\.1'),
+    (shampoo, {'adam_b2': 1.0}, r'learner\.optimizer\.adam_b2: .* got 1\.0'),
+    (muon, {'beta': 1.0}, r'learner\.optimizer\.beta: .* got 1\.0'),
+    (muon, {'ns_steps': 0}, r'learner\.optimizer\.ns_steps: expected at least 1, got 0'),
+    (muon, {'ns_coeffs': (1.0,)}, r'learner\.optimizer\.ns_coeffs: expected 3 numbers, got \(1\.0,\)'),
     (shampoo, {'graft': 'adamw'}, r"learner\.optimizer\.graft: .*'adamw'"),
     (shampoo, {'placement': 'all'}, r"learner\.optimizer\.placement: .*'all'"),
   ],

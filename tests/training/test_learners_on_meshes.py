@@ -170,6 +170,13 @@ def test_so_they_are_if_each_device_updates_its_parts(shape: tuple[int, ...]) ->
   assert_meshes_agree(learner, shape, 'shard_map')
 
 
+@pytest.mark.slow
+def test_soap_of_one_rule_on_a_mesh_is_that_of_one_device() -> None:
+  learner = Config(Learner, optimizer=Config(soap, weight_decay=0.1, eps=0.1), learning_rate=0.05)
+  rules = (Config(LearnerRule, name='stacks', regex=STACKS, learner=learner), Config(LearnerRule, name='rest'))
+  assert_meshes_agree(Config(MultiLearner, rules=rules), (3, 2))
+
+
 ADAFACTOR = Config(optax.adafactor, min_dim_size_to_factor=3, momentum=0.9, multiply_by_parameter_scale=False)
 OPTIMIZERS = {
   'muon_by_owner': Config(muon, weight_decay=0.1, placement='owner'),
@@ -209,6 +216,7 @@ def test_every_optimizer_on_meshes_is_that_of_one_device(name: str, shape: tuple
     pytest.param(Config(muon, placement='owner'), None, marks=pytest.mark.slow),
     (Config(muon), True),
     (Config(shampoo, ridge=0.01), None),
+    pytest.param(Config(soap, eps=0.1), None, marks=pytest.mark.slow),
   ],
 )
 def test_owners_also_gather_matrices_if_each_device_updates_its_parts(

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from praxis_lite.common.errors import ConfigError
+
 
 def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer without those updates whose sign the gradient does not confirm.
@@ -22,8 +24,11 @@ def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> o
     optimizer: a config of it, as in `Config(cautious, Config(optax.adam))`.
     rescale: makes up for what is left out, by the fraction of each variable that is. Without it, an elementwise
       optimizer stays elementwise.
+
+  Raises:
+    ConfigError: `optimizer` is no optimizer.
   """
-  inner = optax.with_extra_args_support(optimizer)
+  inner = inner_optimizer(optimizer, 'cautious')
 
   def mask(update: jax.Array, gradient: jax.Array) -> jax.Array:
     agrees = update * gradient < 0
@@ -37,3 +42,13 @@ def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> o
     return jax.tree.map(mask, updates, gradients), state
 
   return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def inner_optimizer(optimizer: object, name: str) -> optax.GradientTransformationExtraArgs:
+  """Returns what the optimizer `name` wraps; raises ConfigError if that is no optimizer."""
+  if isinstance(optimizer, optax.GradientTransformation):
+    return optax.with_extra_args_support(optimizer)
+  got = getattr(optimizer, '__qualname__', None) or repr(optimizer)
+  raise ConfigError(
+    f'learner.optimizer.optimizer: expected a config of it, as in Config({name}, Config(optax.adam)), got {got}'
+  )

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import Config, Configurable, target, template
 from praxis_lite.common.config.references import dotted_name
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path
 from praxis_lite.training.learning.base_learner import (
   BaseLearner,
@@ -139,6 +139,7 @@ class Learner(BaseLearner, Configurable):
       decoupled = self.decoupled_weight_decay or self.independent_weight_decay
       check_schedule_free(self.optimizer, self.ema_decay, self.moments, decoupled)
     self._check_limits(*_LIMITS)
+    check_range('learner.clip_gradient_z_score', self.clip_gradient_z_score, below=math.inf)
     check_widths(self.power_averages)
     if not 0 <= self.ema_decay < 1:
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')

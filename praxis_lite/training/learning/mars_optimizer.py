@@ -9,11 +9,15 @@ usual.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from praxis_lite.common.errors import check_range
+from praxis_lite.training.learning.cautious_optimizer import inner_optimizer
 
 
 class MarsState(NamedTuple):
@@ -34,8 +38,13 @@ def mars(
     gamma, b1: size of the correction, and the decay of the optimizer's first moment.
     clip: limits the norm of the corrected gradient of each variable to 1. Without it, an elementwise optimizer stays
       elementwise.
+
+  Raises:
+    ConfigError: `optimizer` is no optimizer, or a number is out of range.
   """
-  inner = optax.with_extra_args_support(optimizer)
+  check_range('learner.optimizer.b1', b1, least=0, below=1)
+  check_range('learner.optimizer.gamma', gamma, least=0, below=math.inf)
+  inner = inner_optimizer(optimizer, 'mars')
 
   def init(params: Any) -> MarsState:
     return MarsState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), inner.init(params))

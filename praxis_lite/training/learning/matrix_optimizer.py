@@ -8,14 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.errors import check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
 from praxis_lite.training.learning.owner_costs import MatrixExchange, Traffic, plan_exchanges
 from praxis_lite.training.learning.owners import MatrixDims, Sides, SplitMatrix, Splits, square_specs
@@ -67,8 +70,7 @@ def make_matrix_optimizer(
   """
   check_choice('learner.optimizer.placement', placement, PLACEMENTS)
 
-  def find_matrices(params: object) -> dict[Path, MatrixDims]:
-    return {path: dims for path, dims in dims_by_path(matrices, params).items() if dims is not None}
+  find_matrices = functools.partial(dims_by_path, matrices)
 
   def labels(params: object) -> Any:
     dims = find_matrices(params)
@@ -86,10 +88,23 @@ def make_matrix_optimizer(
   return made
 
 
+def check_settings(decays: Mapping[str, float], eps: float, counts: Mapping[str, float]) -> None:
+  """Raises ConfigError unless decays are in [0, 1), eps is finite and at least 0, and counts are integers above 0."""
+  for name, decay in decays.items():
+    check_range(f'learner.optimizer.{name}', decay, least=0, below=1)
+  check_range('learner.optimizer.eps', eps, least=0, below=math.inf)
+  for name, count in counts.items():
+    check_range(f'learner.optimizer.{name}', count, least=1)
+    if not isinstance(count, numbers.Integral):
+      raise ConfigError(f'learner.optimizer.{name}: expected an integer of at least 1, got {count}')
+
+
 def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, MatrixDims]:
-  """Returns which dimensions of each variable are the rows and columns of a matrix; None if it is no matrix."""
+  """Returns which dimensions of each matrix are its rows and columns; a variable without entries is no matrix."""
   dims = (matrices or _rank_two_dims)(params)
-  return leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
+  found = leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
+  sizes = {path: x.size for path, x in leaves_by_path(params).items()}
+  return {path: each for path, each in found.items() if each is not None and sizes.get(path)}
 
 
 def square_arrays(

@@ -20,7 +20,8 @@ zero:
 Rounding is stochastic: up or down with the probabilities that make the mean exact. Rounding to the nearest code would
 stop a moving average with a decay of 0.999, because one step changes it by less than half of the distance between two
 codes. The random bits are a hash of the value itself and the number of the step, so they need neither a key nor an
-array of random numbers. Under int8, arrays of fewer than two dimensions, such as those of biases, stay in float32.
+array of random numbers. Under int8, arrays of fewer than two dimensions, such as those of biases, stay in float32. The
+square arrays of SOAP and Shampoo are no moments, and stay as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import optax
 
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.sharding.slots import owner_of
+from praxis_lite.training.learning.owners import is_square_array
 
 MOMENTS = ('float32', 'bfloat16', 'int8')
 # Names of slots that are never negative: averages of squares.
@@ -68,7 +70,8 @@ def compress_moments(
     found = []
     for path, slot in leaves_by_path(state).items():
       owner = owner_of(path, variables)
-      is_moment = owner is not None and slot.shape == variables[owner].shape and slot.dtype == jnp.float32
+      is_like_owner = owner is not None and slot.shape == variables[owner].shape and not is_square_array(path, owner)
+      is_moment = is_like_owner and slot.dtype == jnp.float32
       found.append(_codec(moments, slot, bool(_SQUARES & {*path})) if is_moment else None)
     return found, jax.tree.structure(state)
 

@@ -25,6 +25,7 @@ from praxis_lite.common.trees import leaves_by_path, map_with_path
 from praxis_lite.training.learning.matrix_optimizer import (
   DimsFunction,
   MatrixOptimizer,
+  check_settings,
   dims_by_path,
   make_matrix_optimizer,
 )
@@ -77,10 +78,9 @@ def muon(
   Raises:
     ConfigError: a value is out of range.
   """
-  if ns_steps < 1 or len(ns_coeffs) != 3:
-    raise ConfigError(
-      f'learner.optimizer: muon takes 3 ns_coeffs and at least 1 of ns_steps, got {ns_coeffs} and {ns_steps}'
-    )
+  check_settings({'beta': beta, 'adam_b1': adam_b1, 'adam_b2': adam_b2}, eps, {'ns_steps': ns_steps})
+  if len(ns_coeffs) != 3:
+    raise ConfigError(f'learner.optimizer.ns_coeffs: expected 3 numbers, got {ns_coeffs}')
 
   def orthogonalize(x: jax.Array) -> jax.Array:
     return newton_schulz(x, ns_coeffs, ns_steps, eps)

@@ -49,7 +49,7 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 from praxis_lite.training.learning.matrices import MATRIX_ARGUMENTS, STACKED_MATRICES, matrix_dims, takes_matrices
 from praxis_lite.training.learning.matrix_optimizer import MatrixOptimizer
 from praxis_lite.training.learning.moments import compress_moments
-from praxis_lite.training.learning.owners import Sides, Splits
+from praxis_lite.training.learning.owners import Splits, is_square_array
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.training.learning.update_sizes import update_factors
 
@@ -178,7 +178,7 @@ class GroupedOptimizer:
       owners = made.square_specs(weights, splits)
       for path in leaves_by_path({name: states[name] for name, (_, depth) in self._groups.items() if not depth}):
         owner = owner_of(path, owners)
-        if owner is not None and path[-len(owner) - 1] in Sides._fields:
+        if owner is not None and is_square_array(path, owner):
           specs[path] = owners[owner]
     return specs
 

@@ -59,6 +59,12 @@ class Sides(NamedTuple):
   outputs: Any
 
 
+def is_square_array(path: Path, owner: Path) -> bool:
+  """Whether an array of an optimizer's state, whose path ends with that of its variable, belongs to one of `Sides`."""
+  before = path[: len(path) - len(owner)]
+  return before[-1:] in {(side,) for side in Sides._fields}
+
+
 class MatrixBatch(NamedTuple):
   """Whole matrices of equal shape, and their square arrays.
 

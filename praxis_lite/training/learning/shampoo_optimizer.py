@@ -14,17 +14,19 @@ matrices come together on a mesh, and how the statistics are split, says `owners
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import check_choice, check_range
 from praxis_lite.common.trees import leaves_by_path, map_with_path
 from praxis_lite.training.learning.matrix_optimizer import (
   DimsFunction,
   MatrixOptimizer,
+  check_settings,
   dims_by_path,
   make_matrix_optimizer,
   put_sides,
@@ -88,11 +90,9 @@ def shampoo(
     ConfigError: a value is out of range.
   """
   check_choice('learner.optimizer.graft', graft, GRAFTS)
-  for name, decay in (('b1', b1), ('b2', b2), ('b3', b3)):
-    if not 0 <= decay < 1:
-      raise ConfigError(f'learner.optimizer.{name}: expected at least 0 and less than 1, got {decay}')
-  if refresh_every < 1:
-    raise ConfigError(f'learner.optimizer.refresh_every: expected at least 1, got {refresh_every}')
+  decays = {'b1': b1, 'b2': b2, 'b3': b3, 'adam_b1': adam_b1, 'adam_b2': adam_b2}
+  check_settings(decays, eps, {'refresh_every': refresh_every, 'largest_side': largest_side})
+  check_range('learner.optimizer.ridge', ridge, above=0, below=math.inf)
 
   def init(params: Any) -> ShampooState:
     dims = dims_by_path(matrices, params)

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, map_with_path
 from praxis_lite.training.learning.matrix_optimizer import (
   DimsFunction,
   MatrixOptimizer,
+  check_settings,
   dims_by_path,
   make_matrix_optimizer,
   put_sides,
@@ -87,11 +87,8 @@ def soap(
   Raises:
     ConfigError: a value is out of range.
   """
-  for name, decay in (('b1', b1), ('b2', b2), ('b3', b3)):
-    if not 0 <= decay < 1:
-      raise ConfigError(f'learner.optimizer.{name}: expected at least 0 and less than 1, got {decay}')
-  if refresh_every < 1:
-    raise ConfigError(f'learner.optimizer.refresh_every: expected at least 1, got {refresh_every}')
+  decays = {'b1': b1, 'b2': b2, 'b3': b3, 'adam_b1': adam_b1, 'adam_b2': adam_b2}
+  check_settings(decays, eps, {'refresh_every': refresh_every, 'largest_side': largest_side})
 
   def init(params: Any) -> SoapState:
     dims = dims_by_path(matrices, params)
