@@ -26,6 +26,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.manifest import DataManifest, changes, manifest_of
 from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
+from praxis_lite.sharding.batch import batch_size as size_of
 
 _REMEDY = (
   'Use the data and settings with which it was saved, or start the data from its beginning: train --norestore_input, '
@@ -153,12 +154,16 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def batch_sizes(self) -> tuple[int, ...]:
     """Returns the numbers of rows that global batches have, in ascending order."""
-    return (self.batch_size,)
+    return (self._rows_of_batch,)
 
   def rows_after(self, state: dict[str, Any]) -> int:
     """Returns the number of rows of the global batch after a state."""
     del state
-    return self.batch_size
+    return self._rows_of_batch
+
+  @functools.cached_property
+  def _rows_of_batch(self) -> int:
+    return size_of(self.batch_struct())
 
   def batches_per_epoch(self) -> int | None:
     """Returns the number of batches in an epoch; None if it is unknown before the epoch is read."""

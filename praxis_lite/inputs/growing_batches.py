@@ -10,6 +10,8 @@ Each example is read once, in the order of the input, whatever the sizes. A run 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -30,9 +32,10 @@ class GrowingBatches(BaseInput):
       `seed` if they are set.
     factors: the number of rows of a global batch in each part of the run, as multiples of `batch_size`.
     from_batches: the number of batches before each part but the first; they increase.
+    Others, such as `vocab_size`: those of the input.
 
   Raises:
-    ConfigError: the factors and the numbers of batches do not fit.
+    ConfigError: the factors and the numbers of batches do not fit; or this is the source of another input.
   """
 
   input: Config = REQUIRED
@@ -57,6 +60,11 @@ class GrowingBatches(BaseInput):
       raise ConfigError(f'{where}.input: expected the config of an input, got one of {type(source).__name__}')
     self.source = source
     self._batches = 0
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('_') or 'source' not in vars(self):  # Copies are asked for names before they have any.
+      raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}', name=name, obj=self)
+    return getattr(self.source, name)
 
   def rows_after(self, state: dict[str, Any]) -> int:
     part = int(np.searchsorted(self.from_batches, state['batches'], side='right'))
@@ -84,7 +92,9 @@ class GrowingBatches(BaseInput):
     return pad_rows(rows, of_host, add_weights(self.example_struct()))
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    return self.source.take(count, start, stop)
+    raise ConfigError(
+      f'{self.label}: a schedule of batch sizes must be the outermost input; put the mixture into its `input`'
+    )
 
   def reset(self) -> Self:
     super().reset()
@@ -95,8 +105,17 @@ class GrowingBatches(BaseInput):
   def longest_segments(self) -> dict[str, int]:
     return self.source.longest_segments()
 
+  def rows_in_memory(self) -> Rows | None:
+    return self.source.rows_in_memory()
+
+  def check_beside(self, other: BaseInput) -> None:
+    self.source.check_beside(other)
+
   def close(self) -> None:
     self.source.close()
+
+  def data_files(self) -> Sequence[str]:
+    return self.source.data_files()
 
   def manifest(self) -> DataManifest | None:
     return self.source.manifest()
@@ -107,6 +126,11 @@ class GrowingBatches(BaseInput):
   @property
   def bad_records(self) -> Any:
     return self.source.bad_records
+
+  def examples_at(self, state: dict[str, Any]) -> list[str]:
+    source = copy.copy(self.source)  # Its batch may be read ahead meanwhile.
+    source.batch_size = self.rows_after(state)
+    return source.examples_at(state['source'])
 
   def identity(self) -> dict[str, Any]:
     return {}

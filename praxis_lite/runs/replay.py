@@ -81,7 +81,7 @@ class _Replay(NamedTuple):
   """A run at the step before the one to repeat.
 
   Attributes:
-    partitioned: the task on its mesh.
+    partitioned: the task on its mesh, for batches of the size of this step's.
     state: the state before the step.
     prng_key, batch: the other arguments of the step.
     checkpoint: the step of the checkpoint from which the run was repeated; None if it was repeated from its start.
@@ -179,7 +179,7 @@ def _repeat_until(
   keys = run_keys(seed, mesh)
   train_input = build_datasets(config.datasets).the_training_input()
   tasks = TaskOnMesh(task, mesh)
-  partitioned = tasks.taking(train_input)
+  steps, partitioned = tasks.taking_sizes_of(train_input), tasks.taking(train_input)
   answers = tasks.answering(train_input, keys.evaluate, partitioned.train_step)
 
   troubles = [trouble for trouble in read_troubles(directory) if trouble.action != 'repeat']
@@ -205,18 +205,18 @@ def _repeat_until(
   def latest() -> TrainState:
     return state
 
-  put = partitioned.train_step.put_inputs if answers is None else None
+  put = steps.put if answers is None else None
   with PrefetchIterator(train_input, put, left_out=skipped) as batches:
     for batch in batches if answers is None else answers.complete_all(batches, latest):
       if int(state.step) == step - 1:
         break
-      state = partitioned.train_step(state, keys.train, batch).state
+      state = steps.taking(batch).train_step(state, keys.train, batch).state
     else:
       raise DataError(f'reached the end of the training data after step {int(state.step)}')
     line(f'its batch begins at {batches.state_before}')
     for example in train_input.examples_at(batches.state_before):
       line(f'  {example}')
-  return _Replay(partitioned, state, keys.train, batch, start)
+  return _Replay(steps.taking(batch), state, keys.train, batch, start)
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:

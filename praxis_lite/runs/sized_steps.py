@@ -29,9 +29,14 @@ class SizedSteps:
       task.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
 
   def put(self, batch: Rows) -> NestedDict:
-    """Puts a host batch on the mesh, with as many rows as the smallest step takes that has room for it."""
+    """Puts a host batch on the mesh, with as many rows as the smallest step takes that has room for it.
+
+    Raises:
+      DataError: no step takes such a batch.
+    """
     rows = batch_size(batch) * jax.process_count()
-    return next(task for task in self._tasks if _rows(task) >= rows).train_step.put_inputs(batch)
+    task = next((task for task in self._tasks if _rows(task) >= rows), self._tasks[-1])
+    return task.train_step.put_inputs(batch)
 
   def taking(self, batch: NestedDict) -> PartitionedTask:
     """Returns the task whose step takes a batch on the mesh."""

@@ -28,7 +28,7 @@ from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.common.files import parse_json, read_plain, replace_file, user_path
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.inputs import BaseInput, CharTokenizer
+from praxis_lite.inputs import BaseInput, CharTokenizer, GrowingBatches
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.models.base import BaseModel
@@ -119,7 +119,7 @@ class Datasets(NamedTuple):
         model.check_input(data, data.rows_in_memory() or batch)
         for training in self.inputs:
           if training.is_training and data is not training:
-            training.check_beside(data)
+            training.check_beside(data.source if isinstance(data, GrowingBatches) else data)
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
