@@ -32,7 +32,7 @@ def run_search(values: flags.FlagValues) -> int:
 
   Raises:
     UserError: a range is not valid or does not fit its field, Optuna is not installed, the directory has another
-      search, or the first run that ends does not have the metric.
+      search, or no run will have the metric, or the first one that ends does not have it.
   """
   from praxis_lite.common.config.overrides import alternatives
   from praxis_lite.common.config.text import to_text
@@ -58,9 +58,9 @@ def run_search(values: flags.FlagValues) -> int:
   num_devices = values.devices or count_devices([config.task for config in configs.values()])
   leave_accelerators_alone()  # The training processes use the accelerators.
   try:
-    check_configs(configs, num_devices)
+    check_configs(configs, num_devices, values.metric)
   except UserError as error:
-    raise _name_failing(ranges, configs, num_devices) or error from None
+    raise _name_failing(ranges, configs, num_devices, values.metric) or error from None
   with job_directory(values.job_log_dir) as folder:
     compared = {'metric': values.metric, 'mode': values.mode, 'prunes': values.prune}
     shared = '\n'.join([*texts, f'seed {values.seed}'])
@@ -132,7 +132,7 @@ def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _name_failing(
-  ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None
+  ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None, metric: str | None
 ) -> UserError | None:
   """Returns an error that names all values that fail, and of a single range those that work; None if none fails."""
   from praxis_lite.runs.loop.job import check_configs
@@ -140,7 +140,7 @@ def _name_failing(
   failing: dict[str, str] = {}
   for name, config in configs.items():
     try:
-      check_configs({name: config}, num_devices)
+      check_configs({name: config}, num_devices, metric)
     except UserError as error:
       failing[name] = str(error)
   if not failing:

@@ -6,8 +6,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from tiny_runs import tiny_run
 
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.runs.loop.job import check_configs
 from praxis_lite.runs.search import Search, SearchRange, Trial, parse_ranges
 from praxis_lite.runs.search_picture import draw_search
 
@@ -137,6 +139,11 @@ def test_trials_of_another_search_are_not_taken(tmp_path, fields, message):
   assert len(Search(tmp_path, RANGES, **same).trials) == 1
   with pytest.raises(UserError, match=f'has a search with {message}, so its trials cannot be compared'):
     Search(tmp_path, RANGES, **same | fields)
+
+
+@pytest.mark.parametrize('metric', ['train/speed/steps_per_second', 'decode/prompts/num_decoded'])
+def test_a_metric_of_training_or_decoding_is_not_refused(metric):
+  check_configs({'a': tiny_run(decode_interval_steps=5)}, 1, metric)
 
 
 def test_a_metric_that_no_run_has_ends_the_search_after_a_trial(tmp_path):

@@ -198,9 +198,12 @@ def check_configs(
 
 
 def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
-  """Raises UserError if no evaluation will report a metric, whose name is whole or an end; those of training pass."""
+  """Raises UserError if no evaluation will report a metric, whose name is whole or an end.
+
+  Those of training and of decoding pass: they are not known before the first.
+  """
   known = [f'{split}/{name}' for split, names in splits.items() for name in names]
-  if not metric.startswith('train/') and not any(f'/{name}'.endswith(f'/{metric}') for name in known):
+  if not metric.startswith(('train/', 'decode/')) and not any(f'/{name}'.endswith(f'/{metric}') for name in known):
     close = did_you_mean(metric, [*known, *(name for names in splits.values() for name in names)])
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no evaluation"}')
 
