@@ -89,6 +89,7 @@ def test_a_run_goes_on_through_a_symbolic_link(here, plain):
     ('/gs', 'Orbax takes /gs for an object store; make a symbolic link'),
     ('x/' * 1990, r'has \d,\d+ bytes, and the names of files below it need room: at most 3,840'),
     ('c' * 256, 'is not writable: File name too long'),
+    (f'{"c" * 256}/checkpoints/run', 'is not writable: File name too long'),
   ],
 )
 def test_what_cannot_be_restored_from_is_refused_before_anything_is_trained(here, name, why):

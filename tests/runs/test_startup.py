@@ -172,12 +172,11 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     pass
 
 
-def test_no_run_begins_among_the_checkpoints_of_another(tmp_path):
+@pytest.mark.parametrize(('name', 'where'), [('checkpoints/20/new', 'is in'), ('checkpoints', 'is')])
+def test_no_run_begins_among_the_checkpoints_of_another(tmp_path, name, where):
   (tmp_path / 'run.json').touch()
-  with (
-    pytest.raises(UserError, match=r'checkpoints/20/new is in a folder of the run .*; name another one'),
-    job_directory(tmp_path / 'checkpoints' / '20' / 'new'),
-  ):
+  told = f'{name} {where} the checkpoints of the run .*; name another one'
+  with pytest.raises(UserError, match=told), job_directory(tmp_path / name):
     pass
   assert not (tmp_path / 'checkpoints').exists()
 

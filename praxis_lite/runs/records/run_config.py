@@ -86,13 +86,12 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   the directory cannot be created or is not writable, or is new and among the checkpoints of another run.
   """
   path = local_path(job_log_dir).absolute()
-  for folder in () if (path / CHECKPOINTS).exists() else path.parents:
-    if folder.name == CHECKPOINTS and has_record(folder.parent):
-      raise UserError(
-        f'job_log_dir {path} is in a folder of the run {folder.parent}, its checkpoints; name another one'
-      )
   created: list[Path] = []
   try:
+    for folder in () if (path / CHECKPOINTS).exists() else (path, *path.parents):
+      if folder.name == CHECKPOINTS and has_record(folder.parent):
+        where = 'is' if folder == path else 'is in'
+        raise UserError(f'job_log_dir {path} {where} the checkpoints of the run {folder.parent}; name another one')
     created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
