@@ -219,6 +219,22 @@ def test_a_file_that_is_not_there(workspace):
       'from praxis_lite.config import Config\n',
       r"ModuleNotFoundError: No module named 'praxis_lite.config'. It is praxis_lite.common.config now \(my_run.py:1\)",
     ),
+    *(
+      (
+        f'from praxis_lite.{module} import {name}\n',
+        rf"ImportError: cannot import name '{name}' .*It is praxis_lite.{now} now \(my",
+      )
+      for module, name, now in (
+        ('training.learning', 'Linear', 'training.learning.LinearRamp'),
+        ('models', 'without_adapters', 'models.remove_adapters'),
+        ('models', 'without_quantization', 'models.remove_quantization'),
+        ('runs.loggers', 'WandbLogger', 'runs.loggers.wandb_logger.WandbLogger'),
+      )
+    ),
+    (
+      'from praxis_lite.models import nothing\n',
+      r"ImportError: cannot import name 'nothing' from [^ ]* \([^ ]*\) \(my_run.py:1\)",
+    ),
     ('import json\n\njson.loads("{")\n', r'JSONDecodeError: .* \(my_run.py:3\)'),
     ('def f(:\n', r'SyntaxError: .* \(my_run.py:1\)'),
     ('import my_broken\n', r'ZeroDivisionError: division by zero \(my_broken.py:2\)'),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -105,6 +106,9 @@ def _perhaps_meant(error: Exception) -> str:
   name = getattr(error, 'name', None)
   if isinstance(error, ModuleNotFoundError) and name is not None and current_name(name) != name:
     return f' It is {current_name(name)} now'
+  if isinstance(error, ImportError) and (wanted := re.match(r"cannot import name '(\w+)'", str(error))):
+    old = f'{name}.{wanted[1]}'
+    return f' It is {current_name(old)} now' if current_name(old) != old else ''
   if not isinstance(error, NameError | AttributeError) or name is None:
     return ''
   if isinstance(error, NameError):

@@ -23,11 +23,16 @@ _MOVED_OBJECTS = {
   'layers.transformer.TransformerBlock': 'layers.transformer_block.TransformerBlock',
   'layers.transformer.TransformerLm': 'layers.transformer_lm.TransformerLm',
   'learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
+  'models.without_adapters': 'models.remove_adapters',
+  'models.without_quantization': 'models.remove_quantization',
   'runs.loggers.AimLogger': 'runs.loggers.aim_logger.AimLogger',
   'runs.loggers.CometLogger': 'runs.loggers.comet_logger.CometLogger',
+  'runs.loggers.LoggedRun': 'runs.loggers.base.LoggedRun',
+  'runs.loggers.Logger': 'runs.loggers.base.Logger',
   'runs.loggers.MlflowLogger': 'runs.loggers.mlflow_logger.MlflowLogger',
   'runs.loggers.PrometheusLogger': 'runs.loggers.prometheus_logger.PrometheusLogger',
   'runs.loggers.WandbLogger': 'runs.loggers.wandb_logger.WandbLogger',
+  'training.learning.Linear': 'training.learning.LinearRamp',
   'training.learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
 }
 # Modules and packages, relative to praxis_lite, as they were called in the first releases.
