@@ -176,7 +176,6 @@ def test_a_run_ends_before_it_saves_a_changed_bit(tmp_path, capsys):
   assert 'replicas of 8 of 8 arrays of the state, 100% of its bytes, are compared every 100 steps and before' in out
 
 
-@pytest.mark.slow
 def test_the_steps_are_repeated_and_end_with_the_same_bits(tmp_path, clean, capsys):
   options = {'check_replicas': 2, 'on_corruption': 'repeat'}
   result = run_train(replicated_run(), tmp_path, hooks=[FlipAfter(4)], **options)

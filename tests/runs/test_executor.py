@@ -136,8 +136,8 @@ def test_a_signal_cuts_an_evaluation_short_which_the_next_run_makes_up_for(tmp_p
   assert curves(tmp_path) == curves(whole_run[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(('first', 'then'), [(8, 1), (1, 8), (8, 3)])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(('first', 'then'), [(8, 3), (8, 1), (1, 8)])
 def test_it_goes_on_on_another_mesh(tmp_path, whole_run, first, then):
   run_train(tiny_run(first, num_train_steps=10, **SELDOM), tmp_path)
   result = run_train(tiny_run(then, **SELDOM), tmp_path)
