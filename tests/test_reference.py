@@ -22,7 +22,15 @@ DIRECTIVE = re.compile(
 
 @pytest.fixture(scope='module')
 def package():
-  return griffe.load('praxis_lite', search_paths=[str(ROOT)], resolve_aliases=True)
+  def load():
+    return griffe.load('praxis_lite', search_paths=[str(ROOT)], resolve_aliases=True)
+
+  try:
+    return load()
+  except (
+    SystemError
+  ):  # A fault of CPython 3.11, "AST constructor recursion depth mismatch", if another thread parses too.
+    return load()
 
 
 def line_about(package, module, name):
