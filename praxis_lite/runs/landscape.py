@@ -59,7 +59,7 @@ def loss_slice(
   program = EvalProgram(model.tasks, find_dataset(model.config.datasets, dataset), model.key)
 
   def evaluate(place: tuple[float, ...]) -> float:
-    def moved(path: Path, x: np.ndarray) -> np.ndarray:
+    def move(path: Path, x: np.ndarray) -> np.ndarray:
       moves = [t * np.float64(node_at(d, path)) for t, d in zip(place, directions) if t and path in known]
       return (np.float64(x) + sum(moves)).astype(x.dtype) if moves else x
 
