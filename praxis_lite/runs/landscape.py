@@ -63,7 +63,7 @@ def loss_slice(
       moves = [t * np.float64(node_at(d, path)) for t, d in zip(place, directions) if t and path in known]
       return (np.float64(x) + sum(moves)).astype(x.dtype) if moves else x
 
-    stored = model.tasks.layout.mdl_vars.to_mesh(map_with_path(moved, model.variables))
+    stored = model.tasks.layout.mdl_vars.to_mesh(map_with_path(move, model.variables))
     result = program.run(stored, model.global_step)
     if result is None or metric not in result.metrics:
       names = result.metrics if result is not None else {}
