@@ -136,5 +136,16 @@ def put_sides(squares: Sides, into: Sides) -> Sides:
   return Sides(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
 
 
+def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
+  """Returns the square arrays of a side, with averages of x x^T in 'statistics'; none for a side that keeps none.
+
+  Args:
+    side: arrays [N, m, m] by name.
+    x: gradients [N, m, n].
+    decay: of the averages.
+  """
+  return side and {**side, 'statistics': decay * side['statistics'] + (1 - decay) * x @ x.mT}
+
+
 def _rank_two_dims(params: Any) -> Any:
   return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((0,), (1,)) if x.ndim == 2 else None, params)

@@ -32,6 +32,7 @@ from praxis_lite.training.learning.matrix_optimizer import (
   put_sides,
   sides_by_path,
   square_arrays,
+  update_statistics,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
@@ -105,7 +106,7 @@ def shampoo(
     g, d = batch.matrices['g'], batch.matrices['momentum']
     num_sides = bool(batch.rows) + bool(batch.columns)
     rows, columns = (
-      _refresh(_update_statistics(kept, x, b3), count, b3, ridge, num_sides, refresh_every)
+      _refresh(update_statistics(kept, x, b3), count, b3, ridge, num_sides, refresh_every)
       for kept, x in ((batch.rows, g), (batch.columns, g.mT))
     )
     direction = rows['roots'] @ d if rows else d
@@ -171,10 +172,6 @@ def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int
   """
   sides = [side for side in (rows, columns) if side <= largest_side]
   return sum(2 * 2 * rows * columns * side + 11 * side**3 / refresh_every for side in sides)
-
-
-def _update_statistics(kept: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
-  return kept and {**kept, 'statistics': decay * kept['statistics'] + (1 - decay) * x @ x.mT}
 
 
 def _refresh(

@@ -20,7 +20,6 @@ Where whole matrices come together on a mesh, and how the statistics are split, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +36,7 @@ from praxis_lite.training.learning.matrix_optimizer import (
   put_sides,
   sides_by_path,
   square_arrays,
+  update_statistics,
 )
 from praxis_lite.training.learning.owner_costs import Traffic
 from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
@@ -104,8 +104,8 @@ def soap(
     steps = jnp.maximum(count, 1).astype(jnp.float32)
     direction = _rotate(mu / (1 - b1**steps), bases) / (jnp.sqrt(nu / (1 - b2**steps)) + eps)
     direction = jnp.where(count > 0, _rotate_back(direction, bases), 0.0)
-    rows, columns = (_update_statistics(kept, x, b3) for kept, x in ((batch.rows, g), (batch.columns, g.mT)))
-    is_due = (count == 0) | (count % refresh_every == 0)
+    rows, columns = (update_statistics(kept, x, b3) for kept, x in ((batch.rows, g), (batch.columns, g.mT)))
+    is_due = count % refresh_every == 0
     rows, columns, nu = jax.lax.cond(is_due, _refresh, lambda *kept: kept[:3], rows, columns, nu, count)
     return MatrixBatch({'direction': direction, 'nu': nu}, rows, columns)
 
@@ -168,12 +168,6 @@ def _rotate(x: jax.Array, bases: Sides) -> jax.Array:
 def _rotate_back(x: jax.Array, bases: Sides) -> jax.Array:
   x = x if bases.inputs is None else bases.inputs @ x
   return x if bases.outputs is None else x @ bases.outputs.mT
-
-
-def _update_statistics(kept: Mapping[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
-  if 'statistics' not in kept:
-    return {}
-  return {**kept, 'statistics': decay * kept['statistics'] + (1 - decay) * x @ x.mT}
 
 
 def _refresh(
