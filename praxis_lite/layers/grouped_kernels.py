@@ -1,88 +1,197 @@
-"""Grouped products by the Triton kernels of tokamax, for NVIDIA GPUs; see `tokamax_target.py`.
+"""Grouped products by kernels in Pallas, which JAX compiles by Triton, for NVIDIA GPUs.
 
-Its Mosaic kernels are not used; docs/planning-figures.md says why.
+Each program of a kernel computes a tile of the result. In `multiply`, a tile has rows of one group. A table says which
+ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12.
+Those of tokamax 0.0.17 need other packages. docs/benchmarks.md compares their times.
+
+M rows, G groups, K dims that are summed over, N dims of the output.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from praxis_lite.common.errors import first_line
-from praxis_lite.layers.tokamax_target import (
-  INSTALL,
-  OLDEST_CAPABILITY,
-  compute_capability,
-  is_installed,
-  tokamax_for_mesh,
-)
-from praxis_lite.sharding.mesh import device_kind
+from praxis_lite.layers.gpu_capability import LARGE_SHARED_MEMORY, compute_capability
+from praxis_lite.sharding.mesh import platform
 
-_DTYPES = ('float32', 'bfloat16', 'float16')
-# A product of a kernel has at least this number of rows.
-_FEWEST_ROWS = 16
+# Rows of tiles that follow each other; see `_place`.
+_TILES_TOGETHER = 8
 
 
-def why_no_kernel(dtype: jax.typing.DTypeLike | None, rows: int) -> str:
-  """Returns why no kernel can multiply groups of rows; '' if one can.
+class Tiles(NamedTuple):
+  """Sizes of a program.
 
-  Args:
-    dtype: dtype of both operands; None means float32.
-    rows: number of rows of all groups.
+  Attributes:
+    m, n: rows and columns of its tile of the result.
+    k: dims that it sums over at a time.
+    warps: number of warps.
+    stages: number of loads that are in flight.
   """
-  if (name := jnp.dtype(jnp.float32 if dtype is None else dtype).name) not in _DTYPES:
-    return f'the kernel takes {", ".join(_DTYPES)}, not {name}'
-  if rows < _FEWEST_ROWS:
-    return f'the kernel takes at least {_FEWEST_ROWS} rows, not {rows}'
-  return _why_no_kernel(device_kind())
+
+  m: int
+  n: int
+  k: int
+  warps: int
+  stages: int
 
 
 def multiply(rows_MK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
   """Returns [M, N]: the rows of each group multiplied by its weights, [G, K, N] or, if transposed, [G, N, K]."""
-  out_MN = _call(rows_MK, weights, sizes_G, ((1,), (2 if transposed else 1,)), rhs_group_dimensions=(0,))
-  # The kernel does not write rows after the last group.
-  return jnp.where(jnp.arange(len(out_MN))[:, None] < jnp.sum(sizes_G), out_MN, 0)
+  (M, K), G = rows_MK.shape, len(weights)
+  N = weights.shape[1 if transposed else 2]
+  tiles = _tiles_for(rows_MK.dtype, M // G, N, K)
+  ends_G = jnp.cumsum(sizes_G, dtype=jnp.int32)
+  # Rows after the last group are one more group, of zeros.
+  starts, ends = jnp.insert(ends_G, 0, 0), jnp.append(ends_G, M)
+  table = _table_of_tiles(starts, ends, tiles.m, M // tiles.m + G + 1)
+  columns = pl.cdiv(N, tiles.n)
+  kernel = functools.partial(_multiply_tile, tiles=tiles, columns=columns, transposed=transposed)
+  out = jax.ShapeDtypeStruct((M, N), rows_MK.dtype)
+  return _call(kernel, out, len(table.group) * columns, tiles)(rows_MK, weights, *table)
 
 
 def sum_outer_products(left_MK: jax.Array, right_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
   """Returns [G, K, N]: for each group, the sum over its rows of the outer products of both operands."""
-  out_GKN = _call(left_MK, right_MN, sizes_G, ((0,), (0,)), rhs_group_dimensions=())
-  # For an empty group, the kernel sums rows of the group before it.
-  return jnp.where(sizes_G[:, None, None] > 0, out_GKN, 0)
+  (M, K), N, G = left_MK.shape, right_MN.shape[1], len(sizes_G)
+  tiles = _tiles_for(left_MK.dtype, K, N, M // G)
+  ends_G = jnp.cumsum(sizes_G, dtype=jnp.int32)
+  grid = pl.cdiv(K, tiles.m), pl.cdiv(N, tiles.n)
+  kernel = functools.partial(_sum_tile, tiles=tiles, grid=grid)
+  out = jax.ShapeDtypeStruct((G, K, N), left_MK.dtype)
+  return _call(kernel, out, G * grid[0] * grid[1], tiles)(left_MK, right_MN, ends_G - sizes_G, ends_G)
 
 
-def _call(
-  left: jax.Array,
-  right: jax.Array,
-  sizes_G: jax.Array,
-  summed: tuple[tuple[int], tuple[int]],
-  rhs_group_dimensions: tuple[int, ...],
-) -> jax.Array:
-  numbers = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(summed, ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=rhs_group_dimensions,
+class _Table(NamedTuple):
+  """For each tile of rows, int32: its group, its first row, and the end of the rows of its group."""
+
+  group: jax.Array
+  start: jax.Array
+  end: jax.Array
+
+
+def _table_of_tiles(starts: jax.Array, ends: jax.Array, size: int, most: int) -> _Table:
+  """Returns the tiles of all groups, with `size` rows each; `most` of them, the last ones empty."""
+  counts = -(-(ends - starts) // size)
+  last = jnp.cumsum(counts)
+  tile = jnp.arange(most, dtype=jnp.int32)
+  group = jnp.minimum(jnp.sum(tile[:, None] >= last, axis=1, dtype=jnp.int32), len(starts) - 1)
+  start = starts[group] + size * (tile - (last - counts)[group])
+  return _Table(group, start, ends[group])
+
+
+def _multiply_tile(
+  rows: Any, weights: Any, group: Any, start: Any, end: Any, out: Any, *, tiles: Tiles, columns: int, transposed: bool
+) -> None:
+  """Writes a tile of the result of `multiply`. The arguments are references to whole arrays."""
+  K, G, N = rows.shape[1], weights.shape[0], out.shape[1]
+  tile, column = _place(pl.program_id(0), group.shape[0], columns)
+  first, last, g = start[tile], end[tile], group[tile]
+  row, col = first + jnp.arange(tiles.m), column * tiles.n + jnp.arange(tiles.n)
+  inside = (row < last)[:, None] & (col < N)[None, :]
+
+  def add(i: jax.Array, total: jax.Array) -> jax.Array:
+    k = i * tiles.k + jnp.arange(tiles.k)
+    x = _load(rows, (row, k), (row < last, _before(k, K, tiles.k)))
+    if transposed:
+      w = _load(weights, (g, col, k), (_before(col, N, tiles.n), _before(k, K, tiles.k))).T
+    else:
+      w = _load(weights, (g, k, col), (_before(k, K, tiles.k), _before(col, N, tiles.n)))
+    return total + _dot(x, w)
+
+  @pl.when((first < last) & (g < G))
+  def _() -> None:
+    total = jax.lax.fori_loop(0, pl.cdiv(K, tiles.k), add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
+    triton.store(out.at[row[:, None], col[None, :]], total.astype(out.dtype), mask=inside)
+
+  @pl.when((first < last) & (g == G))
+  def _() -> None:
+    triton.store(out.at[row[:, None], col[None, :]], jnp.zeros((tiles.m, tiles.n), out.dtype), mask=inside)
+
+
+def _sum_tile(left: Any, right: Any, start: Any, end: Any, out: Any, *, tiles: Tiles, grid: tuple[int, int]) -> None:
+  """Writes a tile of the result of `sum_outer_products`. The arguments are references to whole arrays."""
+  _, K, N = out.shape
+  g, rest = jnp.divmod(pl.program_id(0), grid[0] * grid[1])
+  row, column = _place(rest, *grid)
+  first, last = start[g], end[g]
+  k, col = row * tiles.m + jnp.arange(tiles.m), column * tiles.n + jnp.arange(tiles.n)
+
+  def add(i: jax.Array, total: jax.Array, masked: bool = False) -> jax.Array:
+    m = first + i * tiles.k + jnp.arange(tiles.k)
+    inside = m < last if masked else None
+    x = _load(left, (m, k), (inside, _before(k, K, tiles.m)))
+    y = _load(right, (m, col), (inside, _before(col, N, tiles.n)))
+    return total + _dot(x.T, y)
+
+  full = (last - first) // tiles.k
+  total = jax.lax.fori_loop(0, full, add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
+  total = add(full, total, masked=True)
+  inside = (k < K)[:, None] & (col < N)[None, :]
+  triton.store(out.at[g, k[:, None], col[None, :]], total.astype(out.dtype), mask=inside)
+
+
+def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the row and the column of a program in a grid of tiles.
+
+  Programs run in their order, some hundred at a time. `_TILES_TOGETHER` tiles of rows times all columns follow each
+  other, column by column, so that what programs read at the same time is in the cache of the chip.
+  """
+  several, rest = jnp.divmod(program, _TILES_TOGETHER * columns)
+  height = jnp.minimum(rows - several * _TILES_TOGETHER, _TILES_TOGETHER)
+  return several * _TILES_TOGETHER + rest % height, rest // height
+
+
+def _before(index: jax.Array, size: int, tile: int) -> jax.Array | None:
+  """Returns which indices are less than `size`; None if all are, because tiles divide it."""
+  return index < size if size % tile else None
+
+
+def _load(ref: Any, indices: tuple[jax.Array, ...], inside: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
+  """Returns a tile of a matrix, or of a matrix in a stack; zeros where a mask of one of its two dimensions is false."""
+  *stack, first, second = indices
+  masks = [mask.reshape(shape) for mask, shape in zip(inside, ((-1, 1), (1, -1))) if mask is not None]
+  at = ref.at[(*stack, first[:, None], second[None, :])]
+  if not masks:
+    return triton.load(at)
+  mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (len(first), len(second)))
+  return triton.load(at, mask=mask, other=0.0)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+  precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+  return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int) -> Tiles:
+  """Returns sizes of tiles, by measurements on an H100, that are not larger than needed.
+
+  Args:
+    dtype: dtype of the operands.
+    rows, columns, summed: rows of a result's average group, its columns, and dims that are summed over.
+  """
+  wide = 4 // jnp.dtype(dtype).itemsize
+  if rows < 64 or columns <= 128:
+    most = Tiles(128, 128, 32 * wide, 4, 4)
+  else:
+    most = Tiles(128, 256, 32 * wide, 8, 3)
+  if compute_capability() not in LARGE_SHARED_MEMORY:
+    most = Tiles(128, 128, 16 * wide, 4, 3)
+  m, n, k = (min(max(16, pl.next_power_of_2(size)), most_of) for size, most_of in zip((rows, columns, summed), most))
+  return most._replace(m=m, n=n, k=k)
+
+
+def _call(kernel: Any, out: jax.ShapeDtypeStruct, programs: int, tiles: Tiles) -> Any:
+  """Returns a function that runs a kernel; on a CPU, it is interpreted."""
+  return pl.pallas_call(
+    kernel,
+    out,
+    grid=(programs,),
+    interpret=platform() == 'cpu',
+    compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
   )
-  with tokamax_for_mesh() as tokamax:
-    return tokamax.ragged_dot_general(left, right, sizes_G, numbers, implementation='triton')
-
-
-@functools.cache
-def _why_no_kernel(chip: str) -> str:
-  """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
-  del chip  # What is lowered depends on it.
-  if not is_installed():
-    return f"'triton' needs tokamax: {INSTALL}"
-  if (capability := compute_capability()) is None:
-    return "'triton' takes GPUs of NVIDIA"
-  if capability < OLDEST_CAPABILITY:
-    return f"'triton' takes compute capability 8.0 and newer, not {'.'.join(map(str, capability))}"
-  rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (1, 128, 128)))
-  sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-  try:
-    jax.jit(multiply, static_argnums=3).trace(rows, weights, sizes, False).lower(lowering_platforms=('cuda',))
-  except Exception as error:  # Of whatever a release of tokamax raises that does not fit this JAX, or lacks packages.
-    return f"'triton' fails on this JAX or lacks packages: {first_line(error)}; {INSTALL}"
-  return ''

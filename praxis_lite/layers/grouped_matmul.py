@@ -7,7 +7,7 @@ Groups are neighbours: the first `sizes[0]` rows belong to group 0, the next `si
     xla       `jax.lax.ragged_dot`: a kernel on TPU. On CPU and GPU, XLA multiplies every row by the weights of every
               group
     blocks    a loop over blocks of rows of one group, in plain JAX; its time grows with the rows, not with the groups
-    triton    a kernel for NVIDIA GPUs, from tokamax; see `grouped_kernels.py`
+    triton    kernels for NVIDIA GPUs; see `grouped_kernels.py`
     auto      one of these, by platform; `choose_grouped_matmul` says which and why
 
 One group is a plain product. In 'blocks', a block is multiplied as a whole. Its rows that belong to other groups are
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -29,11 +30,11 @@ from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from praxis_lite.common.errors import check_choice
-from praxis_lite.layers.grouped_kernels import multiply, sum_outer_products, why_no_kernel
+from praxis_lite.common.errors import check_choice, first_line
+from praxis_lite.layers.gpu_capability import OLDEST_CAPABILITY, compute_capability
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.sharding.constraints import unmapped_axes
-from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.mesh import device_kind, platform
 
 ProductMethod = Literal['xla', 'blocks', 'triton']
 IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
@@ -44,6 +45,9 @@ GROUPED_PRODUCT = 'grouped_product'
 # over small blocks would be limited by memory.
 _ROWS_OF_BLOCKS = {'gpu': (128, 2048)}
 _ROWS_OF_OTHER_BLOCKS = (32, 256)
+
+_KERNEL_DTYPES = ('float32', 'bfloat16', 'float16')
+_FEWEST_KERNEL_ROWS = 16
 
 # By plans of 8 and 64 groups; see docs/planning-figures.md.
 _COST_OF_BLOCKS = '2 to 5 times'
@@ -93,17 +97,50 @@ def choose_grouped_matmul(
     return GroupedMatmulChoice(cast(ProductMethod, implementation), f'{path} is {implementation!r}')
   at = platform()
   if at == 'gpu':
-    refused = why_no_kernel(case.dtype, case.rows)
+    refused = _why_no_kernel(case)
     if case.unmapped:
       axes = ', '.join(map(repr, case.unmapped))
       refused = f"the compiler may split operands over {axes}, and cannot split the kernel of 'triton'"
     if not refused:
-      return GroupedMatmulChoice('triton', 'tokamax has a kernel for GPUs')
+      return GroupedMatmulChoice('triton', 'there is a kernel for GPUs of NVIDIA')
     return GroupedMatmulChoice('blocks', f"{refused}; by plans for H100, 'blocks' takes {_COST_OF_BLOCKS} as long")
   refused = f"{path} is 'triton', which is for GPUs; " if implementation == 'triton' else ''
   if at == 'tpu':
     return GroupedMatmulChoice('xla', f'{refused}XLA has a kernel for TPU')
   return GroupedMatmulChoice('blocks', f"{refused}on {at}, 'xla' multiplies every row by the weights of every group")
+
+
+def _why_no_kernel(case: ProductCase) -> str:
+  """Returns why no kernel can multiply these operands; '' if one can."""
+  if (name := jnp.dtype(jnp.float32 if case.dtype is None else case.dtype).name) not in _KERNEL_DTYPES:
+    return f'the kernel takes {", ".join(_KERNEL_DTYPES)}, not {name}'
+  if case.rows < _FEWEST_KERNEL_ROWS:
+    return f'the kernel takes at least {_FEWEST_KERNEL_ROWS} rows, not {case.rows}'
+  return _why_no_kernel_for(device_kind())
+
+
+@functools.cache
+def _why_no_kernel_for(chip: str) -> str:
+  """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
+  del chip  # What is lowered depends on it.
+  if (capability := compute_capability()) is None:
+    return "'triton' takes GPUs of NVIDIA"
+  if capability < OLDEST_CAPABILITY:
+    return f"'triton' takes compute capability 8.0 and newer, not {'.'.join(map(str, capability))}"
+  rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (1, 128, 128)))
+  sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
+  try:
+    multiply = _kernels().multiply
+    jax.jit(multiply, static_argnums=3).trace(rows, weights, sizes, False).lower(lowering_platforms=('cuda',))
+  except Exception as error:  # Of whatever a release of JAX raises whose Pallas differs.
+    return f"'triton' fails on this JAX: {first_line(error)}"
+  return ''
+
+
+def _kernels() -> ModuleType:
+  from praxis_lite.layers import grouped_kernels  # Importing Pallas takes long, and only GPUs need these kernels.
+
+  return grouped_kernels
 
 
 def grouped_matmul(
@@ -218,7 +255,9 @@ class _Form(NamedTuple):
 def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
   """Returns [V, M, N]."""
   if form.method == 'triton':
-    return _run_each(functools.partial(multiply, transposed=form.transposed), rows_VMK, weights_VGKN, sizes_VG)
+    return _run_each(
+      functools.partial(_kernels().multiply, transposed=form.transposed), rows_VMK, weights_VGKN, sizes_VG
+    )
   V, M, K = rows_VMK.shape
   if sizes_VG.shape[1] == 1:
     dims = 'vmk,vnk->vmn' if form.transposed else 'vmk,vkn->vmn'
@@ -252,7 +291,7 @@ def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Ar
 def _run_sum(left_VMK: jax.Array, right_VMN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
   """Returns [V, G, K, N]: for each group, the sum over its rows of the outer products of both operands."""
   if form.method == 'triton':
-    return _run_each(sum_outer_products, left_VMK, right_VMN, sizes_VG)
+    return _run_each(_kernels().sum_outer_products, left_VMK, right_VMN, sizes_VG)
   (V, M, K), N = left_VMK.shape, right_VMN.shape[2]
   if sizes_VG.shape[1] == 1:
     left, right = _keep_rows(left_VMK, sizes_VG), _keep_rows(right_VMN, sizes_VG)

@@ -27,19 +27,14 @@ from praxis_lite.layers.block_arrays import block_indices
 from praxis_lite.layers.block_pairs import count_pairs
 from praxis_lite.layers.blocks import Formula, Sums, add_sinks, sum_sink_gradients
 from praxis_lite.layers.blockwise import RowSplit, compute_context
+from praxis_lite.layers.gpu_capability import LARGE_SHARED_MEMORY, OLDEST_CAPABILITY, compute_capability
 from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
-from praxis_lite.layers.tokamax_target import (
-  INSTALL,
-  OLDEST_CAPABILITY,
-  compute_capability,
-  is_installed,
-  tokamax_for_mesh,
-)
+from praxis_lite.layers.tokamax_target import INSTALL, is_installed, tokamax_for_mesh
 from praxis_lite.sharding.mesh import device_kind
 from praxis_lite.sharding.padding import pad_to
 
 # The most dims of a head that fit in the shared memory of a multiprocessor, of at least 164 KiB or 100 KiB.
-_MOST_DIMS, _LARGE = {True: 256, False: 128}, ((8, 0), (9, 0), (10, 0))
+_MOST_DIMS = {True: 256, False: 128}
 ATTENTION_KERNEL = 'attention_kernel_'  # Begins the names of functions that call kernels; see `_jit_with_flops`.
 _BLOCK = 128  # Lengths are padded to multiples of it; all blocks of the kernels divide it.
 _OPERATIONS = 'tokamax._src.ops.attention'
@@ -60,7 +55,7 @@ def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool)
   capability = compute_capability()
   if capability is None or capability < OLDEST_CAPABILITY:
     return 'takes GPUs of NVIDIA from Ampere on'
-  if dims_per_head % 8 or dims_per_head > (most := _MOST_DIMS[capability in _LARGE]):
+  if dims_per_head % 8 or dims_per_head > (most := _MOST_DIMS[capability in LARGE_SHARED_MEMORY]):
     return f'needs dims_per_head to be a multiple of 8 of at most {most} on this chip, not {dims_per_head}'
   if failure := _why_not_traced(device_kind(), capability):
     return f'does not fit this JAX, or lacks packages: {failure}'

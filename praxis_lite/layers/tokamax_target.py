@@ -2,7 +2,7 @@
 
 tokamax comes with the extra `praxis_lite[kernels]`, and is imported when a program for a GPU first asks for it. 0.0.12
 has kernels in Pallas; 0.0.17, for JAX from 0.11.1, needs the packages triton and jax-triton for some of them. Only
-`grouped_kernels.py`, `tokamax_attention.py` and this file know tokamax.
+`tokamax_attention.py` and this file know tokamax.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import jax
 from absl import flags
 from jax.extend import backend
 
-from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.jax_internals.lowering import replace_attribute
-from praxis_lite.sharding.mesh import ask_device, device_kind
+from praxis_lite.layers.gpu_capability import compute_capability
+from praxis_lite.sharding.mesh import device_kind
 
 INSTALL = 'install praxis_lite[kernels]'
-OLDEST_CAPABILITY = (8, 0)  # Ampere.
 _flags_lock = threading.RLock()
 _CORES = 128  # Multiprocessors of a chip that does not say their number.
 
@@ -31,25 +30,6 @@ _CORES = 128  # Multiprocessors of a chip that does not say their number.
 def is_installed() -> bool:
   """Whether tokamax is installed; it is not imported."""
   return importlib.util.find_spec('tokamax') is not None
-
-
-def compute_capability() -> tuple[int, int] | None:
-  """Returns the compute capability of the ambient mesh's GPUs, or of this machine's; None for GPUs not of NVIDIA.
-
-  If the chip is not known, it is the oldest one that the kernels take.
-  """
-  known = ask_device(_capability_of)
-  if known is not None:
-    return known
-  if jax.default_backend() != 'gpu':
-    return OLDEST_CAPABILITY
-  major, _, minor = str(getattr(jax.devices()[0], 'compute_capability', '')).partition('.')
-  return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-
-
-def _capability_of(kind: str) -> tuple[int, int] | None:
-  known = accelerator_of(kind)
-  return None if known is None else known.capability
 
 
 @contextlib.contextmanager

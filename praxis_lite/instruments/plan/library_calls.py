@@ -67,8 +67,16 @@ def grouped_product_flops(op_name: str, left: Sequence[int], result: Sequence[in
     op_name: name of the operation, with its scopes.
     left, result: shapes of the left operand and of the result on one device.
   """
-  is_grouped = any(f'jit({name})' in op_name for name in ('grouped_product', 'grouped_sum'))
-  return 2.0 * math.prod(left) * result[-1] if is_grouped and len(left) == 2 else 0.0
+  return 2.0 * math.prod(left) * result[-1] if _is_grouped(op_name) and len(left) == 2 else 0.0
+
+
+def is_grouped_kernel(op_name: str) -> bool:
+  """Whether an operation is a call of our kernels for grouped products."""
+  return 'pallas_call' in op_name and _is_grouped(op_name)
+
+
+def _is_grouped(op_name: str) -> bool:
+  return any(f'jit({name})' in op_name for name in ('grouped_product', 'grouped_sum'))
 
 
 def value_in(config: object, name: str) -> object:

@@ -52,6 +52,8 @@ _COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0
 # An H200 has the same processor. Links and network were not measured. Small operations in a row took 0.9 us, but steps
 # with many of them fit better to the assumed 3 us.
 _HOPPER = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87)
+# The speed of our kernels for grouped products, relative to plain ones, with 8 and 64 groups.
+_GROUPED = 0.8
 # The share of heads with 64 dims, relative to 128, by the difference of steps of 8,192 and of 1,024 tokens.
 _NARROW_HEADS = 0.77
 MEASURED = {'h100': _HOPPER, 'h200': _HOPPER}
@@ -108,6 +110,11 @@ class Target(Accelerator):
 
   efficiency: Efficiency
   cuda: Cuda | None = None
+
+  @property
+  def grouped_share(self) -> float:
+    """The speed of a kernel for grouped products, relative to a plain product."""
+    return _GROUPED if self.kind == 'gpu' else 1.0
 
   def attention_share(self, dims_per_head: int) -> float:
     """Returns the share of the peak that a fused kernel for attention reaches.

@@ -19,6 +19,7 @@ from praxis_lite.instruments.plan.library_calls import (
   grouped_product_flops,
   is_attention_kernel,
   is_fused_attention,
+  is_grouped_kernel,
   named_attention_flops,
   value_in,
 )
@@ -182,7 +183,10 @@ def operation_seconds(target: Target, products: Iterable[CountedProduct], moved:
   efficiency = target.efficiency
   computes = 0.0
   for product in products:
-    share = target.attention_share(product.attention_dims) if product.attention_dims else efficiency.compute
+    if product.attention_dims:
+      share = target.attention_share(product.attention_dims)
+    else:
+      share = efficiency.compute * (target.grouped_share if is_grouped_kernel(product.op_name) else 1.0)
     computes += product.flops / (target.peak(product.dtype) * share)
   return max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
 
