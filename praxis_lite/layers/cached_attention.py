@@ -12,6 +12,7 @@ B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
 _KERNEL_FROM = 256  # Slots of a cache from which on a single token is computed by the kernel.
+_MOST_LOGITS = 2**26  # Numbers, float32, that several tokens may have at once where `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
 
@@ -43,7 +45,7 @@ class CachedAttention:
   dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
-  most_slots: int = 0  # Slots that a single token may read at once, if more than `page_size`.
+  most_slots: int = 0  # Slots that a single token, or few of a prompt, may read at once, if more than `page_size`.
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
@@ -92,9 +94,10 @@ class CachedAttention:
     new = self._to_entries(key_BTKH, value_BTKH, pos_BT)
     page = self.page_size
     is_ring = self.window is not None and not cache.is_placed
-    if page is None or page >= pos_BT.shape[1] or (is_ring and sees_later):
+    T, S = pos_BT.shape[1], cache.num_slots
+    if page is None or page >= T or (is_ring and sees_later) or self._fits_at_once(query_BTNH, S + is_ring * T):
       return self._extend(query_BTNH, new, cache, mask)
-    pages = -(-pos_BT.shape[1] // page)
+    pages = -(-T // page)
     if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
@@ -173,7 +176,7 @@ class CachedAttention:
     if self._has_kernel(query_BTNH, cache):
       return self._attend_by_kernel(query_BTNH, pos_BT, cache, mask)
     page = self._page(query_BTNH.shape[1], cache.num_slots)
-    if page == cache.num_slots:
+    if page == cache.num_slots or self._fits_at_once(query_BTNH, cache.num_slots):
       return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
     return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
 
@@ -183,6 +186,10 @@ class CachedAttention:
       return slots
     most = max(self.most_slots, self.page_size) if tokens == 1 else self.page_size
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
+
+  def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
+    """Whether the logits of all queries and slots are few. A GPU would wait for the host in each turn of a loop."""
+    return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
     rows, tokens = query_BTNH.shape[:2]

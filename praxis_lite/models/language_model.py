@@ -309,7 +309,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if max_tokens_B is None:
       self.check_fits(prompt_length, self.decoder.max_decode_steps)
     elif self.model_type == 'causal':
-      chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context))
+      chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context), len(prompt_ids_BP))
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
     prefix_lengths_B = draws.given_lengths(prompt_lengths_B)
     key = self.next_prng_key() if self.decoder.is_random else None

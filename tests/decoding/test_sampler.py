@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.models.decoding import BeamSearch, Bucket, Draws, Sampler, chunk_of
+from praxis_lite.models.decoding import BeamSearch, Bucket, Draws, Sampler, buckets, chunk_of
 
 V, P = 7, 4
 TABLE = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32)
@@ -220,6 +220,12 @@ def test_many_lengths_share_a_bucket():
       assert width >= max(lengths) and slots >= min(sum(lengths) - 1, context or 9999) and slots <= (context or 9999)
       assert slots % chunk_of(slots) == 0 and (chunk_of(slots) <= 256 or slots == 1000)
   assert [chunk_of(slots) for slots in (128, 1024, 8192, 257)] == [32, 64, 256, 257]
+
+
+def test_accelerators_read_more_of_a_prompt_at_once_if_there_are_few(monkeypatch):
+  monkeypatch.setattr(buckets, 'platform', lambda: 'gpu')
+  assert [chunk_of(slots) for slots in (96, 256, 2048, 8192, 257)] == [96, 128, 512, 1024, 257]
+  assert [chunk_of(8192, rows) for rows in (1, 2, 4, 16, 64, 4096)] == [1024, 1024, 512, 128, 128, 128]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions, attention
+from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions, attention, cached_attention
 from praxis_lite.sharding import GuardedJit
 
 
@@ -50,6 +50,20 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   y, state = decoded(layer, variables, x)
   assert state['key'].shape == (B, layer.num_kv_heads, slots, 4)
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
+
+
+@pytest.mark.parametrize('fields', [{}, {'sliding_window': 6}], ids=['', 'ring'])
+def test_accelerators_read_a_prompt_without_a_loop_where_logits_are_few(fields, monkeypatch):
+  monkeypatch.setattr(attention, 'platform', lambda: 'gpu')
+  layer = build(cache_page_size=4, **fields)
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
+  scan, scans, found = cached_attention._scan_pages, [], {}
+  monkeypatch.setattr(cached_attention, '_scan_pages', lambda *args: scans.append(args) or scan(*args))
+  for most in (2**26, 1):
+    monkeypatch.setattr(cached_attention, '_MOST_LOGITS', most)
+    found[most] = decoded(layer, variables, x)[0]
+    assert bool(scans) == (most == 1)
+  np.testing.assert_allclose(found[2**26], found[1], atol=2e-6)
 
 
 @pytest.mark.slow_cases

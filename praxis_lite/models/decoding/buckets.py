@@ -9,9 +9,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from praxis_lite.sharding.mesh import platform
+
 _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
-_CHUNKS = 16  # Number of chunks of a prompt that takes all slots, if their size is within the next two limits.
-_LEAST_CHUNK, _MOST_CHUNK = 32, 256
+
+
+class _ChunkSizes(NamedTuple):
+  """The number of chunks of a prompt that takes all slots, if the tokens of a chunk are within the other limits."""
+
+  chunks: int
+  least: int
+  most: int
+  most_of_all_rows: int | None = None
+
+
+_ON_CPU = _ChunkSizes(16, 32, 256)
+# A GPU or a TPU reads its memory for some hundred tokens in the time that it takes to read all weights.
+_ELSEWHERE = _ChunkSizes(4, 128, 1024, 2048)
 
 
 class Bucket(NamedTuple):
@@ -38,7 +52,9 @@ class Bucket(NamedTuple):
     return cls(slots if context is None else min(slots, context), width)
 
 
-def chunk_of(slots: int) -> int:
-  """Returns the number of tokens of a prompt that are read at once into `slots` slots, a divisor of `slots`."""
-  most = min(max(slots // _CHUNKS, _LEAST_CHUNK), _MOST_CHUNK, slots)
+def chunk_of(slots: int, rows: int = 1) -> int:
+  """Returns the number of tokens of each of `rows` prompts that are read at once, a divisor of `slots`."""
+  sizes = _ON_CPU if platform() == 'cpu' else _ELSEWHERE
+  limit = sizes.most if sizes.most_of_all_rows is None else min(sizes.most, sizes.most_of_all_rows // rows)
+  most = min(max(sizes.least, min(slots // sizes.chunks, limit)), slots)
   return next((size for size in range(most, most // 2, -1) if slots % size == 0), slots)
