@@ -53,6 +53,20 @@ class SlowPath(NamedTuple):
     return f'slow path: {self.layer or "the step"}: {self.what}, {self.cost}; {self.remedy}'
 
 
+def describe_slow_paths(found: Sequence[SlowPath]) -> Iterator[str]:
+  """Yields a line for each kind of slow path, in the order of `found`; layers of the same kind share one."""
+  kinds: dict[tuple[str, str], list[SlowPath]] = {}
+  for slow in found:
+    kinds.setdefault((slow.what, slow.remedy), []).append(slow)
+  for (what, remedy), same in kinds.items():
+    first, *others = same
+    if others:
+      places = f'{len(same)} layers, such as {first.layer or "the step"}'
+      yield str(SlowPath(places, what, sum(slow.seconds for slow in same), remedy))
+    else:
+      yield str(first)
+
+
 def find_slow_paths(
   jaxpr: core.ClosedJaxpr, model: Layer, accelerator: Accelerator, num_devices: int
 ) -> list[SlowPath]:

@@ -24,7 +24,7 @@ from praxis_lite.layers import Linear, MoeFeedForward, MultiHeadAttention
 from praxis_lite.runs.loop import job
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.slow_paths import find_slow_paths
+from praxis_lite.training.slow_paths import SlowPath, describe_slow_paths, find_slow_paths
 
 
 def slow_paths(config, x, chip='h100', num_devices=1, **arguments):
@@ -104,7 +104,8 @@ def test_the_first_lines_of_train_name_them(monkeypatch):
   monkeypatch.setattr(job, 'accelerator_of', lambda kind: ACCELERATORS['h100'])
   partitioned = PartitionedTask(task, inputs, mesh=task.create_mesh(jax.devices()[:1]))
   lines = list(job._describe(task, partitioned, inputs, '', None))
-  assert any(line.startswith('slow path: lm.') and 'products of float32' in line for line in lines)
+  (line,) = [line for line in lines if line.startswith('slow path: ')]
+  assert 'layers, such as lm.' in line and 'products of float32' in line
 
 
 # ---------------------------------------------------------------- compiled steps
@@ -164,3 +165,13 @@ def test_gathers_convolutions_and_weights_that_a_compiled_step_computes_slowly()
   assert found['lm.emb'].seconds == seconds['row'] and found['lm.conv'].seconds == seconds['conv']
   assert {slow.layer for slow in find_slow_operations(program, cost, names, 'tpu')} == {'lm.out', 'lm.emb'}
   assert find_slow_operations(program, cost, names, 'cpu') == []
+
+
+def test_layers_with_the_same_slow_path_share_a_line():
+  found = [SlowPath('ff.up', 'products of float32', 0.002, 'cast'), SlowPath('attention', 'logits', 0.0015, 'fuse')]
+  found += [SlowPath('ff.down', 'products of float32', 0.001, 'cast')]
+  assert list(describe_slow_paths(found)) == [
+    'slow path: 2 layers, such as ff.up: products of float32, 3 ms of a step; cast',
+    'slow path: attention: logits, 1.5 ms of a step; fuse',
+  ]
+  assert list(describe_slow_paths([])) == []

@@ -36,7 +36,7 @@ from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.slow_paths import find_slow_paths
+from praxis_lite.training.slow_paths import describe_slow_paths, find_slow_paths
 from praxis_lite.training.taps import step_taps
 from praxis_lite.training.task import SingleTask, TrainParams
 
@@ -245,7 +245,8 @@ def _describe(
       yield from describe_implementations(task.model, length, packed='segment_ids' in batch_struct)
   yield from describe_pipelines(task.model, partitioned.rows_of_microbatch)
   if accelerator := accelerator_of(kind):
-    yield from map(str, find_slow_paths(partitioned.train_step.trace().jaxpr, task.model, accelerator, mesh.size))
+    jaxpr = partitioned.train_step.trace().jaxpr
+    yield from describe_slow_paths(find_slow_paths(jaxpr, task.model, accelerator, mesh.size))
 
 
 def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str:

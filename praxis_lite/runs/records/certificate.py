@@ -26,6 +26,8 @@ from praxis_lite.runs.records.record import read_record
 PLAN_FILE = 'plan.json'
 _FIRST_LINES = 2  # The first lines of a log include what happens once.
 _FORMAT = 1
+_SHORT_SECONDS = 0.01  # The host, which starts each step, may take longer than the device for shorter ones.
+_LITTLE_MEMORY = 2**28  # Bytes: the libraries of a GPU themselves take some hundred MiB.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,9 @@ def format_certificate(certificate: Certificate) -> str:
   if certificate.times is not None and predicted.step_seconds is not None and measured is not None:
     text = f'step {format_seconds(measured.seconds)}, {certificate.times:.2f} x the planned'
     parts.append(f'{text} {format_seconds(predicted.step_seconds)}{_within(predicted, measured)}')
-  if certificate.memory is not None and measured is not None:
+    if predicted.step_seconds < _SHORT_SECONDS < _SHORT_SECONDS * certificate.times:
+      parts.append('the plan is of the device, and the host limits steps as short as these')
+  if certificate.memory is not None and measured is not None and predicted.peak_bytes >= _LITTLE_MEMORY:
     memory = format_bytes(measured.device_peak or 0.0)
     parts.append(f'memory {memory}, {certificate.memory:.2f} x the planned {format_bytes(predicted.peak_bytes)}')
   if not parts:
