@@ -295,21 +295,28 @@ class Program:
     return 'the step, without'
 
 
-def test_without_a_gpu_a_sort_is_compiled_without_cub():
-  refused, asked = RuntimeError('INTERNAL: no CUB scratch size for this device'), []
+def test_without_a_gpu_sorts_and_products_are_compiled_without_what_would_ask_one():
+  asked = []
 
   class Flags:
+    def __init__(self, *refusals):
+      self.refusals = refusals
+
     def compile(self, lowered, **more):
       asked.append(more)
-      if not more:
-        raise refused
+      if refusal := self.refusals[len(asked) - 1 :][:1]:
+        raise RuntimeError(f'INTERNAL: {refusal[0]}')
       return 'compiled'
 
-  assert compilers._compile_for_gpu(None, Flags()) == 'compiled'
-  assert asked == [{}, {'xla_gpu_enable_cub_radix_sort': False}]
-  refused = RuntimeError('INTERNAL: out of registers')
-  with pytest.raises(RuntimeError, match='registers'):
-    compilers._compile_for_gpu(None, Flags())
+  no_sort, no_tiles = 'no CUB scratch size for this device', "Couldn't find output tile sizes that satisfy hlo: %dot.2"
+  assert compilers._compile_for_gpu(None, Flags(no_tiles, no_sort)) == 'compiled'
+  without_triton = {'xla_gpu_enable_triton_gemm': False}
+  assert asked == [{}, without_triton, {**without_triton, 'xla_gpu_enable_cub_radix_sort': False}]
+  for refusals in (['out of registers'], [no_tiles, no_tiles]):  # One that the flags do not mend is not tried for ever.
+    asked.clear()
+    with pytest.raises(RuntimeError, match=refusals[-1][:9]):
+      compilers._compile_for_gpu(None, Flags(*refusals))
+    assert len(asked) == len(refusals)
 
 
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():

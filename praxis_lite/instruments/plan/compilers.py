@@ -32,7 +32,7 @@ from praxis_lite.common.versions import version_of
 from praxis_lite.instruments.plan.targets import gpu_target_config
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.layers.base.expected_trips import find_expected_trips
-from praxis_lite.sharding.xla_flags import XlaFlags
+from praxis_lite.sharding.xla_flags import Flag, XlaFlags
 from praxis_lite.training.partitioned_step import PartitionedStep
 
 # For each kind of target, the modules that can compile for it; one is enough.
@@ -269,18 +269,27 @@ def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -
   return compiled, text
 
 
-def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> jax.stages.Compiled:
-  """Returns a GPU program.
+# Flags for programs that the GPU compiler refuses only because there is no GPU, by a part of its error.
+_WITHOUT_GPU: dict[str, dict[str, Flag]] = {
+  # Since JAX 0.11, it asks the GPU for the scratch memory of CUB's sort. XLA's own sort replaces it.
+  'CUB': {'xla_gpu_enable_cub_radix_sort': False},
+  # Triton's kernels for products take over the transposition of an operand. On a GPU, the autotuner passes over blocks
+  # that do not fit; without one, blocks of 64 rows are fixed, and do not fit 512 x 197 rows. cuBLAS replaces them.
+  'output tile sizes': {'xla_gpu_enable_triton_gemm': False},
+}
 
-  Since JAX 0.11, the compiler asks the GPU for the scratch memory of CUB's sort. Without a GPU, XLA's own sort
-  replaces it.
-  """
-  try:
-    return flags.compile(lowered)
-  except RuntimeError as error:
-    if 'CUB' not in str(error):
-      raise
-    return flags.compile(lowered, xla_gpu_enable_cub_radix_sort=False)
+
+def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> jax.stages.Compiled:
+  """Returns a GPU program, with more flags if it can be compiled only with them."""
+  more: dict[str, Flag] = {}
+  while True:
+    try:
+      return flags.compile(lowered, **more)
+    except RuntimeError as error:
+      added = next((x for part, x in _WITHOUT_GPU.items() if part in str(error)), {})
+      if added.keys() <= more.keys():
+        raise
+      more |= added
 
 
 def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
