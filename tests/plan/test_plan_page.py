@@ -116,6 +116,9 @@ def test_its_numbers_are_those_of_the_plan(plan):
   for kind, size in memory.bytes_by_kind().items():
     leaves = sum(leaf[4] for leaf in data['memory']['leaves'] if leaf[0] == kind)
     assert leaves == (0 if kind == 'other' else size)
+  # Results that a loop stacks are a large block, whose title says what they are; XLA's name for the operation does not.
+  names = {name: size for _, _, _, name, size, _ in data['memory']['leaves']}
+  assert names['kept in each round of a loop'] == 4 * 512 * 512 * 4 and 'dynamic_update_slice' not in names
   assert sum(count * seconds for *_, count, _, _, seconds, _ in data['operations']) == pytest.approx(
     sum(op.count * op.seconds for op in cost.operations)
   )
@@ -184,6 +187,23 @@ _WITHOUT_SCHEDULE = """
   say([...$('kinds').children].map((item) => item.textContent.split(':')[0]).join());
   say(document.querySelectorAll('#map rect.leaf').length > 20);
 """
+
+
+_IN_ONE_ROW = """
+  const figures = [...$('totals').children], tops = figures.map((figure) => figure.getBoundingClientRect().top);
+  say(figures.length, new Set(tops).size, document.documentElement.scrollWidth <= innerWidth);
+  say(figures.every((figure) => figure.scrollWidth <= figure.clientWidth), $('rounds').textContent);
+"""
+
+
+@needs_chromium
+def test_its_figures_stand_in_one_row_and_rounds_are_explained(plan, tmp_path):
+  page = render_plan_page(plan, 'lm_sizes.Llama8B')
+  # A fifth figure, with as many words as those of decoding have.
+  more = '["caches", "1.501 GiB", "on all devices, 192.2 MiB a row; about, of these lengths"]'
+  page = page.replace('"headline":{', f'"headline":{{"more":[{more}],', 1)
+  said = use_page(page, _IN_ONE_ROW, tmp_path, width=1400)
+  assert said == ['5', '1', 'true', 'true', said[-1]] and said[-1].endswith('32 layers may be 15 rounds.')
 
 
 @needs_chromium

@@ -111,9 +111,9 @@ function drawHeadline() {
   items.push(...(h.more || []));
   if (h.tokens && h.isTimeKnown) items.splice(2, 0, ['tokens a second', Math.round(h.tokensPerSecond).toLocaleString('en'), `${Math.round(h.tokensPerSecond / h.numChips).toLocaleString('en')} a chip`]);
   for (const [name, value, more] of items) {
-    const item = make('div', name === 'does not fit' ? 'bad' : ''), dd = make('dd', '', value);
-    if (more) dd.append(' ', make('small', '', more));
-    item.append(make('dt', '', name), dd);
+    const item = make('div', name === 'does not fit' ? 'bad' : '');
+    item.append(make('dt', '', name), make('dd', '', value));
+    if (more) item.append(make('dd', 'more', more));
     total.append(item);
   }
   $('bottleneck').textContent = h.isTimeKnown ? `Bottleneck: ${h.bottleneck}.` : '';
