@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
-from praxis_lite.layers.attention_mesh import AttentionMesh, surrounding_stages
+from praxis_lite.layers.attention_mesh import AttentionMesh
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange
 from praxis_lite.layers.normalizations import Norm
@@ -21,6 +21,7 @@ from praxis_lite.layers.positions import RotaryPositions
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.projections import PerDimScale, Projection, head_sizes, split_projection
 from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
+from praxis_lite.layers.stages import surrounding_stages
 from praxis_lite.layers.value_residual import ValueResidual
 from praxis_lite.sharding.weights import SplitDimsMapping
 

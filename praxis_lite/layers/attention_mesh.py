@@ -5,12 +5,9 @@ B batch, T length of the queries, S length of the keys, N heads, K kv heads, H d
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 
@@ -18,6 +15,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.figures import number_of
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
+from praxis_lite.layers.stages import Stages
 from praxis_lite.sharding.constraints import manual_axes, unmapped_axes
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
@@ -103,8 +101,8 @@ class AttentionMesh:
     sizes = unmapped_axes()
     if not sizes:
       return None, ''
-    stage_axes = () if self.stages is None else tuple(axis for axis in self.stages.axes if axis in sizes)
-    if self.stages and self.stages.number % math.prod(sizes[axis] for axis in stage_axes):
+    stage_axes = () if self.stages is None else self.stages.even_axes(sizes)
+    if stage_axes is None:
       return None, 'needs stages of a pipeline that divide evenly'
     field = f'{self.path}.activation_split_dims_mapping.blnh'
     placement = self.resolve(self.blnh, field)
@@ -160,29 +158,3 @@ class AttentionMesh:
       if num_kv_heads % parts
       else ''
     )
-
-
-class Stages(NamedTuple):
-  """The stages of a pipeline, and the mesh axes that split them."""
-
-  number: int
-  axes: tuple[str, ...]
-
-
-_stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_lite_stages', default=None)
-
-
-@contextlib.contextmanager
-def building_stages(stages: Stages) -> Iterator[None]:
-  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits."""
-  outer = _stages.get()  # Of nested stages, none divide evenly, so that no kernel is mapped over them.
-  token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
-  try:
-    yield
-  finally:
-    _stages.reset(token)
-
-
-def surrounding_stages() -> Stages | None:
-  """Returns the stages around a layer that is being built."""
-  return _stages.get()

@@ -87,6 +87,19 @@ class DeviceExperts(NamedTuple):
   num_experts: int  # E, including the padding of the last device.
   split: ExpertSplit  # How experts are split.
   grouped_matmul: str = 'auto'  # How rows that are sorted by expert are multiplied; see `choose_grouped_matmul`.
+  stage_axes: tuple[str, ...] = ()  # In the stages of a pipeline, the mesh axes that split them, evenly.
+
+  def grouped_product(self, sizes: jax.Array) -> RowProduct:
+    """Returns the function that multiplies rows [M, I], which are sorted by expert; `sizes` are the rows of each."""
+
+    def product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+      outputs = grouped_matmul(rows, weights, sizes, self.grouped_matmul, self.stage_axes)
+      if biases is None:
+        return outputs
+      expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes), axis=1)
+      return outputs + biases.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
+
+    return product
 
 
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
@@ -124,7 +137,7 @@ def dropless(
   axes, mlp = experts.split.expert, experts.mlp
   if not axes:
     plan, sizes = sorted_plan(routed.experts, experts.num_experts)
-    slots = mlp(_grouped_product(sizes, experts.grouped_matmul), dispatch(x_ND, plan))
+    slots = mlp(experts.grouped_product(sizes), dispatch(x_ND, plan))
     slots = _scale(slots, plan.choices_to_slots(routed.weights))
   else:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
@@ -137,7 +150,7 @@ def dropless(
       exchange(plan.choices_to_slots(routed.weights)),
     )
     received, sizes = sorted_plan(expert_of_row[:, None], own)
-    outputs = mlp(_grouped_product(sizes, experts.grouped_matmul), dispatch(rows, received))
+    outputs = mlp(experts.grouped_product(sizes), dispatch(rows, received))
     slots = exchange(_scale(combine(outputs, received, len(rows)), weights))
   return combine(slots, plan, x_ND.shape[0]), plan
 
@@ -185,19 +198,6 @@ def _batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | No
   """Returns the products of rows [E, R, I]."""
   outputs = jnp.einsum('eri,eio->ero', rows, weights)
   return outputs if biases is None else outputs + biases[:, None]
-
-
-def _grouped_product(sizes: jax.Array, implementation: str) -> RowProduct:
-  """Returns the function that multiplies rows [M, I], which are sorted by expert."""
-
-  def product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
-    outputs = grouped_matmul(rows, weights, sizes, implementation)
-    if biases is None:
-      return outputs
-    expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes), axis=1)
-    return outputs + biases.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
-
-  return product
 
 
 def _scale(slots: jax.Array, weights: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import check_choice, first_line
 from praxis_lite.layers.gpu_capability import OLDEST_CAPABILITY, compute_capability
@@ -144,7 +145,11 @@ def _kernels() -> ModuleType:
 
 
 def grouped_matmul(
-  rows_MK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, implementation: str = 'auto'
+  rows_MK: jax.Array,
+  weights_GKN: jax.Array,
+  sizes_G: jax.Array,
+  implementation: str = 'auto',
+  stage_axes: tuple[str, ...] = (),
 ) -> jax.Array:
   """Returns [M, N]: the rows of each group multiplied by its weights; zeros for rows after the last group.
 
@@ -155,13 +160,15 @@ def grouped_matmul(
     weights_GKN: floats. Integers and floats of 8 bits, which quantized weights have, become floats of the rows' dtype.
     sizes_G: integers, the number of rows in each group; at most M in sum.
     implementation: one of `IMPLEMENTATIONS`.
+    stage_axes: in the stages of a pipeline, which are mapped by `vmap`, the mesh axes that split the stages, evenly.
 
   Raises:
     ConfigError: there is no such implementation.
   """
   dtype = rows_MK.dtype if weights_GKN.dtype.itemsize == 1 else jnp.result_type(rows_MK, weights_GKN)
   rows_MK, weights_GKN, sizes_G = rows_MK.astype(dtype), weights_GKN.astype(dtype), sizes_G.astype(jnp.int32)
-  case = ProductCase(dtype, rows_MK.shape[0], tuple(unmapped_axes()))
+  stage_axes = tuple(axis for axis in stage_axes if axis in unmapped_axes())
+  case = ProductCase(dtype, rows_MK.shape[0], tuple(axis for axis in unmapped_axes() if axis not in stage_axes))
   method = choose_grouped_matmul(implementation, case=case).name
   if method == 'xla' or export.is_symbolic_dim(rows_MK.shape[0]):  # Sizes of blocks depend on the number of rows.
     return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G)
@@ -169,7 +176,8 @@ def grouped_matmul(
     return jnp.zeros((rows_MK.shape[0], weights_GKN.shape[2]), dtype)
   method = 'blocks' if len(sizes_G) == 1 else method  # One group is a plain product.
   limits = _ROWS_OF_BLOCKS.get(platform(), _ROWS_OF_OTHER_BLOCKS)
-  out_VMN = _multiply(rows_MK[None], weights_GKN[None], sizes_G[None], _Form(method, *limits, platform() != 'cpu'))
+  form = _Form(method, *limits, platform() != 'cpu', stage_axes=stage_axes)
+  out_VMN = _multiply(rows_MK[None], weights_GKN[None], sizes_G[None], form)
   return checkpoint_name(out_VMN[0], GROUPED_PRODUCT)
 
 
@@ -243,6 +251,7 @@ class _Form(NamedTuple):
       for the host in each iteration if the number depended on data. Otherwise there is a loop over the blocks of each
       group, which reads the weights of a group once, so blocks can be smaller.
     transposed: whether weights are [V, G, N, K].
+    stage_axes: mesh axes that split the dimension of a `vmap`, evenly.
   """
 
   method: ProductMethod
@@ -250,6 +259,7 @@ class _Form(NamedTuple):
   most_rows: int
   fixed_trips: bool
   transposed: bool = False
+  stage_axes: tuple[str, ...] = ()
 
 
 def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
@@ -348,10 +358,19 @@ def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> 
   @folding.def_vmap
   def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
     batch = [x if split else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, split in zip(arrays, in_batched)]
-    if unmapped_axes():  # The mesh may split the new dimension, which it could not after a reshape.
+    if {*unmapped_axes()} - {*form.stage_axes}:  # The mesh may split the new dimension, but not after a reshape.
       return jax.vmap(functools.partial(run, form=form._replace(method='blocks', fixed_trips=True)))(*batch), True
-    out = folding(*(x.reshape(-1, *x.shape[2:]) for x in batch))
-    return out.reshape(axis_size, -1, *out.shape[1:]), True
+
+    def run_batch(*batch: jax.Array) -> jax.Array:
+      folded = tuple(x.reshape(-1, *x.shape[2:]) for x in batch)
+      out = _fold_batch(run, form._replace(stage_axes=()), cast(_Arrays, folded))
+      return out.reshape(len(batch[0]), -1, *out.shape[1:])
+
+    if form.stage_axes:
+      spec = PartitionSpec(form.stage_axes)
+      axes = {*form.stage_axes}
+      run_batch = jax.shard_map(run_batch, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)
+    return run_batch(*batch), True
 
   return folding(*arrays)
 

@@ -62,6 +62,7 @@ from praxis_lite.layers.routing import (
   expert_capacity,
   router_scores,
 )
+from praxis_lite.layers.stages import surrounding_stages
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.padding import pad_to, padded_shape
@@ -155,6 +156,7 @@ class MoeFeedForward(Layer):
 
   def setup(self) -> None:
     self._check()
+    self._stages = surrounding_stages()
     D, F, E = self.input_dims, self.hidden_dims, self.num_experts
     self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
     if self.router.choice == 'expert' and self.dispatch != 'capacity':
@@ -222,7 +224,9 @@ class MoeFeedForward(Layer):
     if self.dispatch != 'dropless':
       return ''
     sizes = unmapped_axes()
-    split_by_compiler = tuple(axis for axis in sizes if axis not in self._split(sizes).axes)
+    split_by_compiler = tuple(
+      axis for axis in sizes if axis not in {*self._split(sizes).axes, *self._stage_axes(sizes)}
+    )
     case = ProductCase(self.fprop_dtype, unmapped=split_by_compiler)
     name, reason = choose_grouped_matmul(self.grouped_matmul, f'{self.path_name}.grouped_matmul', case)
     return f'products of experts by {name!r} on {platform()}: {reason}'
@@ -326,6 +330,10 @@ class MoeFeedForward(Layer):
     B, T, _ = x_BTD.shape
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
+  def _stage_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes that split the stages of a pipeline around this layer; none if unevenly."""
+    return (self._stages and self._stages.even_axes(sizes)) or ()
+
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
     """Returns how tokens and weights are split over the mesh axes of these sizes."""
 
@@ -361,7 +369,9 @@ class MoeFeedForward(Layer):
     scores_BTE = router_scores(logits_BTE, self.router.score)
     if split.tensor and self.use_bias:
       weights['down_bias'] = keep_on_first(weights['down_bias'], split.tensor)
-    experts = DeviceExperts(functools.partial(self._mlp(), weights), num_experts, split, self.grouped_matmul)
+    stage_axes = self._stage_axes(unmapped_axes())
+    mlp = functools.partial(self._mlp(), weights)
+    experts = DeviceExperts(mlp, num_experts, split, self.grouped_matmul, stage_axes)
     if self.router.choice == 'expert':
       out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
     else:

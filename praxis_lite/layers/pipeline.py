@@ -44,7 +44,6 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
-from praxis_lite.layers.attention_mesh import Stages, building_stages
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings, part_kind
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
@@ -55,6 +54,7 @@ from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.pipeline_ticks import Ticks
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.stages import Stages, building_stages
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes, drop_axes
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams

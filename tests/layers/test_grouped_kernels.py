@@ -1,6 +1,7 @@
 """Grouped products by kernels in Pallas: the choice, the interpreted kernels, and compiles for H100."""
 
 import functools
+import re
 import types
 
 import jax
@@ -18,6 +19,7 @@ from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.layers import MoeFeedForward, grouped_kernels, grouped_matmul as module
 from praxis_lite.layers.grouped_matmul import ProductCase, choose_grouped_matmul, grouped_matmul
+from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.mesh import abstract_mesh, bind_mesh
 from praxis_lite.training.flops import count_flops
 
@@ -76,7 +78,7 @@ def plain_kernels(monkeypatch):
     zeros = jnp.zeros((len(sizes), left.shape[1], right.shape[1]))
     return jax.vjp(lambda w: masked(left, w, sizes), zeros)[1](right)[0]
 
-  monkeypatch.setattr(grouped_kernels, 'multiply', jax.jit(multiply, static_argnums=3))
+  monkeypatch.setattr(grouped_kernels, 'multiply', jax.jit(multiply, static_argnames='transposed'))
   monkeypatch.setattr(grouped_kernels, 'sum_outer_products', jax.jit(sum_outer_products))
 
 
@@ -92,6 +94,31 @@ def test_what_it_does_not_take_falls_back_with_the_reason(on_gpu):
   ):
     name, found = choose_grouped_matmul('triton', case=case)
     assert name == 'blocks' and reason in found
+
+
+def test_in_stages_of_a_pipeline_each_device_runs_the_kernel_for_its_own(monkeypatch, on_gpu, plain_kernels):
+  """Also with more stages than devices. If the compiler had to split the kernel, it would send the operands."""
+  mapped, multiply = [], grouped_kernels.multiply
+
+  def spy(*args, **kwargs):
+    mapped.append(not unmapped_axes())
+    return multiply(*args, **kwargs)
+
+  monkeypatch.setattr(grouped_kernels, 'multiply', spy)
+  stages = [operands(*CASES['empty groups'], seed=seed) for seed in range(4)]
+  mesh = jax.make_mesh((2,), ('stage',), axis_types=(AxisType.Auto,))
+  in_stage = functools.partial(results, functools.partial(triton, stage_axes=('stage',)))
+
+  def in_stages(*args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.vmap(in_stage)(*args)
+
+  stacked = jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *stages), NamedSharding(mesh, PartitionSpec('stage')))
+  compiled = jax.jit(in_stages).lower(*stacked).compile()
+  assert any(mapped) and not re.search('all-|permute', compiled.as_text())
+  found = jax.device_get(compiled(*stacked))
+  for i, one in enumerate(stages):
+    check_close(jax.tree.map(lambda x, i=i: x[i], found), results(masked, *one))
 
 
 @pytest.mark.parametrize(

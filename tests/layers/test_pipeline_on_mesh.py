@@ -205,11 +205,14 @@ def experts_on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('batch_axes', [None, 'data'])
-def test_experts_in_stages_are_those_of_one_device(batch_axes, experts_on_one_device):
-  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
+@pytest.mark.parametrize('sizes, batch_axes', [((2, 2, 2), None), ((2, 2, 2), 'data'), ((2, 1, 3), None)])
+def test_experts_in_stages_are_those_of_one_device(sizes, batch_axes, experts_on_one_device):
+  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows.
+
+  Products of the experts of a stage are mapped over the axis of stages.
+  """
   layer, variables, x, loss = experts_in_stages(batch_axes)
-  mesh = jax.make_mesh((2, 2, 2), layer.mesh_axis_names, axis_types=(AxisType.Auto,) * 3)
+  mesh = jax.make_mesh(sizes, layer.mesh_axis_names, axis_types=(AxisType.Auto,) * 3)
   padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
 
   def on_mesh(padded, x):

@@ -76,8 +76,11 @@ def small_experiment(name):
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize('name', ['lm.StdlibLmMixed', 'lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl'])
+@pytest.mark.parametrize(
+  'name', ['lm.StdlibLmMixed', 'lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'recurrent.RecurrentGemma2B']
+)
 def test_dimensions_are_as_even_as_the_real_ones(name):
+  """Also if layers take turns by three, and 26 layers are 8 turns and two more."""
   config, small = small_experiment(name)
   real, task = config.task.instantiate(), small.config.instantiate()
   declared = leaves_by_path(real.model.abstract_init())

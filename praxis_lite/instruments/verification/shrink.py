@@ -42,6 +42,7 @@ _SMALL = 12
 _LAYERS = ('num_layers', 'unroll')
 # Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.
 _DECODING = ('max_decode_steps', 'cache_page_size')
+_LONGEST_TURN = 12  # Layers.
 _FEW = 8
 
 
@@ -127,9 +128,10 @@ def small_task(
   stacks = [split for split in splits if split.size in counts]
   first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
-  def shrunk(kept: Iterable[int]) -> SmallTask:
+  def shrunk(kept: Iterable[int], more: int = 0) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
-    layers = {n: n if n in kept else min(n, first + _small_count(n, stacks, pipelines, real, mesh)) for n in counts}
+    few = {n: first + more + _small_count(n, stacks, pipelines, real, mesh) for n in counts}
+    layers = {n: n if n in kept else min(n, few[n]) for n in counts}
     by_field = dict.fromkeys(_LAYERS, layers)
     by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
     for p in pipelines:
@@ -139,8 +141,10 @@ def small_task(
     batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
+  # Layers that take turns may end with a part of a turn, which the small model must have, too.
+  more = next((k for k in range(_LONGEST_TURN) if _layers_of(shrunk((), k)) == _layers_of(as_they_are)), 0)
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
-  return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
+  return next((small for small in (shrunk(kept, more) for kept in tried) if _is_valid(small)), as_they_are)
 
 
 def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
@@ -282,6 +286,14 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
   for x in jax.tree.leaves(inputs):
     add(x.shape[1:], PartitionSpec(*step.task.execution.place_input(x).spec[1:]))
   return list(found)
+
+
+def _layers_of(small: SmallTask) -> list[str] | None:
+  """Returns the paths of the layers of a small task; None if it cannot be built."""
+  try:
+    return sorted(layer.path_name for layer in small.config.instantiate().model.descendants())
+  except Exception:  # As in `_is_valid`.
+    return None
 
 
 def _is_valid(small: SmallTask) -> bool:

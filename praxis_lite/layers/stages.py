@@ -1,0 +1,40 @@
+"""The stages of a pipeline around a layer, which kernels that the compiler cannot split are mapped over."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+
+class Stages(NamedTuple):
+  """The stages of a pipeline, and the mesh axes that split them."""
+
+  number: int
+  axes: tuple[str, ...]
+
+  def even_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the axes that are in a mesh of these sizes; None if they do not split the stages evenly."""
+    axes = tuple(axis for axis in self.axes if axis in sizes)
+    return None if self.number % math.prod(sizes[axis] for axis in axes) else axes
+
+
+_stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_lite_stages', default=None)
+
+
+@contextlib.contextmanager
+def building_stages(stages: Stages) -> Iterator[None]:
+  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits."""
+  outer = _stages.get()  # Of nested stages, none divide evenly, so that no kernel is mapped over them.
+  token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
+  try:
+    yield
+  finally:
+    _stages.reset(token)
+
+
+def surrounding_stages() -> Stages | None:
+  """Returns the stages around a layer that is being built."""
+  return _stages.get()
