@@ -319,6 +319,19 @@ def test_without_a_gpu_sorts_and_products_are_compiled_without_what_would_ask_on
     assert len(asked) == len(refusals)
 
 
+@pytest.mark.slow
+def test_a_product_whose_rows_fit_no_block_is_compiled_without_a_gpu():
+  topology = parse_topology('h100:1')
+  if missing := compilers.missing_compiler(topology):
+    pytest.skip(missing)
+  at = NamedSharding(jax.sharding.Mesh(np.array(compilers.devices_of(topology)), ('data',)), P())
+  x, w, y = (
+    jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=at) for s in ((64, 16, 64, 197), (1024, 1024), (64 * 197, 1024))
+  )
+  lowered = jax.jit(lambda x, w, y: jnp.transpose(x, (0, 3, 1, 2)).reshape(-1, 1024) @ w + y).lower(x, w, y)
+  assert '__cublas' in compilers._compile_for_gpu(lowered, NO_FLAGS).as_text()
+
+
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
   v5p = parse_topology('v5p:2x2x1')
   assert compilers._compile(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'
