@@ -69,8 +69,9 @@ def give_consent(record: str, files: Iterable[str]) -> None:
 def renew_consent(record: str) -> None:
   """Notes the present content of those files of a consent that this process loaded because the user named them."""
   changed = [file for file, is_same in consented_files(record).items() if not is_same]
-  loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}
-  give_consent(record, [file for file in changed if file in loaded])
+  if changed:  # The files of thousands of modules take a while.
+    loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}
+    give_consent(record, [file for file in changed if file in loaded])
 
 
 def files_of_user(record: str) -> set[str]:
