@@ -14,7 +14,10 @@ import optax
 import pytest
 from small_trees import weight
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.training.learning import optimizer
+from praxis_lite.training.learning.optimizer import ELEMENTWISE
 from praxis_lite.training.learning.probe import is_elementwise, is_stackable, looks_at_all
 
 # Small enough to be quick, with a square matrix, and sizes that some optimizers treat apart.
@@ -320,3 +323,18 @@ def test_a_stack_of_more_layers_than_the_layers_have_rows_may_be_treated_in_anot
   along_the_longest = _each(lambda g, p: g / jnp.sum(jnp.abs(g), axis=int(np.argmax(g.shape)), keepdims=True))
   assert is_stackable(along_the_longest, {'few': weight(4, 6, repeat=(3,))})
   assert not is_stackable(along_the_longest, {'many': weight(4, 6, repeat=(9,))})
+
+
+def test_what_is_said_to_be_elementwise_is_measured_above():
+  assert {factory.__name__ for factory in ELEMENTWISE} <= {*_ELEMENTWISE.split(), 'chain'}
+
+
+@pytest.mark.parametrize('fields', [{}, {'mask': lambda params: jax.tree.map(lambda x: x.ndim > 1, params)}])
+def test_the_settings_of_an_elementwise_factory_may_be_functions_which_are_looked_at(monkeypatch, fields):
+  looked = []
+  monkeypatch.setattr(
+    optimizer, 'is_stackable', lambda build, weights: looked.append(1) or is_stackable(build, weights)
+  )
+  config = Config(optax.chain, Config(optax.scale_by_adam), Config(optax.add_decayed_weights, **fields))
+  made = optimizer.GroupedOptimizer(config, WEIGHTS)
+  assert set(made._groups) == ({'single', 'repeated_2'} if fields else {'all'}) and bool(looked) == bool(fields)

@@ -30,9 +30,9 @@ STACKED_MATRICES = 'matrices'
 MATRIX_ARGUMENTS = ('muon_weight_dimension_numbers', STACKED_MATRICES)
 
 
-def takes_matrices(config: Config, arguments: tuple[str, ...] = MATRIX_ARGUMENTS) -> bool:
-  """Whether a factory takes the axes of matrices, by one of these arguments."""
-  return not config.__signature_info__.parameters.keys().isdisjoint(arguments)
+def takes_matrices(config: Config) -> bool:
+  """Whether a factory takes the axes of matrices."""
+  return not config.__signature_info__.parameters.keys().isdisjoint(MATRIX_ARGUMENTS)
 
 
 def matrix_dims(

@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
@@ -46,7 +46,7 @@ from praxis_lite.common.errors import ConfigError, UserError, first_line
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
-from praxis_lite.training.learning.matrices import MATRIX_ARGUMENTS, STACKED_MATRICES, matrix_dims, takes_matrices
+from praxis_lite.training.learning.matrices import MATRIX_ARGUMENTS, STACKED_MATRICES, matrix_dims
 from praxis_lite.training.learning.matrix_optimizer import MatrixOptimizer
 from praxis_lite.training.learning.moments import compress_moments
 from praxis_lite.training.learning.owners import Splits, is_square_array
@@ -58,6 +58,16 @@ Rate = jax.Array | float
 States = dict[str, object]
 
 _RATE = 'learning_rate'
+
+# Factories that treat each entry of a variable by itself if their arguments are plain. To find this out takes half a
+# second for a language model, so it is said here; `probe.py` confirms it in a test.
+ELEMENTWISE = frozenset(
+  {
+    *(optax.adabelief, optax.adagrad, optax.adam, optax.adamax, optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion),
+    *(optax.radam, optax.rmsprop, optax.sgd, optax.chain, optax.identity, optax.trace),
+    *(optax.scale_by_adam, optax.scale_by_lion, optax.add_decayed_weights, optax.scale, optax.scale_by_learning_rate),
+  }
+)
 
 # For each argument that sets a weight decay, the arguments that take its mask; those of others end with `_mask`.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
@@ -82,6 +92,8 @@ class GroupedOptimizer:
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
     self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
+    # Whether a factory takes `matrices`, so that it treats the layers of a stack separately by itself.
+    self._treats_stacks = any(map(_treats_stacks, nested_configs(config)))
 
   def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
     """Whether this was made from these arguments, or from equal ones."""
@@ -148,7 +160,7 @@ class GroupedOptimizer:
 
   def not_elementwise(self) -> list[str]:
     """Returns the names of the factories in the config whose updates may differ on parts of variables."""
-    if not self._treats_stacks and is_elementwise(self._build, self._weights):
+    if self._is_known_elementwise or (not self._treats_stacks and is_elementwise(self._build, self._weights)):
       return []
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
     if self._treats_stacks and any(depth for _, depth in self._groups.values()):
@@ -225,12 +237,11 @@ class GroupedOptimizer:
   def _is_stackable(self, is_trivial: bool) -> bool:
     if self._treats_stacks:
       return all(is_stackable(build, self._weights) for _, build in self._others())
-    return not is_trivial and is_stackable(self._build, self._weights)
+    return not is_trivial and (self._is_known_elementwise or is_stackable(self._build, self._weights))
 
-  @functools.cached_property
-  def _treats_stacks(self) -> bool:
-    """Whether a factory takes `matrices`, so that it treats the layers of a stack separately by itself."""
-    return any(map(_treats_stacks, nested_configs(self._config)))
+  @property
+  def _is_known_elementwise(self) -> bool:
+    return self._moments == 'float32' and _is_known_elementwise(self._config)
 
   def _check_looks_at_each(self) -> None:
     for name, build in self._factories():
@@ -384,8 +395,25 @@ def is_regularized(weight: WeightHParams) -> bool:
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
+def _is_known_elementwise(config: Config) -> bool:
+  """Whether a config has only factories in `ELEMENTWISE`, with numbers, texts or names as their settings.
+
+  A function, such as a mask or a schedule, may do anything.
+  """
+  plain = bool | int | float | str | None
+  return target(config) in ELEMENTWISE and all(
+    _is_known_elementwise(value) if isinstance(value, Config) else value is REQUIRED or isinstance(value, plain)
+    for value in _flat(config_values(config).values())
+  )
+
+
+def _flat(values: Iterable[object]) -> Iterator[object]:
+  for value in values:
+    yield from _flat(value) if isinstance(value, tuple | list) else (value,)
+
+
 def _treats_stacks(config: Config) -> bool:
-  return takes_matrices(config, (STACKED_MATRICES,))
+  return STACKED_MATRICES in config.__signature_info__.parameters
 
 
 def _is_decay(argument: object) -> bool:
