@@ -291,6 +291,7 @@ class TracedPrograms(NamedTuple):
   Attributes:
     tasks: the task on its mesh.
     partitioned: the task for the batches of the training input.
+    steps: the train steps for all sizes of these batches.
     answers: completes these batches with answers of the model; None if they need none.
     evaluation: the programs of the inputs to evaluate.
     metric_names: the names of the metrics of each of these that are single numbers, by its split.
@@ -298,6 +299,7 @@ class TracedPrograms(NamedTuple):
 
   tasks: TaskOnMesh
   partitioned: PartitionedTask
+  steps: SizedSteps
   answers: AnswerSampling | None
   evaluation: list[EvalProgram]
   metric_names: dict[str, list[str]]
@@ -313,7 +315,7 @@ def trace_programs(
 ) -> TracedPrograms:
   """Traces the train step, and the steps that evaluate and decode inputs; `key` is for all but the first."""
   tasks = TaskOnMesh(jax_task, mesh, taps=taps)
-  partitioned = tasks.taking(inputs.training)
+  partitioned, steps = tasks.taking(inputs.training), tasks.taking_sizes_of(inputs.training)
   answers = tasks.answering(inputs.training, key, partitioned.train_step)
   startup.mark('build')
   partitioned.train_step.trace()
@@ -327,7 +329,7 @@ def trace_programs(
     with prefix_errors(f'decode/{data.label}'):
       tasks.taking(data).decode_step.trace()
   startup.mark('trace')
-  return TracedPrograms(tasks, partitioned, answers, evaluation, metric_names)
+  return TracedPrograms(tasks, partitioned, steps, answers, evaluation, metric_names)
 
 
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:

@@ -6,6 +6,7 @@ so that the devices always have work. Reading them also bounds how far the host 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class TrainLog(Observer):
     rows_after: Callable[[InputState], int] | None = None,
   ):
     settings = partitioned.jax_task.train
-    self._settings = settings
+    self._is_logged = functools.partial(is_logged, interval=settings.log_interval_steps, total=settings.num_train_steps)
     self._console = console
     self._writer = writer
     self._startup = startup
@@ -106,9 +107,7 @@ class TrainLog(Observer):
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
-    self._in_flight.append(
-      _Step(step, out.mean_metrics, out.summaries if is_logged(step, self._settings) else {}, rows)
-    )
+    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}, rows))
     if step == self._first_step + 1:
       jax.block_until_ready(out.weighted_loss)
       self._startup.mark('run')
@@ -133,14 +132,14 @@ class TrainLog(Observer):
       was_skipped = self.skipped.add(step, means)
       for observer in () if was_skipped else self._observers:
         observer.on_metrics(step, means)
-      if is_logged(step, self._settings) or step == self._first_step + 1:
+      if self._is_logged(step) or step == self._first_step + 1:
         metrics, rates = mean_values(means), self._throughput.rates(step)
         metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._observers.figures()}
         if was_skipped:
           self._console.progress(step)
         else:
           self._console.train_step(step, metrics, rates)
-        if is_logged(step, self._settings):
+        if self._is_logged(step):
           self._writer.write(step, 'train', metrics, finish_summaries(jax.device_get(summaries)))
 
 

@@ -127,7 +127,7 @@ class TrainingLoop:
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the step before."""
     partitioned, key = self.job.steps.taking(batch), self.job.keys.train
-    if not is_logged(number, self.job.settings):
+    if not is_logged(number, self.job.settings.log_interval_steps, self.job.settings.num_train_steps):
       partitioned = partitioned.untapped
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):

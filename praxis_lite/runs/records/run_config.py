@@ -20,7 +20,6 @@ from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import kind_of_other, local_path
 from praxis_lite.runs.records.record import has_record
-from praxis_lite.training.task import TrainParams
 
 
 class RunKeys(NamedTuple):
@@ -73,9 +72,9 @@ def is_due(step: int, interval: int | None) -> bool:
   return interval is not None and step > 0 and step % interval == 0
 
 
-def is_logged(step: int, settings: TrainParams) -> bool:
+def is_logged(step: int, interval: int, total: int) -> bool:
   """Whether the metrics of a step are written: by `log_interval_steps`, and those of the first and the last step."""
-  return step % settings.log_interval_steps == 0 or step in (1, settings.num_train_steps)
+  return step % interval == 0 or step in (1, total)
 
 
 @contextlib.contextmanager
