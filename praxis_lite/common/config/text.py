@@ -231,7 +231,8 @@ def _changes(
   if not defaults.keys() <= set(keys):  # Without an entry of the default, the other entries are changes too.
     defaults = {}
   for key, child in children or ():
-    if key not in defaults or [*_entries(child, '')] != [*_entries(defaults[key], '')]:
+    is_looked_into = type(defaults.get(key)) is type(child) and _child_values(child) is not None
+    if is_looked_into or key not in defaults or [*_entries(child, '')] != [*_entries(defaults[key], '')]:
       yield from _changes(child, child_path(path, key), False, defaults.get(key), key in defaults)
 
 
