@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.positions import RotaryPositions
@@ -33,13 +32,6 @@ class PartialRotaryPositions(RotaryPositions):
   @property
   def _turned(self) -> int:
     return int(self.dims * self.share)
-
-  @property
-  def rates_h(self) -> np.ndarray:
-    """The angle of each pair of dims at position 1, [h] float64."""
-    half = self._turned // 2
-    rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
-    return rates_h if self.scaling is None else self.scaling(rates_h)
 
   def __call__(self, x_BTNH: jax.Array, pos_BT: jax.Array | None = None) -> jax.Array:
     """Returns `x_BTNH` with its first dims rotated; see `RotaryPositions`."""

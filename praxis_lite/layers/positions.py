@@ -277,9 +277,14 @@ class RotaryPositions(Layer):
     )
 
   @property
+  def _turned(self) -> int:
+    """How many dims of a head are rotated."""
+    return self.dims
+
+  @property
   def rates_h(self) -> np.ndarray:
-    """The angle of each pair of dims at position 1, [H / 2] float64."""
-    half = self.dims // 2
+    """The angle of each pair of dims at position 1, [h] float64."""
+    half = self._turned // 2
     rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
     return rates_h if self.scaling is None else self.scaling(rates_h)
 

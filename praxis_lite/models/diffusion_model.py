@@ -23,7 +23,7 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, prediction_target, sample
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.labels import IdLimit, check_labels
+from praxis_lite.models.labels import IdLimit, check_images, check_labels
 from praxis_lite.models.padding import make_padding_finite
 
 
@@ -85,13 +85,7 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if images are missing or have another size, or a label is not a class."""
-    expected = (*self.image_size, self.network.image_channels)
-    shape = np.shape(batch.get(self.input_name, 0))
-    if shape[1:] != expected:
-      raise ConfigError(
-        f'{data.label}: expected images [B, {", ".join(map(str, expected))}] in {self.input_name!r}, which '
-        f'task.model.input_name names, got {list(shape) if self.input_name in batch else f"only {list(batch)}"}'
-      )
+    check_images(data, batch, self.input_name, (*self.image_size, self.network.image_channels))
     if self.network.num_classes and 'label' not in batch:
       raise ConfigError(f"{data.label}: no 'label', but task.model.network.num_classes is {self.network.num_classes}")
     if self.network.num_classes:

@@ -93,3 +93,13 @@ def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> 
   if weights.shape != labels.shape[: weights.ndim]:
     return np.ones(())
   return weights.reshape(weights.shape + (1,) * (labels.ndim - weights.ndim))
+
+
+def check_images(data: BaseInput, batch: NestedDict, name: str, expected: tuple[int, ...]) -> None:
+  """Raises a `ConfigError` if the images of a batch, named by `input_name`, are missing or not [B, *expected]."""
+  shape = np.shape(batch.get(name, 0))
+  if shape[1:] != expected:
+    raise ConfigError(
+      f'{data.label}: expected images [B, {", ".join(map(str, expected))}] in {name!r}, which task.model.input_name '
+      f'names, got {list(shape) if name in batch else f"only {list(batch)}"}'
+    )

@@ -9,7 +9,6 @@ from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import Config, child, template
@@ -27,6 +26,7 @@ from praxis_lite.layers.masked_patches import (
 )
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.labels import check_images
 from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.vision_configs import VisionSizes, vision_transformer
 from praxis_lite.sharding.weights import WeightInit
@@ -83,13 +83,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if images are missing or have another size."""
-    expected = (*self.network.image_size, self.network.channels)
-    shape = np.shape(batch.get(self.input_name, 0))
-    if shape[1:] != expected:
-      raise ConfigError(
-        f'{data.label}: expected images [B, {", ".join(map(str, expected))}] in {self.input_name!r}, which '
-        f'task.model.input_name names, got {list(shape) if self.input_name in batch else f"only {list(batch)}"}'
-      )
+    check_images(data, batch, self.input_name, (*self.network.image_size, self.network.channels))
 
   def compute_predictions(self, batch: NestedDict) -> PatchPredictions:
     """Returns the predictions of the patches; each row hides its own."""

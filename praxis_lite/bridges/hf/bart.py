@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
@@ -17,7 +17,40 @@ from praxis_lite.layers import FeedForward, LearnedPositions, SharedEmbeddingSof
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
+STACKS = ('encoder', 'decoder')
 _FIRST_POSITION = 2  # The first vectors of the tables of positions are not used.
+
+
+def sizes_of_stacks(hf: HfConfig) -> dict[str, Any]:
+  """Returns the sizes of an encoder and a decoder of equal blocks, which share an embedding with the softmax."""
+  hf.must_be('is_encoder_decoder', True)
+  hf.must_be('tie_word_embeddings', True)
+  for name in ('attention_heads', 'ffn_dim'):
+    hf.must_be(f'decoder_{name}', hf[f'encoder_{name}'])
+  return {
+    'vocab_size': hf.size('vocab_size'),
+    'model_dims': hf.size('d_model'),
+    'num_layers': hf.size('decoder_layers', most=MOST_LAYERS),
+    'num_encoder_layers': hf.size('encoder_layers', most=MOST_LAYERS),
+    'num_heads': hf.size('encoder_attention_heads'),
+    'hidden_dims': hf.size('encoder_ffn_dim'),
+    'activation': hf.activation('activation_function'),
+  }
+
+
+def values_of_stacks(lm: TransformerEncoderDecoder, ff: FeedForward) -> Values:
+  """The inverse of `sizes_of_stacks`; `ff` is the feed-forward layer of each block."""
+  return {
+    'is_encoder_decoder': True,
+    'vocab_size': lm.vocab_size,
+    'd_model': lm.model_dims,
+    'encoder_layers': len(blocks_of_stack(lm.encoder)),
+    'decoder_layers': len(blocks_of_stack(lm.decoder)),
+    **{f'{stack}_attention_heads': blocks_of_stack(lm.encoder)[0].attention.num_heads for stack in STACKS},
+    **{f'{stack}_ffn_dim': ff.hidden_dims for stack in STACKS},
+    'activation_function': activation_name(ff.activation, f'{ff.path_name}.activation'),
+    'tie_word_embeddings': True,
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +65,10 @@ class Bart(Family):
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
-    hf.must_be('is_encoder_decoder', True)
-    hf.must_be('tie_word_embeddings', True)
     for name in ('normalize_before', 'add_final_layer_norm', 'static_position_embeddings', 'extra_pos_embeddings'):
       # Of old files, which say so of the models that were trained; others are of other families.
       hf.must_be(name, None, _FIRST_POSITION if name == 'extra_pos_embeddings' else False)
-    for name in ('attention_heads', 'ffn_dim'):
-      hf.must_be(f'decoder_{name}', hf[f'encoder_{name}'])
-    model = encoder_decoder(
-      style='bart',
-      vocab_size=hf.size('vocab_size'),
-      model_dims=hf.size('d_model'),
-      num_layers=hf.size('decoder_layers', most=MOST_LAYERS),
-      num_encoder_layers=hf.size('encoder_layers', most=MOST_LAYERS),
-      num_heads=hf.size('encoder_attention_heads'),
-      hidden_dims=hf.size('encoder_ffn_dim'),
-      activation=hf.activation('activation_function'),
-      max_len=hf.size('max_position_embeddings'),
-    )
+    model = encoder_decoder(style='bart', max_len=hf.size('max_position_embeddings'), **sizes_of_stacks(hf))
     model.lm_tpl.softmax_tpl.scale_sqrt_depth = bool(hf['scale_embedding'])
     model.packed = False
     model.start_id, model.source_end_id = hf['decoder_start_token_id'], hf['eos_token_id']
@@ -72,17 +91,9 @@ class Bart(Family):
         'and heads whose dims are model_dims / num_heads, with logits divided by their square root'
       )
     return {
-      'is_encoder_decoder': True,
-      'vocab_size': lm.vocab_size,
-      'd_model': lm.model_dims,
-      'encoder_layers': len(blocks_of_stack(lm.encoder)),
-      'decoder_layers': len(blocks_of_stack(lm.decoder)),
-      **{f'{stack}_attention_heads': attention.num_heads for stack in ('encoder', 'decoder')},
-      **{f'{stack}_ffn_dim': ff.hidden_dims for stack in ('encoder', 'decoder')},
-      'activation_function': activation_name(ff.activation, f'{ff.path_name}.activation'),
+      **values_of_stacks(lm, ff),
       'max_position_embeddings': position.max_len - _FIRST_POSITION,
       'scale_embedding': softmax.scale_sqrt_depth,
-      'tie_word_embeddings': True,
     }
 
   def more_values(self, model: BaseModel) -> Values:
@@ -93,7 +104,7 @@ class Bart(Family):
 
   def table(self, tied: bool) -> list[Pair]:
     pairs = [Pair(f'{self.prefix}shared.weight', 'softmax.w'), Pair('final_logits_bias', 'softmax.b', 'V -> . V')]
-    for stack in ('encoder', 'decoder'):
+    for stack in STACKS:
       theirs = f'{self.prefix}{stack}.'
       pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
       pairs += norm_pairs(f'{theirs}layernorm_embedding', f'{stack}_embedding_norm')

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.family import Values, WholeModelFamily
+from praxis_lite.bridges.hf.family import Values
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, count_classes
 from praxis_lite.bridges.hf.layer_pairs import linear_pairs, norm_pairs
-from praxis_lite.bridges.hf.resnet import stage_sizes
+from praxis_lite.bridges.hf.resnet import ImageClassifierFamily, stage_sizes
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.bridges.hf.vit import patch_pairs
 from praxis_lite.common.config import Config
@@ -18,23 +18,14 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import ConvNeXt
 from praxis_lite.layers.base import Layer
-from praxis_lite.models import BaseModel, ClassificationModel, convnext_classifier
+from praxis_lite.models import ClassificationModel, convnext_classifier
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvNeXtFamily(WholeModelFamily):
+class ConvNeXtFamily(ImageClassifierFamily):
   """A classifier of images with a ConvNeXt."""
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = ClassificationModel
-  table_path: ClassVar[str] = ''
-  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
-
-  def network_in(self, model: BaseModel) -> Layer | None:
-    return model if isinstance(getattr(model, 'network', None), ConvNeXt) else None
-
-  @property
-  def architectures(self) -> tuple[str, ...]:
-    return (self.architecture,)
+  backbone: ClassVar[type[Layer]] = ConvNeXt
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)

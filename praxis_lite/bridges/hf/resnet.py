@@ -20,19 +20,25 @@ from praxis_lite.models import BaseModel, ClassificationModel, resnet_classifier
 
 
 @dataclasses.dataclass(frozen=True)
-class _ResidualFamily(WholeModelFamily):
-  """A classifier of images with a residual network."""
+class ImageClassifierFamily(WholeModelFamily):
+  """A classifier of images with a convolutional network."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = ClassificationModel
   table_path: ClassVar[str] = ''
   own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+  backbone: ClassVar[type[Layer]] = ResNet
 
   def network_in(self, model: BaseModel) -> Layer | None:
-    return model if isinstance(getattr(model, 'network', None), ResNet) else None
+    return model if isinstance(getattr(model, 'network', None), self.backbone) else None
 
   @property
   def architectures(self) -> tuple[str, ...]:
     return (self.architecture,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ResidualFamily(ImageClassifierFamily):
+  """A classifier of images with a residual network."""
 
   def sizes(self, hf: HfConfig) -> dict[str, Any]:
     """Returns the arguments of `resnet_classifier` that both kinds have; checks what both have."""

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from praxis_lite.bridges.hf.bart import STACKS, sizes_of_stacks, values_of_stacks
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
-from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.layer_pairs import norm_pairs, stack_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -29,22 +30,12 @@ class Whisper(Family):
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
-    hf.must_be('is_encoder_decoder', True)
-    hf.must_be('tie_word_embeddings', True)
     hf.must_be('scale_embedding', False)
-    for name in ('attention_heads', 'ffn_dim'):
-      hf.must_be(f'decoder_{name}', hf[f'encoder_{name}'])
     model = whisper(
-      vocab_size=hf.size('vocab_size'),
-      model_dims=hf.size('d_model'),
-      num_layers=hf.size('decoder_layers', most=MOST_LAYERS),
-      num_encoder_layers=hf.size('encoder_layers', most=MOST_LAYERS),
-      num_heads=hf.size('encoder_attention_heads'),
-      hidden_dims=hf.size('encoder_ffn_dim'),
+      **sizes_of_stacks(hf),
       num_mels=hf.size('num_mel_bins'),
       max_len=hf.size('max_target_positions'),
       max_source_len=hf.size('max_source_positions'),
-      activation=hf.activation('activation_function'),
       start_id=hf['decoder_start_token_id'],
     )
     hf.check_ids('decoder_start_token_id', model.start_id)
@@ -68,19 +59,11 @@ class Whisper(Family):
         'model_dims / num_heads'
       )
     return {
-      'is_encoder_decoder': True,
-      'vocab_size': lm.vocab_size,
-      'd_model': lm.model_dims,
+      **values_of_stacks(lm, ff),
       'num_mel_bins': lm.num_mels,
-      'encoder_layers': len(blocks_of_stack(lm.encoder)),
-      'decoder_layers': len(blocks_of_stack(lm.decoder)),
-      **{f'{stack}_attention_heads': attention.num_heads for stack in ('encoder', 'decoder')},
-      **{f'{stack}_ffn_dim': ff.hidden_dims for stack in ('encoder', 'decoder')},
-      'activation_function': activation_name(ff.activation, f'{ff.path_name}.activation'),
       'max_source_positions': source.max_len,
       'max_target_positions': target.max_len,
       'scale_embedding': False,
-      'tie_word_embeddings': True,
     }
 
   def more_values(self, model: BaseModel) -> Values:
@@ -99,7 +82,7 @@ class Whisper(Family):
     for number in (0, 1):
       theirs, ours = f'{self.prefix}encoder.conv{number + 1}', f'stem.conv_{number}'
       pairs += [Pair(f'{theirs}.weight', f'{ours}.w', 'h w C O -> O C (h w)'), Pair(f'{theirs}.bias', f'{ours}.b')]
-    for stack in ('encoder', 'decoder'):
+    for stack in STACKS:
       theirs = f'{self.prefix}{stack}.'
       pairs.append(Pair(f'{theirs}embed_positions.weight', f'{stack}_position.w'))
       pairs += norm_pairs(f'{theirs}layer_norm', f'{stack}_norm')

@@ -50,11 +50,11 @@ def make_matrix_optimizer(
   placement: str,
   traffic: Traffic,
   learning_rate: jax.Array | float,
-  weight_decay: float,
-  weight_decay_mask: Any,
-  adam: optax.GradientTransformation,
+  matrix_decay: float,
+  matrix_decay_mask: Any,
+  **adam: Any,
 ) -> MatrixOptimizer:
-  """Returns an optimizer that updates matrices by a transformation, and all other variables by `adam`.
+  """Returns an optimizer that updates matrices by a transformation, and all other variables by AdamW.
 
   Args:
     transformation: the direction in which matrices are changed, without a learning rate.
@@ -62,8 +62,9 @@ def make_matrix_optimizer(
     matrices: which dimensions of a variable are the rows and columns of a matrix. None takes each variable of rank 2.
     placement: where a matrix is computed; see `muon`.
     traffic: what the transformation sends and computes for each matrix.
-    learning_rate, weight_decay, weight_decay_mask: of the matrices.
-    adam: of the other variables, with its learning rate.
+    learning_rate: of all variables.
+    matrix_decay, matrix_decay_mask: weight decay of the matrices, and its mask.
+    **adam: further arguments of `optax.adamw`.
 
   Raises:
     ConfigError: `placement` is not one of `PLACEMENTS`.
@@ -78,10 +79,10 @@ def make_matrix_optimizer(
 
   of_matrices = optax.chain(
     transformation,
-    optax.add_decayed_weights(weight_decay, weight_decay_mask),
+    optax.add_decayed_weights(matrix_decay, matrix_decay_mask),
     optax.scale_by_learning_rate(learning_rate),
   )
-  made = MatrixOptimizer(*optax.partition({name: of_matrices, 'adam': adam}, labels))
+  made = MatrixOptimizer(*optax.partition({name: of_matrices, 'adam': optax.adamw(learning_rate, **adam)}, labels))
   made.name = name
   made.exchanges = lambda params, splits: plan_exchanges(find_matrices(params), splits, placement, traffic)
   made.square_specs = lambda params, splits: square_specs(dims := find_matrices(params), splits, placement, dims)

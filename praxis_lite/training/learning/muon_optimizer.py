@@ -111,15 +111,6 @@ def muon(
       count, mu
     )
 
-  of_others = optax.adamw(
-    learning_rate,
-    b1=adam_b1,
-    b2=adam_b2,
-    eps=eps,
-    weight_decay=adam_weight_decay,
-    mask=adam_weight_decay_mask,
-    nesterov=nesterov,
-  )
   return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),
     'muon',
@@ -129,7 +120,8 @@ def muon(
     learning_rate,
     weight_decay,
     weight_decay_mask,
-    of_others,
+    **{'b1': adam_b1, 'b2': adam_b2, 'eps': eps, 'weight_decay': adam_weight_decay, 'mask': adam_weight_decay_mask},
+    nesterov=nesterov,
   )
 
 

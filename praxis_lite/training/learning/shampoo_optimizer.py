@@ -159,9 +159,7 @@ def shampoo(
     learning_rate,
     weight_decay,
     weight_decay_mask,
-    optax.adamw(
-      learning_rate, b1=adam_b1, b2=adam_b2, eps=eps, weight_decay=adam_weight_decay, mask=adam_weight_decay_mask
-    ),
+    **{'b1': adam_b1, 'b2': adam_b2, 'eps': eps, 'weight_decay': adam_weight_decay, 'mask': adam_weight_decay_mask},
   )
 
 
