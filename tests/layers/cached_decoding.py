@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-from one_program import apply
 
 B, T, D = 2, 23, 12
 LENGTHS = np.array([7, 13])  # Of the prompts, padded to PROMPT.
@@ -37,5 +36,5 @@ def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
 
 
 def expected(layer, variables, x, **fields):
-  y, _ = apply(layer, variables, x, **fields)
+  y, _ = layer.apply(variables, x, **fields)
   return np.where(np.arange(T)[:, None] < (LENGTHS + STEPS)[:, None, None], y, 0)

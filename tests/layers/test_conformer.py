@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
-from one_program import apply
 from padded_layers import place_variables, step_on_mesh
 from small_layers import conformer_encoder
 
@@ -55,7 +54,7 @@ def test_a_depthwise_convolution_is_its_formula(width, causal):
     for w in range(width):
       if 0 <= t + w - before < T:
         expected[:, t] += X[:, t + w - before] * variables['w'][w]
-  np.testing.assert_allclose(apply(layer, variables, X)[0], expected, atol=1e-5)
+  np.testing.assert_allclose(layer.apply(variables, X)[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('frames', [1, 2, 7, 8, 11])
@@ -71,13 +70,13 @@ def test_subsampling_is_its_formula(frames):
         x[:, t, m] = np.einsum('bhwc,hwco->bo', padded[:, 2 * t : 2 * t + 3, 2 * m : 2 * m + 3], of['w']) + of['b']
     x = np.maximum(x, 0)
   expected = x.reshape(B, x.shape[1], -1) @ variables['proj']['w'] + variables['proj']['b']
-  found, paddings = apply(layer, variables, FEATURES[:, :frames])[0]
+  found, paddings = layer.apply(variables, FEATURES[:, :frames])[0]
   assert paddings is None and found.shape[1] == math.ceil(frames / 4)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def sublayer(layer, variables, name, x):
-  return np.asarray(apply(getattr(layer, name), variables[name], x)[0])
+  return np.asarray(getattr(layer, name).apply(variables[name], x)[0])
 
 
 def test_a_block_is_its_formula():
@@ -94,7 +93,7 @@ def test_a_block_is_its_formula():
   y = standardize(y, of['norm'])
   x = x + (y / (1 + np.exp(-y))) @ of['down']['w'] + of['down']['b']
   x = x + 0.5 * sublayer(layer, v, 'ff_out', standardize(x, v['ff_out_norm']).astype(np.float32))
-  np.testing.assert_allclose(apply(layer, v, X)[0], standardize(x, v['final_norm']), atol=1e-4)
+  np.testing.assert_allclose(layer.apply(v, X)[0], standardize(x, v['final_norm']), atol=1e-4)
 
 
 FORMS = {
@@ -126,30 +125,30 @@ def test_padded_rows_have_the_states_of_their_frames_alone(form):
   """Also of one frame, and whatever the padding holds; evaluated, because a batch norm sees other rows in training."""
   layer, variables = built(form)
   noisy = np.where(PADDINGS[..., None], np.nan, FEATURES)
-  (found, paddings), _ = apply(layer, variables, noisy, PADDINGS, do_eval=True)
+  (found, paddings), _ = layer.apply(variables, noisy, PADDINGS, do_eval=True)
   for row, length in enumerate(LENGTHS):
     count = math.ceil(length / 4)
     assert np.asarray(paddings)[row].tolist() == [False] * count + [True] * (3 - count)
-    (alone, none), _ = apply(layer, variables, FEATURES[row : row + 1, :length], do_eval=True)
+    (alone, none), _ = layer.apply(variables, FEATURES[row : row + 1, :length], do_eval=True)
     assert none is None
     np.testing.assert_allclose(found[row, :count], alone[0], atol=2e-5)
 
 
 def test_a_batch_norm_counts_no_padding():
   layer, variables = make(ConvolutionModule, input_dims=D, kernel_size=1)
-  short, side = apply(layer, variables, X[:, :4])
+  short, side = layer.apply(variables, X[:, :4])
   padded = np.concatenate([X[:, :4], np.full((B, 3, D), 50, np.float32)], axis=1)
-  long, with_padding = apply(layer, variables, padded, np.arange(7)[None] >= np.array([[4]] * B))
+  long, with_padding = layer.apply(variables, padded, np.arange(7)[None] >= np.array([[4]] * B))
   np.testing.assert_allclose(long[:, :4], short, atol=1e-5)
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), side.updates, with_padding.updates)
 
 
 def test_causal_states_depend_on_no_later_frame():
   layer, variables = built('causal')
-  (known, _), _ = apply(layer, variables, FEATURES, do_eval=True)
+  (known, _), _ = layer.apply(variables, FEATURES, do_eval=True)
   changed = FEATURES.copy()
   changed[:, 5:] += 1
-  (new, _), _ = apply(layer, variables, changed, do_eval=True)
+  (new, _), _ = layer.apply(variables, changed, do_eval=True)
   differs = (np.abs(np.asarray(new) - np.asarray(known)) > 1e-6).any((0, 2))
   assert differs.tolist() == [False, False, True]
 
@@ -162,7 +161,7 @@ def test_local_attention_sees_its_window():
   variables = drawn_variables(layer.abstract_init())
   changed = X.copy()
   changed[:, 3] += np.arange(D)
-  known, new = (np.asarray(apply(layer, variables, x, do_eval=True)[0]) for x in (X, changed))
+  known, new = (np.asarray(layer.apply(variables, x, do_eval=True)[0]) for x in (X, changed))
   assert np.flatnonzero((np.abs(new - known) > 1e-6).any((0, 2))).tolist() == [2, 3, 4]
 
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -136,7 +135,7 @@ def test_dit_is_its_formulas():
   config = Config(DiffusionTransformer, image_channels=2, model_dims=8, num_layers=2, num_heads=2, num_classes=3)
   layer = config.instantiate()
   v, x, t, classes = drawn(layer), normal(2, 4, 6, 2), np.array([0.2, 0.9], np.float32), np.array([3, 1], np.int32)
-  y, _ = apply(layer, v, x, t, classes)
+  y, _ = layer.apply(v, x, t, classes)
   quarter = 10_000.0 ** (-np.arange(2) / 2)
   rates = np.exp(-np.log(10_000) * np.arange(128) / 128)
   for row in range(2):
@@ -158,9 +157,9 @@ def test_dit_is_its_formulas():
 def test_new_blocks_change_nothing_and_a_new_network_predicts_zero():
   block = Config(ModulatedBlock, input_dims=8, hidden_dims=9, num_heads=2).instantiate()
   x = normal(2, 3, 8)
-  np.testing.assert_array_equal(apply(block, block.init(jax.random.key(0)), x, normal(2, 8))[0], x)
+  np.testing.assert_array_equal(block.apply(block.init(jax.random.key(0)), x, normal(2, 8))[0], x)
   network = Config(DiffusionTransformer, image_channels=1, model_dims=8, num_layers=1, num_heads=2).instantiate()
-  y, _ = apply(network, network.init(jax.random.key(0)), normal(1, 2, 4, 1), np.zeros(1, np.float32))
+  y, _ = network.apply(network.init(jax.random.key(0)), normal(1, 2, 4, 1), np.zeros(1, np.float32))
   np.testing.assert_array_equal(y, np.zeros((1, 2, 4, 1)))
 
 

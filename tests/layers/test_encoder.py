@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -49,7 +48,7 @@ def norm(x, of):
 @pytest.mark.parametrize('style', STYLES)
 def test_it_is_its_formula(style):
   layer, variables = make(style)
-  found, _ = apply(layer, variables, IDS, token_type_ids=TYPES)
+  found, _ = layer.apply(variables, IDS, token_type_ids=TYPES)
   x = variables['embedding']['w'][IDS] + variables['position']['w'][:T] + variables['token_type']['w'][TYPES]
   if style == 'bert':
     x = norm(x, variables['embedding_norm'])
@@ -68,11 +67,11 @@ def test_it_is_its_formula(style):
 
 def test_tokens_attend_in_both_directions_and_not_to_padding():
   layer, variables = make()
-  known, _ = apply(layer, variables, IDS, segment_ids=SEGMENTS, segment_pos=POSITIONS)
+  known, _ = layer.apply(variables, IDS, segment_ids=SEGMENTS, segment_pos=POSITIONS)
   for row, at, changed in ((0, 4, {2, 3, 4}), (1, 0, {0, 1}), (2, 6, set(range(7))), (0, 6, set())):
     other = IDS.copy()
     other[row, at] = (other[row, at] + 1) % V
-    new, _ = apply(layer, variables, other, segment_ids=SEGMENTS, segment_pos=POSITIONS)
+    new, _ = layer.apply(variables, other, segment_ids=SEGMENTS, segment_pos=POSITIONS)
     differs = (np.abs(np.asarray(new) - np.asarray(known)).max(-1) > 1e-6) & (SEGMENTS > 0)
     assert {(row, place) for place in changed} == {(r, t) for r, t in np.argwhere(differs)}
 
@@ -80,11 +79,11 @@ def test_tokens_attend_in_both_directions_and_not_to_padding():
 @pytest.mark.slow
 def test_packed_rows_have_the_states_of_their_segments_alone():
   layer, variables = make()
-  packed, _ = apply(layer, variables, IDS, segment_ids=SEGMENTS, segment_pos=POSITIONS, token_type_ids=TYPES)
+  packed, _ = layer.apply(variables, IDS, segment_ids=SEGMENTS, segment_pos=POSITIONS, token_type_ids=TYPES)
   for row in range(B):
     for segment in range(1, SEGMENTS[row].max() + 1):
       of = SEGMENTS[row] == segment
-      alone, _ = apply(layer, variables, IDS[row : row + 1, of], token_type_ids=TYPES[row : row + 1, of])
+      alone, _ = layer.apply(variables, IDS[row : row + 1, of], token_type_ids=TYPES[row : row + 1, of])
       np.testing.assert_allclose(np.asarray(packed)[row, of], alone[0], atol=1e-5)
 
 
@@ -92,17 +91,17 @@ def test_layers_apart_compute_what_a_scan_over_them_computes():
   layer, variables = config(repeat=False).instantiate(), make()[1]
   below = variables['transformer']['layers']
   apart = {**variables, 'transformer': {f'layers_{i}': jax.tree.map(lambda w, i=i: w[i], below) for i in range(2)}}
-  expected, _ = apply(make()[0], variables, IDS, segment_ids=SEGMENTS)
-  found, _ = apply(layer, apart, IDS, segment_ids=SEGMENTS)
+  expected, _ = make()[0].apply(variables, IDS, segment_ids=SEGMENTS)
+  found, _ = layer.apply(apart, IDS, segment_ids=SEGMENTS)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_positions_may_begin_later_in_their_table():
   layer, variables = config().set(first_position=2).instantiate(), make()[1]
   assert layer.max_positions == 7
-  found, _ = apply(layer, variables, IDS)
+  found, _ = layer.apply(variables, IDS)
   rolled = {**variables, 'position': {'w': np.roll(variables['position']['w'], -2, axis=0)}}
-  expected, _ = apply(make()[0], rolled, IDS)
+  expected, _ = make()[0].apply(rolled, IDS)
   np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -113,7 +112,7 @@ def test_experts_know_the_padding():
   layer = p.instantiate()
   variables = drawn_variables(layer.abstract_init())
   first, other = (
-    np.asarray(apply(layer, variables, np.where(SEGMENTS > 0, IDS, fill), segment_ids=SEGMENTS)[0]) for fill in (0, 5)
+    np.asarray(layer.apply(variables, np.where(SEGMENTS > 0, IDS, fill), segment_ids=SEGMENTS)[0]) for fill in (0, 5)
   )
   np.testing.assert_array_equal(first[SEGMENTS > 0], other[SEGMENTS > 0])
 
@@ -137,7 +136,7 @@ def test_a_transform_is_its_formula():
     y = f(x.astype(np.float32) @ variables['linear']['w'] + variables['linear']['b'])
     y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6)
     expected = y * variables['norm']['scale'] + variables['norm']['bias']
-    np.testing.assert_allclose(apply(layer, variables, x.astype(np.float32))[0], expected, atol=1e-5)
+    np.testing.assert_allclose(layer.apply(variables, x.astype(np.float32))[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('first, room', [(0, ': 5'), (2, ': 5, less first_position = 2,')])
@@ -157,13 +156,13 @@ def test_mistakes_are_named():
     Config(HeadTransform, dims=D, activation='softer').instantiate()
   unknown, _ = make()[0].apply(make()[1], np.full((1, 2), V, np.int32))
   assert np.isnan(unknown).all()  # As of an embedding alone.
-  assert jnp.isfinite(apply(make()[0], make()[1], IDS, segment_ids=np.zeros_like(SEGMENTS))[0]).all()
+  assert jnp.isfinite(make()[0].apply(make()[1], IDS, segment_ids=np.zeros_like(SEGMENTS))[0]).all()
 
 
 def test_token_types_without_a_table_have_no_effect():
   layer = config(num_token_types=0).instantiate()
   variables = drawn_variables(layer.abstract_init())
   assert 'token_type' not in variables
-  found, expected = apply(layer, variables, IDS, token_type_ids=TYPES)[0], apply(layer, variables, IDS)[0]
+  found, expected = layer.apply(variables, IDS, token_type_ids=TYPES)[0], layer.apply(variables, IDS)[0]
   np.testing.assert_array_equal(found, expected)
   assert isinstance(make()[0].token_type, Embedding) and isinstance(make()[0].position, LearnedPositions)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -105,10 +104,10 @@ def test_kept_keys_and_values_give_what_one_pass_gives(fields, tolerance):
   layer = cross(**fields)
   variables, x, source = drawn_variables(layer.abstract_init()), normal(B, T, D), normal(B, S, D, seed=2)
   paddings = np.where(SOURCES > 0, 1, 0).astype(np.int32)
-  expected, _ = apply(layer, variables, x, source, kv_segment_ids=paddings)
-  _, side = apply(layer, variables, source, paddings, method='read_source')
-  found, after = apply(
-    layer, variables, x, np.zeros((B, T), np.int32), decode_state=side.decode_state, method='attend_to_source'
+  expected, _ = layer.apply(variables, x, source, kv_segment_ids=paddings)
+  _, side = layer.apply(variables, source, paddings, method='read_source')
+  found, after = layer.apply(
+    variables, x, np.zeros((B, T), np.int32), decode_state=side.decode_state, method='attend_to_source'
   )
   np.testing.assert_allclose(found, expected, atol=tolerance)
   jax.tree.map(np.testing.assert_array_equal, after.decode_state, side.decode_state)
@@ -172,15 +171,15 @@ def test_all_blocks_of_a_stack_share_a_bias_of_offsets():
     below = variables[stack]['layers']
     for i in range(3 if stack == 'encoder' else 2):
       of_block = jax.tree.map(lambda w, i=i: w[i], below)
-      x, _ = apply(getattr(layer, stack).layers, of_block, x, logit_bias=bias_NTT[None], **more)
+      x, _ = getattr(layer, stack).layers.apply(of_block, x, logit_bias=bias_NTT[None], **more)
     if stack == 'encoder':
       embedded = normal(B, T, D)
-      found, _ = apply(layer.encoder, variables['encoder'], embedded, logit_bias=bias_NTT[None])
+      found, _ = layer.encoder.apply(variables['encoder'], embedded, logit_bias=bias_NTT[None])
       np.testing.assert_allclose(found, x, atol=1e-5)
       ids = tokens(B, T)
       table = np.asarray(variables['softmax']['w'])
-      by_hand, _ = apply(layer.encoder, variables['encoder'], table[ids], logit_bias=bias_NTT[None])
-      encoded, _ = apply(layer, variables, ids, method='encode')
+      by_hand, _ = layer.encoder.apply(variables['encoder'], table[ids], logit_bias=bias_NTT[None])
+      encoded, _ = layer.apply(variables, ids, method='encode')
       np.testing.assert_allclose(encoded, rms(np.asarray(by_hand), variables['encoder_norm']), atol=2e-5)
 
 
@@ -252,8 +251,7 @@ def test_packed_rows_have_the_logits_of_their_segments_alone(kind):
   layer = model(**POSITIONS[kind]).instantiate()
   variables = drawn_variables(layer.abstract_init())
   sources, ids = tokens(B, S), tokens(B, T, seed=4)
-  packed, _ = apply(
-    layer,
+  packed, _ = layer.apply(
     variables,
     sources,
     ids,
@@ -264,7 +262,7 @@ def test_packed_rows_have_the_logits_of_their_segments_alone(kind):
     method='logits',
   )
   (alone_sources, of_sources), (alone, of_targets) = apart(sources, SOURCES, S), apart(ids, TARGETS, T)
-  found, _ = apply(layer, variables, alone_sources, alone, source_segment_ids=of_sources, method='logits')
+  found, _ = layer.apply(variables, alone_sources, alone, source_segment_ids=of_sources, method='logits')
   expected = np.concatenate(
     [np.asarray(packed)[b, TARGETS[b] == s] for b in range(B) for s in range(1, TARGETS[b].max() + 1)]
   )
@@ -279,7 +277,7 @@ def test_token_by_token_gives_the_logits_of_one_pass(kind, num_layers):
   layer = config.instantiate()
   variables = drawn_variables(layer.abstract_init())
   sources, ids, of_sources = tokens(B, S), tokens(B, T, seed=4), (SOURCES > 0).astype(np.int32)
-  expected, _ = apply(layer, variables, sources, ids, source_segment_ids=of_sources, method='logits')
+  expected, _ = layer.apply(variables, sources, ids, source_segment_ids=of_sources, method='logits')
   _, side = layer.apply(variables, sources, of_sources, T, method='init_decode_state')
   lengths, state = np.array([3, 1, 2]), side.decode_state
 
@@ -307,12 +305,12 @@ def test_layers_apart_compute_what_a_scan_over_them_computes():
     below = variables[stack]['layers']
     variables[stack] = {f'layers_{i}': jax.tree.map(lambda w, i=i: w[i], below) for i in range(count)}
   arguments = tokens(B, S), tokens(B, T), tokens(B, T, seed=2)
-  expected, _ = apply(model().instantiate(), drawn(), *arguments)
-  found, _ = apply(layer, variables, *arguments)
+  expected, _ = model().instantiate().apply(drawn(), *arguments)
+  found, _ = layer.apply(variables, *arguments)
   np.testing.assert_allclose(found.xent, expected.xent, atol=1e-5)
   _, side = layer.apply(variables, arguments[0], None, T, method='init_decode_state')
   first = arguments[1][:, :1], np.zeros((B, 1), np.int32), np.zeros(B, np.int32)
-  logits, _ = apply(layer, variables, *first, decode_state=side.decode_state, method='extend_step')
+  logits, _ = layer.apply(variables, *first, decode_state=side.decode_state, method='extend_step')
   np.testing.assert_allclose(logits, expected.logits[:, 0], atol=1e-5)
 
 
@@ -332,8 +330,8 @@ def test_tables_are_shared_or_separate():
 
 def test_t5_divides_logits_by_the_square_root_of_the_dims():
   arguments = tokens(B, S), tokens(B, T)
-  whole, _ = apply(model().instantiate(), drawn(), *arguments, method='logits')
-  scaled, _ = apply(model(scale_output_sqrt_depth=True).instantiate(), drawn(), *arguments, method='logits')
+  whole, _ = model().instantiate().apply(drawn(), *arguments, method='logits')
+  scaled, _ = model(scale_output_sqrt_depth=True).instantiate().apply(drawn(), *arguments, method='logits')
   np.testing.assert_allclose(scaled, whole / np.sqrt(D), rtol=1e-5, atol=1e-6)
 
 

@@ -10,7 +10,6 @@ import pytest
 from cached_decoding import LENGTHS, PROMPT, STEPS, B, D, decoded, expected, inputs
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -125,11 +124,11 @@ def test_columns_that_are_padding_in_all_rows_take_no_slots():
   variables, x = layer.init(jax.random.key(0)), inputs()
   _, side = layer.apply(variables, B, 8, method='init_decode_state')
   pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1)[None].repeat(B, 0)
-  _, side = apply(layer, variables, x[:, :8], pos, decode_state=side.decode_state, method='extend_step')
+  _, side = layer.apply(variables, x[:, :8], pos, decode_state=side.decode_state, method='extend_step')
   assert int(side.decode_state['slot']) == 5
   pos = jnp.full((B, 1), 5)
-  y, side = apply(layer, variables, x[:, 5:6], pos, decode_state=side.decode_state, method='extend_step')
-  np.testing.assert_allclose(y, apply(layer, variables, x)[0][:, 5:6], atol=2e-6)
+  y, side = layer.apply(variables, x[:, 5:6], pos, decode_state=side.decode_state, method='extend_step')
+  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, 5:6], atol=2e-6)
   np.testing.assert_array_equal(side.decode_state['pos'][0], [0, 1, 2, 3, 4, 5, -1, -1])
 
 

@@ -7,7 +7,6 @@ import pytest
 from cached_decoding import LENGTHS, PROMPT, STEPS, B, D, decoded, expected, inputs
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -66,7 +65,7 @@ def by_formula(w, x, scale):
 def test_the_formula(fields, implementation):
   layer = build(implementation=implementation, **fields)
   variables, x = drawn_variables(layer.abstract_init()), inputs()
-  y, _ = apply(layer, variables, x)
+  y, _ = layer.apply(variables, x)
   np.testing.assert_allclose(y, by_formula(variables, x, fields.get('scale', H**-0.5)), atol=1e-5)
 
 
@@ -134,13 +133,13 @@ def test_a_language_model_of_repeated_blocks_has_it_and_decodes_with_stacked_cac
   lm = config.set(mesh_axis_names=('data', 'mdl')).instantiate().lm
   variables = drawn_variables(lm.abstract_init())
   ids = np.random.default_rng(0).integers(0, 11, (B, PROMPT))
-  whole, _ = apply(lm, variables, ids, method='logits')
+  whole, _ = lm.apply(variables, ids, method='logits')
   _, side = lm.apply(variables, B, PROMPT, method='init_decode_state')
   pos = np.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
   keys = [x.shape for path, x in jax.tree.leaves_with_path(side.decode_state) if path[-1].key == 'key']
   assert keys == [(3, B, 1, PROMPT, 6)]
   last = LENGTHS - 1
-  logits, _ = apply(lm, variables, ids, pos, last, decode_state=side.decode_state, method='extend_step')
+  logits, _ = lm.apply(variables, ids, pos, last, decode_state=side.decode_state, method='extend_step')
   np.testing.assert_allclose(logits, whole[np.arange(B), last], atol=1e-5)
 
 

@@ -11,7 +11,6 @@ import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
 from mixer_meshes import on_mesh_and_alone
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -129,12 +128,12 @@ def test_a_prompt_may_be_read_in_parts():
   _, side = layer.apply(variables, 2, 11, method='init_decode_state')
   state, parts = side.decode_state, []
   for low, high in ((0, 5), (5, 6), (6, 11)):
-    y, side = apply(layer, variables, x[:, low:high], pos[:, low:high], decode_state=state, method='extend_step')
+    y, side = layer.apply(variables, x[:, low:high], pos[:, low:high], decode_state=state, method='extend_step')
     state, parts = side.decode_state, [*parts, y]
-  once, _ = apply(layer, variables, x)
+  once, _ = layer.apply(variables, x)
   together = np.concatenate(parts, axis=1)
   np.testing.assert_allclose(np.where(pos[..., None] < 0, once, together), once, rtol=1e-4, atol=1e-5)
-  _, side = apply(layer, variables, x[:, :6], pos[:, :6], decode_state=side.decode_state, method='extend_step')
+  _, side = layer.apply(variables, x[:, :6], pos[:, :6], decode_state=side.decode_state, method='extend_step')
   assert jax.tree.map(jnp.shape, side.decode_state) == jax.tree.map(jnp.shape, state)
 
 

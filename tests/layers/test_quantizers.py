@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_program import apply
 
 from praxis_lite import layers
 from praxis_lite.common.config import Config
@@ -24,7 +23,7 @@ def call(config, z, variables=None, **kwargs):
   """Returns (variables, outputs, side outputs) of a call in training."""
   layer = config.instantiate()
   variables = layer.init(jax.random.key(0)) if variables is None else variables
-  return variables, *apply(layer, variables, z, key=jax.random.key(1), **kwargs)
+  return variables, *layer.apply(variables, z, key=jax.random.key(1), **kwargs)
 
 
 def nearest(z, codebook):

@@ -11,7 +11,6 @@ import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
 from jax.sharding import AxisType
-from one_program import apply
 from padded_layers import place_variables, step_on_mesh
 
 from praxis_lite.common.config import Config
@@ -99,7 +98,7 @@ def test_both_directions_and_several_layers():
       h = np.concatenate([hands[0](h), hands[1](h[::-1])[::-1]], axis=-1)
     np.testing.assert_allclose(y[row, :length], h, atol=5e-5)
   backward, of_backward = built('gru', direction='backward')
-  y, _ = apply(backward, of_backward, x)
+  y, _ = backward.apply(of_backward, x)
   hand = by_hand('gru', backward.backward[0], of_backward['backward_0'], x[0, ::-1])
   np.testing.assert_allclose(y[0], hand[::-1], atol=2e-5)
 
@@ -137,11 +136,11 @@ def test_zoneout_keeps_entries_in_training_and_means_in_evaluation():
   layer, variables = built()
   zoned, _ = built(cell_tpl=Config(LstmCellSimple, zo_prob=0.5))
   x = inputs()[:, :1]
-  once, _ = apply(layer, variables, x)
-  drawn, _ = apply(zoned, variables, np.repeat(x, 50, axis=0), key=jax.random.key(0))
+  once, _ = layer.apply(variables, x)
+  drawn, _ = zoned.apply(variables, np.repeat(x, 50, axis=0), key=jax.random.key(0))
   kept = np.asarray(drawn == 0)
   assert 0.4 < kept.mean() < 0.6
-  mean, _ = apply(zoned, variables, x, do_eval=True)
+  mean, _ = zoned.apply(variables, x, do_eval=True)
   gates = np.tensordot(x[0, 0], variables['forward_0']['w_in'], 1) + variables['forward_0']['b']
   c = sigmoid(gates[1]) * np.tanh(gates[0])
   np.testing.assert_allclose(once[0, 0], sigmoid(gates[3]) * np.tanh(c), atol=1e-5)
@@ -184,9 +183,9 @@ def test_one_token_and_bfloat16():
   layer, variables = built('gru', fprop_dtype=jnp.bfloat16, chunk_size=4)
   exact, _ = built('gru')
   for x in (inputs()[:1, :1], inputs()[:, :5]):
-    y, _ = apply(layer, variables, x.astype(jnp.bfloat16))
+    y, _ = layer.apply(variables, x.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(y.astype(np.float32), apply(exact, variables, x)[0], atol=0.04)
+    np.testing.assert_allclose(y.astype(np.float32), exact.apply(variables, x)[0], atol=0.04)
 
 
 def test_mistakes_are_named():

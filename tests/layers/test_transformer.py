@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -146,8 +145,8 @@ def test_windows_of_layers_alternate():
   for i, window in enumerate((2, None)):
     one = block()
     one.attention_tpl.sliding_window = window
-    expected, _ = apply(one.instantiate(), variables[f'layers_{i}'], expected)
-  np.testing.assert_allclose(apply(layer, variables, x)[0], expected, atol=1e-6)
+    expected, _ = one.instantiate().apply(variables[f'layers_{i}'], expected)
+  np.testing.assert_allclose(layer.apply(variables, x)[0], expected, atol=1e-6)
   assert [b.attention.sliding_window for b in stack(StackedTransformer, sliding_windows=(2,)).layers] == [2, 2]
 
 
@@ -155,9 +154,9 @@ def test_dropout_is_of_training_only():
   layer = stack(RepeatedTransformer, block(dropout_tpl=Config(Dropout, rate=0.5)))
   variables, x = drawn_variables(layer.abstract_init()), x_BTD()
   key = jax.random.key(1)
-  plain, _ = apply(stack(RepeatedTransformer), variables, x)
-  np.testing.assert_array_equal(apply(layer, variables, x, key=key, do_eval=True)[0], plain)
-  assert not np.allclose(apply(layer, variables, x, key=key)[0], plain)
+  plain, _ = stack(RepeatedTransformer).apply(variables, x)
+  np.testing.assert_array_equal(layer.apply(variables, x, key=key, do_eval=True)[0], plain)
+  assert not np.allclose(layer.apply(variables, x, key=key)[0], plain)
 
 
 def test_unknown_norm_policy_is_named():

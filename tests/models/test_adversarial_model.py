@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from one_program import apply
 
 import praxis_lite
 from praxis_lite.checkpoints import Checkpointer
@@ -107,16 +106,16 @@ def test_a_mesh_that_does_not_divide_the_batch_changes_nothing() -> None:
 def test_padding_may_hold_anything_and_the_latent_of_a_row_is_its_own() -> None:
   model = gan().instantiate()
   variables, key = model.init(jax.random.key(0)), jax.random.key(2)
-  (metrics, _), _ = apply(model, variables, BATCH, key=key)
+  (metrics, _), _ = model.apply(variables, BATCH, key=key)
   spoilt = {**BATCH, 'image': np.where(BATCH['weights'][:, None, None, None] == 0, np.nan, IMAGES)}
-  (again, _), _ = apply(model, variables, spoilt, key=key)
+  (again, _), _ = model.apply(variables, spoilt, key=key)
   assert {name: float(x) for name, (x, _) in again.items()} == {name: float(x) for name, (x, _) in metrics.items()}
-  images, _ = apply(model, variables, BATCH, key=key, method='predict')
-  fewer, _ = apply(model, variables, {'image': IMAGES[:2]}, key=key, method='predict')
+  images, _ = model.apply(variables, BATCH, key=key, method='predict')
+  fewer, _ = model.apply(variables, {'image': IMAGES[:2]}, key=key, method='predict')
   assert images['image'].shape == IMAGES.shape
   np.testing.assert_allclose(fewer['image'], images['image'][:2], rtol=1e-5, atol=1e-6)
   seeds = {'seed': np.array([7, 1, 7], np.int32)}
-  of_seeds, _ = apply(model, variables, seeds, key=key, method='predict')
+  of_seeds, _ = model.apply(variables, seeds, key=key, method='predict')
   expected = np.asarray(images['image'])[1]
   np.testing.assert_allclose(of_seeds['image'][1], expected, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(of_seeds['image'][0], of_seeds['image'][2])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
@@ -41,7 +40,7 @@ def conv_net(**fields):
 def run(config, inputs, variables=None, **kwargs):
   model = config.instantiate()
   variables = model.init(KEY) if variables is None else variables
-  return apply(model, variables, inputs, **kwargs)
+  return model.apply(variables, inputs, **kwargs)
 
 
 def test_a_model_without_decode_says_so():
@@ -52,7 +51,7 @@ def test_a_model_without_decode_says_so():
 def test_loss_and_accuracy_of_a_mlp_are_those_computed_by_hand():
   inputs, model = batch(), mlp().instantiate()
   v = jax.tree.map(np.asarray, model.init(KEY))
-  (metrics, per_example), _ = apply(model, v, inputs)
+  (metrics, per_example), _ = model.apply(v, inputs)
   network, softmax = v['network']['linear_0'], v['softmax']
   hidden = np.tanh(inputs['image'].reshape(B, -1) @ network['w'] + network['b'])
   logits = hidden @ softmax['w'] + softmax['b']
@@ -110,7 +109,7 @@ def test_a_batch_of_padding_alone_is_finite_and_weighs_nothing():
   inputs = {**batch(), 'weights': np.zeros(B, np.float32)}
   model = conv_net().instantiate()
   variables = model.init(KEY)
-  (metrics, _), side = apply(model, variables, inputs)
+  (metrics, _), side = model.apply(variables, inputs)
   assert metrics['loss'] == (0, 0) and metrics['accuracy'] == (0, 0)
   for i in range(2):
     np.testing.assert_array_equal(side.updates['network'][f'norm_{i}']['moving_variance'], 1)
@@ -119,9 +118,9 @@ def test_a_batch_of_padding_alone_is_finite_and_weighs_nothing():
 def test_evaluation_of_an_example_does_not_depend_on_its_batch():
   inputs, model = batch(), conv_net().instantiate()
   variables = model.init(KEY)
-  (_, together), _ = apply(model, variables, inputs, do_eval=True)
+  (_, together), _ = model.apply(variables, inputs, do_eval=True)
   one = {k: v[:1] for k, v in inputs.items()}
-  (_, alone), side = apply(model, variables, one, do_eval=True)
+  (_, alone), side = model.apply(variables, one, do_eval=True)
   np.testing.assert_allclose(alone['loss'][0], together['loss'][0], rtol=1e-5)
   assert side.updates == {}
 
@@ -130,9 +129,9 @@ def test_decoding_gives_probabilities_without_labels():
   inputs = batch()
   model = mlp().instantiate()
   variables = model.init(KEY)
-  (_, scored), _ = apply(model, variables, inputs)
+  (_, scored), _ = model.apply(variables, inputs)
   prompt = {k: inputs[k] for k in ('image', 'weights')}
-  (metrics, decoded), _ = apply(model, variables, prompt, do_eval=True, method='decode')
+  (metrics, decoded), _ = model.apply(variables, prompt, do_eval=True, method='decode')
   probabilities = np.asarray(decoded['probabilities'])
   np.testing.assert_allclose(probabilities.sum(-1), np.ones(B), rtol=1e-5)
   np.testing.assert_allclose(-np.log(probabilities[np.arange(B), inputs['label']]), scored['loss'], rtol=1e-4)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from one_program import apply
 
 import praxis_lite
 from praxis_lite.common.config import Config
@@ -38,7 +37,7 @@ def drawn(layer):
 def images_of(config, batch, variables=None):
   layer = config.instantiate()
   variables = drawn(layer) if variables is None else variables
-  return np.asarray(apply(layer, variables, batch, key=KEY, do_eval=True, method='predict')[0]['image'])
+  return np.asarray(layer.apply(variables, batch, key=KEY, do_eval=True, method='predict')[0]['image'])
 
 
 def test_loss_is_the_mean_of_squared_errors_and_rows_of_weight_zero_count_in_nothing():
@@ -149,5 +148,5 @@ def test_a_short_run_learns_and_makes_the_same_images_on_a_mesh(tmp_path):
 
 def test_bfloat16_runs():
   layer = model(fprop_dtype=jnp.bfloat16).instantiate()
-  images = apply(layer, drawn(layer), {'label': np.array([0, 1])}, key=KEY, do_eval=True, method='predict')[0]['image']
+  images = layer.apply(drawn(layer), {'label': np.array([0, 1])}, key=KEY, do_eval=True, method='predict')[0]['image']
   assert images.dtype == jnp.float32 and np.isfinite(images).all()

@@ -11,7 +11,6 @@ import pytest
 from drawn_state import drawn_variables
 from encoder_decoder_cases import B, S, T, V, config, packed_batch
 from model_steps import AXES, assert_close, loss_and_gradients, take_a_step
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -64,8 +63,8 @@ def test_packed_pairs_train_like_pairs_apart(style):
 def test_the_loss_is_the_mean_cross_entropy_of_the_labels_given_the_tokens_before_them():
   model, variables = make()
   batch = apart(packed_batch())
-  (metrics, outputs), _ = apply(model, variables, batch, do_eval=True)
-  logits = np.asarray(apply(model, variables, batch, do_eval=True, method='predict')[0]['logits'], np.float64)
+  (metrics, outputs), _ = model.apply(variables, batch, do_eval=True)
+  logits = np.asarray(model.apply(variables, batch, do_eval=True, method='predict')[0]['logits'], np.float64)
   log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   losses = -np.take_along_axis(log_probs, batch['labels'][..., None], -1)[..., 0]
   weights = batch['weights']
@@ -73,13 +72,13 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_labels_given_the_tokens_befor
   correct = logits.argmax(-1) == batch['labels']
   np.testing.assert_allclose(metrics['accuracy'][0], (correct * weights).sum() / weights.sum(), rtol=1e-6)
   assert outputs['loss'].shape == (len(weights),)
-  scores, _ = apply(model, variables, batch, do_eval=True, method='score')
+  scores, _ = model.apply(variables, batch, do_eval=True, method='score')
   np.testing.assert_allclose(scores['log_probs'], -losses, atol=1e-5)
   # A label depends on the tokens before it, not on later ones, and on all of the source.
   for name, at, changed in (('ids', 3, range(3, 5)), ('source_ids', 6, range(5))):
     other = {**batch, name: batch[name].copy()}
     other[name][3, at] = (other[name][3, at] + 1) % V
-    new = np.asarray(apply(model, variables, other, do_eval=True, method='predict')[0]['logits'])
+    new = np.asarray(model.apply(variables, other, do_eval=True, method='predict')[0]['logits'])
     differs = np.abs(new - logits)[3].max(-1) > 1e-6
     assert np.flatnonzero(differs[:5]).tolist() == list(changed)
 

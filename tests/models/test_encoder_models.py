@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from model_steps import assert_close, loss_and_gradients, take_a_step
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
@@ -76,8 +75,8 @@ def log_softmax(logits):
 def test_the_loss_is_the_mean_cross_entropy_at_masked_places(kind):
   model, variables = make(kind)
   batch = batch_of()
-  (metrics, outputs), _ = apply(model, variables, batch, do_eval=True)
-  log_probs = log_softmax(apply(model, variables, batch, method='predict')[0]['logits'])
+  (metrics, outputs), _ = model.apply(variables, batch, do_eval=True)
+  log_probs = log_softmax(model.apply(variables, batch, method='predict')[0]['logits'])
   losses = -np.take_along_axis(log_probs, batch['labels'][..., None], -1)[..., 0]
   weights = batch['weights']
   np.testing.assert_allclose(metrics['loss'], ((losses * weights).sum() / weights.sum(), weights.sum()), rtol=1e-5)
@@ -118,15 +117,15 @@ def test_a_head_on_the_places_to_predict_alone_has_the_same_loss_and_gradients()
   for places in (MOST, T, 99):
     few = config().set(max_places=places).instantiate()
     assert_close(loss_and_gradients(few, variables, batch), loss_and_gradients(model, variables, batch))
-  (metrics, outputs), _ = apply(config('few').instantiate(), variables, batch, do_eval=True)
-  (expected, of_all), _ = apply(model, variables, batch, do_eval=True)
+  (metrics, outputs), _ = config('few').instantiate().apply(variables, batch, do_eval=True)
+  (expected, of_all), _ = model.apply(variables, batch, do_eval=True)
   assert float(metrics.pop('left_out')[0]) == 0
   assert_close((metrics, outputs), (expected, of_all))
   # Further places do not count.
   first = {**batch, 'weights': np.where(np.cumsum(batch['weights'] > 0, axis=1) > 2, 0, batch['weights'])}
   two = config().set(max_places=2).instantiate()
   assert_close(loss_and_gradients(two, variables, batch), loss_and_gradients(model, variables, first))
-  (metrics, _), _ = apply(two, variables, batch, do_eval=True)
+  (metrics, _), _ = two.apply(variables, batch, do_eval=True)
   left = 1 - first['weights'].sum() / batch['weights'].sum()
   np.testing.assert_allclose(metrics['left_out'], (left, batch['weights'].sum()), rtol=1e-6)
   rows = ArrayInput(name='text', arrays={'ids': np.zeros((2, 3), np.int32)}, batch_size=2)
@@ -155,9 +154,9 @@ def test_packed_segments_train_like_segments_apart():
 def test_a_classifier_is_its_formula(kind):
   model, variables = make(kind)
   batch = batch_of(kind)
-  (metrics, outputs), _ = apply(model, variables, batch, do_eval=True)
+  (metrics, outputs), _ = model.apply(variables, batch, do_eval=True)
   arguments = {'segment_ids': batch['segment_ids'], 'token_type_ids': batch['token_type_ids']}
-  states = np.asarray(apply(model.encoder, variables['encoder'], batch['ids'], **arguments)[0])
+  states = np.asarray(model.encoder.apply(variables['encoder'], batch['ids'], **arguments)[0])
   is_token = batch['segment_ids'] > 0
   mean = (states * is_token[..., None]).sum(1) / np.maximum(is_token.sum(1), 1)[:, None]
   pooled = states[:, 0] if kind == 'first' else mean
@@ -171,7 +170,7 @@ def test_a_classifier_is_its_formula(kind):
   np.testing.assert_allclose(metrics['accuracy'][0], (correct * weights).sum() / weights.sum(), rtol=1e-5)
   np.testing.assert_allclose(np.asarray(outputs['loss'])[real], losses[real], rtol=1e-4)
   without_labels = {name: x for name, x in batch.items() if name != 'label'}
-  predictions, _ = apply(model, variables, without_labels, method='predict')
+  predictions, _ = model.apply(variables, without_labels, method='predict')
   np.testing.assert_allclose(np.asarray(predictions['probabilities'])[real], np.exp(log_probs)[real], atol=1e-5)
   np.testing.assert_array_equal(predictions['prediction'], np.asarray(outputs['prediction']))
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from model_steps import take_a_step
-from one_program import apply
 
 from praxis_lite.bridges.hf.families import describe_model
 from praxis_lite.common.config import Config, child
@@ -98,12 +97,12 @@ def test_multipliers_say_what_the_model_computes():
   variables = drawn_variables(model.abstract_init())
   x = np.random.default_rng(1).standard_normal((2, 3, 12)).astype(np.float32)
   table = variables['lm']['softmax']['w']
-  logits, _ = apply(model.lm.softmax, variables['lm']['softmax'], x, method='get_logits')
+  logits, _ = model.lm.softmax.apply(variables['lm']['softmax'], x, method='get_logits')
   np.testing.assert_allclose(logits, x @ table.T / 2, rtol=1e-4, atol=1e-5)
   chunked = lm('gpt2', SMALL)
   chunked.lm_tpl.softmax_tpl.chunk_size = 4
-  losses, _ = apply(
-    chunked.instantiate().lm.softmax, variables['lm']['softmax'], x, np.zeros((2, 3), np.int32), method='compute_xent'
+  losses, _ = chunked.instantiate().lm.softmax.apply(
+    variables['lm']['softmax'], x, np.zeros((2, 3), np.int32), method='compute_xent'
   )
   np.testing.assert_allclose(losses, -jax.nn.log_softmax(logits)[..., 0], rtol=1e-4, atol=1e-5)
 
@@ -114,11 +113,11 @@ def test_a_deeper_stack_multiplies_its_branches():
   block = plain.lm.transformer.layers, deep.lm.transformer.layers
   variables = drawn_variables(block[0].abstract_init())
   x = np.random.default_rng(1).standard_normal((2, 3, 12)).astype(np.float32)
-  attended, _ = apply(
-    block[0].attention, variables['attention'], apply(block[0].attention_norm, variables['attention_norm'], x)[0]
+  attended, _ = block[0].attention.apply(
+    variables['attention'], block[0].attention_norm.apply(variables['attention_norm'], x)[0]
   )
   variables['ff'] = jax.tree.map(jnp.zeros_like, variables['ff'])
-  found, _ = apply(block[1], variables, x)
+  found, _ = block[1].apply(variables, x)
   np.testing.assert_allclose(found, x + 2**-0.5 * attended, rtol=1e-4, atol=1e-5)
 
 
@@ -212,10 +211,9 @@ def test_a_model_of_transformers_has_no_such_multipliers():
 def test_decoding_computes_what_the_forward_pass_computes():
   model = lm('gpt2', SMALL | {'num_layers': 1}).instantiate()
   variables, ids = drawn_variables(model.abstract_init()), batch()['ids']
-  whole, _ = apply(model.lm, variables['lm'], ids, method='logits')
+  whole, _ = model.lm.apply(variables['lm'], ids, method='logits')
   _, side = model.lm.apply(variables['lm'], 5, 4, method='init_decode_state', do_eval=True)
-  logits, _ = apply(
-    model.lm,
+  logits, _ = model.lm.apply(
     variables['lm'],
     ids,
     np.broadcast_to(np.arange(4, dtype=np.int32), (5, 4)),

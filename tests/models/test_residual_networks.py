@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from model_steps import assert_close, take_a_step
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -133,9 +132,9 @@ def test_rows_of_padding_count_in_nothing_and_may_hold_nan(kind):
 def test_bfloat16_has_nearly_the_same_loss_in_float32():
   model, half = config('bit').instantiate(), config('bit', fprop_dtype=jnp.bfloat16).instantiate()
   variables = drawn_variables(model.abstract_init())
-  (metrics, _), _ = apply(half, variables, batch_of(), do_eval=True)
+  (metrics, _), _ = half.apply(variables, batch_of(), do_eval=True)
   assert metrics['loss'][0].dtype == jnp.float32
-  (expected, _), _ = apply(model, variables, batch_of(), do_eval=True)
+  (expected, _), _ = model.apply(variables, batch_of(), do_eval=True)
   np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], rtol=0.03)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from model_steps import assert_close, take_a_step
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -55,11 +54,11 @@ def unit(x):
 def test_embeddings_are_projected_features_of_the_towers_of_norm_1(text_pooling):
   model, variables = make(text_pooling=text_pooling)
   batch = batch_of()
-  found, _ = apply(model, variables, batch, method='predict', do_eval=True)
-  features, _ = apply(model.image, variables['image'], batch['image'], do_eval=True)
+  found, _ = model.apply(variables, batch, method='predict', do_eval=True)
+  features, _ = model.image.apply(variables['image'], batch['image'], do_eval=True)
   expected = unit(np.asarray(features) @ variables['image_projection']['w'])
   np.testing.assert_allclose(found['image_embedding'], expected, atol=1e-5)
-  states = np.asarray(apply(model.text, variables['text'], batch['ids'], segment_ids=SEGMENTS, do_eval=True)[0])
+  states = np.asarray(model.text.apply(variables['text'], batch['ids'], segment_ids=SEGMENTS, do_eval=True)[0])
   lengths = SEGMENTS.sum(1)
   pooled = {
     'first': lambda x, n: x[0],
@@ -73,7 +72,7 @@ def test_embeddings_are_projected_features_of_the_towers_of_norm_1(text_pooling)
   np.testing.assert_allclose(np.asarray(found['text_embedding'])[rows], expected, atol=1e-5)
   for part, name in (('image', 'image_embedding'), ('ids', 'text_embedding')):
     alone = {k: x for k, x in batch.items() if k in (part, 'weights') or (part == 'ids' and k == 'segment_ids')}
-    only, _ = apply(model, variables, alone, method='predict', do_eval=True)
+    only, _ = model.apply(variables, alone, method='predict', do_eval=True)
     assert list(only) == [name]
     np.testing.assert_allclose(only[name], found[name], atol=1e-6)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from model_steps import assert_close, take_a_step
-from one_program import apply
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -145,10 +144,10 @@ def test_it_is_its_formula_for_images_that_patches_do_not_fill(kind):
   batch = batch_of()
   expected = by_hand(kind, variables, batch['image'])
   assert np.ptp(expected, axis=0).max() > 0.05
-  found, _ = apply(model, variables, batch, method='predict', do_eval=True)
+  found, _ = model.apply(variables, batch, method='predict', do_eval=True)
   np.testing.assert_allclose(np.log(found['probabilities']), expected, atol=2e-5)
   one = {name: x[:1] for name, x in batch.items()}
-  found, _ = apply(model, variables, one, method='predict', do_eval=True)
+  found, _ = model.apply(variables, one, method='predict', do_eval=True)
   np.testing.assert_allclose(np.log(found['probabilities']), expected[:1], atol=2e-5)
   # Pixels beyond the last whole patch are not seen.
   batch['image'][:, 6:], batch['image'][:, :, 9:] = 9, 9
@@ -170,9 +169,9 @@ def test_weight_decay_leaves_out_positions_the_class_token_biases_and_norms():
 def test_bfloat16_has_nearly_the_same_probabilities_and_a_loss_in_float32():
   model, variables = make('attention')
   half = config('attention', fprop_dtype=jnp.bfloat16).instantiate()
-  (metrics, _), _ = apply(half, variables, batch_of(), do_eval=True)
+  (metrics, _), _ = half.apply(variables, batch_of(), do_eval=True)
   assert metrics['loss'][0].dtype == jnp.float32
-  (expected, _), _ = apply(model, variables, batch_of(), do_eval=True)
+  (expected, _), _ = model.apply(variables, batch_of(), do_eval=True)
   np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], atol=0.03)
 
 
