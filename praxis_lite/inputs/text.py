@@ -221,7 +221,8 @@ class TextInput(RecordsInput, RandomAccessInput):
       contents = [d for c in contents for d in c.split(separator)]
     documents = [d for d in contents if d]
     if not documents:
-      raise DataError(f"{where}: {self.path!r} has no text in split '{self.split}'; set a larger heldout_fraction")
+      remedy = f'add text, set a larger heldout_fraction for all datasets, or leave {self.label} out'
+      raise DataError(f"{where}: {self.path!r} is too short to have text in split '{self.split}': {remedy}")
     return documents
 
   @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -37,6 +38,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     if (self.path is None) == (getattr(self, self._given) is None):
       raise ConfigError(
         f'{self.label}.path: expected either path, files with {self._given}, or {self._given}, a function'
+        + (f"; both are set: leave one out, as in --set 'datasets[*].{self._given}=None'" if self.path else '')
       )
     self.tokenizer: BaseTokenizer = build_at(f'{self.label}.tokenizer_tpl', self.tokenizer_tpl)
 
@@ -77,7 +79,8 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
       except (UserError, ValueError) as error:
         self.leave_out(BadRecord(file, place, str(error)), field)
     if not kept:
-      raise DataError(f'{self.label}.{field}: there are no {what}')
+      is_empty = field == 'path' and all(os.path.getsize(file) == 0 for file in self.data_files())
+      raise DataError(f'{self.label}.{field}: ' + (f'{self.path} is empty' if is_empty else f'there are no {what}'))
     return kept
 
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:

@@ -282,7 +282,8 @@ def task_file_programs(
     UserError: a file cannot be used, or two evaluations have the same name.
   """
   names = list(taken)
-  for number, entry in enumerate(tasks.jax_task.evaluate.task_files):
+  entries = tasks.jax_task.evaluate.task_files
+  for number, entry in enumerate(entries if isinstance(entries, tuple) else (entries,)):
     where = f'task.evaluate.task_files[{number}]'
     file = build_at(where, entry) if isinstance(entry, Config) else entry
     if not isinstance(file, TaskFile):

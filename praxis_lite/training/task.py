@@ -231,10 +231,10 @@ class EvalParams(DecodeParams):
   """How the task is evaluated.
 
   Attributes: the same as for `DecodeParams`, and
-    task_files: configs of `TaskFile`s, questions to evaluate a language model on; see `runs/task_files.py`.
+    task_files: config of a `TaskFile`, or several, questions to evaluate a language model on; see `runs/task_files.py`.
   """
 
-  task_files: tuple[Any, ...] = ()
+  task_files: Config | tuple[Any, ...] = ()
 
 
 TaskT = TypeVar('TaskT', bound='SingleTask')

@@ -137,9 +137,16 @@ def test_long_texts_are_cut_on_request():
 
 
 def test_mistakes_are_named(tmp_path):
-  for fields in {'path': 'a.tsv'}, {'pairs': None}:
-    with pytest.raises(ConfigError, match=r'pairs\.path: expected either path, files with pairs, or pairs'):
+  for fields, remedy in (
+    ({'path': 'a.tsv'}, r"; both are set: .* --set 'datasets\[\*\]\.pairs=None'$"),
+    ({'pairs': None}, '$'),
+  ):
+    message = r'pairs\.path: expected either path, files with pairs, or pairs, a function'
+    with pytest.raises(ConfigError, match=message + remedy):
       pairs_input(**fields)
+  (tmp_path / 'empty.tsv').touch()
+  with pytest.raises(DataError, match=r'pairs\.path: .*empty\.tsv is empty$'):
+    pairs_input(path=str(tmp_path / 'empty.tsv'), pairs=None).get_next()
   with pytest.raises(ConfigError, match=r'pairs\.target_len: expected an integer of at least 2'):
     pairs_input(target_len=1)
   with pytest.raises(ConfigError, match=r'SourceTargetInput\.fields: expected tuple\[str, str\]'):

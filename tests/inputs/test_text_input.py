@@ -73,6 +73,9 @@ def test_position_splits_cut_a_file_at_line_ends_and_lose_nothing(tmp_path):
     for s in ('train', 'validation', 'test')
   }
   assert b''.join(parts.values()) == text.encode()
+  _write(tmp_path, a='short')
+  with pytest.raises(DataError, match='is too short to have text in split'):
+    TextInput(path=tmp_path, split='validation', heldout_fraction=0.1, **FIELDS).get_next()
   assert all(p.endswith(b'\n') for p in parts.values())
   assert len(parts['train']) == pytest.approx(0.8 * len(text), abs=10)
   assert len(parts['test']) == pytest.approx(0.1 * len(text), abs=10)

@@ -205,7 +205,8 @@ def test_other_routes(server):
     assert status == expected and path in json.loads(body)['error']['message']
   # A page of another site, whose name leads to this machine.
   status, body = server.get('/health', host='other.example')
-  assert status == 400 and "the host 'other.example' is not one of this server" in json.loads(body)['error']['message']
+  said = json.loads(body)['error']['message']
+  assert status == 400 and said == "the host 'other.example' is not one of this server: localhost, 127.0.0.1"
   assert server.is_local and is_loopback('127.0.0.5') and is_loopback('::1') and is_loopback('localhost')
   assert not is_loopback('0.0.0.0') and not is_loopback('example.com')
 

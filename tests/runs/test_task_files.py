@@ -9,6 +9,7 @@ import pytest
 from tiny_language_model import tiny_language_model
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ByteTokenizer, TextInput
@@ -16,7 +17,14 @@ from praxis_lite.models.decoding import BeamSearch
 from praxis_lite.runs import run_eval, run_train, task_files
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.scoring import Score
-from praxis_lite.runs.task_files import TaskFile, TaskFileProgram, cut_at, evaluate_questions, read_questions
+from praxis_lite.runs.task_files import (
+  TaskFile,
+  TaskFileProgram,
+  cut_at,
+  evaluate_questions,
+  read_questions,
+  task_file_programs,
+)
 from praxis_lite.runs.text_metrics import METRICS, exact_match, f1, find_metrics
 from praxis_lite.training.experiment import ExperimentConfig, configure
 
@@ -150,6 +158,14 @@ def test_settings_are_checked(tmp_path):
       TaskFileProgram(small.tasks, small.config, None, TaskFile(path=str(file), **fields), 1)
   with pytest.raises(ConfigError, match='its texts need a dataset with a tokenizer'):
     TaskFileProgram(model.tasks, bare, None, TaskFile(path=path), 1)
+
+
+def test_one_file_is_set_by_overrides(tmp_path):
+  model, path = byte_model(), write(tmp_path / 'written.jsonl', WRITTEN)
+  kind = 'task.evaluate.task_files=praxis_lite.runs.task_files.TaskFile'
+  apply_overrides(model.config, [kind, f'task.evaluate.task_files.path={path}'])
+  tasks = TaskOnMesh(model.config.task.instantiate())
+  tasks = TaskOnMesh(model.config.task.instantiate(), model.tasks.mesh, model.tasks.layout)
 
 
 @pytest.mark.slow

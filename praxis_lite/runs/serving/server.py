@@ -57,7 +57,7 @@ def serve(
   listener = _bind(host, port)
   is_local, name = is_loopback(host), f'[{host}]' if ':' in host else host
   # A page of another site whose name leads here must not talk to it.
-  hosts = ('localhost', '127.0.0.1', host.partition(':')[0] or '[') if is_local else ('*',)
+  hosts = tuple(dict.fromkeys(('localhost', '127.0.0.1', host.partition(':')[0] or '['))) if is_local else ('*',)
   most_connections = most_open + _OTHER_CONNECTIONS
   config = uvicorn.Config(
     make_app(engine, served._replace(hosts=hosts, most_requests=most_connections)),

@@ -37,8 +37,16 @@ function bytes(n) {
   return `${i === 0 ? n : n >= 100 ? n.toFixed(0) : n.toFixed(n >= 10 ? 1 : 2)} ${units[i]}`;
 }
 
-// Returns a text, shortened if it is wider than `width`; `per` is the width of a letter.
-const fit = (text, width, per = 5.9) => (text.length * per <= width ? text : `${text.slice(0, Math.max(0, Math.floor(width / per) - 1))}…`);
+const areaPen = document.createElement('canvas').getContext('2d');
+// Returns a text, shortened if it is wider than `width`, in the font of areas, or in that of the context `pen`.
+function fit(text, width, pen = areaPen, weight = 400) {
+  if (pen === areaPen) pen.font = `${weight} 11px ${getComputedStyle(document.body).fontFamily}`;
+  const whole = pen.measureText(text).width;
+  if (whole <= width) return text;
+  let length = Math.max(0, Math.floor((text.length * width) / whole));
+  while (length > 0 && pen.measureText(`${text.slice(0, length)}…`).width > width) length--;
+  return `${text.slice(0, length)}…`;
+}
 
 function showTip(event, lines) {
   const tip = $('tip');

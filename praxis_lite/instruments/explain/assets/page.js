@@ -114,7 +114,7 @@ function drawMap(root) {
     }
     rect.onmouseleave = hideTip;
     svg.append(rect);
-    if (head) svg.append(label(fit(`${node.name}  ${bytes(node.value)}`, box.w - 8, 7), box.x + 5, box.y + 12, 'start', 'head'));
+    if (head) svg.append(label(fit(`${node.name}  ${bytes(node.value)}`, box.w - 8, areaPen, 600), box.x + 5, box.y + 12, 'start', 'head'));
     if (!node.children && box.w > 34 && box.h > 16) {
       svg.append(label(fit(node.name, box.w - 8), box.x + 5, box.y + 13, 'start'));
       if (box.h > 30) svg.append(label(fit(bytes(node.value), box.w - 8), box.x + 5, box.y + 27, 'start', 'sub'));

@@ -26,7 +26,7 @@ function drawCapacity() {
     rect.onmousemove = (event) => showTip(event, [kind, `${bytes(size)}, ${percent(size / peak)} of the peak`]);
     rect.onmouseleave = hideTip;
     svg.append(rect);
-    if (w > 60) svg.append(label(fit(`${kind} ${bytes(size)}`, w - 10, 6.4), x + 6, 17, 'start'));
+    if (w > 60) svg.append(label(fit(`${kind} ${bytes(size)}`, w - 10), x + 6, 17, 'start'));
     x += w;
   }
   const end = capacity * scale, room = end - x;
@@ -98,10 +98,10 @@ function drawMemory() {
     rect.onmouseleave = rect.onblur = hideTip;
     rect.onfocus = () => { if (rect.matches(':focus-visible')) showTip(pointOf(rect), memoryTip(node)); };
     svg.append(rect);
-    if (head) svg.append(label(fit(`${node.name}  ${bytes(node.value)}`, box.w - 8, 7), box.x + 5, box.y + 12, 'start', 'head'));
+    if (head) svg.append(label(fit(`${node.name}  ${bytes(node.value)}`, box.w - 8, areaPen, 600), box.x + 5, box.y + 12, 'start', 'head'));
     if (!node.children && box.w > 34 && box.h > 16) {
-      svg.append(label(fit(node.name, box.w - 8, 6.4), box.x + 5, box.y + 13, 'start'));
-      if (box.h > 30) svg.append(label(fit(`${bytes(node.value)}  ${node.text}`, box.w - 8, 6.2), box.x + 5, box.y + 27, 'start', 'sub'));
+      svg.append(label(fit(node.name, box.w - 8), box.x + 5, box.y + 13, 'start'));
+      if (box.h > 30) svg.append(label(fit(`${bytes(node.value)}  ${node.text}`, box.w - 8), box.x + 5, box.y + 27, 'start', 'sub'));
     }
   });
   svg.onkeydown = (event) => {

@@ -143,7 +143,7 @@ function drawShares() {
     const w = (width * secs) / sum, rect = shape('rect', { x, y: 0, width: Math.max(w - 1, 0), height: 18, rx: 2 });
     rect.style.fill = limitColor(limit);
     svg.append(rect);
-    if (w > 40) svg.append(label(fit(`${limit} ${percent(secs / data.headline.seconds)}`, w - 10, 6.6), x + 5, 13, 'start'));
+    if (w > 40) svg.append(label(fit(`${limit} ${percent(secs / data.headline.seconds)}`, w - 10), x + 5, 13, 'start'));
     x += w;
   }
 }

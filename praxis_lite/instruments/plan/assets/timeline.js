@@ -341,11 +341,8 @@ class Pen {
     context.beginPath(); context.moveTo(x0, y0); context.lineTo(x1, y1); context.stroke(); context.setLineDash([]);
   }
   text(text, x, y, width, color) {
-    let shown = text;
-    if (this.context.measureText(text).width > width) {
-      shown = fit(text, width, this.context.measureText(text).width / text.length);
-      if (shown.length < 4) return;
-    }
+    const shown = fit(text, width, this.context);
+    if (shown !== text && shown.length < 4) return;
     this.context.fillStyle = color; this.context.fillText(shown, x, y);
   }
 }
