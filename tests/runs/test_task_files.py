@@ -164,8 +164,8 @@ def test_one_file_is_set_by_overrides(tmp_path):
   model, path = byte_model(), write(tmp_path / 'written.jsonl', WRITTEN)
   kind = 'task.evaluate.task_files=praxis_lite.runs.task_files.TaskFile'
   apply_overrides(model.config, [kind, f'task.evaluate.task_files.path={path}'])
-  tasks = TaskOnMesh(model.config.task.instantiate())
   tasks = TaskOnMesh(model.config.task.instantiate(), model.tasks.mesh, model.tasks.layout)
+  assert [program.split for program in task_file_programs(tasks, model.config, None, ())] == ['eval/written']
 
 
 @pytest.mark.slow
