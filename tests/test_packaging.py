@@ -91,8 +91,8 @@ def test_readme_lists_all_dependencies_of_the_small_installation():
 
 def test_readme_names_what_needs_tensorflow():
   (sentence,) = re.findall(r'is TensorFlow, which only (.*?) need;', (ROOT / 'README.md').read_text(), re.DOTALL)
-  exported = {name: value for name, value in vars(inputs).items() if isinstance(value, type)}
-  of_tensorflow = {name for name, value in exported.items() if issubclass(value, BaseTFInput)}
+  exported = [name for name in inputs.__all__ if isinstance(getattr(inputs, name), type)]
+  of_tensorflow = {name for name in exported if issubclass(getattr(inputs, name), BaseTFInput)}
   assert {*re.findall(r'`(\w+)`', sentence)} == of_tensorflow and sentence.endswith('SavedModels')
 
 

@@ -1,8 +1,10 @@
 """Checks, on a smaller copy of the model, that an experiment computes the same on its mesh as on one device."""
 
-from praxis_lite.instruments.verification.verify import (
-  Difference as Difference,
-  Verification as Verification,
-  format_verification as format_verification,
-  verify as verify,
-)
+from praxis_lite.instruments.verification.verify import Difference, Verification, format_verification, verify
+
+__all__ = [
+  'Difference',
+  'Verification',
+  'format_verification',
+  'verify',
+]

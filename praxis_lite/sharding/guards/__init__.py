@@ -18,4 +18,10 @@ faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
     lapack      factorizations of matrices, which may wait forever on a CPU
 """
 
-from praxis_lite.sharding.guards.guard import Guarded as Guarded, GuardedJit as GuardedJit, guard as guard
+from praxis_lite.sharding.guards.guard import Guarded, GuardedJit, guard
+
+__all__ = [
+  'Guarded',
+  'GuardedJit',
+  'guard',
+]
