@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from praxis_lite.common.config import Config, target
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.conformer import ConformerEncoder
 from praxis_lite.layers.convnext import ConvNeXt
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.layers.encoder import TransformerEncoder
@@ -14,8 +15,9 @@ from praxis_lite.layers.vision_transformer import VisionTransformer
 
 LmT = TypeVar('LmT', bound=Layer)
 
+_STACKS = ('transformer_tpl', 'encoder_tpl', 'decoder_tpl', 'stack_tpl', 'blocks_tpl')
 _NETWORKS: dict[str, tuple[type, ...]] = {
-  'encoder_tpl': (TransformerEncoder,),
+  'encoder_tpl': (TransformerEncoder, ConformerEncoder),
   'network_tpl': (VisionTransformer, DiffusionTransformer, ResNet, ConvNeXt),
 }
 
@@ -33,7 +35,7 @@ def find_network(config: Config) -> Config:
 
 def stack_fields(network: Config) -> list[str]:
   """Returns the fields of a network that hold the configs of its stacks of blocks."""
-  return [name for name in ('transformer_tpl', 'encoder_tpl', 'decoder_tpl') if hasattr(network, name)]
+  return [name for name in _STACKS if hasattr(network, name)]
 
 
 def is_a(config: Config, kinds: type | tuple[type, ...]) -> bool:

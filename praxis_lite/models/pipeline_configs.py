@@ -6,9 +6,10 @@ from typing import Any
 
 from praxis_lite.common.config import Config, field_names, target
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer
-from praxis_lite.models.networks import LmT, find_network, stack_fields
+from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
 
 
 def set_pipeline(
@@ -29,8 +30,8 @@ def set_pipeline(
   An encoder-decoder has two pipelines on the same stages, and the second one begins when the first one has ended.
 
   Args:
-    config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a
-      `RepeatedTransformer`, whose fields are kept.
+    config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a `Repeat`,
+      whose fields are kept.
     num_stages, num_microbatches, microbatch_size, circular_repeat: see `Pipelined`.
     batch_axes, gather_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all stages on each device.
@@ -38,26 +39,30 @@ def set_pipeline(
   Raises:
     ConfigError: there are no such stacks.
   """
-  pipeline: Config[Any] = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
-  pipeline.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
-  pipeline.set(batch_axes=batch_axes, gather_axes=gather_axes, stage_remat=stage_remat)
-  pipeline.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  fields: dict[str, Any] = {'num_stages': num_stages, 'num_microbatches': num_microbatches}
+  fields |= {'microbatch_size': microbatch_size, 'circular_repeat': circular_repeat, 'stage_remat': stage_remat}
+  fields |= {'batch_axes': batch_axes, 'gather_axes': gather_axes}
   lm = find_network(config)
   if not stack_fields(lm):
     name = getattr(target(lm), '__name__', target(lm))
-    raise ConfigError(f'set_pipeline: a {name} has no stack of transformer blocks, so it has no stages')
-  pipelined = {stack: _to_stages(getattr(lm, stack), stack, pipeline.clone()) for stack in stack_fields(lm)}
+    raise ConfigError(f'set_pipeline: a {name} has no stack of blocks that are all alike, so it has no stages')
+  pipelined = {stack: _to_stages(getattr(lm, stack), stack).set(**fields) for stack in stack_fields(lm)}
+  for stack in pipelined.values():
+    stack.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm.set(**pipelined)
   return config
 
 
-def _to_stages(repeated: Config, field: str, pipelined: Config) -> Config:
-  """Returns the config of a pipeline with the fields of a `RepeatedTransformer`, which is the value of a field."""
-  if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
+def _to_stages(repeated: Config, field: str) -> Config:
+  """Returns the config of a pipeline with the fields of a `Repeat`, which is the value of a field."""
+  if not is_a(repeated, Repeat):
+    name = getattr(target(repeated), '__name__', target(repeated))
     raise ConfigError(
-      f'set_pipeline: {field} is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
-      'that are all alike, so it must be that of a RepeatedTransformer'
+      f'set_pipeline: {field} is the Config of {name}; stages need blocks that are all alike, so it must be that of a '
+      'Repeat or a RepeatedTransformer'
     )
+  of_transformer = is_a(repeated, (RepeatedTransformer, PipelinedTransformer))
+  pipelined: Config[Any] = Config(PipelinedTransformer if of_transformer else Pipelined)
   if getattr(repeated, 'sliding_windows', None) is not None:
     raise ConfigError(
       f'set_pipeline: {field}.sliding_windows makes blocks of several kinds, and stages need blocks that are '

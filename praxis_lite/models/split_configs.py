@@ -278,11 +278,9 @@ def _check_no_length(axes: _Axes, why: str) -> None:
 
 
 def _split_diffusion_transformer(network: Config, axes: _Axes) -> None:
-  block = network.blocks_tpl.layers_tpl
-  _split_attention(block.attention_tpl, axes)
-  _split_feed_forward(block.ff_tpl, axes)
-  block.activation_split_dims_mapping.out = network.activation_split_dims_mapping.out = axes.bld
-  for layer in (block.modulation_tpl, network.modulation_tpl, network.time_tpl.linear_tpl):
+  network.activation_split_dims_mapping.out = axes.bld
+  of_blocks = [block.modulation_tpl for block in kinds_of_stack(network.blocks_tpl)]
+  for layer in (*of_blocks, network.modulation_tpl, network.time_tpl.linear_tpl):
     layer.weight_split_dims_mapping.wt = axes.weight
   network.patch_tpl.weight_split_dims_mapping.wt = network.class_tpl.weight_split_dims_mapping.wt = (None, axes.data)
   network.out_tpl.weight_split_dims_mapping.wt = (axes.data, None)

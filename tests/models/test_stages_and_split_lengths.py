@@ -14,8 +14,18 @@ from encoder_decoder_cases import B, T, V, config, packed_batch
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
-from praxis_lite.layers import GatedDeltaNet, Mamba2, Recurrent
-from praxis_lite.models import griffin_lm, masked_language_model, recurrent_lm, set_pipeline, set_sharding
+from praxis_lite.layers import BatchNorm, GatedDeltaNet, GroupNorm, LogMel, Mamba2, Recurrent
+from praxis_lite.models import (
+  DiffusionModel,
+  conformer_ctc,
+  diffusion_transformer,
+  griffin_lm,
+  masked_language_model,
+  recurrent_lm,
+  resnet_classifier,
+  set_pipeline,
+  set_sharding,
+)
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -28,7 +38,7 @@ def after_a_step(model, batch, axes=('replica', 'data', 'mdl'), mesh=None, lengt
   """The loss, and the variables after a step of SGD with rate 1, so all gradients."""
   task = Config(SingleTask, model=model, mesh_axis_names=axes, ici_mesh_shape=mesh)
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  task.train.inputs_split_mapping = {'map_1d': (ROWS,), 'map_2d': (ROWS, length)}
+  task.train.inputs_split_mapping = {'map_1d': (ROWS,), 'map_2d': (ROWS, length), 'map_4d': (ROWS, None, None, None)}
   partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
   out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
   return float(out.weighted_loss), leaves_by_path(partitioned.unpad(out.state).mdl_vars)
@@ -129,7 +139,56 @@ def test_recurrences_in_stages_train_like_one_device(kind):
   assert_same(after_a_step(staged, batch, ('stage', *ROWS, 'mdl'), (2, 1, 3, 1)), expected)
 
 
+def conformer(norm):
+  """Three blocks; 90 samples are 21 frames of features, and 6 of the encoder, of which some are padding."""
+  frontend = Config(LogMel, sample_rate=400, frame_length=10, frame_step=4, num_mels=6, normalize=True)
+  sizes = {'model_dims': 12, 'num_layers': 3, 'num_heads': 3, 'hidden_dims': 14, 'kernel_size': 3, 'channels': 3}
+  model = conformer_ctc(vocab_size=V, blank_id=V - 1, frontend=frontend, **sizes).set(augmenter_tpl=None)
+  model.encoder_tpl.stack_tpl.layers_tpl.conv_tpl.norm_tpl = norm
+  rng = np.random.default_rng(0)
+  batch = {'audio': rng.standard_normal((B, 90)).astype(np.float32), 'labels': np.full((B, 2), V - 1, np.int32)}
+  batch |= {
+    'audio_lengths': np.array([90, 70, 55, 90, 40], np.int32),
+    'weights': np.array([1, 0.5, 1, 0, 1], np.float32),
+  }
+  batch['labels'][:, 0] = [1, 0, 2, 3, 1]
+  return model, batch
+
+
+def dit():
+  """Three blocks on six patches of images with classes."""
+  sizes = {'image_channels': 1, 'model_dims': 12, 'num_layers': 3, 'num_heads': 3, 'num_classes': 3}
+  model = Config(DiffusionModel, network_tpl=diffusion_transformer(**sizes), image_size=(4, 6), num_sampling_steps=3)
+  images = np.random.default_rng(0).random((B, 4, 6, 1)).astype(np.float32)
+  weights = np.array([1, 0.5, 1, 0, 1], np.float32)
+  return model, {'image': images, 'label': np.array([0, 1, 2, 1, 0], np.int32), 'weights': weights}
+
+
+SOUND_AND_IMAGES = {
+  'conformer': lambda: conformer(Config(GroupNorm, num_groups=2)),
+  'conformer_with_batch_norm': lambda: conformer(Config(BatchNorm)),
+  'dit': dit,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'mesh, fields', [((2, 1, 3, 1), {'num_microbatches': 2}), ((3, 1, 1, 2), {'microbatch_size': 2})]
+)
+@pytest.mark.parametrize('kind', SOUND_AND_IMAGES)
+def test_conformers_and_diffusion_transformers_in_stages_train_like_one_device(kind, mesh, fields):
+  """Without stages; a norm over the batch is one over microbatches, so with it, with stages on one device."""
+  model, batch = SOUND_AND_IMAGES[kind]()
+  staged = set_pipeline(set_sharding(model.clone()), num_stages=mesh[0], **fields)
+  alone = set_pipeline(model, num_stages=2, stage_axis=None, **fields) if 'batch_norm' in kind else model
+  expected = after_a_step(alone, batch)
+  assert expected[0] > 0
+  assert_same(after_a_step(staged, batch, ('stage', *ROWS, 'mdl'), mesh), expected)
+
+
 def test_stacks_that_cannot_be_stages_are_named():
+  with pytest.raises(ConfigError, match='set_pipeline: a ResNet has no stack of blocks that are all alike'):
+    set_pipeline(resnet_classifier(num_classes=3), num_stages=2, num_microbatches=2)
   with pytest.raises(ConfigError, match='set_pipeline: encoder_tpl is the Config of StackedTransformer'):
     set_pipeline(config(repeat=False), num_stages=2, num_microbatches=2)
   few = set_pipeline(config(), num_stages=3, num_microbatches=2)
