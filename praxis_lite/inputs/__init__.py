@@ -10,6 +10,7 @@ from praxis_lite.inputs.image_texts import ImageTextRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.masked_text import MaskedTextInput
 from praxis_lite.inputs.mixture import MixtureInput
+from praxis_lite.inputs.packing import pack_prompts
 from praxis_lite.inputs.preferences import PreferenceInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
@@ -66,6 +67,7 @@ __all__ = [
   'TFRecordInput',
   'TableInput',
   'TextInput',
+  'pack_prompts',
   'read_wav',
   'stdlib_files',
   'write_array_records',

@@ -125,6 +125,48 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
   return PackedRows(tokens, num_bytes, starts, lengths, np.zeros_like(starts), row_splits, seq_len, pad)
 
 
+def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None) -> tuple[Rows, np.ndarray]:
+  """Packs prompts into rows, so that a language model reads them without much padding before it continues them.
+
+      batch, place = pack_prompts(prompts)
+      ids = trained.decode(batch)['ids']                    # [R, S, M]
+      ids = ids.reshape(-1, ids.shape[-1])[place]           # [n, M], in the order of the prompts
+
+  R rows, S prompts of a row, P tokens of the longest prompt, T tokens of a row that are read.
+
+  Args:
+    prompts: the tokens of each prompt, at least one.
+    row_length: T; None means P.
+
+  Returns:
+    A batch for `LanguageModel.decode`: `ids`, [R, S P], `prompt_lengths`, [R, S], where 0 is no prompt, and `packing`,
+    [R, T], the index in its row of `ids` of each token that is read, or -1. And the index of each prompt among the R S
+    results, [n].
+
+  Raises:
+    DataError: there is no prompt, one is empty, or one is longer than T.
+  """
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if not lengths.size or not lengths.min():
+    raise DataError('pack_prompts: expected prompts of at least one token each')
+  longest = int(lengths.max())
+  T = longest if row_length is None else row_length
+  if longest > T:
+    raise DataError(f'pack_prompts: a prompt has {longest} tokens, more than row_length, {T}')
+  row = best_fit_rows(lengths, T)
+  R, S = int(row.max()) + 1, int(np.bincount(row).max())
+  ids, of_prompts = np.zeros((R, S, longest), np.int32), np.zeros((R, S), np.int32)
+  packing, taken = np.full((R, T), -1, np.int32), np.zeros((R, 2), np.int32)  # Of each row, its prompts and tokens.
+  place = np.empty(len(lengths), np.int64)
+  for i, (prompt, r) in enumerate(zip(prompts, row.tolist())):
+    (s, start), length = taken[r], len(prompt)
+    ids[r, s, :length], of_prompts[r, s] = prompt, length
+    packing[r, start : start + length] = s * longest + np.arange(length)
+    taken[r] += 1, length
+    place[i] = r * S + s
+  return {'ids': ids.reshape(R, -1), 'prompt_lengths': of_prompts, 'packing': packing}, place
+
+
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
   """Returns the row of each piece, [n]. Each piece, longest first, goes to the fullest row that has room for it.
 

@@ -40,6 +40,7 @@ from praxis_lite.layers.kv_cache import KVCache, check_cache_dtype
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.local_chunks import local_chunks
 from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
+from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.positions import RelativeBias
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.shared_bias import is_bias_shared
@@ -235,6 +236,7 @@ class MultiHeadAttention(AttentionHeads):
     prefix_lengths: jax.Array | None = None,
     logit_bias: LogitBias | None = None,
     first_values: jax.Array | None = None,
+    packed: PackedPrompts | None = None,
   ) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D]; a token attends to all cached tokens up to its own position.
 
@@ -247,6 +249,8 @@ class MultiHeadAttention(AttentionHeads):
         that reads the prompt must contain the whole prefix. None disables it.
       logit_bias: a function of positions, which is added to the logits; its own positions are not used.
       first_values: see `__call__`; the cache keeps mixed values.
+      packed: where tokens of prompts are; the cache, which is empty, has a row for each prompt. None says that each row
+        has tokens of its own.
     """
     self._check_one_bias(logit_bias)
     if not self.causal:
@@ -255,6 +259,8 @@ class MultiHeadAttention(AttentionHeads):
       )
     if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
+    if packed is not None:
+      return self._read_packed(x_BTD, pos_BT, packed, first_values)
     mask = self._checked_mask(prefix_lengths=prefix_lengths)
     cached = self._cached_attention(logit_bias, self._sinks())
     context_BTNH = self._extend(cached, x_BTD, pos_BT, read_cache(self), mask, first_values)
@@ -274,6 +280,21 @@ class MultiHeadAttention(AttentionHeads):
     context_BTNH, cache = cached.extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
     return context_BTNH
+
+  def _read_packed(
+    self, x_RTD: jax.Array, pos_RT: jax.Array, packed: PackedPrompts, first_RTKH: jax.Array | None
+  ) -> jax.Array:
+    """Attends in one pass, and writes the tokens of each prompt to the row of its cache."""
+    heads = self._mix_values(self._project(x_RTD, x_RTD, pos_RT), first_RTKH)
+    key, value = (packed.unpack(x) for x in self._entries_of(x_RTD, pos_RT, heads))
+    self._keep(self._cached_attention().write(read_cache(self), key, value, packed.row_pos))
+    ids_RT = packed.segment_ids
+    mask = self._checked_mask(segment_ids=ids_RT, kv_segment_ids=ids_RT, segment_pos=pos_RT)
+    return self._attend(heads, mask, pos_RT, None, None, gate_BTNH=self._gate(x_RTD))
+
+  def _entries_of(self, x_BTD: jax.Array, pos_BT: jax.Array, heads: QueryKeyValue) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values that the cache keeps of tokens with these heads."""
+    return heads[1:]
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
     bias: PositionBias | None = None if logit_bias is None else functools.partial(logit_bias.fn, logit_bias.params)

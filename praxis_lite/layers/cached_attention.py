@@ -117,8 +117,9 @@ class CachedAttention:
     return context_BTNH, cache
 
   def write(self, cache: KVCache, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
-    """Returns a growing cache with tokens in its next slots; the arguments are the same as for `extend`."""
-    return append_tokens(cache, self._to_entries(key_BTKH, value_BTKH, pos_BT))
+    """Returns the cache with further tokens; the arguments are the same as for `extend`."""
+    write = append_tokens if self.window is None or cache.is_placed else write_to_ring
+    return write(cache, self._to_entries(key_BTKH, value_BTKH, pos_BT))
 
   def attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
     """Returns the results of attention to the tokens in a growing cache, [B, T, N, H]; see `extend`."""

@@ -173,11 +173,17 @@ class LatentAttention(MultiHeadAttention):
     first_BTKH: jax.Array | None = None,
   ) -> jax.Array:
     plain_BTNh, turned_BTNP = self._parts(self._queries(x_BTD, pos_BT))
-    latent_BTR, turned_BT1P = self._latents(x_BTD, pos_BT)
     query_BTNR = jnp.einsum('BTNh,RNh->BTNR', plain_BTNh, self.key.weight())
     query_BTNC = jnp.concatenate([query_BTNR, turned_BTNP], axis=-1)
-    key_BT1C = jnp.concatenate([latent_BTR[:, :, None], turned_BT1P], axis=-1)
-    context_BTNC, cache = cached.extend(self.shard(query_BTNC, 'blnh'), key_BT1C, key_BT1C, pos_BT, cache, mask)
+    entries = self._entries_of(x_BTD, pos_BT)
+    context_BTNC, cache = cached.extend(self.shard(query_BTNC, 'blnh'), *entries, pos_BT, cache, mask)
     self._keep(cache)
     context_BTNR = context_BTNC[..., : self.latent_dims]
     return jnp.einsum('BTNR,RNV->BTNV', context_BTNR, self.value.weight())
+
+  def _entries_of(
+    self, x_BTD: jax.Array, pos_BT: jax.Array, heads: QueryKeyValue | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    latent_BTR, turned_BT1P = self._latents(x_BTD, pos_BT)
+    key_BT1C = jnp.concatenate([latent_BTR[:, :, None], turned_BT1P], axis=-1)
+    return key_BT1C, key_BT1C

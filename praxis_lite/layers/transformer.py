@@ -73,9 +73,9 @@ class StackedTransformer(Layer):
     for layer in self.layers:
       layer.init_decode_state(*args)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any, **more: Any) -> jax.Array:
     """Returns the result of the last layer for the next tokens; see `TransformerBlock.extend_step`."""
-    more = self._first_values(x_BTD)
+    more |= self._first_values(x_BTD)
     for layer in self.layers:
       x_BTD = layer.extend_step(x_BTD, pos_BT, *attention, **more)
     return x_BTD

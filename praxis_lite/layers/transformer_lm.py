@@ -19,6 +19,7 @@ from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.multi_token import MultiTokenPrediction
 from praxis_lite.layers.normalizations import Norm, RMSNorm
+from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import kinds_of_stack
@@ -184,7 +185,12 @@ class TransformerLm(Layer):
     self.transformer.init_decode_state(batch_size, max_len)
 
   def extend_step(
-    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, prefix_lengths: jax.Array | None = None
+    self,
+    ids_BT: jax.Array,
+    pos_BT: jax.Array,
+    last_B: jax.Array,
+    prefix_lengths: jax.Array | None = None,
+    packed: PackedPrompts | None = None,
   ) -> jax.Array:
     """Appends T tokens to each row of the caches; returns logits [B, V] of the token that follows token `last_B`.
 
@@ -192,10 +198,11 @@ class TransformerLm(Layer):
       ids_BT: int32 tokens.
       pos_BT: int32 position of each; -1 is padding.
       last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
-      prefix_lengths: see `MultiHeadAttention.extend_step`.
+      prefix_lengths, packed: see `MultiHeadAttention.extend_step`.
     """
     prefix = () if prefix_lengths is None else (prefix_lengths,)
-    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
+    more = {} if packed is None else {'packed': packed}
+    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix, **more)
     return self._logits_of(x_BTD, last_B, self._normalize)
 
   def extend_with_hidden(

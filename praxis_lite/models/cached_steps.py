@@ -12,9 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.decode_caches import place_caches
+from praxis_lite.layers.latent_attention import LatentAttention
+from praxis_lite.layers.moe import MoeFeedForward
+from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.repeat import unstack_for_decoding
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.decoding import find_row_axes
 
@@ -81,6 +87,47 @@ class CachedSteps:
     arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
     result, side = self._lm.apply(self._variables, *arguments, decode_state=caches, method=method)
     return result, side.decode_state
+
+
+class PackedSteps(CachedSteps):
+  """Steps that read prompts which share rows.
+
+  Args:
+    lm: the network, in a call of its parent.
+    packed: where the prompts are.
+    can_go_back: see `DecodingSteps`.
+  """
+
+  def __init__(self, lm: Layer, packed: PackedPrompts, can_go_back: bool = False):
+    super().__init__(lm, (), can_go_back)
+    self._packed = packed
+
+  def read_prompts(
+    self, ids_BP: jax.Array, pos_BP: jax.Array, last_B: jax.Array, state: NestedDict
+  ) -> tuple[jax.Array, NestedDict]:
+    """Returns what `extend` does; the prompts are those of the packing, whatever `pos_BP` says."""
+    packed = self._packed
+    arguments = packed.pack(ids_BP), packed.pos, packed.last, None, packed
+    logits_RSV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
+    return logits_RSV.reshape(-1, logits_RSV.shape[-1]), side.decode_state
+
+
+def can_read_packed(lm: Layer) -> bool:
+  """Whether a network can read prompts that share rows, so that their results are those of rows of their own.
+
+  Its layers are those whose state is keys and values that they keep as they are, and whose experts take all tokens.
+  """
+
+  def is_known(layer: Layer) -> bool:
+    if isinstance(layer, MultiHeadAttention):  # A class derived from it may have a mask of its own.
+      return type(layer) in (MultiHeadAttention, LatentAttention) and layer.cache_dtype in (None, layer.fprop_dtype)
+    if isinstance(layer, MoeFeedForward):
+      return layer.dispatch == 'dropless' and layer.exchange_factor is None
+    return type(layer) in (TransformerBlock, StackedTransformer, RepeatedTransformer) or not hasattr(
+      layer, 'extend_step'
+    )
+
+  return type(lm) is TransformerLm and all(is_known(layer) for layer in lm.transformer.descendants())
 
 
 class StepsWithHidden(CachedSteps):

@@ -9,6 +9,7 @@ stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
+from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
@@ -28,7 +30,9 @@ from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
 from praxis_lite.models.cached_steps import (
   CachedSteps,
   OwnHeads,
+  PackedSteps,
   StepsWithHidden,
+  can_read_packed,
   start_caches,
   start_heads,
   start_with_hidden,
@@ -258,7 +262,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     This is for decoding loops outside of the program. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
-    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B))
+    prefix = {'prefix_lengths': lengths_B} if self.model_type == 'prefix' else {}
+    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), **prefix)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the further arguments of the network's `extend_step` for prompts of these lengths."""
@@ -293,6 +298,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
         prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`. For
         random numbers that do not depend on how rows and tokens are divided into calls, also [B] int32: `row`, the
         number of each row, and `num_drawn`, how many last tokens of its prompt were drawn by earlier calls.
+        Prompts that are packed have `packing`, see `inputs.pack_prompts`: S prompts in each row, whose `ids` are
+        [B, S P], and whose other arrays and results have the dimensions B and S instead of B.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
@@ -303,17 +310,23 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts like `decode`; `draft`, a layer of the same call, guesses tokens for a `SpeculativeSampler`."""
+    packed, shape = None, batch['prompt_lengths'].shape
+    if 'packing' in batch:
+      packed = PackedPrompts.make(batch['packing'], batch['prompt_lengths'], batch['ids'].shape[1])
+      of_rows = ('prompt_lengths', 'max_tokens', 'row', 'num_drawn')
+      rows = {name: batch[name].reshape(-1) for name in of_rows if name in batch}
+      batch = {'ids': batch['ids'].reshape(math.prod(shape), -1), **rows}
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     prompt_length = prompt_ids_BP.shape[1]
     max_tokens_B, chunk = batch.get('max_tokens'), None
-    if max_tokens_B is None:
+    if max_tokens_B is None or packed is not None:
       self.check_fits(prompt_length, self.decoder.max_decode_steps)
     elif self.model_type == 'causal':
       chunk = chunk_of(self.decoder.num_slots(prompt_length, self.context), len(prompt_ids_BP))
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
     prefix_lengths_B = draws.given_lengths(prompt_lengths_B)
     key = self.next_prng_key() if self.decoder.is_random else None
-    arguments = self._steps(prefix_lengths_B), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
+    arguments = self._steps(prefix_lengths_B, packed), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
     decoded: Decoded | BeamDecoded | SpeculativeDecoded
     if isinstance(self.decoder, SpeculativeSampler):
       guesses = None if draft is None else draft._steps(prefix_lengths_B)
@@ -321,15 +334,19 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     else:
       decoded = self.decoder.decode(*arguments)
     outputs = {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
+    if packed is not None:
+      outputs = {name: x.reshape(*shape, *x.shape[1:]) for name, x in outputs.items()}
     return decoded.metrics(prompt_lengths_B > 0), outputs
 
   @property
   def _guesses_itself(self) -> bool:
     return isinstance(self.decoder, SpeculativeSampler) and self.decoder.own_heads
 
-  def _steps(self, prefix_lengths_B: jax.Array) -> CachedSteps:
+  def _steps(self, prefix_lengths_B: jax.Array, packed: PackedPrompts | None = None) -> CachedSteps:
     if self._guesses_itself:
       return StepsWithHidden(self.lm, self._prompt_is_prefix(prefix_lengths_B))
+    if packed is not None and self.model_type == 'causal' and can_read_packed(self.lm):
+      return PackedSteps(self.lm, packed, self.decoder.goes_back)
     return CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back)
 
   # ---------------------------------------------------------------- rows that come and go

@@ -137,7 +137,7 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
   """Raises DataError if a batch has ids outside of a language model's vocabulary: devices report no such error.
 
   Args:
-    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths` [B] if they are prompts. Padding may be any
+    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths` [B], or [B, S], if they are prompts. Padding may be any
       negative id, and padding of prompts any id at all.
     vocab_size: V; None if it is unknown, and nothing is checked.
   """
@@ -145,7 +145,9 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
     return
   is_bad_BT = (ids_BT < 0) | (ids_BT >= vocab_size)
   if (lengths_B := rows.get('prompt_lengths')) is not None:
-    is_bad_BT &= np.arange(ids_BT.shape[1]) < lengths_B[:, None]
+    lengths_BS = lengths_B.reshape(len(lengths_B), -1)  # Of one prompt, or of those that are packed.
+    prompt_length = ids_BT.shape[1] // lengths_BS.shape[1]
+    is_bad_BT &= np.arange(ids_BT.shape[1]) % prompt_length < np.repeat(lengths_BS, prompt_length, axis=1)
   else:
     weights = rows['weights']
     weights_BT = weights if weights.ndim == 2 else weights[:, None]

@@ -69,10 +69,14 @@ class RowReader(Generic[DecodingState]):
     width = self.prompt_ids_BP.shape[1] if self.fits else self.slots  # The most that a row may have to read.
     chunk = self.chunk or width
 
+    extend = self.steps.extend
+    if self.fits and chunk >= width:  # Whole prompts, of which the state has no tokens yet.
+      extend = getattr(self.steps, 'read_prompts', extend)
+
     def read_chunk(start: jax.Array | int, state: DecodingState) -> tuple[jax.Array, DecodingState]:
       place_BT = (length_B - kept_B)[:, None] + start + jnp.arange(chunk, dtype=jnp.int32)
       ids_BT = self._prompt_tokens(place_BT) if self.fits else self._tokens(place_BT, ids_BM)
-      return self.steps.extend(*prompt_step(ids_BT, kept_B, start), state)
+      return extend(*prompt_step(ids_BT, kept_B, start), state)
 
     def next_chunk(carry: tuple[jax.Array, jax.Array, DecodingState]) -> tuple[jax.Array, jax.Array, DecodingState]:
       start, logits_BV, state = carry

@@ -28,6 +28,8 @@ class DecodingSteps(Protocol[DecodingState]):
   Then positions may be given to `extend` again: the tokens there are replaced, and later ones are forgotten. Rows may
   have different lengths, and `last_B` may be [B, N], several tokens of each row, for logits [B, N, V].
 
+  Steps may have a method `read_prompts`, with the arguments of `extend`, for whole prompts and a state without tokens.
+
   A coverage penalty needs steps with a method `coverage(state)`, which returns [B, S] float32: how much the tokens of
   each row have attended to each token of its source in all, where each of them counts 1; infinity for padding.
   """
