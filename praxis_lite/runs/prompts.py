@@ -137,8 +137,8 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
   """Raises DataError if a batch has ids outside of a language model's vocabulary: devices report no such error.
 
   Args:
-    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths` [B], or [B, S], if they are prompts. Padding may be any
-      negative id, and padding of prompts any id at all.
+    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths`, [B] or [B, S], if they are prompts. Padding may
+      be any negative id, and padding of prompts any id at all.
     vocab_size: V; None if it is unknown, and nothing is checked.
   """
   if vocab_size is None or not isinstance(ids_BT := rows.get('ids'), np.ndarray) or ids_BT.ndim != 2:
