@@ -262,7 +262,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     This is for decoding loops outside of the program. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
-    prefix = {'prefix_lengths': lengths_B} if self.model_type == 'prefix' else {}
+    prefix: dict[str, Any] = {'prefix_lengths': lengths_B} if self.model_type == 'prefix' else {}
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), **prefix)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:

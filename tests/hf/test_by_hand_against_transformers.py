@@ -1,4 +1,7 @@
-"""The forward passes in NumPy, which tests of several families use, compute what `transformers` computes."""
+"""The forward passes in NumPy, which tests of several families use, compute what `transformers` computes.
+
+And `transformers` loads our exports of these families, which compute the same as what was imported.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import towers_by_hand
 import vit_by_hand
 import vit_mae_by_hand
 import whisper_by_hand
+from on_meshes import load
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -158,3 +162,66 @@ def test_whisper_is_that_of_transformers(tmp_path):
   for row, ids in zip(written, tokens):
     ids = [i for i in ids.tolist() if i not in given[0]]
     assert row.tolist()[: len(ids)] == ids
+
+
+def pixels(images):
+  return torch.tensor(images.transpose(0, 3, 1, 2), dtype=torch.float64)
+
+
+def sound():
+  shape = 2, whisper.M, 2 * whisper.S
+  return torch.linspace(-1, 1, 2 * whisper.M * 2 * whisper.S, dtype=torch.float64).reshape(shape)
+
+
+def make_clip(folder, case):
+  square = clip.CASES[case]['vision_config'] | {'image_size': 8, 'patch_size': 3}
+  return clip.make(folder, case, vision_config=square)
+
+
+# Of each family, what makes a checkpoint of a case, and what transformers computes.
+EXPORTS = {
+  'bert': (bert, bert.make, lambda model: model(tensor(bert.IDS), tensor(bert.IS_TOKEN))[0]),
+  'bart': (bart, bart.make, lambda model: _of_sources(model, bart)),
+  't5': (t5, t5.make, lambda model: _of_sources(model, t5)),
+  'vit': (vit, vit.make, lambda model: model(pixels(vit.IMAGES))[-1]),
+  'resnet': (resnet, resnet.make, lambda model: model(pixels(resnet.IMAGES))[0]),
+  'vit_mae': (
+    vit_mae,
+    lambda folder, _: vit_mae.make(folder, image_size=9),
+    lambda model: model(pixels(vit_mae.IMAGES[:, :9, :9]), noise=torch.tensor(vit_mae.NOISE)).logits,
+  ),
+  'clip': (
+    clip,
+    make_clip,
+    lambda model: model(input_ids=tensor(clip.IDS), pixel_values=pixels(clip.IMAGES[:, :, :8])).logits_per_text,
+  ),
+  'whisper': (
+    whisper,
+    lambda folder, _: whisper.make(folder),
+    lambda model: model(sound(), decoder_input_ids=tensor(whisper.IDS)).logits,
+  ),
+}
+_CASES = [(name, case) for name, (family, *_) in EXPORTS.items() for case in getattr(family, 'CASES', (name,))]
+_WITHOUT = {'mt5': 'MT5ForConditionalGeneration', 't5': 'T5ForConditionalGeneration'}
+_WITHOUT |= {'bart': 'BartForConditionalGeneration', 'vit_mae': 'ViTMAEForPreTraining'}
+_WITHOUT |= {'whisper': 'WhisperForConditionalGeneration'}
+
+
+@pytest.mark.parametrize('name, case', _CASES)
+def test_an_export_computes_in_transformers_what_was_imported(name, case, tmp_path):
+  _, make, run = EXPORTS[name]
+  (tmp_path / 'theirs').mkdir()
+  folder, config, _ = make(tmp_path / 'theirs', case)
+  exported = load(folder).write(tmp_path / 'ours')
+  architecture = config['architectures'][0] if 'architectures' in config else _WITHOUT[config['model_type']]
+
+  def computed(folder):
+    torch.manual_seed(0)  # Of a pooler that the checkpoint lacks.
+    model = getattr(transformers, architecture)
+    loaded = model.from_pretrained(folder, attn_implementation='eager', dtype=torch.float64).eval()
+    with torch.no_grad():
+      return np.asarray(run(loaded))
+
+  expected = computed(folder)
+  assert np.abs(expected).max() > 1e-3
+  np.testing.assert_allclose(computed(exported), expected, rtol=1e-6, atol=1e-7)

@@ -69,7 +69,9 @@ class Whisper(Family):
   def more_values(self, model: BaseModel) -> Values:
     if not isinstance(model, SpeechToTextModel):
       return {}
-    ends = model.decoder.stop_ids[:1]
+    ends: tuple[int | None, ...] = model.decoder.stop_ids[:1]
+    if not ends and model.vocab_size <= self.defaults['eos_token_id']:
+      ends = (None,)  # transformers cannot load a model whose default tokens are outside of its vocabulary.
     return {
       'decoder_start_token_id': model.start_id,
       **{name: end for name in ('eos_token_id', 'bos_token_id', 'pad_token_id') for end in ends},
