@@ -17,12 +17,14 @@ B batch, T length, F frequencies, D model dims, N heads, H and K channels per he
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
@@ -34,6 +36,8 @@ from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_en
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_space import segment_starts
+from praxis_lite.sharding.constraints import unmapped_axes
+from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams, WeightHParamsCollection, WeightInit
 
 FORMS = ('scan', 'convolution')
@@ -157,9 +161,30 @@ class DiagonalSsm(Mixer):
     log_a_NS, _, b_NSK, c_NHS = self._matrices()
     powers_TNS = jnp.exp(jnp.arange(T)[:, None, None] * log_a_NS)
     kernel_TNHK = jnp.real(jnp.einsum('NHS,TNS,NSK->TNHK', c_NHS, powers_TNS, b_NSK))
-    size = 2 * T  # With as many zeros as there are tokens, the end of a row does not reach its beginning.
-    u_BFNK, kernel_FNHK = jnp.fft.rfft(u_BTNH, size, axis=1), jnp.fft.rfft(kernel_TNHK, size, axis=0)
-    return jnp.fft.irfft(jnp.einsum('BFNK,FNHK->BFNH', u_BFNK, kernel_FNHK), size, axis=1)[:, :T]
+    rows, heads = self._even_axes(u_BTNH)
+    if not (rows or heads):
+      return _convolve(u_BTNH, kernel_TNHK)
+    row, head = axes_to_entry(rows), axes_to_entry(heads)  # The compiler would gather the input of each transform.
+    tokens = PartitionSpec(row, None, head, None)
+    return jax.shard_map(
+      _convolve,
+      in_specs=(tokens, PartitionSpec(None, head, None, None)),
+      out_specs=tokens,
+      axis_names={*rows, *heads},
+      check_vma=False,  # Kernels are replicated over the axes of rows by construction.
+    )(u_BTNH, kernel_TNHK)
+
+  def _even_axes(self, u_BTNH: jax.Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes that split the rows, and those that split the heads, evenly."""
+    sizes, mapping = unmapped_axes(), self.activation_split_dims_mapping.blnh
+    placement = self._resolve(mapping, f'{self.path_name}.activation_split_dims_mapping.blnh', rank=4)
+    spec = complete_spec(None if placement is None else placement.spec, 4)
+
+    def even(dim: int) -> tuple[str, ...]:
+      axes = tuple(axis for axis in spec_axes(spec[dim]) if axis in sizes)
+      return axes if u_BTNH.shape[dim] % math.prod(sizes[axis] for axis in axes) == 0 else ()
+
+    return even(0), even(2)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     dtype = jnp.promote_types(jnp.complex64, sum_dtype_of(self.fprop_dtype))
@@ -167,6 +192,13 @@ class DiagonalSsm(Mixer):
 
   def token_flops(self, length: int) -> TokenFlops:
     return TokenFlops(16.0 * self.input_dims * self.state_dims)
+
+
+def _convolve(u_BTNH: jax.Array, kernel_TNHK: jax.Array) -> jax.Array:
+  T = u_BTNH.shape[1]
+  size = 2 * T  # With as many zeros as there are tokens, the end of a row does not reach its beginning.
+  u_BFNK, kernel_FNHK = jnp.fft.rfft(u_BTNH, size, axis=1), jnp.fft.rfft(kernel_TNHK, size, axis=0)
+  return jnp.fft.irfft(jnp.einsum('BFNK,FNHK->BFNH', u_BFNK, kernel_FNHK), size, axis=1)[:, :T]
 
 
 def _draw_rates(shape: tuple[int, int], step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:

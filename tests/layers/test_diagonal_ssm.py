@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cached_decoding import decoded, expected, inputs
 from drawn_state import drawn_variables
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mixer_meshes import on_mesh_and_alone
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import DiagonalSsm
+from praxis_lite.sharding.mesh import bind_mesh
 
 D, S = 12, 5
 
@@ -82,17 +86,33 @@ def test_decoding_equals_one_pass(form):
   np.testing.assert_allclose(out, expected(layer, variables, inputs()), rtol=1e-4, atol=1e-4)
 
 
-def test_heads_over_an_axis_of_three_equal_one_device():
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('num_heads, form', [(12, 'convolution'), (4, 'convolution'), (4, 'scan')])
+@pytest.mark.parametrize('mesh', [(2, 1, 3), (1, 3, 2)], ids=str)
+def test_a_mesh_with_an_axis_of_three_equals_one_device(mesh, num_heads, form):
   actual, expected = on_mesh_and_alone(
     built,
-    ssm(),
-    {'replica': 2, 'data': 1, 'mdl': 3},
+    ssm(num_heads, form=form),
+    dict(zip(('replica', 'data', 'mdl'), mesh)),
     inputs()[:, :7],
     batch=('replica', 'data'),
     data='data',
     mdl='mdl',
   )
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
+
+
+def test_fourier_transforms_stay_on_the_devices_of_their_rows_and_heads():
+  config = ssm(6, form='convolution')
+  DiagonalSsm.set_split(config, batch='data', length=None, data=None, mdl='mdl')
+  layer, variables = built(config.set(mesh_axis_names=('data', 'mdl')))
+  mesh = jax.make_mesh((2, 3), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
+  x = np.concatenate([inputs()] * 2)[:, :7]
+  variables, x = jax.device_put((variables, x), NamedSharding(mesh, PartitionSpec()))
+  run = jax.jit(bind_mesh(lambda variables, x: layer.apply(variables, x)[0], mesh))
+  program = run.lower(variables, x).compile().as_text()
+  shapes = re.findall(r'= \w+\[([\d,]+)\]\S* fft\(', program)  # Of 4 rows and 6 heads of 2 dims, 8 waves of 14 places.
+  assert len(x) == 4 and sorted(shapes) == ['2,2,2,14', '2,2,2,8', '2,2,2,8']
 
 
 def test_mistakes_are_named():
