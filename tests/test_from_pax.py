@@ -36,7 +36,8 @@ PRAXIS = """
   TransformerFeedForward TransformerFeedForwardMoe VanillaBlock VanillaNet VisionTransformer VitEntryLayers
   VitExitLayers
   MultiQueryDotProductAttention GroupedQueryAttention gpu_fast_attention FlaxModuleAdapter FlaxModuleAdapterBase glam
-  grok flaxformer_models mobilenet asr
+  grok flaxformer_models mobilenet asr streaming sparsity chunk unchunk Einsum ArrayLookup fp8_ops injection chain
+  copy_n_times add_residual apply_padding dict_to_args full_like log_args
 
   Gaussian Uniform Xavier XavierWithFixupParams Constant TruncatedGaussian GaussianSqrtDim GaussianSqrtFanIn
   GaussianSqrtFanOut GaussianSqrtFanAvg UniformSqrtDim UniformUnitScaling TruncatedGaussianSqrtDim
