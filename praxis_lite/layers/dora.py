@@ -23,7 +23,7 @@ from praxis_lite.layers.low_rank import derived_split, scaled_product
 from praxis_lite.layers.projections import Projection
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
-_LEAST_NORM = 1e-30
+LEAST_NORM = 1e-30
 
 
 class DoraLayer(LoraLayer):
@@ -114,5 +114,5 @@ def output_factors(w: jax.Array, update: jax.Array, magnitude: jax.Array, num_ou
   axes = tuple(range(n, w.ndim - num_outputs))
   w, update = w.astype(jnp.float32), update.astype(jnp.float32)
   before, after = (jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)) for x in (w, w + update))
-  ratio = jax.lax.stop_gradient(before / jnp.maximum(after, _LEAST_NORM))
+  ratio = jax.lax.stop_gradient(before / jnp.maximum(after, LEAST_NORM))
   return (1 + magnitude.reshape(ratio.shape)) * ratio

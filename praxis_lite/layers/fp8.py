@@ -26,7 +26,6 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.sharding.mesh import ask_device
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-MATMULS = ('fprop', 'fp8')
 
 
 def check_fp8(path: str) -> None:
@@ -40,22 +39,6 @@ def check_fp8(path: str) -> None:
 def _gpu_without_fp8(kind: str) -> str:
   found = accelerator_of(kind)
   return '' if found is None or found.kind != 'gpu' or 'f8e4m3fn' in found.peaks else found.name
-
-
-def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x.
-
-  Args:
-    x: [..., *I] in the dtype to compute in.
-    w: [*I, *O].
-    axes: number of dimensions I.
-    kind: how it is computed, one of `MATMULS`.
-    path: path of the field that sets `kind`, for messages.
-  """
-  if kind == 'fprop':
-    return x @ w if axes == 1 and w.ndim == 2 else jnp.tensordot(x, w, axes=axes)
-  check_fp8(path)
-  return fp8_tensordot(x, w, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

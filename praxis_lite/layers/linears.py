@@ -12,7 +12,7 @@ import jax
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import check_choice
 from praxis_lite.layers.base import Layer, WeightSplit
-from praxis_lite.layers.fp8 import MATMULS, matmul
+from praxis_lite.layers.products import MATMULS, multiply_by_w
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
@@ -42,7 +42,7 @@ class Linear(Layer):
     input_dims: I.
     output_dims: O.
     use_bias: whether there is a bias.
-    matmul: 'fprop', the product is in `fprop_dtype`; or 'fp8', its operands are in 8 bits, see `fp8.py`.
+    matmul: 'fprop', the product is in `fprop_dtype`; 'fp8' or 'int8', its operands are in 8 bits; see `products.py`.
     weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
   """
 
@@ -63,7 +63,7 @@ class Linear(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] for x [..., I]."""
-    y = matmul(x.astype(self.fprop_dtype), self.theta.w, 1, self.matmul, f'{self.path_name}.matmul')
+    y = multiply_by_w(self, x, 1, self.matmul)
     if self.use_bias:
       y += self.theta.b
     return self.shard(y)

@@ -13,8 +13,8 @@ import jax
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.layers.base import Layer, WeightSplit
-from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.layers.products import MATMULS, multiply_by_w
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 
@@ -57,8 +57,7 @@ class Projection(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] for x [..., *in_shape]."""
-    axes, field = len(self.in_shape), f'{self.path_name}.matmul'
-    y = matmul(x.astype(self.fprop_dtype), self.theta.w, axes, self.matmul, field)
+    y = multiply_by_w(self, x, len(self.in_shape), self.matmul)
     if self.use_bias:
       y += self.theta.b
     return self.shard(y)

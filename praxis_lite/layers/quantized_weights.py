@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,10 @@ class RoundedWeight:
     w = self.format.round_weight(parts[self.name])
     return w if dtype is None else w.astype(dtype)
 
+  @property
+  def multiply(self) -> None:
+    return None
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
@@ -148,9 +152,14 @@ class QuantizedWeight:
     return {self._name_of(kind): part for kind, part in quantize(self.format, w).items()}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
-    by_kind = {kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}
-    last = self.weight.shape[self.format.group_axis(len(self.weight.shape))]
-    return self.format.dequantize(by_kind, last, dtype or self.weight.dtype)
+    return self.format.dequantize(self._by_kind(parts), self._num_last, dtype or self.weight.dtype)
+
+  @property
+  def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
+    return self._multiply if self.format.scales_outputs else None
+
+  def _multiply(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
+    return self.format.multiply(x, self._by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns what the parts of integers say for each entry of the weight.
@@ -158,8 +167,14 @@ class QuantizedWeight:
     Returns:
       'integers', from -2^(b-1) on for b bits, 'scale' and perhaps 'zero', counted like the integers.
     """
-    last = self.weight.shape[self.format.group_axis(len(self.weight.shape))]
-    return self.format.spread({kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}, last)
+    return self.format.spread(self._by_kind(parts), self._num_last)
+
+  @property
+  def _num_last(self) -> int:
+    return self.weight.shape[self.format.group_axis(len(self.weight.shape))]
+
+  def _by_kind(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}
 
   def _name_of(self, kind: str) -> str:
     return self.name + SUFFIXES[kind]

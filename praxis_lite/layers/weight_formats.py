@@ -139,6 +139,43 @@ class WeightFormat:
       unscaled = q.astype(jnp.float32) - (0 if self.bits == 8 else 2 ** (self.bits - 1))
     return (unscaled * self._spread(parts[SCALE].astype(jnp.float32), num_last)).astype(dtype or jnp.float32)
 
+  @property
+  def scales_outputs(self) -> bool:
+    """Whether a weight is one number for each output times integers, so that `multiply` is possible."""
+    return self.name != 'nf4' and self.symmetric and self.group_size is None
+
+  def multiply(self, x: jax.Array, parts: Mapping[str, jax.Array], num_last: int) -> jax.Array:
+    """Returns x [..., *J, I] times the weight [*J, I, *O], [..., *O]; only if `scales_outputs`.
+
+    The integers are multiplied, and then the results are scaled. XLA casts integers inside of a product, so the weight
+    is never written as floats. Values that share a byte are multiplied one after the other.
+
+    Args:
+      x: floats, in whose dtype the result is; or int8, for a result in float32.
+      parts: what `quantize` has returned for a weight without *stack.
+      num_last: I.
+    """
+    stored, in_byte = parts[VALUES], 8 // self.bits
+    num_bytes = stored.shape[self.num_inputs - 1]
+    missing = num_bytes * in_byte - num_last
+    if missing:
+      x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    x_by_byte = x.reshape(*x.shape[:-1], num_bytes, in_byte)
+    # Sums of float16 and of integers may be too large before they are scaled.
+    sums = {'int8': jnp.int32, 'float16': jnp.float32}.get(x.dtype.name)
+    y: jax.Array | float = 0
+    for i in range(in_byte):
+      q = stored if in_byte == 1 else self._signed((stored >> jnp.uint8(i * self.bits)) & jnp.uint8(2**self.bits - 1))
+      y += jnp.tensordot(x_by_byte[..., i], q.astype(x.dtype), self.num_inputs, preferred_element_type=sums)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    scale = parts[SCALE].reshape(parts[SCALE].shape[self.num_inputs :]).astype(wide)
+    return (jnp.asarray(y).astype(wide) * scale).astype(dtype)
+
+  def _signed(self, q: jax.Array) -> jax.Array:
+    """Returns integers of fewer than 8 bits, which are stored from 0 on, as int8 from -2^(b-1) on."""
+    return q.astype(jnp.int8) - jnp.int8(2 ** (self.bits - 1))
+
   def spread(self, parts: Mapping[str, jax.Array], num_last: int) -> dict[str, jax.Array]:
     """Returns 'integers', 'scale' and perhaps 'zero' for each entry of a weight; see `QuantizedWeight.spread`."""
     q, half = self._unpack(parts[VALUES], num_last), 2 ** (self.bits - 1)

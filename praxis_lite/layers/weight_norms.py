@@ -8,11 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.fp8 import matmul
 from praxis_lite.layers.images import Conv2D
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import standardize
 from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.products import matmul
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightHParamsCollection, WeightInit
 
 _EPSILON = 1e-12  # Of squared norms, so that a weight of zeros stays one, with finite gradients.

@@ -66,8 +66,8 @@ def transformer_lm(
       layer is dense.
     first_hidden_dims: hidden dims of each dense block that comes before the blocks with experts.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
-      `layers/fp8.py`. The softmax stays in `fprop_dtype`.
+    matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', 'fp8' or
+      'int8', see `layers/products.py`. The softmax stays in `fprop_dtype`.
   """
   if style not in ('llama', 'gpt2'):
     raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves, path_name, select
 from praxis_lite.layers import Dora, Ia3, Lora, MoeFeedForward
-from praxis_lite.models import add_adapters, merge_adapters, remove_adapters, transformer_lm
+from praxis_lite.models import ADAPTER_VARIABLES, add_adapters, merge_adapters, remove_adapters, transformer_lm
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=4)
@@ -127,9 +128,8 @@ def test_layers_without_an_adapter_have_zeros(tmp_path):
 
 def test_bad_adapters(tmp_path):
   for settings, message in (
-    ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported"),
+    ({'peft_type': 'ADALORA'}, "peft_type = 'ADALORA' is not supported"),
     ({'bias': 'all'}, "bias = 'all' is not supported"),
-    ({'use_dora': True}, 'use_dora = True is not supported'),
     ({'modules_to_save': ['lm_head']}, 'modules_to_save'),
     ({'r': 0}, 'r must be a number above 0, got 0'),
     ({'lora_alpha': None}, 'lora_alpha must be a number above 0'),
@@ -270,11 +270,74 @@ def test_weights_that_are_merged_in_parts_are_those_merged_at_once(model_type, a
     np.testing.assert_allclose(found[path].read(last), value[..., 1:], rtol=1e-5, atol=1e-6, err_msg=path_name(path))
 
 
-@pytest.mark.parametrize('adapter', [Dora, Ia3])
-def test_adapters_that_are_no_lora_are_not_written(adapter, tmp_path):
-  model = lm(Config(adapter)).instantiate()
-  with pytest.raises(ConfigError, match='adapters of DoRA and IA3 are not written for peft; write merged weights'):
-    write_adapter(tmp_path / 'adapter', model, drawn_variables(model.abstract_init()))
+def is_adapter(path):
+  return re.fullmatch(ADAPTER_VARIABLES, path_name(path)) is not None
+
+
+@pytest.mark.parametrize('adapter', [Config(Dora, layers=r'.*\.(value|down)', rank=2), Config(Ia3)])
+def test_dora_and_ia3_are_written_and_read(adapter, tmp_path):
+  """peft stores (1 + m) |W| for each output; and factors as columns, or, for the inputs of `down`, as rows."""
+  config = lm(adapter)
+  model = config.instantiate()
+  variables = drawn_variables(model.abstract_init())
+  write_adapter(tmp_path, model, variables)
+  settings, stored = json.loads((tmp_path / CONFIG).read_text()), read_header(tmp_path / TENSORS)
+  layers, prefix = variables['lm']['transformer']['layers'], 'base_model.model.model.layers.1'
+  value, down = layers['attention']['value'], layers['ff']['down']
+  if 'dora_magnitude' in value:
+    assert settings['use_dora'] and settings['target_modules'] == ['down_proj', 'v_proj']
+    for name, own in (('self_attn.v_proj', value), ('mlp.down_proj', down)):
+      lengths = np.linalg.norm(own['w'][1].reshape(own['w'].shape[1], -1), axis=0)
+      expected = (1 + own['dora_magnitude'][1].reshape(-1)) * lengths
+      np.testing.assert_allclose(stored[f'{prefix}.{name}.lora_magnitude_vector'].read_all(), expected, rtol=1e-5)
+  else:
+    assert (settings['peft_type'], len(settings['target_modules'])) == ('IA3', 3)
+    assert settings['feedforward_modules'] == ['down_proj']
+    found = [stored[f'{prefix}.{name}.ia3_l'].read_all() for name in ('self_attn.v_proj', 'mlp.down_proj')]
+    np.testing.assert_array_equal(found[0], value['ia3_scale'][1].reshape(-1, 1))
+    np.testing.assert_array_equal(found[1], down['ia3_scale'][1].reshape(1, -1))
+  base = select(variables, lambda path: not is_adapter(path))
+  read = read_adapter(tmp_path, remove_adapters(config), base)
+  written = select(variables, is_adapter)
+  assert jax.tree.structure(read.variables) == jax.tree.structure(written)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), read.variables, written)
+  assert leaves(read.model.instantiate().abstract_init()).keys() == leaves(variables).keys()
+
+
+def test_layers_that_a_folder_leaves_out_are_unchanged(tmp_path):
+  rng, prefix = np.random.default_rng(0), 'base_model.model.model.layers'
+  factors = rng.standard_normal((4, 1)).astype(np.float32)
+  write(tmp_path / 'ia3', {f'{prefix}.1.self_attn.k_proj.ia3_l': factors}, peft_type='IA3')
+  scale = read_adapter(tmp_path / 'ia3', lm()).variables['lm']['transformer']['layers']['attention']['key']['ia3_scale']
+  np.testing.assert_array_equal(scale.reshape(3, 4), np.stack([np.ones(4), factors[:, 0], np.ones(4)]))
+  lengths = {f'{prefix}.0.self_attn.q_proj.lora_magnitude_vector': np.ones(12, np.float32)}
+  write(tmp_path / 'dora', of_layers(0) | lengths, use_dora=True)
+  with pytest.raises(ConfigError, match='DoRA stores the lengths of weights, so reading it takes the weights'):
+    read_adapter(tmp_path / 'dora', lm())
+  variables = drawn_variables(lm().instantiate().abstract_init())
+  _, found = read_adapter(tmp_path / 'dora', lm(), variables)
+  magnitude = found['lm']['transformer']['layers']['attention']['query']['dora_magnitude']
+  assert magnitude[0].all() and not magnitude[1:].any()
+
+
+def test_adapters_that_peft_cannot_have_in_one_folder(tmp_path):
+  model = lm(Config(Dora, layers=r'.*\.query'), Config(Lora, layers=r'.*\.key')).instantiate()
+  variables = drawn_variables(model.abstract_init())
+  with pytest.raises(
+    ConfigError, match=r'query has an adapter of Dora, and .*key one of Lora; a folder of peft has one'
+  ):
+    write_adapter(tmp_path / 'adapter', model, variables)
+  model = lm(Config(Dora, layers=r'.*\.query')).instantiate()
+  with pytest.raises(ConfigError, match=r'query.w: peft stores the lengths .* pass variables with these'):
+    write_adapter(tmp_path / 'adapter', model, select(variables, is_adapter))
+  mixed = np.ones((4, 1), np.float32), np.ones((1, 12), np.float32)
+  names = [f'base_model.model.model.layers.{i}.self_attn.k_proj.ia3_l' for i in (0, 1)]
+  write(tmp_path / 'ia3', dict(zip(names, mixed)), peft_type='IA3')
+  with pytest.raises(CheckpointError, match='and the same factors of other layers have shapes'):
+    read_adapter(tmp_path / 'ia3', lm())
+  write(tmp_path / 'none', of_layers(0), peft_type='IA3')
+  with pytest.raises(CheckpointError, match='has no factors of a layer of this model'):
+    read_adapter(tmp_path / 'none', lm())
   assert not (tmp_path / 'adapter').exists()
 
 

@@ -74,6 +74,7 @@ def vit():
 EXPERTS = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
 INT4 = Config(QuantizedWeights, format='int4', group_size=4)
+WHOLE_OUTPUTS = Config(QuantizedWeights, layers=(r'.*\.(query|value|out)', r'.*\.(gate|down)'), format='int4')
 OTHERS = (
   Config(QuantizedWeights, layers=r'.*\.ff', format='nf4', group_size=8, scale_dtype='bfloat16'),
   Config(QuantizedWeights, layers=r'.*\.(query|out)', symmetric=False),
@@ -92,6 +93,12 @@ CASES = {
   'dora': (lm, {}, (Config(Dora, rank=3),), of_text),
   'ia3': (functools.partial(lm, use_bias=True), {}, (Config(Ia3),), of_text),
   'int4': (functools.partial(quantized, lm, INT4), {}, (Config(Lora, rank=3),), of_text),
+  'integers': (
+    functools.partial(quantized, functools.partial(lm, matmul='int8'), WHOLE_OUTPUTS),
+    {},
+    (Config(Lora, rank=3),),
+    of_text,
+  ),
   'experts in nf4': (
     functools.partial(quantized, functools.partial(lm, EXPERTS), *OTHERS),
     {'expert_axis': 'data'},
@@ -145,7 +152,11 @@ MESHES = [
   *(('experts', mesh) for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
   *(('vit', mesh) for mesh in [(1, 2, 2, 2), (1, 1, 3, 1)]),
   *((name, mesh) for name in ('dora', 'ia3') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1)]),
-  *((name, mesh) for name in ('int4', 'experts in nf4') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]),
+  *(
+    (name, mesh)
+    for name in ('int4', 'integers', 'experts in nf4')
+    for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]
+  ),
 ]
 
 
@@ -169,7 +180,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
   'name, mesh',
   [
     *(('lm', (2, 1, 2, 2)), ('lm', (2, 1, 3, 1)), ('experts', (2, 1, 2, 1))),
-    *(('int4', (2, 1, 3, 1)), ('experts in nf4', (2, 1, 2, 1))),
+    *(('int4', (2, 1, 3, 1)), ('integers', (2, 1, 3, 1)), ('experts in nf4', (2, 1, 2, 1))),
   ],
 )
 def test_in_a_pipeline(name, mesh):
@@ -177,6 +188,6 @@ def test_in_a_pipeline(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['lm', 'experts', 'dora', 'ia3', 'int4', 'experts in nf4'])
+@pytest.mark.parametrize('name', ['lm', 'experts', 'dora', 'ia3', 'int4', 'integers', 'experts in nf4'])
 def test_explicit_collectives(name):
   assert_same_step(after_a_step(name, (1, 1, 3, 1), partitioning='shard_map'), on_one_device(name))

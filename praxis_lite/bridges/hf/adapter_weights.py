@@ -2,6 +2,8 @@
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    [R, in]     A, transposed
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [out, R]    B, transposed
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]     of DoRA: (1 + m) |W|
+    base_model.model.model.layers.0.self_attn.q_proj.ia3_l            [out, 1] or, of the inputs, [1, in]
     base_model.model.model.embed_tokens.lora_embedding_A              [R, V]
     base_model.model.model.embed_tokens.lora_embedding_B              [D, R]
 
@@ -18,15 +20,19 @@ from typing import NamedTuple
 
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.bridges.hf.tensors import Pair, Piece, pieces
-from praxis_lite.common.trees import NestedDict, Path, leaves, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name, select
 from praxis_lite.layers import Embedding, Lora, LoraMoeFeedForward, Projection
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.ia3 import Ia3Layer
 from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
 PREFIX = 'base_model.model.'
 _NUMBERED = re.compile(r'\.((?:first|layers|rest)_\d+)\.')
-_ENDINGS = {'a': 'lora_A.weight', 'b': 'lora_B.weight'}
+_ENDINGS = {'a': 'lora_A.weight', 'b': 'lora_B.weight', 'magnitude': 'lora_magnitude_vector', 'scale': 'ia3_l'}
+# The variables of DoRA and IA3 below their layer.
+_OF_LAYER = {'magnitude': 'dora_magnitude', 'scale': 'ia3_scale'}
+PARTS = ('a', 'b', 'magnitude', 'scale')
 _TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
 
 
@@ -40,6 +46,7 @@ class AdaptableWeight(NamedTuple):
     pair: the row of the family's table.
     rank_in: number of its dimensions that are inputs, in one layer and for one expert.
     is_table: whether it is a table of embeddings.
+    scales_inputs: whether factors of IA3 belong to its inputs.
   """
 
   layer: Path
@@ -47,9 +54,12 @@ class AdaptableWeight(NamedTuple):
   pair: Pair
   rank_in: int
   is_table: bool
+  scales_inputs: bool = False
 
   def path_of(self, part: str) -> Path:
-    """Returns the path of the variable A or B below the network."""
+    """Returns the path of a variable below the network: A, B, or what the layer has for another one of `PARTS`."""
+    if part in _OF_LAYER:
+      return (*self.layer, _OF_LAYER[part])
     return (*self.layer, f'{self.name}_lora_{part}') if self.name else (*self.layer, 'lora', part)
 
   @property
@@ -63,19 +73,23 @@ class AdaptableWeight(NamedTuple):
     return self.pair.theirs.removesuffix('.weight')
 
   def ending(self, part: str) -> str:
-    """Returns the last part of the name of the tensor of A or B."""
-    return (_TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
+    """Returns the last part of the name of the tensor of one of `PARTS`."""
+    return (_ENDINGS | _TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
 
   def pair_of(self, part: str) -> Pair:
-    """Returns the row for the variable A or B."""
+    """Returns the row for one of `PARTS`."""
     experts, _, axes = self.pair.axes.rpartition(': ')
     names, theirs = (axes or 'I O -> I O').split(' -> ')
     dims = _DIMS.findall(names)
     inputs, outputs = dims[: self.rank_in], dims[self.rank_in :]
-    wanted = _letters(inputs if part == 'a' else outputs)
-    group = next(group for group in _DIMS.findall(theirs) if _letters([group]) & wanted)
-    ours = [*inputs, 'Z'] if part == 'a' else ['Z', *outputs]  # No dimension of a table is called Z.
-    order = ['Z', group] if part == 'a' else [group, 'Z']
+    of_inputs = part == 'a' or (part == 'scale' and self.scales_inputs)
+    own = inputs if of_inputs else outputs
+    group = next(group for group in _DIMS.findall(theirs) if _letters([group]) & _letters(own))
+    if part in _OF_LAYER:
+      ours, order = own, {'magnitude': [group], 'scale': ['.', group] if of_inputs else [group, '.']}[part]
+    else:
+      ours = [*inputs, 'Z'] if of_inputs else ['Z', *outputs]  # No dimension of a table is called Z.
+      order = ['Z', group] if of_inputs else [group, 'Z']
     prefix = f'{experts}: ' if experts else ''
     ours_path = _NUMBERED.sub('.layers.', path_name(self.path_of(part)))
     return Pair(
@@ -103,7 +117,8 @@ def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[
       pair = rows.get(_NUMBERED.sub('.layers.', path_name((*path, name))))
       if pair is not None and pair.theirs.endswith('.weight'):
         rank_in = len(layer.in_shape) if isinstance(layer, Projection) else 1
-        yield AdaptableWeight(path, name if of_experts else '', pair, rank_in, kind is Embedding)
+        of_inputs = isinstance(layer, Ia3Layer) and layer.ia3_of_inputs
+        yield AdaptableWeight(path, name if of_experts else '', pair, rank_in, kind is Embedding, of_inputs)
 
 
 def _kind(layer: Layer) -> type[Layer]:
@@ -118,7 +133,7 @@ def layer_at(network: Layer, path: Path) -> Layer:
 
 def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[Path, list[Piece]]:
   """Returns the tensors of the variables of adapters."""
-  chosen = [(w, part) for w in weights for part in 'ab']
+  chosen = [(w, part) for w in weights for part in PARTS if node_at(declared, w.path_of(part)) is not None]
   paths = {w.path_of(part) for w, part in chosen}
   table = [w.pair_of(part) for w, part in chosen]
   # Together with the other variables, which say in what order the layers of a stack come.

@@ -9,11 +9,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from praxis_lite.bridges.hf.adapter_weights import (
   PREFIX,
@@ -29,15 +30,16 @@ from praxis_lite.bridges.hf.fused_adapters import PartOfTensor, are_of_experts, 
 from praxis_lite.bridges.hf.hf_config import read_json
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
+from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, nest, node_at, path_name
-from praxis_lite.layers import Lora
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, nest, node_at, path_name
+from praxis_lite.layers import Dora, Ia3, Lora
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.dora import DoraLayer
+from praxis_lite.layers.dora import LEAST_NORM, DoraLayer
 from praxis_lite.layers.ia3 import Ia3Layer
-from praxis_lite.layers.lora import AdaptedLayer, LoraLayer
-from praxis_lite.models import BaseModel, LanguageModel, add_adapters, remove_adapters
+from praxis_lite.layers.lora import AdaptedLayer, Adapter, LoraLayer
+from praxis_lite.models import BaseModel, LanguageModel, add_adapters, dequantize_variables, remove_adapters
 from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
 # Beginnings of `init_lora_weights` with which peft subtracts the first update from the base.
@@ -70,13 +72,14 @@ def write_adapter(
   Args:
     folder: the target, which is created if it does not exist; files in it with the same names are replaced.
     model: the built model, which has adapters, and belongs to a family of transformers.
-    variables: its variables in their true shapes, or only those of the adapters.
+    variables: its variables in their true shapes, or only those of the adapters; for DoRA, also the weights that these
+      change.
     base: name or path of the checkpoint without adapters, for adapter_config.json.
     dtype: dtype to write, such as 'bfloat16'; None keeps that of the variables.
 
   Raises:
     ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because several
-      weights, such as those of queries, keys and values, are one in the family.
+      weights, such as those of queries, keys and values, are one in the family, or adapters are of several kinds.
   """
   family, values = describe_model(model)
   network = family.network_in(model)
@@ -89,27 +92,34 @@ def write_adapter(
       'write_model, to write its weights'
     )
   declared = family.part_of(model.abstract_init())
-  _check_is_lora(network)
+  kind = _kind_of(network)
   found = pieces_of(adapted, declared)
   _check_all_are_written(found, declared)
   _check_not_shared(found)
+  own = family.part_of(variables)
+  if kind is Dora:
+    own = merge(own, nest({w.path_of('magnitude'): _their_lengths(w, own, declared) for w in adapted}))
   FilePath(folder).mkdir(parents=True, exist_ok=True)
-  tensors, data = tensors_to_write(family.part_of(variables), found, dtype)
+  tensors, data = tensors_to_write(own, found, dtype)
   write_safetensors(os.path.join(folder, TENSORS_FILE), list(tensors), tensors, data)
-  content = _adapter_config(model, adapted, weights, network, declared, values, base)
+  content = _adapter_config(kind, model, adapted, weights, network, declared, values, base)
   FilePath(folder, CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')
   return [CONFIG_FILE, TENSORS_FILE]
 
 
-def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> ImportedAdapter:
-  """Reads adapters that peft has written.
+def read_adapter(
+  folder: str | os.PathLike[str], model: Config[BaseModel], variables: NestedDict | None = None
+) -> ImportedAdapter:
+  """Reads adapters that peft has written: of LoRA, DoRA or IA3.
 
   Args:
     folder: a folder with adapter_config.json and adapter_model.safetensors.
     model: the config of the model that they belong to, such as an imported one, without adapters.
+    variables: for DoRA, the variables of this model in their true shapes: peft stores lengths of changed weights, and
+      ours are relative to the lengths before.
 
   Raises:
-    ConfigError: the adapters are of another kind than LoRA, or have settings that `Lora` does not have.
+    ConfigError: the adapters are of another kind, have settings that ours do not have, or need `variables`.
     CheckpointError: files are missing or damaged, or their tensors do not fit the model.
   """
   config = _read_config(folder)
@@ -125,31 +135,111 @@ def read_adapter(folder: str | os.PathLike[str], model: Config[BaseModel]) -> Im
   declared = family.part_of(base.abstract_init())
   modules = {weight: modules_of(weight, declared) for weight in weights}
   stored = split_experts(in_file, modules, declared) if config.get('target_parameters') else dict(in_file)
-  ranks = {}
-  for weight in weights:
-    if (rank := _stored_rank(weight, modules[weight], stored)) is not None:
-      ranks[weight] = rank
-  adapters = [*_to_adapters(ranks, modules, network, base, config, str(folder))]
+  kind = Ia3 if config['peft_type'] == 'IA3' else Dora if config.get('use_dora') else Lora
+  if kind is Ia3:
+    adapted, adapters = _factors_in_file(modules, network, base, stored, str(folder))
+  else:
+    ranks = {w: rank for w in weights if (rank := _stored_rank(w, modules[w], stored)) is not None}
+    of_layers = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
+    adapted = [w for w in weights if w.layer in of_layers]
+    adapters = [*_to_adapters(ranks, modules, network, base, config, str(folder))]
   with_adapters = add_adapters(remove_adapters(model), *adapters)
-  built = with_adapters.instantiate()
-  adapted = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
-  found = pieces_of([w for w in weights if w.layer in adapted], family.part_of(built.abstract_init()))
+  shapes = family.part_of(with_adapters.instantiate().abstract_init())
+  found = pieces_of(adapted, shapes)
   known = {piece.name for of in found.values() for piece in of}
   left = sorted(stored.keys() - known - _copies_of_tables(modules, declared, stored))
   if left:
     raise CheckpointError(f'{file} has tensors that belong to no layer of this model: {", ".join(left[:3])}')
-  shapes = family.part_of(built.abstract_init())
-  read = {path: _read(of, stored, node_at(shapes, path).full_shape) for path, of in found.items()}
+  # What layers of a stack that have no adapter in the file get: something that changes nothing.
+  unchanged: dict[Path, ArrayLike] = {w.path_of('scale'): 1.0 for w in adapted}
+  if kind is Dora:
+    if variables is None:
+      raise ConfigError(
+        f'{folder}: DoRA stores the lengths of weights, so reading it takes the weights: read_adapter(.., variables)'
+      )
+    plain = model.instantiate()
+    own = family.part_of(dequantize_variables(plain, variables) if plain.quantized else variables)
+    unchanged |= {w.path_of('magnitude'): _lengths(w, own, declared) for w in adapted}
+  read = {}
+  for path, of_variable in found.items():
+    read[path] = _read(of_variable, stored, node_at(shapes, path).full_shape, unchanged.get(path, 0.0))
+  for path in (w.path_of('magnitude') for w in adapted if kind is Dora):
+    read[path] = read[path] / np.maximum(unchanged[path], LEAST_NORM) - 1
   return ImportedAdapter(with_adapters, family.model_variables(nest(read)))
 
 
-def _check_is_lora(network: Layer) -> None:
+def _kind_of(network: Layer) -> type[Adapter]:
+  """Returns the kind of all adapters of a network."""
+  kinds: dict[type[Adapter], str] = {}
   for layer in network.descendants():
-    if isinstance(layer, DoraLayer | Ia3Layer):
-      raise ConfigError(
-        f'{layer.path_name}: adapters of DoRA and IA3 are not written for peft; write merged weights: '
-        'write_model(folder, model, variables)'
-      )
+    if isinstance(layer, AdaptedLayer):
+      kind = Ia3 if isinstance(layer, Ia3Layer) else Dora if isinstance(layer, DoraLayer) else Lora
+      kinds.setdefault(kind, layer.path_name)
+  if len(kinds) > 1:
+    (first, one), (second, other), *_ = kinds.items()
+    raise ConfigError(
+      f'{one} has an adapter of {first.__name__}, and {other} one of {second.__name__}; a folder of peft has one kind; '
+      'write merged weights: write_model(folder, model, variables)'
+    )
+  return next(iter(kinds))
+
+
+# ---------------------------------------------------------------- DoRA and IA3
+
+
+def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
+  """Returns |W|, the norm over the inputs of each output, [*stack, *O] float32.
+
+  Args:
+    weight: W.
+    variables: those of the network; W may be an array that is read in parts.
+    declared: their declarations.
+  """
+  path = weight.weight_path
+  if (w := node_at(variables, path)) is None:
+    raise ConfigError(
+      f'{path_name(path)}: peft stores the lengths of the weights that DoRA changes; pass variables with these, '
+      'not only those of the adapters'
+    )
+  stack = tuple(node_at(declared, path).repeat_prefix)
+  lengths = []
+  for at in np.ndindex(*stack):
+    box = (*(slice(i, i + 1) for i in at), *whole_box(w.shape)[len(stack) :])
+    part = w.read(box) if isinstance(w, StreamedArray) else np.asarray(w[box])
+    inputs_first = part.astype(np.float32).reshape(-1, *part.shape[len(stack) + weight.rank_in :])
+    lengths.append(np.linalg.norm(inputs_first, axis=0))
+  return np.reshape(lengths, (*stack, *np.shape(lengths)[1:]))
+
+
+def _their_lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
+  """Returns (1 + m) |W|, which peft stores."""
+  magnitude = node_at(variables, weight.path_of('magnitude'))
+  m = magnitude.read(whole_box(magnitude.shape)) if isinstance(magnitude, StreamedArray) else np.asarray(magnitude)
+  return ((1 + m.astype(np.float32)) * _lengths(weight, variables, declared)).astype(np.float32)
+
+
+def _factors_in_file(
+  modules: Modules, network: Layer, model: BaseModel, stored: Stored, file: str
+) -> tuple[list[AdaptableWeight], list[Config]]:
+  """Returns the weights with factors of IA3, and the configs of these; shapes say which belong to inputs."""
+  adapted, of_inputs = [], dict[str, bool]()
+  for weight, of_weight in modules.items():
+    names = [f'{PREFIX}{module}.{weight.ending("scale")}' for module in of_weight]
+    shapes = {stored[name].shape for name in names if name in stored}
+    if not shapes:
+      continue
+    if weight.name or weight.is_table:
+      raise ConfigError(f'{file}: {names[0]}: IA3 of experts and of tables of embeddings is not supported')
+    if len(shapes) > 1:
+      raise CheckpointError(f'{file}: {names[0]} and the same factors of other layers have shapes {sorted(shapes)}')
+    (shape,) = shapes
+    scales_inputs = len(shape) == 2 and shape[0] == 1
+    adapted.append(weight._replace(scales_inputs=scales_inputs))
+    of_inputs[path_name((*network.path, *weight.layer)[len(model.path) :])] = scales_inputs
+  if not adapted:
+    raise CheckpointError(f'{file} has no factors of a layer of this model')
+  escaped = {scaled: tuple(re.escape(n) for n, of in of_inputs.items() if of == scaled) for scaled in (False, True)}
+  return adapted, [Config(Ia3, layers=(*escaped[False], *escaped[True]), of_inputs=escaped[True])]
 
 
 def _check_all_are_written(found: Mapping[Path, Sequence[Piece]], declared: NestedDict) -> None:
@@ -177,6 +267,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _adapter_config(
+  kind: type[Adapter],
   model: BaseModel,
   adapted: Sequence[AdaptableWeight],
   weights: Sequence[AdaptableWeight],
@@ -185,37 +276,53 @@ def _adapter_config(
   values: Mapping[str, object],
   base: str | None,
 ) -> dict[str, object]:
-  ranks, alphas = dict[str, int](), dict[str, float]()
-  for weight in adapted:
-    layer = layer_at(network, weight.layer)
-    assert isinstance(layer, AdaptedLayer)
-    scale, rank = layer.update_scale, node_at(declared, weight.path_of('a')).shape[-1]
-    for module in modules_of(weight, declared):
-      ranks[module], alphas[module] = rank, scale * rank
-  most: int = max(ranks.values(), key=[*ranks.values()].count)
-  alpha = max((alphas[m] for m in ranks if ranks[m] == most), key=[*alphas.values()].count)
-  others = {m for w in weights for m in modules_of(w, declared)} - ranks.keys()
-  endings = {module.rpartition('.')[2] for module in ranks}
-  has_all = not any(module.rpartition('.')[2] in endings for module in others)
-  linear = (layer_at(network, w.layer) for w in adapted if not w.is_table)
-  dropout = next((layer.lora.dropout_tpl.rate for layer in linear if isinstance(layer, LoraLayer)), 0.0)
-  return {
-    'peft_type': 'LORA',
+  modules = {module: weight for weight in adapted for module in modules_of(weight, declared)}
+  others = {m for w in weights for m in modules_of(w, declared)} - modules.keys()
+  of_inputs = {module for module, weight in modules.items() if weight.scales_inputs}
+  of_outputs = modules.keys() - of_inputs
+  are_last_names_enough = not _last_names(modules) & _last_names(others) and not _last_names(of_inputs) & _last_names(
+    of_outputs
+  )
+
+  def named(chosen: Iterable[str]) -> list[str]:
+    return sorted(_last_names(chosen) if are_last_names_enough else chosen)
+
+  content = {
     'task_type': 'CAUSAL_LM' if isinstance(model, LanguageModel) else None,
     'base_model_name_or_path': base,
     'inference_mode': True,
+    'target_modules': named(modules),
+    'fan_in_fan_out': values.get('model_type') == 'gpt2',
+    'modules_to_save': None,
+  }
+  if kind is Ia3:
+    return {**content, 'peft_type': 'IA3', 'feedforward_modules': named(of_inputs)}
+  ranks, alphas = dict[str, int](), dict[str, float]()
+  for module, weight in modules.items():
+    layer = layer_at(network, weight.layer)
+    assert isinstance(layer, AdaptedLayer)
+    ranks[module] = node_at(declared, weight.path_of('a')).shape[-1]
+    alphas[module] = layer.update_scale * ranks[module]
+  most: int = max(ranks.values(), key=[*ranks.values()].count)
+  alpha = max((alphas[m] for m in ranks if ranks[m] == most), key=[*alphas.values()].count)
+  linear = (layer_at(network, w.layer) for w in adapted if not w.is_table)
+  dropout = next((layer.lora.dropout_tpl.rate for layer in linear if isinstance(layer, LoraLayer)), 0.0)
+  return {
+    **content,
+    'peft_type': 'LORA',
     'r': most,
     'lora_alpha': alpha,
     'lora_dropout': dropout,
-    'target_modules': sorted(endings if has_all else ranks),
     'rank_pattern': {module: rank for module, rank in ranks.items() if rank != most},
     'alpha_pattern': {m: a for m, a in alphas.items() if not math.isclose(a, alpha)},
-    'fan_in_fan_out': values.get('model_type') == 'gpt2',
     'bias': 'none',
     'use_rslora': False,
-    'use_dora': False,
-    'modules_to_save': None,
+    'use_dora': kind is Dora,
   }
+
+
+def _last_names(modules: Iterable[str]) -> set[str]:
+  return {module.rpartition('.')[2] for module in modules}
 
 
 # ---------------------------------------------------------------- reading
@@ -226,18 +333,17 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   if not os.path.isfile(path):
     raise CheckpointError(f'{path} is no file; an adapter is a folder with this file')
   config = read_json(path)
-  wanted = {
-    'peft_type': ('LORA',),
+  wanted: dict[str, tuple[object, ...]] = {
+    'peft_type': ('LORA', 'IA3'),
     'bias': ('none',),
     'lora_bias': (False,),
-    'use_dora': (False,),
     'modules_to_save': (None, []),
     'layer_replication': (None, []),
     'trainable_token_indices': (None, [], {}),
     'alora_invocation_tokens': (None, []),
   }
   for field, allowed in wanted.items():
-    if config.get(field, allowed[0]) not in allowed:
+    if config.setdefault(field, allowed[0]) not in allowed:
       raise ConfigError(f'{path}: {field} = {config[field]!r} is not supported; only {allowed[0]!r} is')
   if not are_of_experts(parameters := config.get('target_parameters') or []):
     raise ConfigError(
@@ -251,7 +357,7 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
       f'{path}: init_lora_weights = {start!r} changes the weights of the base, so the adapter does not fit the model '
       'itself; save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA'
     )
-  for field in ('r', 'lora_alpha'):
+  for field in ('r', 'lora_alpha') if config['peft_type'] == 'LORA' else ():
     value = config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
       raise ConfigError(f'{path}: {field} must be a number above 0, got {value!r}')
@@ -316,7 +422,7 @@ def _to_adapters(
     groups.setdefault(group, {})[name] = None
   for (rank, alpha, dropout), names in groups.items():
     yield Config(
-      Lora,
+      Dora if config.get('use_dora') else Lora,
       layers=tuple(map(re.escape, names)),
       rank=rank,
       alpha=alpha,
@@ -344,9 +450,9 @@ def _alpha_of_module(module: str, config: Mapping[str, object]) -> float:
   return float(str(config['lora_alpha']))
 
 
-def _read(of_variable: Sequence[Piece], stored: Stored, shape: tuple[int, ...]) -> np.ndarray:
-  """Returns a variable, float32; zeros where a layer of a stack has no adapter."""
-  value = np.zeros(shape, np.float32)
+def _read(of_variable: Sequence[Piece], stored: Stored, shape: tuple[int, ...], otherwise: ArrayLike) -> np.ndarray:
+  """Returns a variable, float32; `otherwise` where a layer of a stack has no adapter."""
+  value = np.array(np.broadcast_to(np.asarray(otherwise, np.float32), shape))
   for piece in of_variable:
     tensor = stored.get(piece.name)
     if tensor is None:

@@ -59,8 +59,12 @@ class InCall:
   def _read_weight(self, name: str, dtype: DTypeLike | None) -> jax.Array:
     """In a call: returns a weight of this layer, in `dtype` if it is a floating one; None keeps its own dtype."""
     if (stored := self._stored.get(name)) is not None:
-      return stored.read({part: self._read_variable(part, None) for part in stored.parts}, dtype)
+      return stored.read(self._read_parts(name), dtype)
     return self._read_variable(name, dtype)
+
+  def _read_parts(self, name: str) -> dict[str, jax.Array]:
+    """In a call: returns the variables that hold a weight of this layer that is stored in another form."""
+    return {part: self._read_variable(part, None) for part in self._stored[name].parts}
 
   def _read_variable(self, name: str, dtype: DTypeLike | None) -> jax.Array:
     path, frame = (*self.path, name), self._frame()

@@ -6,7 +6,7 @@ The layer's own code sees the declaration, in `layer.theta.w`, and everything el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import jax
@@ -34,4 +34,9 @@ class StoredWeight(Protocol):
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
     """Returns the weight from the values of `parts`, in `dtype`; None means the dtype of the weight."""
+    ...
+
+  @property
+  def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
+    """Multiplies inputs [..., *I] by the weight [*I, *O], given by its parts, without computing it; or None."""
     ...

@@ -1,0 +1,102 @@
+"""Products of matrices with operands in int8: a scale for each row of the inputs, by its current values.
+
+    q(x) = round(x / s_x),  s_x = max |x| / 127      of each row; in the same way s_w of each output of the weight
+    y    = s_x s_w (q(x) . q(w))                     summed in int32
+    dx   = g . (s_w q(w))^T,  dw = (s_x q(x))^T . g  in the dtype of x: as if nothing were rounded (straight-through)
+
+A product of normally distributed entries is off by 1 % of its own size. Weights that are stored in integers with a
+scale for each output keep these integers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+
+_LARGEST = 127
+T = TypeVar('T')
+
+
+class Rows(NamedTuple):
+  """Arrays in int8, and the scales of their rows, with dimensions of size 1 for those that share a scale."""
+
+  values: jax.Array
+  scale: jax.Array
+
+
+def quantize_rows(x: jax.Array, axes: tuple[int, ...]) -> Rows:
+  """Returns x in int8; entries along `axes` share a scale. A row with NaN has the scale NaN."""
+  wide = x.astype(jnp.float32)
+  most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+  scale = jnp.where(most == 0, 1.0, most / _LARGEST)
+  return Rows(jnp.round(wide / scale).astype(jnp.int8), scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def int8_tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x; see the top of this file."""
+  return _forward(x, w, axes)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, tuple[Rows, Rows, jax.Array, jax.Array]]:
+  of_x, of_w = quantize_rows(x, _last(x, axes)), quantize_rows(w, tuple(range(axes)))
+  product = jnp.tensordot(of_x.values, of_w.values, axes, preferred_element_type=jnp.int32)
+  y = _scale_rows(product.astype(jnp.float32), of_x, axes) * of_w.scale.reshape(w.shape[axes:])
+  return y.astype(x.dtype), (of_x, of_w, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
+
+
+def _backward(
+  axes: int, residuals: tuple[Rows, Rows, jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  of_x, of_w, like_x, like_w = residuals
+  x, w = ((of.values * of.scale).astype(g.dtype) for of in (of_x, of_w))
+  rows = tuple(range(x.ndim - axes))
+  dx = jax.lax.dot_general(g, w, ((tuple(range(len(rows), g.ndim)), tuple(range(axes, w.ndim))), ((), ())))
+  return dx.astype(like_x.dtype), jnp.tensordot(x, g, axes=(rows, rows)).astype(like_w.dtype)
+
+
+int8_tensordot.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def int8_rows(x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]) -> jax.Array:
+  """Returns `multiply(x, weight)`, computed from x in int8; its gradients are those of `multiply` itself.
+
+  Args:
+    x: [..., *I].
+    weight: arrays.
+    axes: number of dimensions I, whose entries share a scale.
+    multiply: a function that is linear in x; it takes x or its integers, and returns [..., *O], of integers in float32.
+  """
+  of_x = quantize_rows(x, _last(x, axes))
+  return _scale_rows(multiply(of_x.values, weight), of_x, axes).astype(x.dtype)
+
+
+def _rows_forward(
+  x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, T]]:
+  return int8_rows(x, weight, axes, multiply), (x, weight)
+
+
+def _rows_backward(
+  axes: int, multiply: Callable[[jax.Array, T], jax.Array], inputs: tuple[jax.Array, T], g: jax.Array
+) -> tuple[jax.Array, T]:
+  del axes
+  return cast('tuple[jax.Array, T]', jax.vjp(multiply, *inputs)[1](g))
+
+
+int8_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _last(x: jax.Array, axes: int) -> tuple[int, ...]:
+  return tuple(range(x.ndim - axes, x.ndim))
+
+
+def _scale_rows(y: jax.Array, of_x: Rows, axes: int) -> jax.Array:
+  """Returns y [..., *O] times the scales [..., *1] of x."""
+  rows = of_x.scale.shape[: of_x.scale.ndim - axes]
+  return y * of_x.scale.reshape(*rows, *(1,) * (y.ndim - len(rows)))

@@ -1,0 +1,55 @@
+"""The product of inputs with the weight of a layer, as its field `matmul` says.
+
+    'fprop'    in the dtype of the computation
+    'fp8'      with operands in 8-bit floating point; see `fp8.py`
+    'int8'     with operands in int8; see `int8.py`
+
+A weight in few bits with one scale for each output is never computed: its integers are multiplied, and the results
+scaled. Other weights in few bits are computed just before the product.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.base import Layer
+from praxis_lite.layers.fp8 import check_fp8, fp8_tensordot
+from praxis_lite.layers.int8 import int8_rows, int8_tensordot
+
+MATMULS = ('fprop', 'fp8', 'int8')
+
+
+def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array:
+  """In a call: returns x times the weight `w` of a layer, [..., *O] in `fprop_dtype`.
+
+  Args:
+    layer: the layer; its field `matmul` is `kind`.
+    x: [..., *I] for w [*I, *O].
+    axes: number of dimensions I.
+    kind: one of `MATMULS`.
+  """
+  x = x.astype(layer.fprop_dtype)
+  stored = layer._stored.get('w')
+  if kind == 'fp8' or stored is None or stored.multiply is None:
+    return matmul(x, layer.theta.w, axes, kind, f'{layer.path_name}.matmul')
+  parts = layer._read_parts('w')
+  return stored.multiply(x, parts) if kind == 'fprop' else int8_rows(x, parts, axes, stored.multiply)
+
+
+def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x.
+
+  Args:
+    x: [..., *I] in the dtype to compute in.
+    w: [*I, *O].
+    axes: number of dimensions I.
+    kind: how it is computed, one of `MATMULS`.
+    path: path of the field that sets `kind`, for messages.
+  """
+  if kind == 'fprop':
+    return x @ w if axes == 1 and w.ndim == 2 else jnp.tensordot(x, w, axes=axes)
+  if kind == 'fp8':
+    check_fp8(path)
+    return fp8_tensordot(x, w, axes)
+  return int8_tensordot(x, w, axes)
