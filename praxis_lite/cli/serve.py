@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
-from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+
+if TYPE_CHECKING:
+  from praxis_lite.common.config import Config
+  from praxis_lite.common.trees import NestedDict
+  from praxis_lite.runs.trained import TrainedModel
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -38,6 +45,8 @@ def _run(values: flags.FlagValues) -> int:
   except UserError as error:
     print(f'note: prompts and answers are tokens: {error}', file=sys.stderr)
     tokenizer = None
+  if values.adapters:
+    model = model.with_adapters(_read_adapters(values.adapters, model))
   batcher = model.batcher(
     rows=values.rows,
     max_length=values.max_length,
@@ -59,12 +68,36 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
+def _read_adapters(given: Sequence[str], model: TrainedModel) -> dict[str, tuple[Config, NestedDict]]:
+  """Returns the adapters that 'name=folder' names: of runs with adapters, or of folders that peft has written."""
+  from praxis_lite.bridges.hf import read_adapter
+  from praxis_lite.bridges.hf.peft import CONFIG_FILE
+  from praxis_lite.runs import open_run
+
+  found: dict[str, tuple[Config, NestedDict]] = {}
+  for text in given:
+    name, _, folder = text.partition('=')
+    if not (name and folder):
+      raise UserError(f'--adapters={text}: expected a name and a folder, such as --adapters=poems=runs/poems')
+    if name in found:
+      raise UserError(f'--adapters={text}: there is an adapter {name} already')
+    with prefix_errors(f'--adapters={text}'):
+      if os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        found[name] = read_adapter(folder, model.config.task.model)
+      else:
+        tuned = open_run(folder).load()
+        found[name] = tuned.config.task.model, tuned.variables
+  return found
+
+
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of requests without one; by default each draws its own.', restores=True)
   add_on_damage(values)
   values.add_text('host', 'Address to serve at; by default only this machine reaches it.', '0.0.0.0', '127.0.0.1')
   values.add_integer('port', 'Port to serve at; 0 takes a free one.', 8080, 8000, least=0, most=65535)
   values.add_text('name', 'Name of the model; by default that of the directory.', 'my-model')
+  adapter = 'Name and folder of an adapter: a run with LoRA, or what peft has written. Requests name it as their model.'
+  values.add_texts('adapters', adapter, 'poems=runs/poems')
   values.add_integer('rows', 'Requests that are continued at the same time.', 16, 8, least=1)
   longest = (
     'Tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default '

@@ -124,6 +124,8 @@ class AdaptedLayer(Layer):
       parts: the values of the variables that `adapted_weights` names for it.
       sign: see `merge_variables`.
     """
+    if isinstance(self, LoraLayer) and self.lora.num_adapters is not None:
+      raise ConfigError(f'{self.path_name}: several adapters cannot be merged into one weight; merge each by itself')
     del name
     a, b = parts
     update = scaled_product(a, b, sign * self.update_scale, w.shape)
@@ -282,6 +284,8 @@ class Lora(Adapter):
     rank_stabilized: multiply by alpha / sqrt(R) instead (rsLoRA; Kalajdzievski, 2023).
     dropout_rate: probability that an entry of the input of an update is dropped in training.
     dtype: storage dtype of A and B; None uses that of the layer.
+    names: names of several adapters, of which each row that is decoded uses one, or none; see
+      `praxis_lite.models.combine_adapters`. None: one adapter, for all rows.
   """
 
   adapted = {
@@ -296,9 +300,12 @@ class Lora(Adapter):
   rank_stabilized: bool = False
   dropout_rate: float = 0.0
   dtype: DTypeLike | None = 'float32'
+  names: tuple[str, ...] | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if self.names is not None and not (self.names and len({*self.names}) == len(self.names)):
+      raise ConfigError(f'Lora.names: expected at least one name, each once, or None, got {self.names!r}')
     check_range('rank', self.rank, least=1)
     check_range('alpha', self.alpha, above=0)
     check_range('dropout_rate', self.dropout_rate, least=0, below=1)
@@ -311,12 +318,15 @@ class Lora(Adapter):
     return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
   def adapt(self, config: Config) -> Config:
+    if self.names is not None and target(config) not in (Linear, Projection):
+      raise ConfigError('Lora.names: several adapters are for linear layers and projections')
     if target(config) is MoeFeedForward:
       if self.dropout_rate:
         raise ConfigError(
           'Lora.dropout_rate: experts are multiplied without dropout; set it to 0, or leave out the experts in `layers`'
         )
       return self._change_class(config, rank=self.rank, lora_scale=self.scale, lora_dtype=self.dtype)
-    update = Config(LowRankUpdate, rank=self.rank, scale=self.scale, dtype=self.dtype)
+    count = None if self.names is None else len(self.names)
+    update = Config(LowRankUpdate, rank=self.rank, scale=self.scale, dtype=self.dtype, num_adapters=count)
     update.dropout_tpl.rate = self.dropout_rate
     return self._change_class(config, lora_tpl=update)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import lookup_rows
@@ -41,6 +42,8 @@ class LowRankUpdate(Layer):
     rank: R.
     scale: factor of the product.
     is_table: whether the input is ids, and A a table [V, R] of a vector for each.
+    num_adapters: how many pairs A and B there are, [K, *in_shape, R] and [K, R, *out_shape], of which each row of a
+      batch uses one, or none: `surroundings.adapters` says which. None: one pair, for all rows.
     dropout_tpl: template of the child `dropout`, on the input; not applied to ids.
     weight_split_dims_mapping: `a`, [*in_shape, R], and `b`, [R, *out_shape]; the updated layer derives them from the
       mapping of its weight.
@@ -51,6 +54,7 @@ class LowRankUpdate(Layer):
   rank: int = REQUIRED
   scale: float = 1.0
   is_table: bool = False
+  num_adapters: int | None = None
   dropout_tpl: Config = template(Dropout)
   weight_split_dims_mapping: Config = template(LowRankWeightSplit)
 
@@ -58,23 +62,26 @@ class LowRankUpdate(Layer):
 
   def setup(self) -> None:
     self._check_range('rank', least=1)
+    self._check_range('num_adapters', least=1)
     rank_in, rank_out, split = len(self.in_shape), len(self.out_shape), self.weight_split_dims_mapping
     a_init, b_init = A_INIT, WeightInit.Constant(0.0)
     if self.is_table:
       a_init, b_init = b_init, WeightInit.GaussianFanIn()
+    prefix = () if self.num_adapters is None else (self.num_adapters,)
+    n = len(prefix)
     a = WeightHParams(
-      (*self.in_shape, self.rank),
+      (*prefix, *self.in_shape, self.rank),
       init=a_init,
-      tensor_split_dims_mapping=split.a,
-      fan_in_axes=tuple(range(rank_in)),
-      fan_out_axes=(rank_in,),
+      tensor_split_dims_mapping=_after_adapters(split.a, n),
+      fan_in_axes=tuple(range(n, n + rank_in)),
+      fan_out_axes=(n + rank_in,),
     )
     b = WeightHParams(
-      (self.rank, *self.out_shape),
+      (*prefix, self.rank, *self.out_shape),
       init=b_init,
-      tensor_split_dims_mapping=split.b,
-      fan_in_axes=(0,),
-      fan_out_axes=tuple(range(1, rank_out + 1)),
+      tensor_split_dims_mapping=_after_adapters(split.b, n),
+      fan_in_axes=(n,),
+      fan_out_axes=tuple(range(n + 1, n + rank_out + 1)),
     )
     self.create_variable('a', a)
     self.create_variable('b', b)
@@ -82,6 +89,8 @@ class LowRankUpdate(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] for x [..., *in_shape], or for ids [...] if A is a table."""
+    if self.num_adapters is not None:
+      return self._call_by_row(x)
     if self.is_table:
       of_rank = lookup_rows(self.theta.a, x)
     else:
@@ -89,9 +98,39 @@ class LowRankUpdate(Layer):
       of_rank = jnp.tensordot(x, self.theta.a, axes=len(self.in_shape))
     return self.shard(jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1))
 
+  def _call_by_row(self, x: jax.Array) -> jax.Array:
+    """Returns what each row's own adapter does, for x [B, ..., *in_shape]."""
+    rows_B = self.surroundings.adapters
+    if not self.do_eval:
+      raise ConfigError(f'{self.path_name}: several adapters are for decoding; train each of them by itself')
+    x = x.astype(self.fprop_dtype)
+    if rows_B is None:
+      return jnp.zeros((*x.shape[: x.ndim - len(self.in_shape)], *self.out_shape), x.dtype)
+    if rows_B.shape != x.shape[:1]:
+      raise ConfigError(
+        f'{self.path_name}: {len(rows_B)} rows have an adapter, and the layer is called with an array of {x.shape}; '
+        'several adapters need rows as the first dimension'
+      )
+    number_B = jnp.maximum(rows_B, 0)
+    factor_B = jnp.where(rows_B < 0, 0, self.scale).astype(x.dtype)
+
+    def update(x: jax.Array, a: jax.Array, b: jax.Array, factor: jax.Array) -> jax.Array:
+      return jnp.tensordot(jnp.tensordot(x, a, axes=len(self.in_shape)) * factor, b, axes=1)
+
+    return self.shard(jax.vmap(update)(x, self.theta.a[number_B], self.theta.b[number_B], factor_B))
+
   def weight(self) -> jax.Array:
     """In a call: returns scale A B, [*in_shape, *out_shape]."""
+    if self.num_adapters is not None:
+      raise ConfigError(f'{self.path_name}: the weight is another one for each row, so it cannot be read as one')
     return jnp.tensordot(self.theta.a * self.scale, self.theta.b, axes=1)
+
+
+def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
+  """Returns a mapping with dimensions before it that are not split."""
+  if split is None or not num_before:
+    return split
+  return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))
 
 
 def split_update(

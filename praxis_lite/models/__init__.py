@@ -4,6 +4,7 @@ from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.models.adapters import (
   ADAPTER_VARIABLES,
   add_adapters,
+  combine_adapters,
   merge_adapters,
   remove_adapters,
   unmerge_adapters,
@@ -91,6 +92,7 @@ __all__ = [
   'VqVae',
   'WeightedScalars',
   'add_adapters',
+  'combine_adapters',
   'conformer_ctc',
   'conformer_encoder',
   'conformer_transducer',

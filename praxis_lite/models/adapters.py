@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from praxis_lite.common.config import Config
+import re
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+
+from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, merge, node_at, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, merge, nest, node_at, path_name, select
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.lora import AdaptedLayer
+from praxis_lite.layers.lora import AdaptedLayer, Lora, LoraLayer, LoraLinear, LoraProjection
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.quantization import ModelT, append_rules, change_variables, dequantize_variables
 
@@ -79,6 +85,74 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
   adapters = select(variables, lambda path: not _has(merged, path))
   base = _merge(model, merge(merged, adapters), sign=-1)
   return merge(base, adapters)
+
+
+def combine_adapters(
+  model: Config[ModelT], adapters: Mapping[str, tuple[Config[ModelT], NestedDict]]
+) -> tuple[Config[ModelT], NestedDict]:
+  """Puts several adapters on one base, of which each row that is decoded uses one, or none.
+
+      config, own = combine_adapters(base, {'legal': read_adapter('legal', base), 'poems': (tuned, variables)})
+      model.decode({..., 'adapters': np.array([0, 1, -1])})
+
+  Ranks, scales and layers may differ: smaller ranks are filled up by zeros, and scales become a part of B.
+
+  Args:
+    model: the config of the model without adapters.
+    adapters: by name, the config of the model with adapters of `Lora`, and its variables in their true shapes, or only
+      those of the adapters.
+
+  Returns:
+    The config of the model with all of them, and the variables of the adapters, to be merged with those of the base.
+
+  Raises:
+    ConfigError: there are none, or one is not of `Lora`, or is for experts or tables of embeddings.
+  """
+  if not adapters:
+    raise ConfigError('combine_adapters: there are no adapters; expected at least one')
+  found: dict[Path, dict[str, tuple[LoraLayer, NestedDict]]] = {}
+  for name, (config, variables) in adapters.items():
+    own = config.instantiate()
+    for layer in own.descendants():
+      if not isinstance(layer, AdaptedLayer):
+        continue
+      if type(layer) not in (LoraLinear, LoraProjection) or cast(LoraLayer, layer).lora.num_adapters is not None:
+        raise ConfigError(
+          f'combine_adapters: {name!r} has a {type(layer).__name__} at {layer.path_name}; expected adapters of Lora, '
+          'one each, for linear layers and projections'
+        )
+      path = layer.path[len(own.path) :]
+      found.setdefault(path, {})[name] = cast(LoraLayer, layer), node_at(variables, (*path, 'lora'))
+  ranks = {path: max(layer.lora.rank for layer, _ in of.values()) for path, of in found.items()}
+  rules = []
+  for rank in sorted({*ranks.values()}):
+    layers = tuple(re.escape(path_name(path)) for path in ranks if ranks[path] == rank)
+    rules.append(Config(Lora, layers=layers, rank=rank, alpha=float(rank), names=tuple(adapters)))
+  combined = add_adapters(model.clone(adapters=()), *rules)
+  declared = leaves(combined.instantiate().abstract_init())
+  arrays: dict[Path, np.ndarray] = {}
+  for path, of_layer in found.items():
+    a_path, b_path = (*path, 'lora', 'a'), (*path, 'lora', 'b')
+    a, b = (np.zeros(declared[p].full_shape, np.float32) for p in (a_path, b_path))
+    n = len(declared[a_path].repeat_prefix)
+    a_KIR, b_KRO = np.moveaxis(a, n, 0), np.moveaxis(b, n, 0)  # Views, with the adapters first.
+    for i, name in enumerate(adapters):
+      if name in of_layer:
+        layer, own_arrays = of_layer[name]
+        rank = layer.lora.rank
+        a_KIR[i][..., :rank] = own_arrays['a']
+        np.moveaxis(b_KRO[i], n, 0)[:rank] = np.moveaxis(layer.update_scale * np.asarray(own_arrays['b']), n, 0)
+    arrays |= {a_path: a, b_path: b}
+  return combined, nest(arrays)
+
+
+def names_of_adapters(model: BaseModel) -> tuple[str, ...]:
+  """Returns the names of the adapters of a model of which each row uses one; () if it does not have several."""
+  rules = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters)
+  names = {rule.names for rule in rules if target(rule) is Lora and rule.names is not None}
+  if len(names) > 1:
+    raise ConfigError(f'{model.path_name}.adapters: rules name different adapters: {sorted(names)}; expected the same')
+  return next(iter(names), ())
 
 
 def _merge(model: Layer, variables: NestedDict, sign: int) -> NestedDict:

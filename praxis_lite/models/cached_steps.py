@@ -5,6 +5,7 @@ B batch, T tokens in one step, S slots, D model dims, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.call import Surroundings
 from praxis_lite.layers.decode_caches import place_caches
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.moe import MoeFeedForward
@@ -56,10 +58,17 @@ class CachedSteps:
     lm: the network, in a call of its parent.
     prompt_arguments: further arguments of its `extend_step` for prompts.
     can_go_back: see `DecodingSteps`.
+    adapters_B: the number of each row's adapter, if the network has several; then it is a part of the state.
   """
 
-  def __init__(self, lm: Layer, prompt_arguments: tuple[jax.Array, ...], can_go_back: bool = False):
-    self._lm, self.can_go_back = lm, can_go_back
+  def __init__(
+    self,
+    lm: Layer,
+    prompt_arguments: tuple[jax.Array, ...],
+    can_go_back: bool = False,
+    adapters_B: jax.Array | None = None,
+  ):
+    self._lm, self.can_go_back, self._adapters_B = lm, can_go_back, adapters_B
     self._variables = unstack_for_decoding(lm, lm.cast_variables(lm.variables))
     self._prompt_arguments = prompt_arguments
 
@@ -68,24 +77,38 @@ class CachedSteps:
     return getattr(self._lm, 'max_positions', None)
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    return start_caches(self._lm, self._variables, num_rows, num_slots, self.can_go_back)
+    caches = start_caches(self._lm, self._variables, num_rows, num_slots, self.can_go_back)
+    return caches if self._adapters_B is None else {'caches': caches, 'adapters': self._adapters_B}
 
   def row_axes(self, num_rows: int, num_slots: int) -> NestedDict:
-    few, many = (jax.eval_shape(functools.partial(self.start, n, num_slots)) for n in (num_rows, 2 * num_rows))
+    start = functools.partial(start_caches, self._lm, self._variables)
+    few, many = (jax.eval_shape(lambda n=n: start(n, num_slots, self.can_go_back)) for n in (num_rows, 2 * num_rows))
     axes: NestedDict = find_row_axes(few, many)
-    return axes
+    return axes if self._adapters_B is None else {'caches': axes, 'adapters': 0}
 
   def extend(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
-    return self._call('extend_step', ids_BT, pos_BT, last_B, state)
+    if self._adapters_B is None:
+      return self._call('extend_step', ids_BT, pos_BT, last_B, state)
+    surroundings = dataclasses.replace(self._lm.surroundings, adapters=state['adapters'])
+    logits_BV, caches = self._call('extend_step', ids_BT, pos_BT, last_B, state['caches'], surroundings)
+    return logits_BV, {**state, 'caches': caches}
 
   def _call(
-    self, method: str, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, caches: NestedDict
+    self,
+    method: str,
+    ids_BT: jax.Array,
+    pos_BT: jax.Array,
+    last_B: jax.Array,
+    caches: NestedDict,
+    surroundings: Surroundings | None = None,
   ) -> tuple[Any, NestedDict]:
     """Returns the result of a method for the next tokens, and the new caches."""
     arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
-    result, side = self._lm.apply(self._variables, *arguments, decode_state=caches, method=method)
+    result, side = self._lm.apply(
+      self._variables, *arguments, decode_state=caches, method=method, surroundings=surroundings
+    )
     return result, side.decode_state
 
 

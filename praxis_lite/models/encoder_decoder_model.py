@@ -230,10 +230,22 @@ class EncoderDecoderModel(LanguageModel):
     ids_BL = jnp.full((num_rows, num_slots), self.start_id, jnp.int32)
     return super().start_rows(num_rows, num_slots)._replace(ids=ids_BL)
 
+  @property
+  def adapter_names(self) -> tuple[str, ...]:
+    if names := super().adapter_names:
+      raise ConfigError(f'{self.path_name}.adapters: only decoders alone take one of several for each row, not {names}')
+    return ()
+
   def read_rows(
-    self, state: RowsState[NestedDict], ids_BT: jax.Array, start: jax.Array, length: jax.Array
+    self,
+    state: RowsState[NestedDict],
+    ids_BT: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    adapter: jax.Array | int = -1,
   ) -> RowsState[NestedDict]:
     """Reads a source into each row; see `LanguageModel.read_rows`, with `start` 0, and T not below the length."""
+    del adapter
     B, L = state.ids.shape
     source = _prompts_as_sources(ids_BT[:, :L], jnp.full(B, length), self.source_end_id)
     steps = SourceSteps(self.lm, *source, can_go_back=True)

@@ -26,6 +26,7 @@ from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.models.base import BaseModel, PromptLimits, ScoreLimits
 from praxis_lite.models.cached_steps import (
   CachedSteps,
@@ -297,7 +298,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
         If calls of different lengths share a program, also `max_tokens` [B] int32, at most `max_decode_steps`. Then
         prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`. For
         random numbers that do not depend on how rows and tokens are divided into calls, also [B] int32: `row`, the
-        number of each row, and `num_drawn`, how many last tokens of its prompt were drawn by earlier calls.
+        number of each row, and `num_drawn`, how many last tokens of its prompt were drawn by earlier calls. If the
+        model has several adapters, perhaps `adapters` [B] int32: the place in `adapter_names` of the one that each row
+        uses; -1 for none.
         Prompts that are packed have `packing`, see `inputs.pack_prompts`: S prompts in each row, whose `ids` are
         [B, S P], and whose other arrays and results have the dimensions B and S instead of B.
 
@@ -313,7 +316,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     packed, shape = None, batch['prompt_lengths'].shape
     if 'packing' in batch:
       packed = PackedPrompts.make(batch['packing'], batch['prompt_lengths'], batch['ids'].shape[1])
-      of_rows = ('prompt_lengths', 'max_tokens', 'row', 'num_drawn')
+      of_rows = ('prompt_lengths', 'max_tokens', 'row', 'num_drawn', 'adapters')
       rows = {name: batch[name].reshape(-1) for name in of_rows if name in batch}
       batch = {'ids': batch['ids'].reshape(math.prod(shape), -1), **rows}
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
@@ -326,7 +329,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     draws = Draws(batch.get('row'), batch.get('num_drawn'))
     prefix_lengths_B = draws.given_lengths(prompt_lengths_B)
     key = self.next_prng_key() if self.decoder.is_random else None
-    arguments = self._steps(prefix_lengths_B, packed), prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
+    steps = self._steps(prefix_lengths_B, packed, self._adapters_of(batch))
+    arguments = steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws
     decoded: Decoded | BeamDecoded | SpeculativeDecoded
     if isinstance(self.decoder, SpeculativeSampler):
       guesses = None if draft is None else draft._steps(prefix_lengths_B)
@@ -338,16 +342,31 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       outputs = {name: x.reshape(*shape, *x.shape[1:]) for name, x in outputs.items()}
     return decoded.metrics(prompt_lengths_B > 0), outputs
 
+  def _adapters_of(self, batch: NestedDict) -> jax.Array | None:
+    if 'adapters' not in batch:
+      return None
+    if not self.adapter_names or self._guesses_itself:
+      why = 'decoder_tpl guesses by heads of the model' if self.adapter_names else 'the model does not have several'
+      raise ConfigError(f'{self.path_name}: the batch says which adapter each row uses, and {why}')
+    return batch['adapters']
+
   @property
   def _guesses_itself(self) -> bool:
     return isinstance(self.decoder, SpeculativeSampler) and self.decoder.own_heads
 
-  def _steps(self, prefix_lengths_B: jax.Array, packed: PackedPrompts | None = None) -> CachedSteps:
+  def _steps(
+    self, prefix_lengths_B: jax.Array, packed: PackedPrompts | None = None, adapters_B: jax.Array | None = None
+  ) -> CachedSteps:
     if self._guesses_itself:
       return StepsWithHidden(self.lm, self._prompt_is_prefix(prefix_lengths_B))
-    if packed is not None and self.model_type == 'causal' and can_read_packed(self.lm):
+    if packed is not None and adapters_B is None and self.model_type == 'causal' and can_read_packed(self.lm):
       return PackedSteps(self.lm, packed, self.decoder.goes_back)
-    return CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back)
+    return CachedSteps(self.lm, self._prompt_is_prefix(prefix_lengths_B), self.decoder.goes_back, adapters_B)
+
+  @property
+  def adapter_names(self) -> tuple[str, ...]:
+    """The names of the adapters of which each row uses one; see `combine_adapters`."""
+    return names_of_adapters(self)
 
   # ---------------------------------------------------------------- rows that come and go
 
@@ -362,7 +381,12 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return RowsState(axes, 0)  # type: ignore[arg-type]
 
   def read_rows(
-    self, state: RowsState[NestedDict], ids_BT: jax.Array, start: jax.Array, length: jax.Array
+    self,
+    state: RowsState[NestedDict],
+    ids_BT: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    adapter: jax.Array | int = -1,
   ) -> RowsState[NestedDict]:
     """Reads a part of a prompt into each row. The last token of a prompt is kept, and read by `extend_rows`.
 
@@ -371,7 +395,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       ids_BT: int32 tokens of the prompt; those after its end are arbitrary.
       start: int32, the position of the first of them.
       length: int32, the number of tokens of the prompt.
+      adapter: int32, the place in `adapter_names` of the one that these rows use; -1 for none.
     """
+    if self.adapter_names:
+      state = state._replace(model={**state.model, 'adapters': jnp.full(len(ids_BT), adapter, jnp.int32)})
     place_T = start + jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
     places = jnp.where(place_T < length, place_T, state.ids.shape[1])
     ids_BL = state.ids.at[:, places].set(ids_BT, mode='drop')
@@ -393,7 +420,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def _row_steps(self, num_rows: int, num_slots: int) -> Any:
     """Returns `DecodingSteps` that have `row_axes`, for rows of these sizes."""
-    return CachedSteps(self.lm, (), can_go_back=True)
+    return CachedSteps(self.lm, (), True, jnp.full(num_rows, -1, jnp.int32) if self.adapter_names else None)
 
 
 def weights_of_tokens(batch: NestedDict) -> jax.Array:

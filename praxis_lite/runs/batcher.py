@@ -78,7 +78,7 @@ class Request:
     self.log_probs, self.top = list[float](), list[list[tuple[int, float]]]()
     self._text, self._stops, self._stream, self._gives_text = text, stops, stream, gives_text
     self._max_tokens, self._temperature, self._top_p, self._key_data = max_tokens, temperature, top_p, key_data
-    self._row = -1
+    self._row = self._adapter = -1
     self._num_given = 0  # Tokens of the prompt that its row has.
 
   @property
@@ -142,6 +142,7 @@ class Batcher:
   Attributes:
     statistics: what it has done so far.
     prompts_are_sources: whether it writes a text of its own for each prompt, such as a translation.
+    adapter_names: names of the adapters of the model of which each request uses one, or none.
   """
 
   def __init__(
@@ -180,6 +181,11 @@ class Batcher:
       if kept_prefixes:
         raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; sources are read as a whole, so set it to 0')
       chunk, reuse_prefixes = max_length, False
+    self.adapter_names: tuple[str, ...] = getattr(tasks.jax_task.model, 'adapter_names', ())
+    if self.adapter_names:  # What a prompt's beginning becomes depends on the adapter.
+      if kept_prefixes:
+        raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; with several adapters, set it to 0')
+      reuse_prefixes = False
     chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
       tasks,
@@ -219,6 +225,7 @@ class Batcher:
     seed: int | None = None,
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] = (),
+    adapter: str | None = None,
     stream: Stream | None = None,
   ) -> Request:
     """Adds a request; `step` works on it.
@@ -231,6 +238,7 @@ class Batcher:
         seed of the model.
       stop: texts that also end the continuation, see `TrainedModel.decode`.
       stop_tokens: tokens that also end it.
+      adapter: the name of one of several adapters of the model; None uses none of them. See `combine_adapters`.
       stream: called with each new piece of text, or with new tokens if the prompt is tokens. See `step` for its errors.
 
     Raises:
@@ -247,6 +255,9 @@ class Batcher:
         fit(value, kinds[name], None)
     if seed is not None:
       check_seed(seed)
+    if adapter is not None and adapter not in self.adapter_names:
+      known = f'; expected one of {", ".join(map(repr, self.adapter_names))}' if self.adapter_names else ''
+      raise ConfigError(f'submit: adapter = {adapter!r}: the model has no such adapter{known}')
     if stream is not None and not callable(stream):
       raise ConfigError(f'submit: stream = {stream!r}; expected a function that is called with each piece')
     if max_tokens < 1:
@@ -281,6 +292,8 @@ class Batcher:
     key_data = self._key_data if seed is None else self._programs.draw_key_of_seed(seed)
     mass = NO_TOP_P if top_p is None else float(top_p)
     request = Request(tokens, text, stops, max_tokens, float(temperature), mass, key_data, stream, is_text)
+    if adapter is not None:
+      request._adapter = self.adapter_names.index(adapter)
     self._waiting.append(request)
     return request
 
@@ -399,7 +412,7 @@ class Batcher:
     """Reads the next tokens of a prompt; after the last ones, its row is continued."""
     start, length = request._num_given, len(request.prompt)
     ids = request.prompt[start : start + self._programs.chunk]
-    self._state = self._programs.read(self._state, request._row, ids, start, length)
+    self._state = self._programs.read(self._state, request._row, ids, start, length, request._adapter)
     read = ids[: length - 1 - start]  # The last token of a prompt is read with the first step after it.
     self._slots.note_read(request._row, read)
     self.statistics.prompt_tokens += len(read)

@@ -88,11 +88,20 @@ class RowPrograms:
     state: _State = self._make_program(self._start, ())(self._variables)
     return state
 
-  def read(self, state: _State, row: int, ids: Sequence[int], start: int, length: int) -> _State:
-    """Reads up to C tokens of a prompt of `length` tokens into a row; `start` is the position of the first of them."""
+  def read(self, state: _State, row: int, ids: Sequence[int], start: int, length: int, adapter: int = -1) -> _State:
+    """Reads up to C tokens of a prompt into a row.
+
+    Args:
+      state: the state, which is donated.
+      row: the row.
+      ids: the tokens.
+      start: the position of the first of them.
+      length: the number of tokens of the prompt.
+      adapter: see `LanguageModel.read_rows`.
+    """
     padded = np.zeros((1, self.chunk), np.int32)
     padded[0, : len(ids)] = ids
-    numbers = (np.int32(x) for x in (row, start, length))
+    numbers = (np.int32(x) for x in (row, start, length, adapter))
     after: _State = self._read(self._variables, state, padded, *numbers)
     return after
 
@@ -198,11 +207,9 @@ class RowPrograms:
 
   @functools.cached_property
   def _read(self) -> Callable[..., _State]:
-    def read(
-      variables: NestedDict, state: _State, ids: jax.Array, row: jax.Array, start: jax.Array, length: jax.Array
-    ) -> _State:
+    def read(variables: NestedDict, state: _State, ids: jax.Array, row: jax.Array, *numbers: jax.Array) -> _State:
       own = self._map_rows(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), state)
-      own = self._apply(variables, own, ids, start, length, method='read_rows')
+      own = self._apply(variables, own, ids, *numbers, method='read_rows')
       return self._map_rows(lambda x, axis, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis), state, own)
 
     return self._make_program(read, (1,))

@@ -22,11 +22,11 @@ from praxis_lite.common.config.values import fit
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.figures import format_axes
 from praxis_lite.common.keywords import check_keywords, name_unknown_keywords
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, merge
 from praxis_lite.inputs import BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.layers.base.taps import ARRAY
-from praxis_lite.models import BaseModel
+from praxis_lite.models import BaseModel, combine_adapters
 from praxis_lite.models.decoding import LogitProcessor
 from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.models.positions import check_positions
@@ -126,6 +126,24 @@ class TrainedModel:
   def __repr__(self) -> str:
     mesh = format_axes(self.tasks.mesh.shape)
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
+
+  def with_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
+    """Returns a model on the same variables with several adapters, of which each request of a `batcher` uses one.
+
+    Args:
+      adapters: see `praxis_lite.models.combine_adapters`; such as what `read_adapter` returns, by name.
+
+    Raises:
+      ConfigError: the model has adapters already, or these cannot be combined.
+    """
+    own = self.config.task.model
+    if own.adapters:
+      raise ConfigError('with_adapters: the model has adapters already; merge them, or start from the model without')
+    config = dataclasses.replace(self.config, task=self.config.task.clone())
+    config.task.model, variables = combine_adapters(own, adapters)
+    tasks = TaskOnMesh.make_for_inference(config.task.instantiate(), self.tasks.mesh)
+    stored = merge(self.stored_variables, tasks.layout.mdl_vars.to_mesh(variables))
+    return TrainedModel(config, tasks, stored, self.global_step, self.seed, self.directory)
 
   # ---------------------------------------------------------------- what it does
 

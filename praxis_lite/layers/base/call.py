@@ -116,6 +116,8 @@ class Surroundings:
     taps: listen to the values between layers; None disables them. See `taps.py`.
     edited: gets the shape of each such value, if the variables contain edits of some; None if they contain none.
     without_adapters: whether layers with adapters compute as they would without them.
+    adapters: [B] int32, which of several adapters each row of the batch uses; -1 for none. None means that no row uses
+      one.
   """
 
   read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
@@ -128,6 +130,7 @@ class Surroundings:
   taps: Taps | None = None
   edited: dict[str, tuple[int, ...]] | None = None
   without_adapters: bool = False
+  adapters: jax.Array | None = None
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:

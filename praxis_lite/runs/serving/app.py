@@ -125,8 +125,9 @@ class _Routes:
     self._engine, self._served, self._created = engine, served, int(time.time())
 
   async def models(self, request: Request) -> Response:
-    model = {'id': self._served.name, 'object': 'model', 'created': self._created, 'owned_by': 'praxis_lite'}
-    return _json({'object': 'list', 'data': [model]})
+    names = self._served.name, *self._engine.batcher.adapter_names
+    shared = {'object': 'model', 'created': self._created, 'owned_by': 'praxis_lite'}
+    return _json({'object': 'list', 'data': [{'id': name, **shared} for name in names]})
 
   async def health(self, request: Request) -> Response:
     failure = self._engine.failure
@@ -162,7 +163,8 @@ class _Routes:
   async def _continue(self, request: Request, *, is_chat: bool) -> Response:
     served = self._served
     body = await _read_body(request, served.most_bytes)
-    asked = parse_request(body, is_chat=is_chat, model=served.name, most_top=served.most_top)
+    adapters = self._engine.batcher.adapter_names
+    asked = parse_request(body, is_chat=is_chat, model=served.name, most_top=served.most_top, adapters=adapters)
     deadline = time.monotonic() + served.timeout_s
     work = _Work(self._engine, served, asked)
     try:
@@ -193,7 +195,9 @@ class _Work:
     except BusyError as error:
       raise RequestError(f'the server is busy: {error}; try again', 429, code='busy') from None
     self._engine, self._served, self._asked = engine, served, asked
-    self._replies = Replies(served.name, served.tokenizer, asked.is_chat, asked.num_top, asked.has_usage)
+    self._replies = Replies(
+      asked.adapter or served.name, served.tokenizer, asked.is_chat, asked.num_top, asked.has_usage
+    )
     self._text = ServedText(None, (), (), ())
     self._usage = Usage(0, 0)
 

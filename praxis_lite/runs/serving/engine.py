@@ -230,6 +230,7 @@ class Engine:
       top_p=asked.top_p,
       seed=secrets.randbits(32) if asked.seed is None and self._draws_seeds else asked.seed,
       stop=asked.stop,
+      adapter=asked.adapter,
       stream=lambda ids: self._tell(ticket),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from praxis_lite.common.files import parse_json
@@ -42,6 +42,7 @@ class Asked(NamedTuple):
     is_stream: whether the answer comes in pieces.
     has_usage: whether the last piece counts tokens.
     num_top: how many of the most probable tokens to report; None for no log-probabilities.
+    adapter: the name of the adapter that the request names as its model; None for the model itself.
   """
 
   prompt: Any
@@ -54,6 +55,7 @@ class Asked(NamedTuple):
   is_stream: bool = False
   has_usage: bool = False
   num_top: int | None = None
+  adapter: str | None = None
 
 
 def _is_int(value: object) -> bool:
@@ -106,7 +108,7 @@ _FIXED: dict[str, Sequence[Any]] = {
 _MOST_SHOWN = 60  # Characters of a value in a message.
 
 
-def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> Asked:
+def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adapters: Collection[str] = ()) -> Asked:
   """Returns what a request asks for.
 
   Args:
@@ -114,6 +116,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
     is_chat: whether it was sent to the route for chats.
     model: the name of the model, which the request may leave out.
     most_top: the largest number of most probable tokens.
+    adapters: names of adapters, which a request may name as its model.
 
   Raises:
     RequestError: it is not valid.
@@ -140,9 +143,11 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
     elif name not in (prompt_field, 'stop'):
       known = ', '.join(sorted([*checks, *_FIXED, prompt_field, 'stop']))
       raise RequestError(f'there is no field {_shorten(name)}; there are {known}', field=name[:_MOST_SHOWN])
-  if fields.get('model', model) != model:
+  wanted = fields.get('model', model)
+  if wanted not in (model, *adapters):
+    known = ', '.join(map(repr, (model, *adapters)))
     raise RequestError(
-      f'there is no model {_shorten(fields["model"])}; this server has {model!r}', 404, 'model', 'model_not_found'
+      f'there is no model {_shorten(wanted)}; this server has {known}', 404, 'model', 'model_not_found'
     )
   if prompt_field not in fields:
     raise RequestError(f'{prompt_field} is missing', field=prompt_field)
@@ -158,6 +163,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int) -> A
     fields.get('stream', False),
     fields.get('stream_options', {}).get('include_usage', False),
     num_top,
+    None if wanted == model else wanted,
   )
 
 

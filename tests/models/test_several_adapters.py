@@ -1,0 +1,159 @@
+"""Several adapters on one base: each row that is decoded gets the tokens that it gets with its adapter alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import merge, select
+from praxis_lite.layers import Dora, Lora, MoeFeedForward
+from praxis_lite.models import add_adapters, combine_adapters, merge_adapters, set_sharding, transformer_lm
+from praxis_lite.models.decoding import BeamSearch
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.serving.requests import RequestError, parse_request
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.task import SingleTask
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
+V, AXES = 37, ('spare', 'replica', 'data', 'mdl')
+# Ranks, scales and layers differ.
+RULES = {
+  'one': (Config(Lora, layers=r'.*\.(query|out)', rank=3), Config(Lora, layers=r'.*\.ff\.up', rank=2)),
+  'two': (Config(Lora, layers=r'.*\.(query|value|down)', rank=2, alpha=1.0, rank_stabilized=True),),
+}
+PROMPTS = [([3, 5, 8, 2], 'two'), ([11], None), ([3, 5, 8, 4, 9, 1], 'one'), ([3, 5, 8, 2], 'one'), ([11], 'two')]
+
+
+def base():
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_heads': 3, 'hidden_dims': 10, 'num_layers': 2}
+  model = set_sharding(transformer_lm(**sizes))
+  return model.set(decoder_tpl=model.decoder_tpl.set(max_decode_steps=8, temperature=0.0))
+
+
+@functools.cache
+def variables():
+  """Of the base, and of each adapter."""
+
+  def drawn(config, seed):
+    values = drawn_variables(config.instantiate().abstract_init())
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: 9 * rng.permutation(w.reshape(-1)).reshape(w.shape) if w.ndim > 1 else w, values)
+
+  of_base = drawn(base(), 0)
+  own = {name: drawn(add_adapters(base(), *rules), i + 1) for i, (name, rules) in enumerate(RULES.items())}
+  return of_base, {name: select(tree, lambda path: 'lora' in path) for name, tree in own.items()}
+
+
+def combined():
+  of_base, own = variables()
+  config, adapters = combine_adapters(base(), {n: (add_adapters(base(), *r), own[n]) for n, r in RULES.items()})
+  return config, merge(of_base, adapters)
+
+
+def decode(config, values, prompts, **fields):
+  """The ids that a model of this config draws."""
+  model = config.set(**fields).instantiate()
+  width = max(map(len, prompts))
+  batch = {
+    'ids': np.stack([np.pad(p, (0, width - len(p))) for p in prompts]).astype(np.int32),
+    'prompt_lengths': np.array([*map(len, prompts)], np.int32),
+  }
+
+  def run(values, more):
+    return model.apply(values, batch | more, key=jax.random.key(0), do_eval=True, method='decode')[0][1]['ids']
+
+  return lambda **more: np.asarray(jax.jit(run)(values, more))
+
+
+@functools.cache
+def alone(name, beams=False):
+  """What all prompts become with one adapter, or with none, merged into the base."""
+  of_base, own = variables()
+  values = of_base
+  if name is not None:
+    model = add_adapters(base(), *RULES[name]).instantiate()
+    values = merge_adapters(model, merge(of_base, own[name]))
+  more = {'decoder_tpl': Config(BeamSearch, max_decode_steps=8, beam_size=3)} if beams else {}
+  return decode(base(), values, [prompt for prompt, _ in PROMPTS], **more)()
+
+
+@pytest.mark.parametrize('beams', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_of_a_batch_use_their_own_adapters(beams):
+  config, values = combined()
+  more = {'decoder_tpl': Config(BeamSearch, max_decode_steps=8, beam_size=3)} if beams else {}
+  numbers = np.array([-1 if name is None else list(RULES).index(name) for _, name in PROMPTS], np.int32)
+  run = decode(config, values, [prompt for prompt, _ in PROMPTS], **more)
+  found = run(adapters=numbers)
+  for i, (_, name) in enumerate(PROMPTS):
+    np.testing.assert_array_equal(found[i], alone(name, beams)[i])
+  assert len({alone(name, beams).tobytes() for name in (None, 'one', 'two')}) == 3
+  np.testing.assert_array_equal(run(), alone(None, beams))  # Without `adapters`, no row uses one.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 1, 3)])
+def test_requests_of_a_batcher_use_their_own_adapters(mesh):
+  """More requests than rows, so rows change their adapters."""
+  of_base, own = variables()
+  task = Config(SingleTask, model=base(), mesh_axis_names=AXES, ici_mesh_shape=mesh)
+  tasks = TaskOnMesh.make_for_inference(task.instantiate(), create_device_mesh(mesh, None, AXES))
+  stored = tasks.layout.mdl_vars.to_mesh(of_base)
+  plain = TrainedModel(ExperimentConfig(task, [], []), tasks, stored, np.int32(3), seed=1)
+  model = plain.with_adapters({name: (add_adapters(base(), *rules), own[name]) for name, rules in RULES.items()})
+  batcher = model.batcher(rows=2, max_length=16, tokens_per_step=4, chunk=4)
+  requests = [batcher.submit(prompt, adapter=name, temperature=0.0, max_tokens=8) for prompt, name in PROMPTS]
+  batcher.run(requests)
+  for i, (request, (_, name)) in enumerate(zip(requests, PROMPTS)):
+    assert request.ids == alone(name)[i].tolist()
+    assert request.shared == 0
+  with pytest.raises(
+    ConfigError, match=r"adapter = 'three': the model has no such adapter; expected one of 'one', 'two'"
+  ):
+    batcher.submit([1], adapter='three')
+  with pytest.raises(ConfigError, match=r'kept_prefixes = 2; with several adapters, set it to 0'):
+    model.batcher(rows=2, max_length=16, kept_prefixes=2)
+  with pytest.raises(ConfigError, match=r'with_adapters: the model has adapters already'):
+    model.with_adapters({})
+
+
+def test_a_request_names_its_adapter_as_its_model():
+  def parse(**fields):
+    body = json.dumps({'prompt': [1], **fields}).encode()
+    return parse_request(body, is_chat=False, model='base', most_top=0, adapters=('one', 'two'))
+
+  assert [parse(**fields).adapter for fields in ({}, {'model': 'base'}, {'model': 'two'})] == [None, None, 'two']
+  with pytest.raises(RequestError, match=r'there is no model "three"; this server has .base., .one., .two.'):
+    parse(model='three')
+
+
+def test_what_several_adapters_cannot_do():
+  config, values = combined()
+  model = config.instantiate()
+  with pytest.raises(ConfigError, match=r'several adapters cannot be merged into one weight'):
+    merge_adapters(model, values)
+  batch = {name: np.ones((1, 3), np.int32) for name in ('ids', 'labels')} | {'weights': np.ones((1, 3), np.float32)}
+  with pytest.raises(ConfigError, match=r'query.lora: several adapters are for decoding; train each of them by itself'):
+    jax.eval_shape(lambda: model.apply(values, batch, method='compute_predictions'))
+  with pytest.raises(ConfigError, match=r'which adapter each row uses, and the model does not have several'):
+    decode(base(), variables()[0], [[1]])(adapters=np.zeros(1, np.int32))
+  with pytest.raises(ConfigError, match=r'there are no adapters'):
+    combine_adapters(base(), {})
+  with pytest.raises(ConfigError, match=r"'x' has a DoraProjection at .*; expected adapters of Lora"):
+    combine_adapters(base(), {'x': (add_adapters(base(), Config(Dora)), {})})
+  with pytest.raises(ConfigError, match=r'names: expected at least one name, each once'):
+    add_adapters(base(), Config(Lora, names=('a', 'a'))).instantiate()
+  experts = transformer_lm(
+    vocab_size=8, model_dims=4, num_heads=2, num_layers=1, experts=Config(MoeFeedForward, num_experts=2)
+  )
+  with pytest.raises(ConfigError, match=r'several adapters are for linear layers and projections'):
+    add_adapters(experts, Config(Lora, names=('a',))).instantiate()
