@@ -22,14 +22,22 @@ def _run(values: flags.FlagValues) -> int:
   beats = read_heartbeats(directory)
   if not beats:
     raise UserError(f'there are no heartbeats of a run in {directory}{runs_near(directory)}')
+  if values.html == '':
+    raise UserError('--html is empty: name a file, as in --html=status.html')
   status = status_of(beats, is_held=is_held(directory))
   print('\n'.join([f'{directory}: {status.lines[0]}', *status.lines[1:]]))
+  if values.html:
+    from praxis_lite.cli.status_page import write_status_page
+
+    print(f'wrote {write_status_page(values.html, str(directory), beats, status)}')
   return 0 if status.is_well else 1
 
 
 def _flags() -> CommandFlags:
   values = CommandFlags()
   values.add_text('job_log_dir', 'Directory of the run.', 'runs/1')
+  page = "Write an HTML page over the run's whole life: attempts, losses, saves, failures, and where its time went."
+  values.add_text('html', page, 'status.html')
   return values
 
 

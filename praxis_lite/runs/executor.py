@@ -40,6 +40,7 @@ from praxis_lite.runs.loop.saving import RunSaver, Saving
 from praxis_lite.runs.loop.start import find_start
 from praxis_lite.runs.loop.training_loop import TrainingLoop
 from praxis_lite.runs.observer import Run
+from praxis_lite.runs.records.history import note_event
 from praxis_lite.runs.records.metrics import HostMetrics, SummaryWriter
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import held_for_training, job_directory
@@ -117,6 +118,7 @@ def run_train(
         for alert in alerts:
           alert.note_going_back(trouble)
         if is_primary_process():
+          note_event(directory, 'went_back', trouble.back_to, trouble.what)
           skipped = f'without {number_of(len(trouble.batches), "batch")}'
           how = 'and repeating the steps since' if trouble.action == 'repeat' else skipped
           print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {how}'), flush=True)

@@ -39,6 +39,7 @@ from praxis_lite.common.errors import LostHostError, UserError, first_line
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
 from praxis_lite.common.processes import last_progress, note_progress
+from praxis_lite.runs.records.history import note_event
 from praxis_lite.runs.trouble import GoBack
 
 # Seconds without a sign of life after which a host counts as lost.
@@ -258,6 +259,8 @@ class Watchdog:
       code = lost.exit_code
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
     else:
+      if self.directory is not None and self._index == (1 if reason.startswith(self._hosts[0].name) else 0):
+        note_event(self.directory, 'lost', text=reason)  # One of those that remain says it for all.
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.

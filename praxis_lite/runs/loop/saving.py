@@ -21,6 +21,7 @@ from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.progress import Progress, evaluations_in
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.observer import InputState, Observer, Observers, PauseReason, Run, StateToCopy
+from praxis_lite.runs.records.history import note_event
 from praxis_lite.runs.records.metrics import SummaryWriter
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.runs.trouble import GoBack, LossSpikeError
@@ -117,6 +118,8 @@ class Saving(Observer):
     except CheckpointError as error:
       self._is_good = False
       self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
+      if is_primary_process():
+        note_event(Path(self._checkpointer.directory).parent, 'save_failed', self._step, str(error))
       return None
 
   def _last_good(self) -> str:

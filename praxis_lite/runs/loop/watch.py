@@ -1,4 +1,4 @@
-"""What a run measures about itself while it trains: activities, heartbeats, slow steps, memory."""
+"""What a run measures about itself while it trains: activities, heartbeats, history, slow steps and hosts, memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,10 +17,15 @@ import jax
 
 from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.checkpoints.retention import CHECKPOINTS
-from praxis_lite.common.errors import ConfigError, ShardingError, first_line
+from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.files import KnownFolder
+from praxis_lite.common.processes import is_primary_process
+from praxis_lite.runs.host_speeds import HostSpeeds
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, read_heartbeats
+from praxis_lite.runs.records.history import EventKind, note_event, started_event, why_ended
+from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
@@ -40,14 +46,17 @@ class Watch(Observer):
   def __init__(self, directory: Path, began: float):
     self._goodput = Goodput(began=began)
     self._directory = directory
+    self._folder = KnownFolder(directory)
     self._earlier = next(iter(read_heartbeats(directory)), None)
     self._restored: tuple[int, float] | None = None  # The step that the run starts from, and when it was saved.
     self._started = time.time()
     self._run: Run | None = None
     self._first_step = 0
     self._ended_by = ''
-    self._rate = 0.0
+    self._rate = self._waited = 0.0
     self._slow = SlowSteps(None)
+    self._hosts: HostSpeeds | None = None  # None with one process.
+    self._speed: dict[str, float] = {}
     self._at_step: dict[str, float] = {}
     self._at_figures: dict[str, float] = {}
     self._memory: dict[str, float] = {}
@@ -62,12 +71,13 @@ class Watch(Observer):
     if self._run is None and isinstance(error, _REFUSALS):
       self._file.withdraw()
       return
-    if kind is not None:
-      reason = textwrap.shorten(first_line(error), 300, placeholder=' ...') if error and str(error).strip() else ''
-      self._ended_by = f'{kind.__name__}: {reason}' if reason else kind.__name__
+    if error is not None:
+      self._ended_by = textwrap.shorten(why_ended(error), 340, placeholder=' ...')
     else:
       self._ended_by = (self._run.ended_by if self._run else '') or 'done'
     self._file.stop()
+    if self._run is not None:
+      self._note('ended', self._run.step, self._ended_by)
 
   def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
     return self._goodput.doing(activity)
@@ -82,6 +92,9 @@ class Watch(Observer):
       if earlier.saved_step == run.step and earlier.saved is not None:  # A copy of a checkpoint is newer.
         self._restored = earlier.saved_step, earlier.saved
     self._file.start()
+    self._note('started', run.step, about=started_event(run.step, jax.process_count(), self._earlier))
+    if jax.process_count() > 1:
+      self._hosts = HostSpeeds()
 
   def on_ready(self, run: Run) -> None:
     self._goodput.train()
@@ -93,13 +106,31 @@ class Watch(Observer):
     waited = now['waiting'] - before['waiting']
     seconds = now['productive'] - before['productive'] + waited
     self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
+    self._waited += 0.1 * (waited / max(seconds, 1e-9) - self._waited)
     slow = self._slow.add(run.step, seconds, waited)
     if slow is not None:
       run.line(slow)
 
+  def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
+    self._speed = {**self._slow.quantiles(), 'waited': round(self._waited, 4)}
+    if self._hosts is not None:
+      self._speed['product'] = self._hosts.own.product
+
+  def on_nonfinite(self, step: int, what: str) -> None:
+    self._note('nonfinite', step, what)
+
   def on_pause(self, run: Run, reason: PauseReason) -> None:
     if reason in ('save', 'copy'):
       self._goodput.mark(run.step, is_copy=reason == 'copy')
+    if reason == 'save' and self._hosts is not None:
+      jax.block_until_ready(run.state.step)  # The devices are to do nothing else.
+      line = self._hosts.compare(self._waited)
+      if line:
+        run.line(line)
+        self._note('slow_host', run.step, line, {'process': self._hosts.slowest[0]})
+
+  def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
+    self._note('saved', step)
 
   def on_end(self, run: Run) -> None:
     """Prints the goodput and the peak memory, and then the last step and where it is saved."""
@@ -124,7 +155,14 @@ class Watch(Observer):
     wait = spent['waiting'] / total if (total := sum(spent.values())) > 0 else 0.0
     self._memory = memory_peaks()
     figures = {f'speed/goodput_{name}': share for name, share in shares(now).items()}
+    if self._hosts is not None:
+      slowest, ratio = self._hosts.slowest
+      figures |= {'speed/slowest_process': float(slowest), 'speed/slowest_process_ratio': ratio}
     return {**figures, **self._memory, 'speed/input_wait': wait, 'speed/slow_steps': float(self._slow.count)}
+
+  def _note(self, kind: EventKind, step: int, text: str = '', about: Mapping[str, Any] | None = None) -> None:
+    if is_primary_process():
+      note_event(self._folder, kind, step, text, about)
 
   def _heartbeat(self) -> Heartbeat:
     doing, doing_for = self._goodput.activity
@@ -151,6 +189,7 @@ class Watch(Observer):
       saved=saved,
       goodput=beat.goodput if run is None else self._goodput.record(step),
       memory=self._memory,
+      speed=self._speed,
       ended=self._ended_by,
     )
 

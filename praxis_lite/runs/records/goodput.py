@@ -10,6 +10,7 @@ counts as lost.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import threading
 import time
@@ -155,6 +156,13 @@ class SlowSteps:
     cause = f'{waited:.1f} s of it waiting for input' if waited > seconds / 2 else 'computing, not waiting for input'
     more = f'; {number_of(self.count, "such step")}' if self.count > _MOST_LINES else ''
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
+
+  def quantiles(self) -> dict[str, float]:
+    """Returns the median, and the time that 90% of the recent steps did not exceed, in seconds; empty before a step."""
+    recent = sorted(self._recent)
+    if not recent:
+      return {}
+    return {'median': round(statistics.median(recent), 6), 'p90': round(recent[math.ceil(0.9 * len(recent)) - 1], 6)}
 
 
 # The largest and the smallest number of steps for a median; the seconds below which a step is never slow; the number of

@@ -23,6 +23,7 @@ from praxis_lite.common.files import KnownFolder, parse_json, read_plain, replac
 from praxis_lite.common.foreign_text import printable
 
 SECONDS = 5.0
+_NEWER = ('speed',)  # What the files of earlier versions lack.
 _DIRECTORY = 'heartbeats'
 
 
@@ -40,6 +41,8 @@ class Heartbeat:
     saved_step, saved: the step of the last complete checkpoint, and when it was saved; None if there is none.
     goodput: what `Goodput.record` returned.
     memory: peaks in bytes by name.
+    speed: 'median' and 'p90', seconds of recent steps; 'waited', the share of them in which the process waited for
+      input; and with several processes 'product', seconds of a test product: see `host_speeds.py`.
     ended: how the process ended, such as 'done'; '' until it ends.
   """
 
@@ -58,6 +61,7 @@ class Heartbeat:
   saved: float | None = None
   goodput: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  speed: Mapping[str, float] = dataclasses.field(default_factory=dict)
   ended: str = ''
 
 
@@ -132,7 +136,7 @@ def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:
 def _read(path: Path) -> Heartbeat | None:
   try:
     data = parse_json(read_plain(path))
-    given = {f.name: data[f.name] for f in dataclasses.fields(Heartbeat)}
+    given = {f.name: data[f.name] for f in dataclasses.fields(Heartbeat) if f.name in data or f.name not in _NEWER}
   except (OSError, ValueError, TypeError, KeyError):
     return None
   defaults = Heartbeat()

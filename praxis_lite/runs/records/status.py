@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from praxis_lite.common.figures import duration, number_of, short_number
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
+
+# The states of a process, the worst first, and how many processes have a line of their own.
+_ORDER = ('dead', 'silent', 'ended', 'alive')
+_MOST_SHOWN = 16
 
 
 class Status(NamedTuple):
@@ -36,7 +42,14 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   is_well = all(alive == 'alive' or (alive == 'ended' and ':' not in beat.ended) for alive, beat in zip(lives, beats))
   first = beats[0]
   lines = [_life(lives[0], first, now)]
-  lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in zip(lives[1:], beats[1:])]
+  others = list(zip(lives[1:], beats[1:]))
+  # Those in which something is wrong come first, so that they are shown if there are many.
+  shown = sorted(others, key=lambda entry: _ORDER.index(entry[0]))[:_MOST_SHOWN]
+  shown.sort(key=lambda entry: entry[1].process)
+  lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in shown]
+  if len(shown) < len(others):
+    counts = Counter(alive for alive, _ in others)
+    lines.append(f'all other processes: {", ".join(f"{counts[alive]:,} {alive}" for alive in _ORDER if counts[alive])}')
   if len(beats) < first.processes:
     lines.append(f'{first.processes - len(beats)} of {number_of(first.processes, "process")} never gave a sign of life')
     is_well = is_well and lives[0] == 'ended'
@@ -45,8 +58,31 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
     lines.append('last save: none yet')
   else:
     lines.append(f'last save: step {first.saved_step}, {_ago(first.saved, now)}')
-  lines.append(goodput_line(seconds_of(first.goodput)))
+  lines += [*_spread(beats), goodput_line(seconds_of(first.goodput))]
   return Status(is_well, lines)
+
+
+def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
+  """Yields a line about how the hosts differ; nothing for one process, or if the heartbeats do not know."""
+  known = [beat for beat in beats if all(number_in(beat.speed, name) > 0 for name in ('median', 'product'))]
+  if len(known) < 2:
+    return
+  medians = [number_in(beat.speed, 'median') for beat in known]
+  products = [number_in(beat.speed, 'product') for beat in known]
+  slowest, waits = (max(known, key=lambda beat: number_in(beat.speed, name)) for name in ('product', 'waited'))
+  ratio = number_in(slowest.speed, 'product') / statistics.median(products)
+  text = f'steps take {duration(min(medians))} to {duration(max(medians))} by process (medians of recent steps)'
+  text += f'; slowest devices: process {slowest.process} on {slowest.host}, {ratio:.2f} x the median for a test product'
+  if number_in(waits.speed, 'waited') >= 0.05:
+    share = number_in(waits.speed, 'waited')
+    text += f'; longest waits for input: process {waits.process} on {waits.host}, {share:.0%} of a step'
+  yield text
+
+
+def number_in(values: Mapping[str, object], name: str) -> float:
+  """Returns a number of a heartbeat, which anyone may have written; 0 if it is missing or no positive number."""
+  value = values.get(name)
+  return float(value) if isinstance(value, int | float) and 0 < value < 1e12 else 0.0
 
 
 def _life(alive: str, beat: Heartbeat, now: float) -> str:

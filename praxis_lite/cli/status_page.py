@@ -1,0 +1,107 @@
+"""The life of a run as one self-contained HTML page: its attempts over time, how they ended, and where time went."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.common.figures import duration
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.instruments.explain.page import fill_page, write_file
+from praxis_lite.runs.records.goodput import ACTIVITIES, seconds_of, shares
+from praxis_lite.runs.records.heartbeat import Heartbeat
+from praxis_lite.runs.records.history import Attempt, Event, attempts_of, read_history
+from praxis_lite.runs.records.status import Status, number_in
+
+# Of each kind of event, the page has the last ones; and of the hosts, the slowest ones.
+_MOST_EVENTS, _MOST_HOSTS = 2000, 12
+
+
+def write_status_page(path: str, directory: str, beats: Sequence[Heartbeat], status: Status) -> pathlib.Path:
+  """Writes the page to the file `path` and returns its path; creates missing parent directories.
+
+  Args:
+    directory: the run's directory.
+    beats: the last heartbeats of its processes, at least one.
+    status: the state of the run.
+
+  Raises:
+    UserError: the file cannot be written.
+  """
+  data = page_data(directory, beats, status)
+  return write_file(path, fill_page('praxis_lite.cli', f'{directory}: status', data, 'status', ['status']))
+
+
+def page_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> Mapping[str, object]:
+  """Returns what the page shows, for JSON."""
+  events = read_history(Path(directory))
+  attempts = attempts_of(events, beats[0])
+  seconds = seconds_of(beats[0].goodput)
+  spent = shares(seconds)
+  lived = sum(attempt.ended - attempt.began for attempt in attempts)
+  between = attempts[-1].ended - attempts[0].began - lived if attempts else 0.0
+  return {
+    'title': printable(directory, one_line=True),
+    'lines': [printable(line, one_line=True) for line in status.lines[:1]],
+    'well': status.is_well,
+    'step': beats[0].step,
+    'steps': beats[0].total_steps,
+    'processes': beats[0].processes,
+    'goodput': spent['productive'],
+    'seconds': [[ACTIVITIES[name], value] for name, value in seconds.items() if value > 0],
+    'between': max(between, 0.0),
+    'attempts': [_attempt(attempt) for attempt in attempts],
+    'events': [_event(event) for event in _last_of_each_kind(events)],
+    'hosts': [_host(beat) for beat in sorted(beats, key=_product, reverse=True)[:_MOST_HOSTS]],
+    'numHosts': len(beats),
+    'product': statistics.median(known) if (known := [p for p in map(_product, beats) if p > 0]) else 0,
+  }
+
+
+def _attempt(attempt: Attempt) -> Mapping[str, object]:
+  lost = [event.text for event in attempt.events if event.kind == 'lost']
+  spent = sorted(
+    ((ACTIVITIES[name], value) for name, value in attempt.seconds.items() if value > 0), key=lambda x: -x[1]
+  )
+  return {
+    'began': attempt.began,
+    'ended': attempt.ended,
+    'first': attempt.first_step,
+    'last': attempt.last_step,
+    'processes': attempt.processes,
+    'how': f'killed: {lost[-1]}' if lost and attempt.how == 'killed' else attempt.how,
+    'seconds': sorted(spent, key=lambda part: -part[1]),
+    'saves': [[event.time, event.step] for event in attempt.events if event.kind == 'saved'][-_MOST_EVENTS:],
+  }
+
+
+def _event(event: Event) -> Mapping[str, object]:
+  return {'time': event.time, 'kind': event.kind.replace('_', ' '), 'step': event.step, 'text': event.text}
+
+
+def _last_of_each_kind(events: Sequence[Event]) -> Sequence[Event]:
+  counts: dict[str, int] = {}
+  found = []
+  for event in reversed(events):
+    counts[event.kind] = counts.get(event.kind, 0) + 1
+    if counts[event.kind] <= _MOST_EVENTS:
+      found.append(event)
+  return found[::-1]
+
+
+def _host(beat: Heartbeat) -> Mapping[str, object]:
+  return {
+    'process': beat.process,
+    'host': beat.host,
+    'median': number_in(beat.speed, 'median'),
+    'p90': number_in(beat.speed, 'p90'),
+    'product': _product(beat),
+    'waited': number_in(beat.speed, 'waited'),
+    'age': duration(max(beat.time - beat.started, 0.0)),
+  }
+
+
+def _product(beat: Heartbeat) -> float:
+  return number_in(beat.speed, 'product')

@@ -1,0 +1,109 @@
+"""Compares the hosts of a run: which one has slow devices, or waits for its data.
+
+All processes of a run take the same steps, and in each step they wait for the slowest, so the time of a step says
+nothing about which one that is. What each process can measure by itself does: before each save, when the devices have
+nothing else to do, it times a small product on each of its own devices; and it knows how long it waits for input.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from praxis_lite.common.figures import duration
+
+# The side of the square matrices of the test product, how many follow each other, and how often it is timed.
+_SIDES = {'cpu': 128}
+_SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
+# A host is slow if its product takes this many times the median, this often in a row.
+SLOW, _IN_A_ROW = 1.5, 3
+
+
+class HostSpeed(NamedTuple):
+  """What a process measures about itself.
+
+  Attributes:
+    product: seconds of the test product on its slowest device.
+    waited: share of the time of steps in which it waited for input.
+  """
+
+  product: float
+  waited: float
+
+
+class DeviceProbe:
+  """Times a small product on each device of this process."""
+
+  def __init__(self, devices: Sequence[jax.Device] | None = None):
+    self._devices = list(jax.local_devices() if devices is None else devices)
+    side = _SIDES.get(self._devices[0].platform, _SIDE)
+    dtype = jnp.float32 if self._devices[0].platform == 'cpu' else jnp.bfloat16
+    self._matrices = [jax.device_put(np.eye(side, dtype=dtype), device) for device in self._devices]
+
+    def multiply(matrix: jax.Array) -> jax.Array:
+      return jax.lax.fori_loop(0, _PRODUCTS, lambda _, product: product @ matrix, matrix)
+
+    self._multiply = jax.jit(multiply)
+    for matrix in self._matrices:
+      self._multiply(matrix).block_until_ready()
+
+  def seconds(self) -> float:
+    """Returns the seconds of the slowest device; of each, its fastest of three tries counts."""
+    return max(min(self._time(matrix) for _ in range(_TIMES)) for matrix in self._matrices)
+
+  def _time(self, matrix: jax.Array) -> float:
+    began = time.perf_counter()
+    self._multiply(matrix).block_until_ready()
+    return time.perf_counter() - began
+
+
+class HostSpeeds:
+  """Compares the hosts before saves; all processes call each method.
+
+  Attributes:
+    own: what this process has measured last.
+    slowest: the index of the slowest process, and how many times the median its product takes.
+  """
+
+  def __init__(self) -> None:
+    self._probe = DeviceProbe()
+    self._in_a_row = (-1, 0)
+    self.own = HostSpeed(0.0, 0.0)
+    self.slowest = (0, 1.0)
+
+  def compare(self, waited: float) -> str:
+    """Measures and compares; returns a line about a host that is slow for the third time in a row, otherwise ''.
+
+    Args:
+      waited: the share of the time of steps in which this process waited for input.
+    """
+    self.own = HostSpeed(self._probe.seconds(), waited)
+    table = np.asarray(multihost_utils.process_allgather(np.asarray(self.own, np.float32)))
+    self.slowest, line = self._judge([HostSpeed(*map(float, row)) for row in table])
+    return line
+
+  def _judge(self, speeds: Sequence[HostSpeed]) -> tuple[tuple[int, float], str]:
+    median = statistics.median(speed.product for speed in speeds)
+    slowest = max(range(len(speeds)), key=lambda i: speeds[i].product)
+    ratio = speeds[slowest].product / max(median, 1e-9)
+    count = self._in_a_row[1] + 1 if self._in_a_row[0] == slowest else 1
+    self._in_a_row = (slowest, count if ratio > SLOW else 0)
+    line = ''
+    if self._in_a_row[1] == _IN_A_ROW:
+      line = (
+        f'process {slowest} is slow: before each of the last {_IN_A_ROW} saves, one of its devices took long for '
+        f'a test product, now {duration_of(speeds[slowest].product)}, {ratio:.1f} x the median of all processes'
+      )
+    return (slowest, ratio), line
+
+
+def duration_of(seconds: float) -> str:
+  """Returns a short time as text: '0.31 ms', '12.0 ms', '1.3 s'."""
+  return duration(seconds) if seconds >= 1 else f'{1e3 * seconds:.3g} ms'
