@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,13 @@ from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_
 from praxis_lite.cli.plan_changes import (
   PlanJob,
   add_change_flags,
+  figures_of,
   more_about,
   planned_experiment,
   read_topology,
   search_table,
   topologies_of,
+  training_cost,
   write_planned_experiment,
 )
 from praxis_lite.cli.plan_cheapest import (
@@ -146,24 +148,23 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
 
   def show() -> bool:
     print('\n\n'.join(sections))
-    _write_page(values, found)
+    _write_page(values, found, training_cost(job, found))
     if values.figures:
-      from praxis_lite.cli.train_plan import predict
       from praxis_lite.runs.records.certificate import write_prediction
 
-      write_prediction(Path(values.figures), predict(found))
+      write_prediction(Path(values.figures), figures_of(job, found))
       print(f'\nwrote {values.figures}')
     return _compare_with_snapshot(values, found) and found.fits
 
   return show
 
 
-def _write_page(values: flags.FlagValues, found: Plan | InferencePlan) -> None:
-  """Writes the page of --html, and prints where; does nothing without the flag."""
+def _write_page(values: flags.FlagValues, found: Plan | InferencePlan, remarks: Sequence[str] = ()) -> None:
+  """Writes the page of --html, and prints where; does nothing without the flag. `remarks` are beside its notes."""
   if values.html:
     from praxis_lite.instruments.plan.page import write_plan_page
 
-    print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir)}')
+    print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.hf or values.job_log_dir, remarks)}')
 
 
 def _format_measurement(job: PlanJob, found: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
   from praxis_lite.instruments.plan.price import Price
   from praxis_lite.instruments.plan.searching import Ranked
   from praxis_lite.instruments.plan.topology import Topology
+  from praxis_lite.runs.records.certificate import Prediction
   from praxis_lite.training.experiment import ExperimentConfig
 
 
@@ -141,14 +143,37 @@ def search_table(job: PlanJob) -> tuple[str, Ranked]:
 def more_about(job: PlanJob, found: Plan) -> list[str]:
   """Returns the sections after the plan itself: training cost, comparison, and changes."""
   from praxis_lite.instruments.plan.compare import format_comparison
+
+  values = job.values
+  sections = training_cost(job, found)
+  if values.compare:
+    sections.append(format_comparison(found, _other_plan(job)))
+  return [*sections, *_changes(job, found)]
+
+
+def training_cost(job: PlanJob, found: Plan) -> list[str]:
+  """Returns what the whole training costs, and a line if its interval between saves is far from the best one."""
   from praxis_lite.instruments.plan.price import format_price, price_of
 
   values = job.values
   price = price_of(found, values.tokens, values.price_per_chip_hour, read_interruptions(values))
-  sections = [format_price(found, values.tokens, price), _advise_interval(job, found, price)]
-  if values.compare:
-    sections.append(format_comparison(found, _other_plan(job)))
-  return [*filter(None, sections), *_changes(job, found)]
+  return [*filter(None, [format_price(found, values.tokens, price), _advise_interval(job, found, price)])]
+
+
+def figures_of(job: PlanJob, found: Plan) -> Prediction:
+  """Returns the figures of a plan for `--figures`, with those of failures and saves by the flags."""
+  from praxis_lite.cli.train_plan import predict
+  from praxis_lite.instruments.plan.price import price_of
+
+  price, figures = price_of(found, None, None, read_interruptions(job.values)), predict(found)
+  if price is None or math.isinf(price.goodput.seconds_to_failure):
+    return figures
+  return dataclasses.replace(
+    figures,
+    failure_seconds=price.goodput.seconds_to_failure,
+    save_stall_seconds=price.goodput.save_seconds,
+    best_save_seconds=price.goodput.save_interval,
+  )
 
 
 def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:

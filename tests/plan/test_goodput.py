@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+from praxis_lite.cli.main import main
 from praxis_lite.instruments.plan.goodput import Interruptions, advise_interval, best_interval, goodput, useful_share
+from praxis_lite.runs.records.certificate import read_prediction
 
 DAY = 86400.0
 
@@ -74,3 +76,17 @@ def test_an_interval_far_from_the_best_is_told():
   assert advise_interval(never, 60.0, 300.0) == ''
   hopeless = goodput(10**9, 8e9)
   assert advise_interval(hopeless, 60.0, 300.0) == ''
+
+
+def test_the_figures_and_the_page_of_a_plan_have_the_best_interval(tmp_path, capsys):
+  figures, page = tmp_path / 'figures.json', tmp_path / 'page.html'
+  command = ['plan', '--exp=lm_sizes.Llama8B', '--topology=h100:8x8', '--nocompile', '--tokens=1e13']
+  command += ['--set=task.train.save_interval_steps=200000']
+  assert main([*command, f'--figures={figures}', f'--html={page}']) == 0
+  found = read_prediction(figures)
+  assert found.failure_seconds == pytest.approx(54 * DAY / 419 * 16384 / 64)
+  assert found.best_save_seconds == pytest.approx(best_interval(found.save_stall_seconds, found.failure_seconds))
+  told = [line for line in capsys.readouterr().out.splitlines() if 'save_interval_steps' in line]
+  assert told and all(line.replace('"', '\\"') in page.read_text() for line in told)
+  assert main([*command, f'--figures={figures}', '--failures_per_chip_day=0']) == 0
+  assert read_prediction(figures).best_save_seconds is None

@@ -20,26 +20,28 @@ _FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'
 _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
 
-def write_plan_page(path: str, plan: Plan | InferencePlan, title: str) -> pathlib.Path:
+def write_plan_page(path: str, plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  Creates missing parent directories. `title` says what was planned.
+  Creates missing parent directories. `title` says what was planned; the page shows `remarks`
+  beside the notes of the plan.
   """
-  return write_file(path, render_plan_page(plan, title))
+  return write_file(path, render_plan_page(plan, title, remarks))
 
 
-def render_plan_page(plan: Plan | InferencePlan, title: str) -> str:
+def render_plan_page(plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> str:
   """Returns the page as HTML."""
-  return fill_page('praxis_lite.instruments.plan', f'{title}: plan', page_data(plan, title), 'plan', _SCRIPTS)
+  data = page_data(plan, title, remarks)
+  return fill_page('praxis_lite.instruments.plan', f'{title}: plan', data, 'plan', _SCRIPTS)
 
 
-def page_data(plan: Plan | InferencePlan, title: str) -> dict[str, object]:
+def page_data(plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> dict[str, object]:
   """Returns the data of the page, ready for JSON. Times are in seconds; figures are for one device."""
   memory, cost, target = plan.memory, plan.cost, plan.topology.target
   return {
     'title': title,
     'headline': _inference_headline(plan) if isinstance(plan, InferencePlan) else _headline(plan),
-    'notes': list(plan.notes),
+    'notes': [*plan.notes, *(line for remark in remarks for line in remark.splitlines())],
     'limits': cost.seconds_by_limit(target),
     'chip': {
       'name': target.name,

@@ -43,6 +43,9 @@ class Prediction:
     peak_bytes: largest memory of a device.
     waiting_seconds: seconds of a step in which devices wait for communication.
     fast_bytes, network_bytes: what each device sends in a step, over fast links and over the network between hosts.
+    failure_seconds: mean seconds between failures of any chip; None if none fails, or the time of a step is not known.
+    save_stall_seconds: seconds for which a save stalls the run.
+    best_save_seconds: the best seconds of work between saves (Young, 1974; Daly, 2006).
   """
 
   topology: str
@@ -56,6 +59,9 @@ class Prediction:
   waiting_seconds: float
   fast_bytes: float
   network_bytes: float
+  failure_seconds: float | None = None
+  save_stall_seconds: float | None = None
+  best_save_seconds: float | None = None
 
 
 class MeasuredSteps(NamedTuple):
@@ -123,7 +129,9 @@ def read_prediction(path: Path) -> Prediction:
     raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
 
 
-_TIMES = ('step_seconds', 'least_seconds', 'most_seconds')
+_TIMES = (
+  *('step_seconds', 'least_seconds', 'most_seconds', 'failure_seconds', 'save_stall_seconds', 'best_save_seconds'),
+)
 _SIZES = ('peak_bytes', 'waiting_seconds', 'fast_bytes', 'network_bytes')
 
 
