@@ -94,10 +94,15 @@ class EmergencyCopiesParams(Configurable):
     every_n_steps: steps between copies; None disables them. A killed process loses less than twice this many steps.
     directories: where each host keeps its copies: a RAM disk, or a disk. Each directory gets all copies. The first one
       with a complete copy is read, so one of them may be on another host.
+    peers: to how many other hosts each process sends its part, so that a copy survives the loss of a host. Each is in
+      another failure domain.
+    failure_domain: how many successive processes may be lost together: those of a host, a rack or a slice.
   """
 
   every_n_steps: int | None = None
   directories: tuple[str, ...] = ('/dev/shm',)
+  peers: int = 0
+  failure_domain: int = 1
 
   def __post_init__(self) -> None:
     where = 'task.train.emergency_copies'
@@ -105,6 +110,9 @@ class EmergencyCopiesParams(Configurable):
       raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
     if isinstance(self.directories, str) or not self.directories:
       raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
+    if self.peers < 0 or self.failure_domain < 1:
+      given = f'peers = {self.peers} and failure_domain = {self.failure_domain}'
+      raise ConfigError(f'{where}: expected peers of at least 0 and a failure_domain of at least 1, got {given}')
 
 
 class InitFromParams(Configurable):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from small_states import layout_on, random_state
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.cluster import emergency
 from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.runs.cluster.peers import PeerError, Peers, peers_of
 from praxis_lite.runs.records.lineage import forget_copies
 
 POSITION = {'epoch': 1, 'position': 12}
@@ -175,3 +178,53 @@ def test_without_directories_nothing_happens_and_after_the_run_nothing_is_left(d
   copies.write(2, random_state(layout), None, 0)
   copies.remove()
   assert os.listdir(disk / emergency._user_folder()) == []
+
+
+# ---- copies on peers
+
+
+def test_peers_are_in_other_failure_domains_and_the_parts_are_dealt_out_evenly():
+  assert [peers_of(i, 6, 2, 1) for i in range(6)] == [[2], [3], [4], [5], [0], [1]]
+  assert peers_of(0, 8, 2, 3) == [2, 4, 6] and peers_of(0, 4, 4, 1) == [] and peers_of(0, 1, 1, 1) == []
+  for processes in range(1, 14):
+    for size in range(1, 6):
+      domains = -(-processes // size)
+      for i in range(processes):
+        found = peers_of(i, processes, size, 2)
+        others = {peer // size for peer in found} - {i // size}
+        assert len(found) == len(others) == min(2, domains - 1)
+      if processes % size == 0 and domains > 1:
+        assert sorted(peers_of(i, processes, size, 1)[0] for i in range(processes)) == list(range(processes))
+
+
+def test_a_peer_keeps_whole_parts_gives_them_back_and_refuses_everything_else(tmp_path):
+  peers = Peers(tmp_path, 7)  # Its only peer is itself.
+  try:
+    peers.put(0, '4.1', [b'head\n', memoryview(b'x' * 3_000_000)])
+    assert (tmp_path / '4.1').read_bytes() == b'head\n' + b'x' * 3_000_000
+    peers.get(0, '4.1', tmp_path / 'got')
+    assert (tmp_path / 'got').read_bytes() == (tmp_path / '4.1').read_bytes()
+    with pytest.raises(PeerError, match=r'process 0: .*No such file'):
+      peers.get(0, '5.1', tmp_path / 'none')
+    for name in ('../4.1', '4.1.incomplete', '/etc/passwd', ''):
+      with pytest.raises(PeerError):
+        peers.put(0, name, [b'x'])
+    with pytest.raises(PeerError, match='no copy'):
+      Peers.put(_changed(peers, lineage=8), 0, '6.1', [b'x'])
+    with pytest.raises(PeerError, match='without an answer'):
+      Peers.put(_changed(peers, token='0' * 32), 0, '6.1', [b'x'])
+    with socket.create_connection(('localhost', peers._addresses[0].port)) as torn:
+      torn.sendall(json.dumps({'token': peers._token, 'lineage': 7, 'put': '6.1', 'size': 10}).encode() + b'\nhalf')
+      torn.shutdown(socket.SHUT_WR)
+      assert b'ended 6 bytes early' in torn.recv(1000)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ['4.1', 'got']
+  finally:
+    peers.close()
+  with pytest.raises(PeerError, match=r'process 0 at .* does not answer'):
+    peers.put(0, '6.1', [b'x'])
+
+
+def _changed(peers, lineage=7, token=None):
+  other = Peers.__new__(Peers)
+  other.__dict__ |= {**vars(peers), '_lineage': lineage, '_token': token or peers._token}
+  return other

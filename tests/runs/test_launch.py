@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
 from warm_python import WarmPopen
 
+from praxis_lite.checkpoints.stored import checkpoints_at
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs import run_train
 from praxis_lite.runs.cluster import launch
@@ -378,3 +380,56 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_with_the_sa
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
   loss = together.metrics['eval/valid']['loss']
   assert abs(loss - expected_loss(together.state.mdl_vars, 33, 1)) < 1e-5
+
+
+# A host of its own for each process: its memory is below its home directory.
+HOST = """
+import os, pathlib, sys
+home = pathlib.Path(sys.argv[1], 'host' + os.environ['JAX_PROCESS_ID'])
+home.mkdir(exist_ok=True)
+os.environ['HOME'] = str(home)
+from praxis_lite.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lost', [(1,), (0,), (0, 1)])
+def test_hosts_that_are_lost_with_their_memory_get_their_parts_from_peers_and_end_with_the_same_bits(
+  lost, tmp_path, monkeypatch
+):
+  """Four processes in failure domains of two; (0, 1) is a whole domain. There is no checkpoint before the end."""
+  gate = tmp_path / 'gate'
+  for name, value in {
+    **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '4', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'},
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
+    'PYTHONPATH': os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')]),
+  }.items():
+    monkeypatch.setenv(name, value)
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', '--noverify', '--hang_timeout_s=60', '--devices=1']
+  copies = 'task.train.emergency_copies'
+  train += ['--set=task.train.save_interval_steps=20', f'--set={copies}.every_n_steps=2', f'--set={copies}.peers=1']
+  train += [f"--set={copies}.directories=('~',)", f'--set={copies}.failure_domain=2']
+
+  def started(name):
+    (tmp_path / f'{name} hosts').mkdir()
+    command = [sys.executable, '-c', HOST, str(tmp_path / f'{name} hosts'), *train, f'--job_log_dir={tmp_path / name}']
+    return Watched(command, 4, max_restarts=1, grace_s=60)
+
+  def lose():
+    for host in lost:
+      job.signal(host, signal.SIGKILL)
+      shutil.rmtree(tmp_path / 'run hosts' / f'host{host}')
+
+  job = started('run')
+  job.on('step 8/', lose)
+  job.on('restart 1 of 1', lambda: open_gate(gate))
+  assert job.run() == 0, job.text
+  assert 'to 1 peer in other failure domains at each copy; each host keeps up to 4 such parts' in job.text
+  assert re.search('restored step [468] of 20 from emergency copies', job.text), job.text
+  whole = started('whole')
+  assert whole.run() == 0, whole.text
+  found, undisturbed = (checkpoints_at(tmp_path / name)[-1] for name in ('run', 'whole'))
+  differences = list(found.differences(undisturbed))
+  assert found.step == undisturbed.step == 20 and len(differences) > 2
+  assert all(difference.largest == 0 for difference in differences)

@@ -10,6 +10,9 @@ process, but may be lost or damaged if the machine fails. The checksums detect t
 Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
 removed. So one copy is always complete on all hosts, and a host has at most two.
 
+With `peers`, each process also sends its part to other processes, which keep it in the first of their directories. A
+part that a process lacks after a restart comes from whoever has it: see `peers.py`.
+
 A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
 begins, and the copies of the old one are never read.
 """
@@ -43,15 +46,19 @@ from praxis_lite.checkpoints.contents import (
   to_stored,
 )
 from praxis_lite.common.errors import CheckpointError, UserError, first_line
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, remove_all, user_path
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
+from praxis_lite.runs.cluster.peers import INCOMPLETE, PeerError, Peers, peers_of, same_folder
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
 IndexRanges = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
 
-_INCOMPLETE = '.incomplete'
+# How many bytes a process may take to list the parts that it holds.
+_MOST_HELD = 2000
+_UNSENT = 'the emergency copy is not on all peers: '
 _FIELD = 'task.train.emergency_copies'
 # The errors that reading a damaged or forged file may raise.
 _NO_COPY = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
@@ -151,9 +158,14 @@ class EmergencyCopies:
     directories: folders of this host. If there are none, no copies are made, and the methods do nothing.
     shapes: padded shapes of the state, with shardings.
     true_shapes: the shapes without padding.
+    peers, failure_domain: see `EmergencyCopiesParams`.
+
+  Attributes:
+    costs: a line about the network and memory that copies on peers take; '' without them.
 
   Raises:
-    UserError: one of the folders cannot be used, or is too small for two copies.
+    UserError: there are not enough failure domains for the peers; or one of the folders cannot be used, or is too
+      small for two copies.
   """
 
   def __init__(
@@ -162,6 +174,9 @@ class EmergencyCopies:
     directories: Sequence[str],
     shapes: TrainState,
     true_shapes: TrainState,
+    *,
+    peers: int = 0,
+    failure_domain: int = 1,
   ):
     job_log_dir = Path(job_log_dir).absolute()
     self._shapes = shapes
@@ -177,13 +192,19 @@ class EmergencyCopies:
     self._lineage = _lineage_in(self._lineage_file) if directories else 0
     self._folders = [home / str(self._lineage) for home in self._homes]
     for folder in self._folders:
-      _make(folder, 2 * _num_bytes(shapes))
+      _make(folder, 2 * (1 + peers) * _num_bytes(shapes))
       for other in folder.parent.iterdir():
         if other != folder:
           remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir) if directories else None
     self._writing: threading.Thread | None = None
     self._step, self._error, self._told = 0, '', ''  # The last copy: its step, its error here, the reported error.
+    self._unsent = ''  # Why the last copy is not on a peer.
+    self._peers: Peers | None = None
+    self._receivers: list[int] = []
+    self.costs = ''
+    if peers and directories and jax.process_count() > 1:
+      self._find_peers(peers, failure_domain, _num_bytes(shapes))
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
     """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
@@ -210,6 +231,8 @@ class EmergencyCopies:
         copies[step] = copy
     if not self._folders:
       return None, ''
+    if self._peers is not None:
+      unfit += self._fetch_missing(self._peers, checkpoint, copies)
     told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
     whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
     newest = max((step for of in whole for step in of), default=0)
@@ -266,14 +289,17 @@ class EmergencyCopies:
     """
     if self._writing is None:
       return ''
-    self.close()
+    self._wait()
     step, failed = self._step, join_by_host(gather_texts(self._error))
     self._remove(lambda other: other == step if failed else other < step)
+    failed = failed or self._why_unsent()
     before, self._told = self._told, failed
     if failed == before:
       return ''
     if not failed:
       return f'step {step}: emergency copies are written again'
+    if failed.startswith(_UNSENT):
+      return f'step {step}: {failed}; training goes on'
     return f'step {step}: the emergency copy failed: {failed}; training goes on, and the previous copy is kept'
 
   def remove(self) -> None:
@@ -283,10 +309,94 @@ class EmergencyCopies:
       remove_all(home)
 
   def close(self) -> None:
-    """Waits until this process has finished writing."""
+    """Waits until this process has finished writing, and sends and receives nothing more."""
+    self._wait()
+    if self._peers is not None:
+      self._peers.close()
+      self._peers = None
+
+  def _wait(self) -> None:
     if self._writing is not None:
       self._writing.join()
       self._writing = None
+
+  # ---- copies on other hosts
+
+  def _find_peers(self, peers: int, failure_domain: int, num_bytes: int) -> None:
+    count = jax.process_count()
+    short = [i for i in range(count) if len(peers_of(i, count, failure_domain, peers)) < peers]
+    if short:
+      raise UserError(
+        f'{_FIELD}.peers = {peers} needs {peers + 1} failure domains, and {number_of(count, "process")} in domains of '
+        f'{failure_domain} have {math.ceil(count / failure_domain)}'
+      )
+    receivers = peers_of(self._process, count, failure_domain, peers)
+    shared = same_folder(self._folders[0])
+    self._peers = Peers(self._folders[0], self._lineage)
+    self._receivers = [peer for peer in receivers if peer not in shared]
+    size, several = format_bytes(num_bytes), f'{number_of(peers, "peer")} in other failure domains'
+    self.costs = (
+      f'emergency copies: process 0 sends its part of the state, {size}, to {several} at each copy; each host keeps up '
+      f'to {2 * (1 + peers)} such parts, {format_bytes(2 * (1 + peers) * num_bytes)}'
+    )
+    if len(shared) > 1:
+      self.costs += '; processes in one folder keep no parts for each other'
+
+  def _why_unsent(self) -> str:
+    if self._peers is None:
+      return ''
+    unsent = join_by_host(gather_texts(self._unsent))
+    return f'{_UNSENT}{unsent}' if unsent else ''
+
+  def _fetch_missing(self, peers: Peers, checkpoint: int, copies: dict[int, EmergencyCopy]) -> list[str]:
+    """Gets this process's part of the newest copy of which all parts exist somewhere; returns what did not work.
+
+    Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
+    """
+    held = {(step, self._process): copy.save for step, copy in copies.items()}
+    for step, file in _files(self._folders[0]):
+      process = file.name.partition('.')[2]
+      if process.isdecimal() and int(process) != self._process and step > checkpoint:
+        with contextlib.suppress(*_NO_COPY):
+          held[step, int(process)] = _save_in(file)
+    told = gather_texts(' '.join(f'{step}.{process}:{save}' for (step, process), save in held.items()), _MOST_HELD)
+    holders: dict[tuple[int, str, int], list[int]] = {}  # Of each part, by its step, save and process.
+    for holder, of in enumerate(told):
+      for word in of.split():
+        name, _, save = word.partition(':')
+        step, _, process = name.partition('.')
+        holders.setdefault((int(step), save, int(process)), []).append(holder)
+    complete = {(step, save) for step, save, _ in holders}
+    whole = range(jax.process_count())
+    complete = {(step, save) for step, save in complete if all((step, save, process) in holders for process in whole)}
+    problems = []
+    for step, save in sorted(complete, reverse=True):
+      problem = ''
+      if step not in copies or copies[step].save != save:
+        problem = self._fetch(peers, step, holders[step, save, self._process], copies, checkpoint)
+        problems += [problem] if problem else []
+      if not any(gather_texts(problem)):
+        break
+    return problems
+
+  def _fetch(
+    self, peers: Peers, step: int, holders: Sequence[int], copies: dict[int, EmergencyCopy], checkpoint: int
+  ) -> str:
+    """Gets this process's part of a copy from the first holder that gives it; returns why there is none, or ''."""
+    name = f'{step}.{self._process}'
+    problem = ''
+    for holder in sorted(holders, key=lambda other: (other - self._process) % jax.process_count()):
+      file = self._folders[0] / name
+      try:
+        peers.get(holder, name, file)
+        copy = EmergencyCopy(file)
+        problem = self._reason_against(copy, checkpoint)
+        if not problem:
+          copies[step] = copy
+          return ''
+      except (PeerError, *_NO_COPY) as error:
+        problem = f'the part of step {step} on process {holder} cannot be used: {first_line(error)}'
+    return problem
 
   def _reason_against(self, copy: EmergencyCopy, checkpoint: int) -> str:
     """Returns why the run cannot be resumed from a complete copy; '' if it can."""
@@ -317,7 +427,7 @@ class EmergencyCopies:
     errors = []
     for folder in self._folders:
       complete = folder / f'{record["step"]}.{self._process}'
-      incomplete = complete.with_name(complete.name + _INCOMPLETE)
+      incomplete = complete.with_name(complete.name + INCOMPLETE)
       try:
         with open(incomplete, 'wb') as file:
           file.write(header)
@@ -329,6 +439,13 @@ class EmergencyCopies:
         with contextlib.suppress(OSError):
           incomplete.unlink()
     self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
+    unsent = []
+    for peer in self._receivers if self._peers is not None else ():
+      try:
+        self._peers.put(peer, f'{record["step"]}.{self._process}', [header, *(_bytes(data) for _, _, data in shards)])
+      except PeerError as failure:
+        unsent.append(first_line(failure))
+    self._unsent = '; '.join(unsent)
 
 
 def _lineage_in(file: Path) -> int:
@@ -342,6 +459,13 @@ def _lineage_in(file: Path) -> int:
 
 def _digest(content: object) -> str:
   return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+def _save_in(file: Path) -> str:
+  """Returns the digest of the save in the file of a copy, by its first line; the rest is not read."""
+  with open_plain(file) as opened:
+    record = remove_checksum(parse_json(opened.readline()), 'its record')
+  return _digest([record['step'], record['input_state']])
 
 
 def _user_folder() -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.common.errors import UserError
@@ -17,7 +17,7 @@ from praxis_lite.runs.cluster.watchdog import Watchdog, the_watchdog
 from praxis_lite.runs.observer import Observer, Run, StateToCopy
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.state import TrainState
-from praxis_lite.training.task import TrainParams
+from praxis_lite.training.task import EmergencyCopiesParams, TrainParams
 
 
 def cluster_observers(
@@ -35,7 +35,7 @@ def cluster_observers(
   if watchdog is not None:
     observers.append(WatchedByOthers(watchdog, directory))
   if settings.emergency_copies.every_n_steps is not None:
-    observers.append(CopiesOnHosts(directory, settings.emergency_copies.directories))
+    observers.append(CopiesOnHosts(directory, settings.emergency_copies))
   if settings.mirror is not None:
     observers.append(Mirror(settings.mirror, directory, settings.max_to_keep, settings.keep_interval_steps))
   return observers
@@ -67,14 +67,19 @@ class WatchedByOthers(Observer):
 class CopiesOnHosts(Observer):
   """Keeps emergency copies in folders of each host, between checkpoints."""
 
-  def __init__(self, directory: Path, folders: Sequence[str]):
+  def __init__(self, directory: Path, settings: EmergencyCopiesParams):
     self._directory = directory
-    self._folders = folders
+    self._settings = settings
     self._copies: EmergencyCopies | None = None
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[EmergencyCopy | None, str]:
-    self._copies = EmergencyCopies(self._directory, self._folders, shapes, true_shapes)
+    peers = {'peers': self._settings.peers, 'failure_domain': self._settings.failure_domain}
+    self._copies = EmergencyCopies(self._directory, self._settings.directories, shapes, true_shapes, **peers)
     return self._copies.newest(checkpoint)
+
+  def on_start(self, run: Run) -> None:
+    if self._copies is not None and self._copies.costs:
+      run.line(self._copies.costs)
 
   def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
     said = '' if self._copies is None else self._copies.write(**snapshot._asdict())

@@ -1,0 +1,225 @@
+"""Emergency copies in the memory of other hosts: each process sends its part to peers in other failure domains.
+
+    failure domains of 2 processes      0 1 | 2 3 | 4 5
+    the peer of each process            2 3   4 5   0 1
+
+A host that is lost takes its own part with it; after a restart, whoever takes its place gets the part from its peer.
+Parts go from process to process over TCP, not over storage. Each process has a thread that answers:
+
+    {"token": "...", "lineage": 7, "put": "12.3", "size": 81920} and bytes -> {"error": ""}
+    {"token": "...", "lineage": 7, "get": "12.3"}                          -> {"error": "", "size": 81920} and bytes
+
+The token is a secret of this start of the run. Whether a part is whole is decided by the checksums in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from praxis_lite.common.errors import first_line
+from praxis_lite.common.files import open_plain, parse_json
+from praxis_lite.common.processes import gather_texts
+
+# Seconds for which a host waits for a peer that does not answer, and the longest line of a request.
+_TIMEOUT_S = 60.0
+_MOST_LINE = 4096
+_BLOCK = 1 << 20
+_NAME = re.compile(r'[0-9]{1,15}\.[0-9]{1,9}')
+INCOMPLETE = '.incomplete'
+
+
+def peers_of(process: int, processes: int, domain_size: int, count: int) -> list[int]:
+  """Returns the processes that get copies of the part of `process`: `count` of them, or as many as there can be.
+
+  Each is in another failure domain than `process` and than the others; processes with successive indices, `domain_size`
+  of them, are one domain. The parts are dealt out evenly if the domains have equal sizes.
+  """
+  found: list[int] = []
+  taken = {process // domain_size}
+  for distance in range(domain_size, domain_size + processes):
+    peer = (process + distance) % processes
+    if len(found) < count and peer // domain_size not in taken:
+      found.append(peer)
+      taken.add(peer // domain_size)
+  return found
+
+
+class PeerError(Exception):
+  """A peer did not take or give a part; the message says why."""
+
+
+class Address(NamedTuple):
+  """Where a process answers: the names by which its host may be known, and the port."""
+
+  names: Sequence[str]
+  port: int
+
+  def __str__(self) -> str:
+    return f'{",".join(self.names)}:{self.port}'
+
+  @classmethod
+  def parse(cls, text: str) -> Address:
+    names, _, port = text.rpartition(':')
+    return cls(names.split(','), int(port))
+
+
+class Peers:
+  """The other processes of a run, as holders of copies. All processes make one together, and close it at the end.
+
+  Args:
+    folder: where this process keeps the parts that it receives.
+    lineage: the lineage of the copies, which is the same in all processes.
+
+  Attributes:
+    sent, received: bytes so far.
+  """
+
+  def __init__(self, folder: Path, lineage: int):
+    self._folder, self._lineage = folder, lineage
+    self.sent = self.received = 0
+    self._server = _Server(self._answer)
+    token = gather_texts(secrets.token_hex(16))[0]
+    self._token = token
+    own = str(Address(_own_names(), self._server.server_address[1]))
+    self._addresses = [Address.parse(text) for text in gather_texts(own)]
+    self._thread = threading.Thread(target=self._server.serve_forever, name='emergency_peers', daemon=True)
+    self._thread.start()
+
+  def put(self, peer: int, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    """Sends a file, such as '12.3', in parts to the folder of another process; raises PeerError if it is not kept."""
+    size = sum(len(part) for part in parts)
+    with self._asked(peer, {'put': name, 'size': size}) as (sock, file):
+      for part in parts:
+        sock.sendall(part)
+      _check(file)
+    self.sent += size
+
+  def get(self, peer: int, name: str, to: Path) -> None:
+    """Writes a file of another process to `to`; raises PeerError if it has no such file, or the connection ends."""
+    incomplete = to.with_name(to.name + INCOMPLETE)
+    try:
+      with self._asked(peer, {'get': name}) as (_, file):
+        _receive(file, incomplete, _check(file)['size'])
+      incomplete.rename(to)
+    except OSError as error:
+      raise PeerError(f'process {peer}: {first_line(error)}') from error
+    finally:
+      with contextlib.suppress(OSError):
+        incomplete.unlink()
+
+  def close(self) -> None:
+    """Ends the thread that answers."""
+    self._server.shutdown()
+    self._server.server_close()
+
+  @contextlib.contextmanager
+  def _asked(self, peer: int, request: dict[str, Any]) -> Iterator[tuple[socket.socket, IO[bytes]]]:
+    """Connects to a process and sends a request; every error is a PeerError."""
+    address, errors = self._addresses[peer], []
+    for name in address.names:
+      try:
+        with socket.create_connection((name, address.port), timeout=_TIMEOUT_S) as sock, sock.makefile('rb') as file:
+          sock.sendall(json.dumps({'token': self._token, 'lineage': self._lineage, **request}).encode() + b'\n')
+          yield sock, file
+          return
+      except ConnectionRefusedError as error:
+        errors.append(first_line(error))
+      except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PeerError(f'process {peer}: {first_line(error)}') from error
+    raise PeerError(f'process {peer} at {address} does not answer: {"; ".join(dict.fromkeys(errors))}')
+
+  def _answer(self, sock: socket.socket, file: IO[bytes]) -> None:
+    """Answers one request of another process."""
+    request = parse_json(file.readline(_MOST_LINE))
+    if not hmac.compare_digest(str(request['token']), self._token):
+      return  # Not a process of this run.
+    name = str(request.get('put') or request['get'])
+    if not _NAME.fullmatch(name) or request['lineage'] != self._lineage:
+      raise ValueError(f'no copy {name!r} of this run')
+    path = self._folder / name
+    if 'get' in request:
+      with open_plain(path) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        sock.sendall(json.dumps({'error': '', 'size': size}).encode() + b'\n')
+        sock.sendfile(opened, 0, size)
+      return
+    incomplete = path.with_name(f'{name}.{secrets.token_hex(4)}{INCOMPLETE}')
+    try:
+      _receive(file, incomplete, request['size'])
+      incomplete.rename(path)
+    finally:
+      with contextlib.suppress(OSError):
+        incomplete.unlink()
+    self.received += request['size']
+    sock.sendall(b'{"error": ""}\n')
+
+
+class _Server(socketserver.ThreadingTCPServer):
+  """Calls a function for each connection, in a thread; its errors are told to whoever has asked."""
+
+  daemon_threads = True
+  request_queue_size = 128
+
+  def __init__(self, answer: Callable[[socket.socket, IO[bytes]], None]):
+    class Handler(socketserver.StreamRequestHandler):
+      timeout = _TIMEOUT_S
+
+      def handle(self) -> None:
+        try:
+          answer(self.connection, self.rfile)  # type: ignore[arg-type]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+          with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps({'error': first_line(error)}).encode() + b'\n')
+
+    super().__init__(('', 0), Handler)
+
+
+def _check(file: IO[bytes]) -> dict[str, Any]:
+  """Returns the answer of a peer; raises OSError if it is an error, or none."""
+  line = file.readline(_MOST_LINE)
+  if not line:
+    raise OSError('the connection ended without an answer')
+  answer = parse_json(line)
+  if answer['error']:
+    raise OSError(str(answer['error']))
+  return dict(answer)
+
+
+def _receive(file: IO[bytes], path: Path, size: int) -> None:
+  with open(path, 'wb') as written:
+    left = size
+    while left > 0:
+      block = file.read(min(left, _BLOCK))
+      if not block:
+        raise OSError(f'the connection ended {left} bytes early')
+      written.write(block)
+      left -= len(block)
+
+
+def _own_names() -> list[str]:
+  """Returns the names and addresses under which other hosts may reach this one, the most specific first."""
+  names = []
+  address = os.environ.get('JAX_COORDINATOR_ADDRESS', '').rpartition(':')[0]
+  with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    probe.connect((address or '10.255.255.255', 9))  # Sends nothing; says by which address packets would leave.
+    names.append(str(probe.getsockname()[0]))
+  return list(dict.fromkeys([*names, socket.gethostname()]))
+
+
+def same_folder(folder: Path) -> list[int]:
+  """Returns the processes that write to the same folder as this one; all processes call this."""
+  about = os.stat(folder)
+  told = gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')
+  own = f'{socket.gethostname()} {about.st_dev} {about.st_ino}'
+  return [i for i, text in enumerate(told) if text == own]
