@@ -325,6 +325,19 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('lost', [(3,), (1, 3)])
+def test_in_groups_every_host_names_the_lost_one_also_if_its_whole_group_is_lost(lost, tmp_path):
+  """Five processes in groups of at most two: 0 and 3, 1 and 4, 2."""
+  code = 'import praxis_lite.runs.cluster.beats as beats; beats.GROUP = 2\n' + LOOP
+  job = Watched([sys.executable, '-c', code, str(tmp_path), '8'], 5, max_restarts=0, grace_s=90)
+  job.on('host 1: going', lambda: [job.signal(host, signal.SIGKILL) for host in lost])
+  assert job.run() == 128 + signal.SIGKILL
+  told = [line for line in job.lines if 'has shown no sign of life for' in line and line.startswith('host ')]
+  assert {line.split(':')[0] for line in told} == {f'host {i}' for i in range(5) if i not in lost}, job.text
+  assert all(any(f': host {host} (' in line for host in lost) for line in told)
+
+
+@pytest.mark.slow
 def test_a_mistake_that_one_host_finds_ends_the_job_and_is_not_tried_again(tmp_path, monkeypatch):
   """Another run trains in its directory, which host 0 alone looks at."""
   env = {'TOTAL_DEVICES': '2', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'}

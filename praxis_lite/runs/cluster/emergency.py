@@ -364,8 +364,8 @@ class EmergencyCopies:
     for holder, of in enumerate(told):
       for word in of.split():
         name, _, save = word.partition(':')
-        step, _, process = name.partition('.')
-        holders.setdefault((int(step), save, int(process)), []).append(holder)
+        of_step, _, process = name.partition('.')
+        holders.setdefault((int(of_step), save, int(process)), []).append(holder)
     complete = {(step, save) for step, save, _ in holders}
     whole = range(jax.process_count())
     complete = {(step, save) for step, save in complete if all((step, save, process) in holders for process in whole)}
@@ -440,9 +440,11 @@ class EmergencyCopies:
           incomplete.unlink()
     self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
     unsent = []
-    for peer in self._receivers if self._peers is not None else ():
+    peers = self._peers
+    for peer in self._receivers:
+      assert peers is not None
       try:
-        self._peers.put(peer, f'{record["step"]}.{self._process}', [header, *(_bytes(data) for _, _, data in shards)])
+        peers.put(peer, f'{record["step"]}.{self._process}', [header, *(_bytes(data) for _, _, data in shards)])
       except PeerError as failure:
         unsent.append(first_line(failure))
     self._unsent = '; '.join(unsent)

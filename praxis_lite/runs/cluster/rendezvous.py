@@ -1,7 +1,7 @@
 """Waits for the other processes of a run before JAX does, and names those that are missing. JAX would abort instead.
 
-    host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of all
-    others     connect, send their index and name                 | wait for the answer
+    host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of
+    others     connect, send their index and name                 | those that it watches (`beats.py`)
 
 Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.common.errors import LostHostError
+from praxis_lite.runs.cluster.beats import watched_by
 from praxis_lite.runs.cluster.clusters import Job
 
 _PAUSE = 0.1
@@ -23,6 +24,8 @@ _PATIENCE = 1.0
 
 def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
   """Waits until all processes of a job have called this; returns their names, by index.
+
+  With many processes, the names of those that this one does not watch are ''; host 0 knows all.
 
   Args:
     job: has `num_processes` and `process_id`.
@@ -39,7 +42,8 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
   try:
     if job.process_id == 0:
       return _gather(int(port), job.num_processes, name, deadline)
-    return _report(host, int(port), job.process_id, name, deadline)
+    told = _report(host, int(port), job.process_id, name, deadline)
+    return [told.get(i, '') for i in range(job.num_processes)]
   except _Missing as missing:
     hosts = f'host {missing.hosts[0]} has' if len(missing.hosts) == 1 else f'hosts {missing} have'
     raise LostHostError(
@@ -77,9 +81,9 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         continue  # The peer is not a process of this job; or it has ended, and its restart will connect.
       if isinstance(index, int) and 0 < index < count:
         names[index], connections[index] = str(its_name), connection
-    everyone = [names[i] for i in range(count)]
-    _tell(connections.values(), {'names': everyone})
-    return everyone
+    for index, connection in connections.items():
+      _tell([connection], {'names': {i: names[i] for i in {0, *watched_by(index, count)}}})
+    return [names[i] for i in range(count)]
 
 
 def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
@@ -102,7 +106,7 @@ def _listening(port: int, count: int, deadline: float) -> socket.socket:
       time.sleep(_PAUSE)
 
 
-def _report(host: str, port: int, index: int, name: str, deadline: float) -> list[str]:
+def _report(host: str, port: int, index: int, name: str, deadline: float) -> dict[int, str]:
   while True:
     left = deadline - time.monotonic()
     try:
@@ -113,7 +117,7 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> lis
         told = json.loads(_line(connection))
         if missing := told.get('missing'):
           raise _Missing([int(i) for i in missing])
-        return [str(its_name) for its_name in told['names']]
+        return {int(i): str(its_name) for i, its_name in told['names'].items()}
     except (OSError, ValueError, AttributeError, KeyError) as error:  # Host 0 does not listen yet.
       if time.monotonic() >= deadline:
         raise error if isinstance(error, OSError) else ConnectionError('something else answers there') from None

@@ -9,6 +9,8 @@ its main thread last made progress:
                                                  | no progress of any host for the timeout: all hosts hang
                                                  | a host says that it has failed
 
+`beats.py` says who reads whose beats.
+
 Then the process prints which host it was and what that host was doing, writes the stacks of its own threads, and ends
 with the exit code of `LostHostError`. Launchers then restart the job from its last checkpoint. Tracing and compiling
 count as progress.
@@ -21,17 +23,16 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import json
 import os
 import signal
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -39,6 +40,7 @@ from praxis_lite.common.errors import LostHostError, UserError, first_line
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
 from praxis_lite.common.processes import last_progress, note_progress
+from praxis_lite.runs.cluster.beats import Beats, beat_interval
 from praxis_lite.runs.records.history import note_event
 from praxis_lite.runs.trouble import GoBack
 
@@ -46,9 +48,10 @@ from praxis_lite.runs.trouble import GoBack
 HANG_TIMEOUT_S = 300.0
 # Folders of code that belongs neither to praxis_lite nor to the user.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
-_KEY = 'praxis_lite/beats'
 # Extra seconds to wait for the last beat at exit.
 _PATIENCE_AT_EXIT = 2.0
+# In how many beats all groups of processes know that one of them has made progress.
+_ROUNDS = 10
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
 # The key that JAX's preemption service writes to the store after any process received SIGTERM.
@@ -89,8 +92,11 @@ class Watchdog:
     self._client = client
     self._index = index
     self._timeout = timeout_s
-    self._interval = max(0.2, min(1.0, timeout_s / 10))
-    self._hosts = [_Host(f'host {i} ({name})', now) for i, name in enumerate(names)]
+    self._interval = beat_interval(len(names), timeout_s)
+    self._beats = Beats(client, index, len(names), self._interval)
+    self._hosts = [_Host(f'host {i} ({name})' if name else f'host {i}', now) for i, name in enumerate(names)]
+    self._watched = {i: self._hosts[i] for i in self._beats.watched}
+    self._verdict = ''  # Of a process that this one does not watch.
     self._contact = now
     self._main = threading.main_thread().ident
     self._building = now  # When the main thread was last seen tracing or compiling.
@@ -144,7 +150,7 @@ class Watchdog:
       self._state = f'exit code {code}'
     self._is_ending = True
     start = time.monotonic()
-    others = [host for i, host in enumerate(self._hosts) if i != self._index]
+    others = [host for i, host in self._watched.items() if i != self._index]
     while any(self._is_awaited(host, start) for host in others):
       time.sleep(self._interval / 4)
     if any(host.state != 'left' for host in others):
@@ -182,17 +188,17 @@ class Watchdog:
         'ending': self._is_ending,
       }
       with contextlib.suppress(Exception):  # If the service does not answer, `_watch` notices.
-        self._client.key_value_set(f'{_KEY}/{self._index}', json.dumps(beat), allow_overwrite=True)
-        self._hear(self._client.key_value_dir_get(_KEY))
+        self._hear(self._beats.exchange(beat, beat['idle'] if self._state == 'running' else 0.0))
+        self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
           self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises an error if there is no such key.
           self.preempted_since = time.monotonic()
       self._is_over.wait(self._interval)
 
-  def _hear(self, beats: list[tuple[str, str]]) -> None:
-    for key, value in beats:
-      host, said = self._hosts[int(key.rsplit('/', 1)[1])], json.loads(value)
+  def _hear(self, beats: Mapping[int, Mapping[str, Any]]) -> None:
+    for index, said in beats.items():
+      host = self._hosts[index]
       if said['beat'] != host.beat:
         host.heard = time.monotonic()
         host.beat, host.doing, host.at = said['beat'], said['doing'], said['at']
@@ -223,7 +229,9 @@ class Watchdog:
           host.heard = now
       last = now
       if self._state in ('', 'running') and (reason := self._trouble(now)):
-        is_told = any(host.state not in ('', 'running', 'left') for host in self._hosts)
+        is_told = bool(self._verdict) or any(
+          host.state not in ('', 'running', 'left') for host in self._watched.values()
+        )
         self.give_up(reason, needs_stacks=not is_told)
 
   def _trouble(self, now: float) -> str:
@@ -232,13 +240,19 @@ class Watchdog:
     silent = f'has shown no sign of life for {patience:.0f} s'
     if now - self._contact > patience:
       return f'{self._hosts[0]}, {silent}'
-    for i, host in enumerate(self._hosts):
+    if self._verdict:
+      return self._verdict
+    for i, host in self._watched.items():
       if i != self._index and host.state not in ('', 'running', 'left'):
         return f'{host}, has ended: {host.state}'
       if i != self._index and host.state != 'left' and now - host.heard > patience:
         return f'{host}, {silent}'
-    if all(host.state == 'running' and host.idle > self._timeout for host in self._hosts):
-      last = '; '.join(f'{host} for {host.idle:.0f} s' for host in self._hosts)
+    watched = self._watched.values()
+    is_idle = all(host.state == 'running' and host.idle > self._timeout for host in watched)
+    if is_idle and (
+      len(watched) == len(self._hosts) or self._beats.idle_anywhere > self._timeout + _ROUNDS * self._interval
+    ):
+      last = '; '.join(f'{host} for {host.idle:.0f} s' for host in watched)
       return f'no host has made progress for {self._timeout:.0f} s: {last}'
     return ''
 
@@ -253,6 +267,7 @@ class Watchdog:
       os._exit(LostHostError.exit_code)
     code = LostHostError.exit_code
     self._state, self._is_ending = f'it gave up, because {reason}', True
+    self._beats.tell(reason)
     mine = self._hosts[self._index].name
     _write(f'{mine}, in {last_progress()[0]}: {reason}\n')
     if lost := self._why_lost():
