@@ -4,9 +4,9 @@
 
 One real service of JAX, and for each simulated process a real client of it and a real connection of the rendezvous, as
 threads of a few processes. What is measured is what `praxis_lite` adds to JAX: the rendezvous, the beats of the
-watchdog, and `status` over the heartbeats on disk; beside them JAX's own connecting and one barrier. All processes share
-the cores of this machine, so the times are upper bounds. The figures for 10,000 processes are extrapolated by the slope
-between the last two sizes, in logarithms.
+watchdog, and `status` over the heartbeats on disk; beside them JAX's own connecting and one barrier. All processes
+share the cores of this machine, so the times are upper bounds. The figures for 10,000 processes are extrapolated by the
+slope between the last two sizes, in logarithms.
 """
 
 from __future__ import annotations

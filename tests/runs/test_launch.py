@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from counted_hosts import times_in
 from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
 from warm_python import WarmPopen
@@ -446,3 +448,36 @@ def test_hosts_that_are_lost_with_their_memory_get_their_parts_from_peers_and_en
   differences = list(found.differences(undisturbed))
   assert found.step == undisturbed.step == 20 and len(differences) > 2
   assert all(difference.largest == 0 for difference in differences)
+
+
+@pytest.mark.slow
+def test_through_five_changes_of_size_by_kills_no_example_is_repeated_or_lost(tmp_path, monkeypatch):
+  """Three epochs of 50 examples, each in 9 batches, by 1, 2, 4, 3, 2 and 1 processes, all killed after some steps."""
+  gate = tmp_path / 'gate'
+  for name, value in {
+    **{'GATE': str(gate), 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'},
+    'PYTHONPATH': os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')]),
+  }.items():
+    monkeypatch.setenv(name, value)
+  sizes, stops = (1, 2, 4, 3, 2, 1), (5, 9, 14, 18, 22, 1000)
+  train = [
+    'train',
+    f'--exp={HERE / "counted_hosts.py"}:CountedHosts',
+    '--noverify',
+    f'--job_log_dir={tmp_path / "run"}',
+  ]
+  for size, stop in zip(sizes, stops):
+    monkeypatch.setenv('TOTAL_DEVICES', str(size))
+    open_gate(gate, stop)
+    command = launched_command(train, devices=1, elastic=False)
+    job = Watched([*command, f'--set=task.ici_mesh_shape=({size},)'], size, max_restarts=0, grace_s=0.1)
+    if stop < 27:
+      job.on(f'step {stop - 1}/', lambda job=job, size=size: [job.signal(i, signal.SIGKILL) for i in range(size)])
+    assert job.run() == (137 if stop < 27 else 0), job.text
+  lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
+  read = {line['step']: times_in(line['metrics']) for line in lines if line['split'] == 'train'}
+  assert list(read) == list(range(1, 28)) and len(lines) >= 27
+  for epoch in range(3):
+    np.testing.assert_array_equal(sum(read[step] for step in range(9 * epoch + 1, 9 * epoch + 10)), 1)
+  orders = [tuple(np.flatnonzero(read[step])) for step in (1, 10, 19)]
+  assert len(set(orders)) == 3  # Each epoch has its own order.

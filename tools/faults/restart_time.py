@@ -1,0 +1,77 @@
+"""Measures the time from the SIGKILL of one process of a job to its next step, by part.
+
+    python tools/faults/restart_time.py --processes=8
+
+Trains `lm.SyntheticLmTiny` by `launch` in real processes with emergency copies, kills one of them (not process 0) in the
+middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
+`--end_within_s=1 --backoff_s=0`, which do not wait until the others notice the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+AT = 40  # The step after which a process is killed.
+FAST = ('--end_within_s=1', '--backoff_s=0')
+
+
+def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
+  """Returns the seconds of each part, in order; 'in all' is their sum."""
+  with tempfile.TemporaryDirectory() as folder:
+    command = [sys.executable, '-m', 'praxis_lite', 'launch', f'--processes={processes}', '--devices=1', *flags, '--']
+    command += ['train', '--exp=lm.SyntheticLmTiny', f'--job_log_dir={folder}/run', '--noverify', '--hang_timeout_s=30']
+    command += ['--set', f'task.ici_mesh_shape=(1,{processes},1)', '--set', 'task.train.num_train_steps=100000']
+    command += ['--set', 'task.train.save_interval_steps=1000', '--set', 'task.train.log_interval_steps=5']
+    command += ['--set', 'task.train.emergency_copies.every_n_steps=10']
+    env = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': f'{folder}/programs', 'JAX_PLATFORMS': 'cpu'}
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    times: dict[str, float] = {}
+    phases = ''
+    assert job.stdout is not None
+    try:
+      for line in job.stdout:
+        now = time.monotonic()
+        step = re.search(r'step (\d+)/', line)
+        if 'killed' not in times:
+          if step and int(step[1]) >= AT:
+            children = subprocess.run(['pgrep', '-P', str(job.pid)], capture_output=True, text=True, check=True)
+            os.kill(int(children.stdout.split()[processes // 2]), signal.SIGKILL)
+            times['killed'] = time.monotonic()
+          continue
+        for name, text in (('all have ended', 'was lost'), ('joined', 'processes, found by'), ('restored', 'restored')):
+          if text in line and name not in times:
+            times[name] = now
+        if 'first step after' in line:
+          phases = line.partition(': ')[2].strip()
+        if 'restored' in times and step:
+          times['next step'] = now
+          break
+    finally:
+      job.send_signal(signal.SIGTERM)
+      job.send_signal(signal.SIGTERM)
+      job.wait(60)
+  names = list(times)
+  parts = {f'{a} to {b}': times[b] - times[a] for a, b in zip(names, names[1:])}
+  print(f'{" ".join(flags) or "defaults"}: {phases}', flush=True)
+  return {**parts, 'in all': times['next step'] - times['killed']}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--processes', type=int, default=8)
+  values = parser.parse_args()
+  before, after = measure(values.processes, ()), measure(values.processes, FAST)
+  print(f'| part | defaults | {" ".join(FAST)} |\n|---|---|---|')
+  for name in before:
+    print(f'| {name} | {before[name]:.1f} s | {after.get(name, float("nan")):.1f} s |')
+
+
+if __name__ == '__main__':
+  main()
