@@ -36,6 +36,7 @@ def _run(values: flags.FlagValues) -> int:
     values.processes,
     max_restarts=values.max_restarts,
     min_processes=values.min_processes,
+    spares=values.spares,
     grace_s=values.end_within_s,
     stop_s=values.stop_within_s,
     backoff_s=values.backoff_s,
@@ -101,6 +102,10 @@ def _flags() -> CommandFlags:
   values.add_integer('max_restarts', restarts, 10, 3, least=0)
   fewer = 'If a process is lost twice in a row, go on with at least this many, on a smaller mesh; by default with all.'
   values.add_integer('min_processes', fewer, 1, least=1)
+  spares = (
+    'Places beyond --processes that take over from places which were lost twice, are slow, or have a faulty device.'
+  )
+  values.add_integer('spares', f'{spares} Each process finds its place in PRAXIS_LITE_PLACE.', 1, 0, least=0)
   backoff = 'Seconds before the first restart. Each further restart waits twice as long, at most 60 s.'
   values.add_number('backoff_s', backoff, '5', 1, least=0)
   late = 'After losing a process, seconds that the others have to notice it and end before they are killed.'

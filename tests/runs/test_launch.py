@@ -25,8 +25,10 @@ from praxis_lite.checkpoints.stored import checkpoints_at
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs import run_train
 from praxis_lite.runs.cluster import launch
+from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
 from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, the_verdict
 from praxis_lite.runs.records.faulty_devices import FaultyDevice, record_faulty_devices
+from praxis_lite.runs.records.history import note_event, read_history
 from praxis_lite.runs.records.run_config import held_for_training
 
 HERE = pathlib.Path(__file__).parent
@@ -107,6 +109,47 @@ def test_a_lost_process_restarts_all_a_limited_number_of_times():
   assert job.text.count('launch: host 1 was ended by SIGKILL') == 2
   assert job.text.count('host 0 did not end within 0.1 s, and is killed') == 2
   assert 'restart 1 of 1' in job.text and '1 restarts are all that --max_restarts allows' in job.text
+
+
+def test_a_place_that_is_lost_twice_is_replaced_by_a_spare_and_one_loss_is_forgiven(tmp_path):
+  (tmp_path / 'run').mkdir()
+  job = python(
+    'import os, pathlib, signal, sys\n'
+    f'count = pathlib.Path("{tmp_path}/count" + os.environ["PRAXIS_LITE_PLACE"]); count.touch()\n'
+    'times = len(count.read_text()); count.write_text("x" * (times + 1))\n'
+    'bad = {"1": 9, "0": 1}.get(os.environ["PRAXIS_LITE_PLACE"], 0)\n'  # Place 1 is lost always, place 0 once.
+    'import time; time.sleep(0.1 if times < bad else 0.5)\n'
+    'if times < bad: os.kill(os.getpid(), signal.SIGKILL)\n'
+    'print("place", os.environ["PRAXIS_LITE_PLACE"], "as", os.environ["JAX_PROCESS_ID"], flush=True)',
+    max_restarts=5,
+    spares=1,
+    grace_s=5,
+    directory=tmp_path / 'run',
+  )
+  assert job.run() == 0, job.text
+  assert 'place 2 takes over from place 1, which is blamed: lost (SIGKILL), lost (SIGKILL); 0 spares left' in job.text
+  assert 'host 1: place 2 as 1' in job.text and 'host 0: place 0 as 0' in job.text
+  (event,) = [event for event in read_history(tmp_path / 'run') if event.kind == 'replaced']
+  assert event.text.startswith('place 2 takes over from place 1')
+
+
+def test_a_slow_place_that_is_lost_once_or_has_a_faulty_device_is_blamed(tmp_path):
+  blame = Blame()
+  began = time.time() - 1
+  note_event(tmp_path, 'slow_host', 30, 'process 1 is slow', {'process': 1})
+  for forged in ({'process': 7}, {'process': True}, {'process': 'x'}, {}):
+    note_event(tmp_path, 'slow_host', 30, 'x', forged)
+  assert recorded_evidence(tmp_path, [0, 4, 2], began + 60) == recorded_evidence(None, [0], began) == []
+  blame.add(*recorded_evidence(tmp_path, [0, 4, 2], began))
+  assert blame.reasons(4) == []
+  blame.add(Evidence(4, 'lost (SIGKILL)'), Evidence(0, 'lost (SIGKILL)'))
+  assert blame.reasons(4) == ['slow at step 30', 'lost (SIGKILL)'] and blame.reasons(0) == []
+  fault = FaultyDevice(
+    5, 'n1', 0, 'device 2 (cpu, host n1, process 2)', 'x', is_voted=True, is_quarantined=True, event=1
+  )
+  record_faulty_devices(tmp_path, [fault])
+  blame.add(*corrupt_places(tmp_path, [0, 4, 2]))
+  assert blame.reasons(2) == ['its device 2 is quarantined'] and corrupt_places(None, [0]) == []
 
 
 def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
@@ -434,6 +477,9 @@ def test_hosts_that_are_lost_with_their_memory_get_their_parts_from_peers_and_en
   def lose():
     for host in lost:
       job.signal(host, signal.SIGKILL)
+    for host in lost:
+      while job.launcher._running[host].poll() is None:
+        time.sleep(0.01)
       shutil.rmtree(tmp_path / 'run hosts' / f'host{host}')
 
   job = started('run')

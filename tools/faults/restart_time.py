@@ -2,14 +2,15 @@
 
     python tools/faults/restart_time.py --processes=8
 
-Trains `lm.SyntheticLmTiny` by `launch` in real processes with emergency copies, kills one of them (not process 0) in the
-middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
+Trains `lm.SyntheticLmTiny` by `launch` in real processes with emergency copies, kills one of them (not process 0) in
+the middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
 `--end_within_s=1 --backoff_s=0`, which do not wait until the others notice the loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -58,7 +59,7 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
       job.send_signal(signal.SIGTERM)
       job.wait(60)
   names = list(times)
-  parts = {f'{a} to {b}': times[b] - times[a] for a, b in zip(names, names[1:])}
+  parts = {f'{a} to {b}': times[b] - times[a] for a, b in itertools.pairwise(names)}
   print(f'{" ".join(flags) or "defaults"}: {phases}', flush=True)
   return {**parts, 'in all': times['next step'] - times['killed']}
 

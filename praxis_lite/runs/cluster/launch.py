@@ -7,7 +7,8 @@
 
 A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
-A host that ends first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
+With `spares`, a place that `blame.py` blames is left to a spare one. Without, or if no spare is left, a host that ends
+first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
 After the exit code of CorruptionError it is restarted only if that has quarantined a device and the command has
 `--elastic`, which leaves the device out.
 
@@ -33,8 +34,12 @@ from typing import IO, NamedTuple
 from praxis_lite.common.errors import FAULTY_DEVICE_CODE, LostHostError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
+from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
 from praxis_lite.runs.cluster.clusters import LAUNCHER
+from praxis_lite.runs.records.history import note_event
 
+# The environment variable with the number of the place of a process.
+PLACE = 'PRAXIS_LITE_PLACE'
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
 # Once one process has noticed that another was lost, all processes should end within this many seconds.
@@ -120,6 +125,8 @@ class Launcher:
     processes: the number of processes.
     max_restarts: how often all of them are restarted after one was lost.
     min_processes: the smallest number of processes that may continue if hosts are lost; None requires all.
+    spares: the number of places, after the first `processes`, that take over from those that are blamed. Each process
+      finds the number of its place in the environment variable PRAXIS_LITE_PLACE.
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
@@ -134,6 +141,7 @@ class Launcher:
     *,
     max_restarts: int = 3,
     min_processes: int | None = None,
+    spares: int = 0,
     grace_s: float = 30.0,
     stop_s: float = 600.0,
     backoff_s: float = 1.0,
@@ -144,6 +152,9 @@ class Launcher:
     self._processes = processes
     self._max_restarts = max_restarts
     self._min_processes = processes if min_processes is None else min_processes
+    self._places = list(range(processes))
+    self._spares = list(range(processes, processes + spares))
+    self._blame = Blame()
     self._grace = grace_s
     self._stop = stop_s
     self._backoff = backoff_s
@@ -161,11 +172,13 @@ class Launcher:
     count, restarts, last = self._processes, 0, Ended(0, -1)
     with self._passing_signals():
       while True:
+        began = time.time()
         before, last = last, self._attempt(count)
         is_faulty = last.code == FAULTY_DEVICE_CODE
+        replaced = self._replace_places(last, began)
         if last.code == 0 or self._signals or not (is_restartable(last.code) or is_faulty):
           return last.code
-        if is_faulty and not self._can_leave_out_device():
+        if is_faulty and not replaced and not self._can_leave_out_device():
           self._say(_AFTER_FAULT)
           return last.code
         why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
@@ -179,15 +192,36 @@ class Launcher:
         if restarts == self._max_restarts:
           self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
           return last.code
-        is_lost_again = not is_faulty and (before.host, before.code != 0) == (last.host, True)
+        gone += replaced
+        is_lost_again = not is_faulty and not replaced and (before.host, before.code != 0) == (last.host, True)
         if is_lost_again and count > self._min_processes:
           count -= 1
+          self._places.pop(last.host)
           gone += f' twice, so the job goes on with {number_of(count, "process")}'
         seconds = min(self._backoff * 2**restarts, _LONGEST_WAIT)
         restarts += 1
         self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')
         if self._wait(seconds):
           return last.code
+
+  def _replace_places(self, last: Ended, began: float) -> str:
+    """Replaces the places that are blamed after an attempt by spare ones; returns what was done as text, or ''."""
+    directory, places = self._directory.path, self._places
+    self._blame.add(*recorded_evidence(directory, places, began))
+    if last.code == FAULTY_DEVICE_CODE:
+      self._blame.add(*corrupt_places(directory, places))
+    elif is_restartable(last.code):
+      self._blame.add(Evidence(places[last.host], f'lost ({exit_text(last.code)})'))
+    done = ''
+    for i, place in enumerate(places):
+      reasons = self._blame.reasons(place)
+      if reasons and self._spares and not self._signals:
+        places[i] = self._spares.pop(0)
+        text = f'place {places[i]} takes over from place {place}, which is blamed: {", ".join(reasons)}'
+        done += f'; {text}; {number_of(len(self._spares), "spare")} left'
+        if directory is not None:
+          note_event(directory, 'replaced', text=text, about={'process': i})
+    return done
 
   def _can_leave_out_device(self) -> bool:
     """Whether the last corruption has quarantined a device, and the command trains without it."""
@@ -204,7 +238,12 @@ class Launcher:
     # `_watch` passes on a signal that arrives during this loop.
     for i in range(count):
       env = {**os.environ, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count)}
-      env |= {'JAX_PROCESS_ID': str(i), LAUNCHER: str(os.getpid()), 'PYTHONUNBUFFERED': '1'}
+      env |= {
+        'JAX_PROCESS_ID': str(i),
+        PLACE: str(self._places[i]),
+        LAUNCHER: str(os.getpid()),
+        'PYTHONUNBUFFERED': '1',
+      }
       # Each has its own session, because a terminal sends Ctrl-C to all processes of a session.
       process = subprocess.Popen(
         self._command,

@@ -1,0 +1,80 @@
+"""Which place of a job is bad, by what was seen over its restarts, so that a spare can take over.
+
+A place is where one process of a job runs, such as a host or some of its accelerators; it keeps its number when the
+process gets another index. A place is blamed when its evidence weighs 2:
+
+    lost          1    its process was the first that a signal or a timeout ended
+    slow          1    its devices took long for a test product before several saves (`host_speeds.py`)
+    corrupt       2    a device of it was outvoted twice, and is quarantined (`corruption.py`)
+
+So a single loss, which happens to any host, is forgiven, and a second one, or one of a slow host, is not.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from praxis_lite.runs.records.history import read_history
+
+_ENOUGH = 2
+
+
+class Evidence(NamedTuple):
+  """Something that was seen at a place: `what`, as text, and how much it weighs."""
+
+  place: int
+  what: str
+  weight: int = 1
+
+
+class Blame:
+  """Collects evidence over the attempts of a job."""
+
+  def __init__(self) -> None:
+    self._seen: list[Evidence] = []
+
+  def add(self, *evidence: Evidence) -> None:
+    """Adds what was seen in an attempt."""
+    self._seen.extend(evidence)
+
+  def reasons(self, place: int) -> list[str]:
+    """Returns why a place is blamed, in order; empty if it is not."""
+    own = [each for each in self._seen if each.place == place]
+    return [each.what for each in own] if sum(each.weight for each in own) >= _ENOUGH else []
+
+
+def recorded_evidence(directory: Path | None, places: list[int], since: float) -> list[Evidence]:
+  """Returns the evidence in the records of a run since a moment, in seconds since 1970.
+
+  Args:
+    directory: the run's directory; None if it is not known.
+    places: the place of each process of the attempt, by its index.
+    since: when the attempt began.
+  """
+  if directory is None:
+    return []
+  found = []
+  for event in read_history(directory):
+    process = event.about.get('process')
+    is_known = type(process) is int and 0 <= process < len(places)
+    if event.kind == 'slow_host' and event.time >= since and is_known:
+      found.append(Evidence(places[process], f'slow at step {event.step}'))
+  return found
+
+
+def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
+  """Returns the evidence of the last corruption that a run has recorded: devices that it has quarantined."""
+  if directory is None:
+    return []
+  from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # Imports JAX.
+
+  known = read_faulty_devices(directory)
+  found = {}
+  for each in known:
+    process = re.search(r'process (\d+)\)', each.device)
+    is_last = (each.event, each.step) == (known[-1].event, known[-1].step)
+    if each.is_quarantined and is_last and process and int(process[1]) < len(places):
+      found[int(process[1])] = f'its {each.device.partition(" (")[0]} is quarantined'
+  return [Evidence(places[process], what, _ENOUGH) for process, what in found.items()]
