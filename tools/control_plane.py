@@ -22,8 +22,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from praxis_lite.common.jax_internals.processes import Client
+
+Row = dict[str, float]
+Table = dict[int, Row]  # By the number of processes.
 PER_WORKER = 125
 ROUNDS = 5
 FAR = 10_000
@@ -32,26 +37,29 @@ FAR = 10_000
 class CountingClient:
   """A client of JAX's service that counts the requests and the bytes of keys and values, in both directions."""
 
-  def __init__(self, client):
+  def __init__(self, client: Client):
     self._client, self.requests, self.bytes = client, 0, 0
 
-  def key_value_set(self, key, value, allow_overwrite=False):
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
     self.requests, self.bytes = self.requests + 1, self.bytes + len(key) + len(value)
     self._client.key_value_set(key, value, allow_overwrite=allow_overwrite)
 
-  def key_value_dir_get(self, key):
+  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
     found = self._client.key_value_dir_get(key)
     self.requests, self.bytes = self.requests + 1, self.bytes + sum(len(k) + len(v) for k, v in found)
     return found
 
-  def key_value_try_get(self, key):
+  def key_value_try_get(self, key: str) -> str:
     self.requests += 1
     value = self._client.key_value_try_get(key)
     self.bytes += len(key) + len(value)
     return value
 
+  def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+    self._client.wait_at_barrier(barrier_id, timeout_in_ms)
 
-def all_of(targets):
+
+def all_of(targets: Sequence[Callable[[], object]]) -> None:
   threads = [threading.Thread(target=target) for target in targets]
   for thread in threads:
     thread.start()
@@ -59,9 +67,9 @@ def all_of(targets):
     thread.join()
 
 
-def work(first, last, count, meeting, service, way):
+def work(first: int, last: int, count: int, meeting: str, service: str, way: str) -> None:
   """Simulates the processes from `first` to `last`; prints a line of JSON."""
-  from jax._src.lib import _jax
+  from jax._src.lib import _jax  # type: ignore[attr-defined]
 
   from praxis_lite.runs.cluster import beats as beats_module
   from praxis_lite.runs.cluster.clusters import Job
@@ -79,9 +87,9 @@ def work(first, last, count, meeting, service, way):
   connected = time.monotonic() - began
   counting = {i: CountingClient(clients[i]) for i in own}
   all_beats = {i: beats_module.Beats(counting[i], i, count) for i in own}
-  seconds = []
+  seconds: list[float] = []
 
-  def exchange(i, number):
+  def exchange(i: int, number: int) -> None:
     at = 'runs/loop/training_loop.py:123 train'
     said = {'beat': number, 'doing': 'step 12345', 'at': at, 'idle': 0.1, 'state': 'running', 'ending': False}
     start = time.monotonic()
@@ -89,7 +97,7 @@ def work(first, last, count, meeting, service, way):
     all_beats[i].verdict()
     seconds.append(time.monotonic() - start)
 
-  def barrier(name):
+  def barrier(name: str) -> float:
     start = time.monotonic()
     all_of([lambda i=i: clients[i].wait_at_barrier(name, 300_000) for i in own])
     return time.monotonic() - start
@@ -111,9 +119,9 @@ def work(first, last, count, meeting, service, way):
   os._exit(0)
 
 
-def measure(count, way):
+def measure(count: int, way: str) -> Row:
   """Returns what `count` processes cost."""
-  from jax._src.lib import _jax
+  from jax._src.lib import _jax  # type: ignore[attr-defined]
 
   from praxis_lite.runs.cluster.beats import beat_interval
   from praxis_lite.runs.cluster.launch import free_port
@@ -126,7 +134,7 @@ def measure(count, way):
     command = [sys.executable, __file__, '--work', *numbers, meeting, address, way]
     workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
   try:
-    lines = [json.loads(worker.stdout.readline()) for worker in workers]
+    lines = [json.loads(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
   finally:
     for worker in workers:
       worker.kill()
@@ -134,11 +142,11 @@ def measure(count, way):
     del service
   found = {name: max(line[name] for line in lines) for name in lines[0]}
   interval = beat_interval(count, 300.0) if way == 'groups' else 1.0
-  found |= {'way': way, 'interval': interval, 'messages/s': count * found['requests'] / interval}
+  found |= {'groups': float(way == 'groups'), 'interval': interval, 'messages/s': count * found['requests'] / interval}
   return found | {'bytes/s': count * found['bytes'] / interval, 'status': status_seconds(count)}
 
 
-def status_seconds(count):
+def status_seconds(count: int) -> float:
   """Returns the seconds in which the heartbeats of `count` processes are read from disk and put into words."""
   from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
   from praxis_lite.runs.records.status import status_of
@@ -167,28 +175,28 @@ COLUMNS = {
 }
 
 
-def slope(table, name):
+def slope(table: Table, name: str) -> float:
   """Returns the exponent by which a figure grows between the last two sizes."""
   (small, before), (large, after) = list(table.items())[-2:]
   return math.log(max(after[name], 1e-9) / max(before[name], 1e-9)) / math.log(large / small)
 
 
-def far(table, name):
+def far(table: Table, name: str) -> float:
   """Returns a figure for 10,000 processes."""
   from praxis_lite.runs.cluster.beats import beat_interval
 
   count, last = list(table.items())[-1]
   of_one = {'messages/s': 'requests', 'bytes/s': 'bytes'}.get(name)
   if of_one is not None:
-    return FAR * far(table, of_one) / (beat_interval(FAR, 300.0) if last['way'] == 'groups' else 1.0)
+    return FAR * far(table, of_one) / (beat_interval(FAR, 300.0) if last['groups'] else 1.0)
   return last[name] * (FAR / count) ** slope(table, name)
 
 
-def number(value):
+def number(value: float) -> str:
   return f'{value:,.0f}' if value >= 100 else f'{value:.3g}'
 
 
-def as_markdown(table):
+def as_markdown(table: Table) -> str:
   lines = [f'| processes | {" | ".join(COLUMNS.values())} |', '|---' * (len(COLUMNS) + 1) + '|']
   lines += [f'| {count:,} | {" | ".join(number(row[name]) for name in COLUMNS)} |' for count, row in table.items()]
   lines.append(f'| slope | {" | ".join(f"{slope(table, name):.2f}" for name in COLUMNS)} |')
@@ -196,7 +204,7 @@ def as_markdown(table):
   return '\n'.join(lines)
 
 
-def picture(tables):
+def picture(tables: Mapping[str, Table]) -> str:
   """Returns the bytes per second at the service by the number of processes as SVG, both axes logarithmic."""
   width, height, left, bottom, top = 640, 320, 90, 280, 20
   x = lambda count: left + (width - left - 120) * math.log(count / 8) / math.log(FAR / 8)  # noqa: E731
@@ -226,14 +234,14 @@ def picture(tables):
   return '\n'.join([*parts, '</svg>', ''])
 
 
-def main():
+def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--processes', default='8,32,100,300,1000')
   parser.add_argument('--picture')
   parser.add_argument('--without_groups', type=int, default=300, help='the most processes that all read all')
   values = parser.parse_args()
   sizes = [int(size) for size in values.processes.split(',')]
-  tables = {}
+  tables: dict[str, Table] = {}
   for way, name in (('groups', 'in groups'), ('all', 'all read all')):
     tables[name] = {}
     for count in sizes if way == 'groups' else [size for size in sizes if size <= values.without_groups]:

@@ -58,8 +58,9 @@ def recorded_evidence(directory: Path | None, places: list[int], since: float) -
   found = []
   for event in read_history(directory):
     process = event.about.get('process')
-    is_known = type(process) is int and 0 <= process < len(places)
-    if event.kind == 'slow_host' and event.time >= since and is_known:
+    if event.kind != 'slow_host' or event.time < since or not isinstance(process, int) or process is True:
+      continue
+    if 0 <= process < len(places):
       found.append(Evidence(places[process], f'slow at step {event.step}'))
   return found
 

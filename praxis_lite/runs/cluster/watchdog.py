@@ -179,16 +179,17 @@ class Watchdog:
       is_last = self._is_over.is_set()
       number += 1
       at, (doing, since) = self._look_at_main_thread(), last_progress()
+      idle = round(time.monotonic() - max(since, self._building), 1)
       beat = {
         'beat': number,
         'doing': doing,
         'at': at,
-        'idle': round(time.monotonic() - max(since, self._building), 1),
+        'idle': idle,
         'state': self._state,
         'ending': self._is_ending,
       }
       with contextlib.suppress(Exception):  # If the service does not answer, `_watch` notices.
-        self._hear(self._beats.exchange(beat, beat['idle'] if self._state == 'running' else 0.0))
+        self._hear(self._beats.exchange(beat, idle if self._state == 'running' else 0.0))
         self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
