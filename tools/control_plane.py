@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from praxis_lite.common.jax_internals.processes import Client
@@ -79,7 +80,8 @@ def work(first: int, last: int, count: int, meeting: str, service: str, way: str
     beats_module.GROUP = count
   own = range(first, last)
   began = time.monotonic()
-  all_of([lambda i=i: meet(Job('test', count, i), meeting, 300.0, f'node-{i:05d}, process 12345') for i in own])
+  name = 'node-00123, process 12345'
+  all_of([partial(meet, Job('test', count, i), meeting, 300.0, name) for i in own])
   met = time.monotonic() - began
   began = time.monotonic()
   clients = {i: _jax.get_distributed_runtime_client(service, i, init_timeout=300) for i in own}
@@ -99,7 +101,7 @@ def work(first: int, last: int, count: int, meeting: str, service: str, way: str
 
   def barrier(name: str) -> float:
     start = time.monotonic()
-    all_of([lambda i=i: clients[i].wait_at_barrier(name, 300_000) for i in own])
+    all_of([partial(clients[i].wait_at_barrier, name, 300_000) for i in own])
     return time.monotonic() - start
 
   for i in own:
