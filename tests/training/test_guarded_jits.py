@@ -35,6 +35,7 @@ UNGUARDED = {
   'runs/agreement.py': (1, 'changes each entry of arrays by itself'),
   'runs/layer_values.py': (1, 'one device: a model that is not on a mesh'),
   'runs/determinism.py': (1, 'one device: each compares its part with another one'),
+  'runs/host_speeds.py': (1, 'a product on one device at a time'),
   'runs/replicas.py': (1, 'each device adds up its own parts, inside shard_map'),
   'runs/records/run_config.py': (1, 'keys, which are not split'),
   'runs/row_programs.py': (4, 'keys, which are not split; zeros; and a program that shows its splits and never runs'),

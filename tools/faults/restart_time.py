@@ -60,8 +60,9 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
       job.wait(60)
   names = list(times)
   parts = {f'{a} to {b}': times[b] - times[a] for a, b in itertools.pairwise(names)}
-  print(f'{" ".join(flags) or "defaults"}: {phases}', flush=True)
-  return {**parts, 'in all': times['next step'] - times['killed']}
+  parts['in all'] = times['next step'] - times['killed']
+  print(f'{" ".join(flags) or "defaults"}: {phases}; {parts}', flush=True)
+  return parts
 
 
 def main() -> None:
