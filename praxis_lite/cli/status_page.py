@@ -12,7 +12,7 @@ from praxis_lite.common.foreign_text import printable
 from praxis_lite.instruments.explain.page import fill_page, write_file
 from praxis_lite.runs.records.goodput import ACTIVITIES, seconds_of, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat
-from praxis_lite.runs.records.history import Attempt, Event, attempts_of, read_history
+from praxis_lite.runs.records.history import Attempt, RunEvent, attempts_of, read_history
 from praxis_lite.runs.records.status import Status, number_in
 
 # Of each kind of event, the page has the last ones; and of the hosts, the slowest ones.
@@ -30,11 +30,11 @@ def write_status_page(path: str, directory: str, beats: Sequence[Heartbeat], sta
   Raises:
     UserError: the file cannot be written.
   """
-  data = page_data(directory, beats, status)
+  data = status_data(directory, beats, status)
   return write_file(path, fill_page('praxis_lite.cli', f'{directory}: status', data, 'status', ['status']))
 
 
-def page_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> Mapping[str, object]:
+def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> Mapping[str, object]:
   """Returns what the page shows, for JSON."""
   events = read_history(Path(directory))
   attempts = attempts_of(events, beats[0])
@@ -77,11 +77,11 @@ def _attempt(attempt: Attempt) -> Mapping[str, object]:
   }
 
 
-def _event(event: Event) -> Mapping[str, object]:
+def _event(event: RunEvent) -> Mapping[str, object]:
   return {'time': event.time, 'kind': event.kind.replace('_', ' '), 'step': event.step, 'text': event.text}
 
 
-def _last_of_each_kind(events: Sequence[Event]) -> Sequence[Event]:
+def _last_of_each_kind(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
   counts: dict[str, int] = {}
   found = []
   for event in reversed(events):

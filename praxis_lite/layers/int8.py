@@ -21,19 +21,19 @@ _LARGEST = 127
 T = TypeVar('T')
 
 
-class Rows(NamedTuple):
+class Int8Rows(NamedTuple):
   """Arrays in int8, and the scales of their rows, with dimensions of size 1 for those that share a scale."""
 
   values: jax.Array
   scale: jax.Array
 
 
-def quantize_rows(x: jax.Array, axes: tuple[int, ...]) -> Rows:
+def quantize_rows(x: jax.Array, axes: tuple[int, ...]) -> Int8Rows:
   """Returns x in int8; entries along `axes` share a scale. A row with NaN has the scale NaN."""
   wide = x.astype(jnp.float32)
   most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
   scale = jnp.where(most == 0, 1.0, most / _LARGEST)
-  return Rows(jnp.round(wide / scale).astype(jnp.int8), scale)
+  return Int8Rows(jnp.round(wide / scale).astype(jnp.int8), scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -42,7 +42,9 @@ def int8_tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
   return _forward(x, w, axes)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, tuple[Rows, Rows, jax.Array, jax.Array]]:
+def _forward(
+  x: jax.Array, w: jax.Array, axes: int
+) -> tuple[jax.Array, tuple[Int8Rows, Int8Rows, jax.Array, jax.Array]]:
   of_x, of_w = quantize_rows(x, _last(x, axes)), quantize_rows(w, tuple(range(axes)))
   product = jnp.tensordot(of_x.values, of_w.values, axes, preferred_element_type=jnp.int32)
   y = _scale_rows(product.astype(jnp.float32), of_x, axes) * of_w.scale.reshape(w.shape[axes:])
@@ -50,7 +52,7 @@ def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, tuple[Ro
 
 
 def _backward(
-  axes: int, residuals: tuple[Rows, Rows, jax.Array, jax.Array], g: jax.Array
+  axes: int, residuals: tuple[Int8Rows, Int8Rows, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   of_x, of_w, like_x, like_w = residuals
   x, w = ((of.values * of.scale).astype(g.dtype) for of in (of_x, of_w))
@@ -63,8 +65,10 @@ int8_tensordot.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def int8_rows(x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]) -> jax.Array:
-  """Returns `multiply(x, weight)`, computed from x in int8; its gradients are those of `multiply` itself.
+def multiply_rows_in_int8(
+  x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]
+) -> jax.Array:
+  """Returns `multiply(x, weight)`, with x rounded to int8; its gradients are those of `multiply`.
 
   Args:
     x: [..., *I].
@@ -79,7 +83,7 @@ def int8_rows(x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array,
 def _rows_forward(
   x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]
 ) -> tuple[jax.Array, tuple[jax.Array, T]]:
-  return int8_rows(x, weight, axes, multiply), (x, weight)
+  return multiply_rows_in_int8(x, weight, axes, multiply), (x, weight)
 
 
 def _rows_backward(
@@ -89,14 +93,14 @@ def _rows_backward(
   return cast('tuple[jax.Array, T]', jax.vjp(multiply, *inputs)[1](g))
 
 
-int8_rows.defvjp(_rows_forward, _rows_backward)
+multiply_rows_in_int8.defvjp(_rows_forward, _rows_backward)
 
 
 def _last(x: jax.Array, axes: int) -> tuple[int, ...]:
   return tuple(range(x.ndim - axes, x.ndim))
 
 
-def _scale_rows(y: jax.Array, of_x: Rows, axes: int) -> jax.Array:
+def _scale_rows(y: jax.Array, of_x: Int8Rows, axes: int) -> jax.Array:
   """Returns y [..., *O] times the scales [..., *1] of x."""
   rows = of_x.scale.shape[: of_x.scale.ndim - axes]
   return y * of_x.scale.reshape(*rows, *(1,) * (y.ndim - len(rows)))

@@ -284,8 +284,8 @@ class Lora(Adapter):
     rank_stabilized: multiply by alpha / sqrt(R) instead (rsLoRA; Kalajdzievski, 2023).
     dropout_rate: probability that an entry of the input of an update is dropped in training.
     dtype: storage dtype of A and B; None uses that of the layer.
-    names: names of several adapters, of which each row that is decoded uses one, or none; see
-      `praxis_lite.models.combine_adapters`. None: one adapter, for all rows.
+    names: names of several adapters, see `praxis_lite.models.combine_adapters`: in decoding, each row uses one of them,
+      or none. None means one adapter for all rows.
   """
 
   adapted = {

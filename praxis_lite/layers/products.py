@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.fp8 import check_fp8, fp8_tensordot
-from praxis_lite.layers.int8 import int8_rows, int8_tensordot
+from praxis_lite.layers.int8 import int8_tensordot, multiply_rows_in_int8
 
 MATMULS = ('fprop', 'fp8', 'int8')
 
@@ -34,7 +34,7 @@ def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array
   if kind == 'fp8' or stored is None or stored.multiply is None:
     return matmul(x, layer.theta.w, axes, kind, f'{layer.path_name}.matmul')
   parts = layer._read_parts('w')
-  return stored.multiply(x, parts) if kind == 'fprop' else int8_rows(x, parts, axes, stored.multiply)
+  return stored.multiply(x, parts) if kind == 'fprop' else multiply_rows_in_int8(x, parts, axes, stored.multiply)
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:

@@ -147,7 +147,7 @@ def combine_adapters(
 
 
 def names_of_adapters(model: BaseModel) -> tuple[str, ...]:
-  """Returns the names of the adapters of a model of which each row uses one; () if it does not have several."""
+  """Returns the names of a model's adapters if each row chooses one of them; otherwise ()."""
   rules = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters)
   names = {rule.names for rule in rules if target(rule) is Lora and rule.names is not None}
   if len(names) > 1:

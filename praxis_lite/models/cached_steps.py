@@ -128,7 +128,7 @@ class PackedSteps(CachedSteps):
   def read_prompts(
     self, ids_BP: jax.Array, pos_BP: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
-    """Returns what `extend` does; the prompts are those of the packing, whatever `pos_BP` says."""
+    """Returns the results of `extend` for prompts that are packed; `pos_BP` is not used."""
     packed = self._packed
     arguments = packed.pack(ids_BP), packed.pos, packed.last, None, packed
     logits_RSV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
@@ -136,7 +136,7 @@ class PackedSteps(CachedSteps):
 
 
 def can_read_packed(lm: Layer) -> bool:
-  """Whether a network can read prompts that share rows, so that their results are those of rows of their own.
+  """Whether a network can read prompts that share rows, with the results that each would have in a row of its own.
 
   Its layers are those whose state is keys and values that they keep as they are, and whose experts take all tokens.
   """

@@ -365,7 +365,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   @property
   def adapter_names(self) -> tuple[str, ...]:
-    """The names of the adapters of which each row uses one; see `combine_adapters`."""
+    """The names of the adapters that rows choose from; see `combine_adapters`."""
     return names_of_adapters(self)
 
   # ---------------------------------------------------------------- rows that come and go

@@ -142,7 +142,7 @@ class Batcher:
   Attributes:
     statistics: what it has done so far.
     prompts_are_sources: whether it writes a text of its own for each prompt, such as a translation.
-    adapter_names: names of the adapters of the model of which each request uses one, or none.
+    adapter_names: names of the adapters that requests choose from.
   """
 
   def __init__(

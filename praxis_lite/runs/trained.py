@@ -128,7 +128,7 @@ class TrainedModel:
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
   def with_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
-    """Returns a model on the same variables with several adapters, of which each request of a `batcher` uses one.
+    """Returns a model with the same variables and several adapters, from which the requests of a `batcher` choose.
 
     Args:
       adapters: see `praxis_lite.models.combine_adapters`; such as what `read_adapter` returns, by name.

@@ -11,7 +11,7 @@ import pytest
 from browser import needs_chromium, use_page
 from tiny_runs import tiny_run
 
-from praxis_lite.cli.status_page import page_data, write_status_page
+from praxis_lite.cli.status_page import status_data, write_status_page
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.host_speeds import DeviceProbe, HostSpeed, HostSpeeds
 from praxis_lite.runs.records.goodput import Goodput, seconds_of
@@ -151,11 +151,11 @@ def test_earlier_heartbeats_without_speeds_are_read(tmp_path):
 
 def test_the_page_has_what_the_history_has(month, tmp_path):
   directory, last = month
-  data = page_data(str(directory), [last], status_of([last], is_held=True, now=last.time))
+  data = status_data(str(directory), [last], status_of([last], is_held=True, now=last.time))
   assert [attempt['last'] for attempt in data['attempts']] == [250, 270, 300]
   assert data['between'] == pytest.approx(0.9 * HOUR) and data['goodput'] == pytest.approx(2.4 / 3.7)
   assert {event['kind'] for event in data['events']} >= {'lost', 'save failed', 'slow host'}
-  bare = page_data(str(tmp_path / 'none'), [Heartbeat()], status_of([Heartbeat()], is_held=False))
+  bare = status_data(str(tmp_path / 'none'), [Heartbeat()], status_of([Heartbeat()], is_held=False))
   assert bare['attempts'] == [] and bare['events'] == []
 
 

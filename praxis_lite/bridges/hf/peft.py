@@ -284,19 +284,19 @@ def _adapter_config(
     of_outputs
   )
 
-  def named(chosen: Iterable[str]) -> list[str]:
+  def name_modules(chosen: Iterable[str]) -> list[str]:
     return sorted(_last_names(chosen) if are_last_names_enough else chosen)
 
   content = {
     'task_type': 'CAUSAL_LM' if isinstance(model, LanguageModel) else None,
     'base_model_name_or_path': base,
     'inference_mode': True,
-    'target_modules': named(modules),
+    'target_modules': name_modules(modules),
     'fan_in_fan_out': values.get('model_type') == 'gpt2',
     'modules_to_save': None,
   }
   if kind is Ia3:
-    return {**content, 'peft_type': 'IA3', 'feedforward_modules': named(of_inputs)}
+    return {**content, 'peft_type': 'IA3', 'feedforward_modules': name_modules(of_inputs)}
   ranks, alphas = dict[str, int](), dict[str, float]()
   for module, weight in modules.items():
     layer = layer_at(network, weight.layer)

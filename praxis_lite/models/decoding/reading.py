@@ -70,7 +70,7 @@ class RowReader(Generic[DecodingState]):
     chunk = self.chunk or width
 
     extend = self.steps.extend
-    if self.fits and chunk >= width:  # Whole prompts, of which the state has no tokens yet.
+    if self.fits and chunk >= width:  # Whole prompts, before the state has any tokens.
       extend = getattr(self.steps, 'read_prompts', extend)
 
     def read_chunk(start: jax.Array | int, state: DecodingState) -> tuple[jax.Array, DecodingState]:

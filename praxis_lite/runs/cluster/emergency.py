@@ -10,8 +10,8 @@ process, but may be lost or damaged if the machine fails. The checksums detect t
 Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
 removed. So one copy is always complete on all hosts, and a host has at most two.
 
-With `peers`, each process also sends its part to other processes, which keep it in the first of their directories. A
-part that a process lacks after a restart comes from whoever has it: see `peers.py`.
+With `peers`, each process also sends its part to other processes, which keep it in the first of their directories.
+After a restart, a process without its part gets it from a peer: see `peers.py`.
 
 A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
 begins, and the copies of the old one are never read.
@@ -349,7 +349,7 @@ class EmergencyCopies:
     return f'{_UNSENT}{unsent}' if unsent else ''
 
   def _fetch_missing(self, peers: Peers, checkpoint: int, copies: dict[int, EmergencyCopy]) -> list[str]:
-    """Gets this process's part of the newest copy of which all parts exist somewhere; returns what did not work.
+    """Gets this process's part of the newest copy whose parts all exist on some host; returns what did not work.
 
     Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
     """

@@ -3,7 +3,7 @@
     failure domains of 2 processes      0 1 | 2 3 | 4 5
     the peer of each process            2 3   4 5   0 1
 
-A host that is lost takes its own part with it; after a restart, whoever takes its place gets the part from its peer.
+A lost host takes its own part with it. After a restart, the host in its place gets the part from a peer.
 Parts go from process to process over TCP, not over storage. Each process has a thread that answers:
 
     {"token": "...", "lineage": 7, "put": "12.3", "size": 81920} and bytes -> {"error": ""}
@@ -40,7 +40,7 @@ INCOMPLETE = '.incomplete'
 
 
 def peers_of(process: int, processes: int, domain_size: int, count: int) -> list[int]:
-  """Returns the processes that get copies of the part of `process`: `count` of them, or as many as there can be.
+  """Returns the `count` processes that get copies of the part of `process`, or fewer if there are too few domains.
 
   Each is in another failure domain than `process` and than the others; processes with successive indices, `domain_size`
   of them, are one domain. The parts are dealt out evenly if the domains have equal sizes.
@@ -60,7 +60,7 @@ class PeerError(Exception):
 
 
 class Address(NamedTuple):
-  """Where a process answers: the names by which its host may be known, and the port."""
+  """Where a process answers: names and addresses of its host, and a port."""
 
   names: Sequence[str]
   port: int
@@ -91,7 +91,7 @@ class Peers:
     self._server = _Server(self._answer)
     token = gather_texts(secrets.token_hex(16))[0]
     self._token = token
-    own = str(Address(_own_names(), self._server.server_address[1]))
+    own = str(Address(_host_names(), self._server.server_address[1]))
     self._addresses = [Address.parse(text) for text in gather_texts(own)]
     self._thread = threading.Thread(target=self._server.serve_forever, name='emergency_peers', daemon=True)
     self._thread.start()
@@ -99,7 +99,7 @@ class Peers:
   def put(self, peer: int, name: str, parts: Sequence[bytes | memoryview]) -> None:
     """Sends a file, such as '12.3', in parts to the folder of another process; raises PeerError if it is not kept."""
     size = sum(len(part) for part in parts)
-    with self._asked(peer, {'put': name, 'size': size}) as (sock, file):
+    with self._request(peer, {'put': name, 'size': size}) as (sock, file):
       for part in parts:
         sock.sendall(part)
       _check(file)
@@ -109,7 +109,7 @@ class Peers:
     """Writes a file of another process to `to`; raises PeerError if it has no such file, or the connection ends."""
     incomplete = to.with_name(to.name + INCOMPLETE)
     try:
-      with self._asked(peer, {'get': name}) as (_, file):
+      with self._request(peer, {'get': name}) as (_, file):
         _receive(file, incomplete, _check(file)['size'])
       incomplete.rename(to)
     except OSError as error:
@@ -124,7 +124,7 @@ class Peers:
     self._server.server_close()
 
   @contextlib.contextmanager
-  def _asked(self, peer: int, request: dict[str, Any]) -> Iterator[tuple[socket.socket, IO[bytes]]]:
+  def _request(self, peer: int, request: dict[str, Any]) -> Iterator[tuple[socket.socket, IO[bytes]]]:
     """Connects to a process and sends a request; every error is a PeerError."""
     address, errors = self._addresses[peer], []
     for name in address.names:
@@ -166,7 +166,7 @@ class Peers:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-  """Calls a function for each connection, in a thread; its errors are told to whoever has asked."""
+  """Calls a function for each connection, in a thread, and sends its errors back."""
 
   daemon_threads = True
   request_queue_size = 128
@@ -207,12 +207,12 @@ def _receive(file: IO[bytes], path: Path, size: int) -> None:
       left -= len(block)
 
 
-def _own_names() -> list[str]:
+def _host_names() -> list[str]:
   """Returns the names and addresses under which other hosts may reach this one, the most specific first."""
   names = []
   address = os.environ.get('JAX_COORDINATOR_ADDRESS', '').rpartition(':')[0]
   with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-    probe.connect((address or '10.255.255.255', 9))  # Sends nothing; says by which address packets would leave.
+    probe.connect((address or '10.255.255.255', 9))  # Sends nothing; finds the address that packets would have.
     names.append(str(probe.getsockname()[0]))
   return list(dict.fromkeys([*names, socket.gethostname()]))
 

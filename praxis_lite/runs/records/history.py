@@ -31,7 +31,7 @@ EventKind = Literal[
 ]
 
 
-class Event(NamedTuple):
+class RunEvent(NamedTuple):
   """Something that has happened to a run.
 
   Attributes:
@@ -68,7 +68,7 @@ class Attempt(NamedTuple):
   processes: int
   how: str
   seconds: Mapping[str, float]
-  events: Sequence[Event]
+  events: Sequence[RunEvent]
 
 
 def note_event(
@@ -83,7 +83,7 @@ def note_event(
     if directory.is_elsewhere():
       return
     directory = directory.path
-  event = Event(round(time.time(), 3), kind, step, text[:_MOST_TEXT], about or {})
+  event = RunEvent(round(time.time(), 3), kind, step, text[:_MOST_TEXT], about or {})
   with contextlib.suppress(OSError), open_plain_to_write(directory / HISTORY, append=True) as file:
     file.write(f'{json.dumps(event._asdict())}\n'.encode())
 
@@ -97,7 +97,7 @@ def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[
   return about
 
 
-def read_history(directory: Path) -> list[Event]:
+def read_history(directory: Path) -> list[RunEvent]:
   """Returns the events of a run in order; skips damaged lines."""
   found = []
   with contextlib.suppress(OSError):
@@ -107,17 +107,17 @@ def read_history(directory: Path) -> list[Event]:
   return sorted(found, key=lambda event: event.time)
 
 
-def _event(data: Mapping[str, Any]) -> Event:
+def _event(data: Mapping[str, Any]) -> RunEvent:
   step = data['step']
   if not isinstance(data['time'], int | float) or not 0 <= data['time'] < 1e11:
     raise ValueError('no time')
   if not (step is None or (isinstance(step, int) and 0 <= step < 1e15)) or not isinstance(data['about'], dict):
     raise ValueError('no event')
   kind, text = (printable(str(data[name]), one_line=True)[:_MOST_TEXT] for name in ('kind', 'text'))
-  return Event(float(data['time']), kind, step, text, data['about'])
+  return RunEvent(float(data['time']), kind, step, text, data['about'])
 
 
-def attempts_of(events: Sequence[Event], beat: Heartbeat | None) -> list[Attempt]:
+def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None) -> list[Attempt]:
   """Returns the attempts of a run in order.
 
   Args:
@@ -154,7 +154,7 @@ def attempts_of(events: Sequence[Event], beat: Heartbeat | None) -> list[Attempt
   return found
 
 
-def _before(event: Event) -> tuple[float, int, str, dict[str, float]] | None:
+def _before(event: RunEvent) -> tuple[float, int, str, dict[str, float]] | None:
   """Returns what the line of a start says about the attempt before it; None if it says nothing."""
   try:
     before = event.about['before']
