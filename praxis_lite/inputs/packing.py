@@ -18,6 +18,7 @@ than T are split. The tokens are stored once, in the smallest dtype; rows are ma
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -160,11 +161,18 @@ def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None
   place = np.empty(len(lengths), np.int64)
   for i, (prompt, r) in enumerate(zip(prompts, row.tolist())):
     (s, start), length = taken[r], len(prompt)
-    ids[r, s, :length], of_prompts[r, s] = prompt, length
+    ids[r, s, :length], of_prompts[r, s] = _to_ids(prompt), length
     packing[r, start : start + length] = s * longest + np.arange(length)
     taken[r] += 1, length
     place[i] = r * S + s
   return {'ids': ids.reshape(R, -1), 'prompt_lengths': of_prompts, 'packing': packing}, place
+
+
+def _to_ids(prompt: Sequence[int]) -> np.ndarray:
+  try:
+    return np.asarray(prompt, np.int32)
+  except (OverflowError, TypeError, ValueError) as error:
+    raise DataError(f'pack_prompts: expected prompts of ids, int32, got {reprlib.repr(prompt)}') from error
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -45,7 +45,9 @@ class CachedAttention:
   dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
-  most_slots: int = 0  # Slots that a single token, or few of a prompt, may read at once, if more than `page_size`.
+  # Slots that a single token may read at once, if more than `page_size`; and several tokens with few logits, see
+  # `_MOST_LOGITS`.
+  most_slots: int = 0
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.

@@ -1,8 +1,8 @@
 """Grouped products by kernels in Pallas, which JAX compiles by Triton, for NVIDIA GPUs.
 
 Each program of a kernel computes a tile of the result. In `multiply`, a tile has rows of one group. A table says which
-ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12.
-Those of tokamax 0.0.17 need other packages. docs/benchmarks.md compares their times.
+ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12;
+docs/benchmarks.md compares the times of both. The kernels of tokamax 0.0.17 need other packages.
 
 M rows, G groups, K dims that are summed over, N dims of the output.
 """

@@ -160,7 +160,8 @@ def grouped_matmul(
     weights_GKN: floats. Integers and floats of 8 bits, which quantized weights have, become floats of the rows' dtype.
     sizes_G: integers, the number of rows in each group; at most M in sum.
     implementation: one of `IMPLEMENTATIONS`.
-    stage_axes: in the stages of a pipeline, which are mapped by `vmap`, the mesh axes that split the stages, evenly.
+    stage_axes: in the stages of a pipeline, which are mapped by the innermost `vmap`, the mesh axes that split them,
+      evenly.
 
   Raises:
     ConfigError: there is no such implementation.

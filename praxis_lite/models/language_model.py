@@ -314,7 +314,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts like `decode`; `draft`, a layer of the same call, guesses tokens for a `SpeculativeSampler`."""
     packed, shape = None, batch['prompt_lengths'].shape
-    if 'packing' in batch:
+    if len(shape) > 1 or 'packing' in batch:
+      self._check_packed(batch)
       packed = PackedPrompts.make(batch['packing'], batch['prompt_lengths'], batch['ids'].shape[1])
       of_rows = ('prompt_lengths', 'max_tokens', 'row', 'num_drawn', 'adapters')
       rows = {name: batch[name].reshape(-1) for name in of_rows if name in batch}
@@ -341,6 +342,17 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if packed is not None:
       outputs = {name: x.reshape(*shape, *x.shape[1:]) for name, x in outputs.items()}
     return decoded.metrics(prompt_lengths_B > 0), outputs
+
+  def _check_packed(self, batch: NestedDict) -> None:
+    """Raises ConfigError unless the arrays of packed prompts belong together."""
+    lengths, width = batch['prompt_lengths'].shape, batch['ids'].shape[-1]
+    if 'packing' not in batch:
+      raise ConfigError(f'{self.path_name}: prompt_lengths has {len(lengths)} dimensions, and the batch has no packing')
+    if len(lengths) != 2 or not lengths[1] or width % lengths[1]:
+      raise ConfigError(
+        f'{self.path_name}: packing: prompt_lengths has the shape {lengths}, which must be rows x prompts of a row, '
+        f'and the width of ids, {width}, must be a multiple of the latter; see inputs.pack_prompts'
+      )
 
   def _adapters_of(self, batch: NestedDict) -> jax.Array | None:
     if 'adapters' not in batch:

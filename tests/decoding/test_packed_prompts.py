@@ -11,7 +11,7 @@ import pytest
 from drawn_state import drawn_variables
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import DataError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import pack_prompts
 from praxis_lite.layers import LatentAttention, Mamba2, MoeFeedForward, RotaryPositions
 from praxis_lite.models import cached_steps, recurrent_lm, set_pipeline, set_sharding, transformer_lm
@@ -168,7 +168,14 @@ def test_each_prompt_is_in_one_place_and_rows_have_little_padding():
 
 
 @pytest.mark.parametrize(
-  'prompts, message', [([], 'at least one token'), ([[1], []], 'at least one token'), ([[1] * 5], 'has 5 tokens')]
+  'prompts, message',
+  [
+    ([], 'at least one token'),
+    ([[1], []], 'at least one token'),
+    ([[1] * 5], 'has 5 tokens'),
+    ([[2**40]], 'prompts of ids'),
+    ([['a']], 'prompts of ids'),
+  ],
 )
 def test_prompts_that_cannot_be_packed_are_named(prompts, message):
   with pytest.raises(DataError, match=f'pack_prompts: .*{message}'):
@@ -182,3 +189,16 @@ def test_ids_outside_of_the_vocabulary_are_found_in_packed_prompts():
   batch['ids'] = np.where(batch['ids'] == 99, 0, batch['ids'])
   batch['ids'][batch['prompt_lengths'][:, 0] == 1, 1] = -7  # After the end of a prompt.
   check_ids(batch, V)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [{'packing': None}, {'prompt_lengths': np.ones((2, 2, 1), np.int32)}, {'ids': np.zeros((2, 5), np.int32)}],
+  ids=lambda change: next(iter(change)),
+)
+def test_a_batch_whose_arrays_do_not_belong_together_is_refused(change):
+  batch = pack_prompts([[1, 2], [3], [4, 5, 6]], 3)[0]
+  batch = {name: x for name, x in (batch | change).items() if x is not None}
+  model = config().instantiate()
+  with pytest.raises(ConfigError, match='packing'):
+    model.apply(drawn_variables(model.abstract_init()), batch, do_eval=True, method='decode')

@@ -170,9 +170,11 @@ def test_the_line_says_what_was_measured_and_whether_it_is_in_its_range():
     'memory 512 MiB, 0.50 x the planned 1 GiB; as planned, 10% of a step waits, and each device sends 1 MiB'
   )
   assert '(outside its range' in format_certificate(Certificate(PREDICTED, MeasuredSteps(2.0, 100, None, 0.0)))
-  tiny = dataclasses.replace(PREDICTED, step_seconds=0.001, peak_bytes=1e6)
+  tiny = dataclasses.replace(PREDICTED, step_seconds=0.001, least_seconds=0.0008, most_seconds=0.002, peak_bytes=1e6)
   text = format_certificate(Certificate(tiny, MeasuredSteps(0.015, 100, 2.0**27, 0.0)))
   assert 'the host limits steps as short' in text and 'memory' not in text
+  text = format_certificate(Certificate(tiny, MeasuredSteps(0.0011, 100, 2.0**30, 0.0)))
+  assert 'within its range' in text and 'the host' not in text and 'memory 1 GiB' in text
   unknown = dataclasses.replace(PREDICTED, step_seconds=None, fast_bytes=0.0)
   assert format_certificate(Certificate(unknown, MeasuredSteps(2.0, 100, None, 0.0))) == ''
   assert format_certificate(Certificate(PREDICTED, None)) == ''

@@ -10,6 +10,7 @@ from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import parse_topology
+from praxis_lite.instruments.plan.work import CountedProduct, operation_seconds
 from praxis_lite.instruments.testing import collectives
 
 
@@ -355,6 +356,14 @@ def test_kernels_for_grouped_products_have_the_flops_of_their_rows():
   assert [op.flops for op in found.operations] == [2 * 64 * 8 * 16] * 2 + [0]
   assert [(op.layer, op.phase) for op in found.operations[:2]] == [('ff', 'forward'), ('ff', 'backward')]
   assert {op.bytes for op in found.operations} == {2 * (64 * 8 + 4 * 8 * 16 + 64 * 16) + 4 * 4}
+
+
+def test_kernels_for_grouped_products_are_slower_than_plain_products_on_gpus():
+  name = 'jit(f)/ff/jvp(jit(grouped_product))/pallas_call'
+  kernel, plain = (CountedProduct(1e12, 'bf16', op_name) for op_name in (name, name.replace('pallas_call', 'dot')))
+  for chip, times in (('h100', 1.25), ('v5p', 1.0)):
+    one, other = (operation_seconds(find_target(chip), [product], 0.0) for product in (kernel, plain))
+    assert one == pytest.approx(times * other)
 
 
 def test_bytes_of_an_update_in_a_loop_are_those_of_its_slice():

@@ -15,7 +15,7 @@ from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED,
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.instruments.explain.report import task_and_inputs
-from praxis_lite.instruments.plan import compilers, format_plan, parse_topology, plan
+from praxis_lite.instruments.plan import compilers, format_plan, parse_topology, plan, planning
 from praxis_lite.instruments.plan.local_program import local_program
 from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -309,9 +309,12 @@ def test_without_a_gpu_sorts_and_products_are_compiled_without_what_would_ask_on
       return 'compiled'
 
   no_sort, no_tiles = 'no CUB scratch size for this device', "Couldn't find output tile sizes that satisfy hlo: %dot.2"
-  assert compilers._compile_for_gpu(None, Flags(no_tiles, no_sort)) == 'compiled'
+  compiled, added = compilers._compile_for_gpu(None, Flags(no_tiles, no_sort))
   without_triton = {'xla_gpu_enable_triton_gemm': False}
-  assert asked == [{}, without_triton, {**without_triton, 'xla_gpu_enable_cub_radix_sort': False}]
+  assert (compiled, added) == ('compiled', {**without_triton, 'xla_gpu_enable_cub_radix_sort': False})
+  assert asked == [{}, without_triton, added]
+  (note,) = planning._notes_of_flags(tuple(added))
+  assert 'cuBLAS computes all' in note and planning._notes_of_flags(()) == []
   for refusals in (['out of registers'], [no_tiles, no_tiles]):  # One that the flags do not mend is not tried for ever.
     asked.clear()
     with pytest.raises(RuntimeError, match=refusals[-1][:9]):
@@ -329,13 +332,13 @@ def test_a_product_whose_rows_fit_no_block_is_compiled_without_a_gpu():
     jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=at) for s in ((64, 16, 64, 197), (1024, 1024), (64 * 197, 1024))
   )
   lowered = jax.jit(lambda x, w, y: jnp.transpose(x, (0, 3, 1, 2)).reshape(-1, 1024) @ w + y).lower(x, w, y)
-  assert '__cublas' in compilers._compile_for_gpu(lowered, NO_FLAGS).as_text()
+  assert '__cublas' in compilers._compile_for_gpu(lowered, NO_FLAGS)[0].as_text()
 
 
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
   v5p = parse_topology('v5p:2x2x1')
   assert compilers._compile(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'
-  compiled, text = compilers._compile(Program(writes=False), NO_FLAGS, v5p)
+  compiled, text, _ = compilers._compile(Program(writes=False), NO_FLAGS, v5p)
   assert (compiled.is_readable, text) == (False, 'the step, without')  # Its memory is that of the real one.
 
 

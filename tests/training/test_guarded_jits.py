@@ -26,8 +26,10 @@ UNGUARDED = {
   'models/quantization.py': (1, 'a weight by itself; each entry follows from one entry of each array'),
   'layers/splash.py': (1, 'within the step, whose program is guarded'),
   'layers/tokamax_attention.py': (1, 'within the step, whose program is guarded'),
-  'layers/grouped_kernels.py': (1, 'a product that is lowered to see whether it can be; it never runs'),
-  'layers/grouped_matmul.py': (2, 'within the step, whose program is guarded'),
+  'layers/grouped_matmul.py': (
+    3,
+    'within the step, whose program is guarded; one is lowered only to see if it can be',
+  ),
   'training/learning/moments.py': (2, 'within the step, whose program is guarded'),
   'sharding/constraints.py': (1, 'a reshard, which is right for all splits'),
   'sharding/guards/guard.py': (2, 'GuardedJit, and what is exported, whose program is guarded'),

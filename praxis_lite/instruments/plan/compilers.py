@@ -86,6 +86,7 @@ class CompiledStep:
     seconds: compile time.
     is_cached: whether an earlier plan compiled it.
     messages: warnings of XLA's partitioner.
+    added_flags: XLA flags that the step was compiled with only because there is no GPU here.
   """
 
   text: str
@@ -97,6 +98,7 @@ class CompiledStep:
   seconds: float
   is_cached: bool = False
   messages: tuple[str, ...] = ()
+  added_flags: tuple[str, ...] = ()
 
 
 def missing_compiler(topology: Topology) -> str:
@@ -213,7 +215,7 @@ def compile_step(
   start = time.perf_counter()
   try:
     with collected_log() as log, _names_in_cache_key():
-      compiled, text = _compile(lowered, step.flags, topology)
+      compiled, text, added = _compile(lowered, step.flags, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for any failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
@@ -228,7 +230,8 @@ def compile_step(
     'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
   }
   messages = tuple(line for line in log if _PARTITIONER in line)
-  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=messages)
+  seconds = time.perf_counter() - start
+  result = CompiledStep(text, **sizes, seconds=seconds, messages=messages, added_flags=tuple(added))
   if file is not None:
     _write(file, result)
   return result
@@ -251,12 +254,15 @@ def _names_in_cache_key() -> Iterator[None]:
     jax.config.update(name, before)
 
 
-def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
-  """Returns a compiled program and its text."""
+def _compile(
+  lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology
+) -> tuple[jax.stages.Compiled, str, Sequence[str]]:
+  """Returns a compiled program, its text, and the names of flags that were added to compile it here."""
+  text, added = '', dict[str, Flag]()
   if topology.target.kind == 'tpu':
     compiled, text = _written_down(lowered, flags)
   else:
-    compiled, text = _compile_for_gpu(lowered, flags), ''
+    compiled, added = _compile_for_gpu(lowered, flags)
   try:
     text = text or compiled.as_text() or ''
   except RuntimeError:
@@ -266,25 +272,25 @@ def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -
     text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
   if not text:
     raise NotImplementedError('the compiled program has no text')
-  return compiled, text
+  return compiled, text, [*added]
 
 
 # Flags for programs that the GPU compiler refuses only because there is no GPU, by a part of its error.
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
   # Since JAX 0.11, it asks the GPU for the scratch memory of CUB's sort. XLA's own sort replaces it.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},
-  # Triton's kernels for products take over the transposition of an operand. On a GPU, the autotuner passes over blocks
+  # Triton's kernels for products take over the transposition of an operand. On a GPU, the autotuner skips blocks
   # that do not fit; without one, blocks of 64 rows are fixed, and do not fit 512 x 197 rows. cuBLAS replaces them.
   'output tile sizes': {'xla_gpu_enable_triton_gemm': False},
 }
 
 
-def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> jax.stages.Compiled:
-  """Returns a GPU program, with more flags if it can be compiled only with them."""
+def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, dict[str, Flag]]:
+  """Returns a GPU program, and the flags that were added because it can be compiled only with them."""
   more: dict[str, Flag] = {}
   while True:
     try:
-      return flags.compile(lowered, **more)
+      return flags.compile(lowered, **more), more
     except RuntimeError as error:
       added = next((x for part, x in _WITHOUT_GPU.items() if part in str(error)), {})
       if added.keys() <= more.keys():

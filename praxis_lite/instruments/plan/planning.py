@@ -232,7 +232,8 @@ class _Planner:
     with pretend_cudnn_for_plans():
       layout = state_layout(self._task, self._mesh_alone())
       why = Why(trace_task(self._task, layout, self._inputs), names)
-    found = self._make(self._facts(partitioned), 'compiled', memory, why.add_causes(cost, program), padding)
+    notes = [*padding, *_notes_of_flags(step.added_flags)]
+    found = self._make(self._facts(partitioned), 'compiled', memory, why.add_causes(cost, program), notes)
     findings = why.find_rematerialized(step.messages)
     findings += why.find_replicated(cost.operations, topology.num_devices, self._hidden.paths)
     slow_paths = [*found.slow_paths, *find_slow_operations(program, cost, names, topology.target.kind)]
@@ -355,6 +356,16 @@ def _exchanges(partitioned: PartitionedTask) -> list[str]:
   """Returns notes about matrices that optimizers deal out over the devices."""
   inside = partitioned.jax_task.partitioning == 'shard_map'
   return partitioned.jax_task.bind_learner().describe_exchanges(splits_of(partitioned.layout, inside))
+
+
+def _notes_of_flags(added: Sequence[str]) -> list[str]:
+  """Returns a note about flags that the step has in this plan only, because there is no GPU here."""
+  if 'xla_gpu_enable_triton_gemm' not in added:
+    return []
+  return [
+    'without a GPU, the compiler refuses the products of this step by Triton, so cuBLAS computes all of them here; the '
+    'step of a run may take less time and memory'
+  ]
 
 
 def doubts(cost: Cost) -> list[str]:

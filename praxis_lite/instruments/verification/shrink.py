@@ -16,6 +16,7 @@ A mesh that is small enough stays the same; otherwise `small_mesh.py` chooses a 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -142,7 +143,8 @@ def small_task(
     return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
   # Layers that take turns may end with a part of a turn, which the small model must have, too.
-  more = next((k for k in range(_LONGEST_TURN) if _layers_of(shrunk((), k)) == _layers_of(as_they_are)), 0)
+  layers_of_all = _kinds_of_layers(as_they_are)
+  more = next((k for k in range(_LONGEST_TURN) if _kinds_of_layers(shrunk((), k)) == layers_of_all), 0)
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
   return next((small for small in (shrunk(kept, more) for kept in tried) if _is_valid(small)), as_they_are)
 
@@ -288,10 +290,13 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
   return list(found)
 
 
-def _layers_of(small: SmallTask) -> list[str] | None:
-  """Returns the paths of the layers of a small task; None if it cannot be built."""
+def _kinds_of_layers(small: SmallTask) -> set[str] | None:
+  """Returns the paths of the layers of a small task, all numbers as '0'; None if it cannot be built.
+
+  Layers of a stack that is written out differ in their numbers only, so any depth has all of them.
+  """
   try:
-    return sorted(layer.path_name for layer in small.config.instantiate().model.descendants())
+    return {re.sub(r'\d+', '0', layer.path_name) for layer in small.config.instantiate().model.descendants()}
   except Exception:  # As in `_is_valid`.
     return None
 

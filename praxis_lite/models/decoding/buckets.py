@@ -15,7 +15,13 @@ _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
 
 
 class _ChunkSizes(NamedTuple):
-  """The number of chunks of a prompt that takes all slots, if the tokens of a chunk are within the other limits."""
+  """Limits of the number of tokens in a chunk.
+
+  Attributes:
+    chunks: how many chunks a prompt has that takes all slots, if the other limits allow that.
+    least, most: the fewest and the most tokens of a row.
+    most_of_all_rows: the most tokens of all rows together, but `least` of each are allowed; None sets no limit.
+  """
 
   chunks: int
   least: int

@@ -130,7 +130,12 @@ def read_prediction(path: Path) -> Prediction:
 
 
 _TIMES = (
-  *('step_seconds', 'least_seconds', 'most_seconds', 'failure_seconds', 'save_stall_seconds', 'best_save_seconds'),
+  'step_seconds',
+  'least_seconds',
+  'most_seconds',
+  'failure_seconds',
+  'save_stall_seconds',
+  'best_save_seconds',
 )
 _SIZES = ('peak_bytes', 'waiting_seconds', 'fast_bytes', 'network_bytes')
 
@@ -183,9 +188,9 @@ def format_certificate(certificate: Certificate) -> str:
   if certificate.times is not None and predicted.step_seconds is not None and measured is not None:
     text = f'step {format_seconds(measured.seconds)}, {certificate.times:.2f} x the planned'
     parts.append(f'{text} {format_seconds(predicted.step_seconds)}{_within(predicted, measured)}')
-    if predicted.step_seconds < _SHORT_SECONDS < _SHORT_SECONDS * certificate.times:
+    if predicted.step_seconds < _SHORT_SECONDS and measured.seconds > (predicted.most_seconds or 0.0):
       parts.append('the plan is of the device, and the host limits steps as short as these')
-  if certificate.memory is not None and measured is not None and predicted.peak_bytes >= _LITTLE_MEMORY:
+  if certificate.memory is not None and measured is not None and not _is_little(predicted, measured):
     memory = format_bytes(measured.device_peak or 0.0)
     parts.append(f'memory {memory}, {certificate.memory:.2f} x the planned {format_bytes(predicted.peak_bytes)}')
   if not parts:
@@ -194,6 +199,10 @@ def format_certificate(certificate: Certificate) -> str:
     parts.append(f'as planned, {communication}')
   how = 'formulas' if predicted.mode == 'analytic' else 'the compiled step'
   return f'planned by {how} for {predicted.topology}: {"; ".join(parts)}'
+
+
+def _is_little(predicted: Prediction, measured: MeasuredSteps) -> bool:
+  return max(predicted.peak_bytes, measured.device_peak or 0.0) < _LITTLE_MEMORY
 
 
 def format_communication(predicted: Prediction) -> str:
