@@ -51,7 +51,7 @@ _KERNEL_DTYPES = ('float32', 'bfloat16', 'float16')
 _FEWEST_KERNEL_ROWS = 16
 
 # By plans of 8 and 64 groups; see docs/planning-figures.md.
-_COST_OF_BLOCKS = '2 to 5 times'
+_COST_OF_BLOCKS = '1.5 to 4 times'
 
 _Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
