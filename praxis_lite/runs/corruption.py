@@ -7,6 +7,7 @@ device that was outvoted twice is quarantined: with `elastic`, the run goes on w
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ from praxis_lite.common.errors import FAULTY_DEVICE_CODE, ConfigError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import broadcast_decision, gather_texts, is_primary_process
 from praxis_lite.common.trees import path_name
+from praxis_lite.runs.cluster.clusters import PLACE
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.faulty_devices import (
   FaultyDevice,
+  Seat,
   place_of,
   read_faulty_devices,
   record_faulty_devices,
@@ -76,16 +79,17 @@ class CorruptionPolicy:
 
   def answer(self, found: Corruption) -> BaseException:
     """Returns what to raise: `GoBack` or CorruptionError. All processes call this, with the same argument."""
-    hosts = host_names()
+    seats = process_seats()
     known = read_faulty_devices(self._directory) if is_primary_process() else []
     records, are_known, event = [], False, 1 + max((k.event for k in known), default=0)
     for device in found.devices:
-      host, place = hosts[device.process_index], place_of(device)
-      votes = found.is_voted + sum(k.is_voted and (k.host, k.place) == (host, place) for k in known)
+      seat, place = seats[device.process_index], place_of(device)
+      votes = found.is_voted + sum(k.is_voted and k.is_at(seat, place) for k in known)
       is_out = found.is_voted and (not self._repeats or votes >= _VOTES_TO_QUARANTINE)
       are_known |= votes >= _VOTES_TO_QUARANTINE
-      name = f'device {device.id} ({device.device_kind}) of {host}'
-      records.append(FaultyDevice(found.step, host, place, name, found.what, found.is_voted, is_out, event))
+      name = f'device {device.id} ({device.device_kind}) of {seat.host}'
+      fault = FaultyDevice(found.step, seat.host, place, name, found.what, found.is_voted, is_out, event, seat.slot)
+      records.append(fault)
     if not records:
       records = [FaultyDevice(found.step, '', -1, 'not known', found.what, event=event)]
     is_over = len({(k.event, k.step) for k in known}) >= self._most or (are_known and not self._elastic)
@@ -104,6 +108,15 @@ class CorruptionPolicy:
 def host_names() -> list[str]:
   """Returns the name of each process's host; all processes call this."""
   return gather_texts(socket.gethostname())
+
+
+def process_seats() -> list[Seat]:
+  """Returns where each process runs, by its index; all processes call this."""
+  seats: list[Seat] = []
+  for text in gather_texts(f'{os.environ.get(PLACE, "")} {socket.gethostname()}'):
+    place, _, host = text.partition(' ')
+    seats.append(Seat(host, int(place) if place.isdecimal() else sum(seat.host == host for seat in seats)))
+  return seats
 
 
 def describe_devices(devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:

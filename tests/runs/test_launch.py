@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +28,13 @@ from praxis_lite.runs import run_train
 from praxis_lite.runs.cluster import launch
 from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
 from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, the_verdict
-from praxis_lite.runs.records.faulty_devices import FaultyDevice, record_faulty_devices
+from praxis_lite.runs.corruption import Corruption, CorruptionPolicy
+from praxis_lite.runs.records.faulty_devices import (
+  FaultyDevice,
+  Seat,
+  leave_out_quarantined,
+  record_faulty_devices,
+)
 from praxis_lite.runs.records.history import note_event, read_history
 from praxis_lite.runs.records.run_config import held_for_training
 
@@ -133,7 +140,7 @@ def test_a_place_that_is_lost_twice_is_replaced_by_a_spare_and_one_loss_is_forgi
   assert event.text.startswith('place 2 takes over from place 1')
 
 
-def test_a_slow_place_that_is_lost_once_or_has_a_faulty_device_is_blamed(tmp_path):
+def test_a_slow_place_that_is_lost_once_or_has_a_faulty_device_is_blamed(tmp_path, monkeypatch):
   blame = Blame()
   began = time.time() - 1
   note_event(tmp_path, 'slow_host', 30, 'process 1 is slow', {'process': 1})
@@ -144,12 +151,19 @@ def test_a_slow_place_that_is_lost_once_or_has_a_faulty_device_is_blamed(tmp_pat
   assert blame.reasons(4) == []
   blame.add(Evidence(4, 'lost (SIGKILL)'), Evidence(0, 'lost (SIGKILL)'))
   assert blame.reasons(4) == ['slow at step 30', 'lost (SIGKILL)'] and blame.reasons(0) == []
-  fault = FaultyDevice(
-    5, 'n1', 0, 'device 2 (cpu, host n1, process 2)', 'x', is_voted=True, is_quarantined=True, event=1
-  )
-  record_faulty_devices(tmp_path, [fault])
+  monkeypatch.setenv('PRAXIS_LITE_PLACE', '2')  # As `launch` sets it.
+  policy = CorruptionPolicy(tmp_path, 'fail', elastic=True, most=3)
+  policy.answer(Corruption(0, 5, 'step 5: replicas differ', jax.devices()[1:2], is_voted=True))
   blame.add(*corrupt_places(tmp_path, [0, 4, 2]))
-  assert blame.reasons(2) == ['its device 2 is quarantined'] and corrupt_places(None, [0]) == []
+  assert blame.reasons(2) == ['its device 1 is quarantined'] and corrupt_places(None, [0]) == []
+  assert corrupt_places(tmp_path, [0, 4, 3]) == []
+  # The same device of another place on this machine is healthy; a record of an earlier version has no place.
+  host, devices = socket.gethostname(), jax.devices()[:2]
+  left = lambda slot: len(leave_out_quarantined(devices, tmp_path, [Seat(host, slot)])[0])  # noqa: E731
+  assert (left(2), left(3)) == (1, 2)
+  file = tmp_path / 'faulty_devices.jsonl'
+  file.write_text(file.read_text().replace(', "slot": 2', ''))
+  assert (left(2), left(3)) == (1, 1) and corrupt_places(tmp_path, [0, 4, 2]) == []
 
 
 def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():

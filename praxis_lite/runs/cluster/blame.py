@@ -12,7 +12,6 @@ So a single loss, which happens to any host, is forgiven, and a second one, or o
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +65,11 @@ def recorded_evidence(directory: Path | None, places: list[int], since: float) -
 
 
 def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
-  """Returns the evidence of the last corruption that a run has recorded: devices that it has quarantined."""
+  """Returns the evidence of the last corruption that a run has recorded: devices that it has quarantined.
+
+  Args:
+    directory, places: as in `recorded_evidence`. `launch` gives each process its place, which is the slot of its devices.
+  """
   if directory is None:
     return []
   from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # Imports JAX.
@@ -74,8 +77,7 @@ def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
   known = read_faulty_devices(directory)
   found = {}
   for each in known:
-    process = re.search(r'process (\d+)\)', each.device)
     is_last = (each.event, each.step) == (known[-1].event, known[-1].step)
-    if each.is_quarantined and is_last and process and int(process[1]) < len(places):
-      found[int(process[1])] = f'its {each.device.partition(" (")[0]} is quarantined'
-  return [Evidence(places[process], what, _ENOUGH) for process, what in found.items()]
+    if each.is_quarantined and is_last and each.slot in places:
+      found[each.slot] = f'its {each.device.partition(" (")[0]} is quarantined'
+  return [Evidence(place, what, _ENOUGH) for place, what in found.items()]

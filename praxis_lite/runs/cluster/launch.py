@@ -35,11 +35,9 @@ from praxis_lite.common.errors import FAULTY_DEVICE_CODE, LostHostError, UserErr
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
-from praxis_lite.runs.cluster.clusters import LAUNCHER
+from praxis_lite.runs.cluster.clusters import LAUNCHER, PLACE
 from praxis_lite.runs.records.history import note_event
 
-# The environment variable with the number of the place of a process.
-PLACE = 'PRAXIS_LITE_PLACE'
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
 # Once one process has noticed that another was lost, all processes should end within this many seconds.

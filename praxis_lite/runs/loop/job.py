@@ -18,7 +18,7 @@ from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.answers import AnswerSampling
-from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, host_names
+from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, process_seats
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers.base import Logger
@@ -156,7 +156,7 @@ def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[j
   if not options.elastic:
     return options.devices, []
   given = jax.devices() if options.devices is None else options.devices
-  devices, out = leave_out_quarantined(given, directory, host_names())
+  devices, out = leave_out_quarantined(given, directory, process_seats())
   lines = [f'quarantined, and not used: {", ".join(first_lines(out))}; see {directory / FAULTY_DEVICES}'] if out else []
   return (devices if out else options.devices), lines
 

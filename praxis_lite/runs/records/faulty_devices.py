@@ -1,10 +1,10 @@
 """The record of devices that gave wrong values, `faulty_devices.jsonl` in the run's directory.
 
     {"step": 200, "host": "n1", "place": 3, "device": "device 3 (...)", "what": "...", "is_voted": true,
-     "is_quarantined": false, "event": 1}
+     "is_quarantined": false, "event": 1, "slot": 0}
 
-A device is known by its host and its place among the devices of its process, which stay the same after a restart. A run
-with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove the file, or the device's lines.
+A device is known by its host, the slot of its process there, and its place among the devices of the process, which stay
+the same after a restart. A run with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove the file, or the device's lines.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ FAULTY_DEVICES = 'faulty_devices.jsonl'
 _MOST_RECORDED = 1000
 
 
+class Seat(NamedTuple):
+  """Where a process runs, whatever its index.
+
+  Attributes:
+    host: the name of its host.
+    slot: the number of the place that `launch` gave it; of others, the number, from 0, among the processes of the host.
+  """
+
+  host: str
+  slot: int
+
+
 class FaultyDevice(NamedTuple):
   """One time that a device was suspected.
 
@@ -35,6 +47,7 @@ class FaultyDevice(NamedTuple):
     is_voted: whether a majority of devices has outvoted it; otherwise another device may be at fault.
     is_quarantined: whether runs with `--elastic` leave it out from now on.
     event: the number, from 1, of what was found; devices that were suspected together share it. 0 in older records.
+    slot: of its process, as in `Seat`; -1 in older records, which are of any process of the host.
   """
 
   step: int
@@ -45,6 +58,11 @@ class FaultyDevice(NamedTuple):
   is_voted: bool = False
   is_quarantined: bool = False
   event: int = 0
+  slot: int = -1
+
+  def is_at(self, seat: Seat, place: int) -> bool:
+    """Whether this is about the device at a place among those of the process at `seat`."""
+    return (self.host, self.place) == (seat.host, place) and self.slot in (-1, seat.slot)
 
 
 def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
@@ -70,20 +88,21 @@ def place_of(device: jax.Device) -> int:
 
 
 def leave_out_quarantined(
-  devices: Sequence[jax.Device], directory: Path, hosts: Sequence[str]
+  devices: Sequence[jax.Device], directory: Path, seats: Sequence[Seat]
 ) -> tuple[list[jax.Device], list[str]]:
   """Returns the devices that are not quarantined, and the names of the others; all processes call this.
 
   Args:
-    hosts: the name of each process's host, by the index of the process.
+    seats: where each process runs, by its index.
   """
-  quarantined = {(known.host, known.place) for known in read_faulty_devices(directory) if known.is_quarantined}
+  quarantined = [known for known in read_faulty_devices(directory) if known.is_quarantined]
   healthy, out = [], []
   for device in devices:
-    is_out = (hosts[device.process_index], place_of(device)) in quarantined
+    seat, place = seats[device.process_index], place_of(device)
+    is_out = any(known.is_at(seat, place) for known in quarantined)
     is_out = broadcast_decision(is_out) if jax.process_count() > 1 else is_out
     if is_out:
-      out.append(f'device {device.id} of {hosts[device.process_index]}')
+      out.append(f'device {device.id} of {seat.host}')
     else:
       healthy.append(device)
   return healthy, out
