@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
+import time
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,9 @@ import pytest
 from small_states import layout_on, random_state
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.runs.cluster import emergency
+from praxis_lite.runs.cluster import emergency, peers as peers_module
 from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
-from praxis_lite.runs.cluster.peers import PeerError, Peers, peers_of
+from praxis_lite.runs.cluster.peers import PeerError, Peers, failure_domains, receivers_of
 from praxis_lite.runs.records.lineage import forget_copies
 
 POSITION = {'epoch': 1, 'position': 12}
@@ -183,18 +186,148 @@ def test_without_directories_nothing_happens_and_after_the_run_nothing_is_left(d
 # ---- copies on peers
 
 
+def in_domains(processes, size):
+  return failure_domains([str(process) for process in range(processes)], size)
+
+
 def test_peers_are_in_other_failure_domains_and_the_parts_are_dealt_out_evenly():
-  assert [peers_of(i, 6, 2, 1) for i in range(6)] == [[2], [3], [4], [5], [0], [1]]
-  assert peers_of(0, 8, 2, 3) == [2, 4, 6] and peers_of(0, 4, 4, 1) == [] and peers_of(0, 1, 1, 1) == []
+  assert receivers_of(in_domains(6, 2), 1) == [[2], [3], [4], [5], [0], [1]]
+  assert receivers_of(in_domains(8, 2), 3)[0] == [2, 4, 6] and receivers_of([0], 1) == [[]]
+  assert receivers_of(in_domains(4, 4), 1) == [[]] * 4
   for processes in range(1, 14):
     for size in range(1, 6):
       domains = -(-processes // size)
-      for i in range(processes):
-        found = peers_of(i, processes, size, 2)
-        others = {peer // size for peer in found} - {i // size}
-        assert len(found) == len(others) == min(2, domains - 1)
-      if processes % size == 0 and domains > 1:
-        assert sorted(peers_of(i, processes, size, 1)[0] for i in range(processes)) == list(range(processes))
+      found = receivers_of(in_domains(processes, size), 2)
+      for i, peers in enumerate(found):
+        assert len(peers) == len({peer // size for peer in peers} - {i // size}) == min(2, domains - 1)
+  # Unequal domains: of 8, 8 and 4, all receive one; of 8 and 4, two each of the 8; of 8 and 1, one receives all.
+  for processes, size, received in [(20, 8, [1] * 20), (12, 8, [1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 2, 2])]:
+    counts = Counter(peer for peers in receivers_of(in_domains(processes, size), 1) for peer in peers)
+    assert [counts[i] for i in range(processes)] == received
+
+
+def test_processes_that_share_a_folder_are_in_one_failure_domain():
+  """Two hosts with eight processes each send to each other, although `failure_domain` is 1."""
+  hosts = ['a'] * 8 + ['b'] * 8
+  assert failure_domains(hosts, 1) == [0] * 8 + [8] * 8
+  assert all(peer // 8 != i // 8 for i, (peer,) in enumerate(receivers_of(failure_domains(hosts, 1), 1)))
+  assert failure_domains('abab', 1) == [0, 1, 0, 1] and failure_domains('abbc', 2) == [0] * 4
+
+
+@pytest.mark.parametrize(
+  'folders, own, line, receivers',
+  [
+    (
+      'aabb',
+      1,
+      'process 1 sends its part of the state, .*, to process 3 at each copy; a process keeps up to 6',
+      [3],
+    ),
+    ('aaaa', 1, 'all processes have the same folder, so none sends its part to another', []),
+    ('aaab', 3, 'process 3 sends its part of the state, .*, to process 0 at each copy; a process keeps up to 12', [0]),
+  ],
+)
+def test_the_line_about_peers_names_those_that_a_process_sends_to(
+  disk, layout, monkeypatch, folders, own, line, receivers
+):
+  rooms = []
+  monkeypatch.setattr(emergency.jax, 'process_count', lambda: 4)
+  monkeypatch.setattr(emergency, 'folders_of_all', lambda folder: list(folders))
+  monkeypatch.setattr(emergency, 'gather_texts', lambda text: [text] * 4)
+  monkeypatch.setattr(emergency, 'Peers', lambda folder, lineage: None)
+  monkeypatch.setattr(emergency, '_lineage_in', lambda file: 1)
+  monkeypatch.setattr(emergency, '_num_bytes', lambda shapes: 1090)
+  monkeypatch.setattr(emergency, '_check_room', lambda folder, num_bytes, what: rooms.append(num_bytes))
+  monkeypatch.setattr(emergency.jax, 'process_index', lambda: own)
+  if folders == 'aaab':  # The room is that of all parts of the processes in this folder.
+    with pytest.raises(UserError, match=r'peers = 2 needs 3 failure domains, .* have 2; processes that share a folder'):
+      EmergencyCopies(disk.parent / 'run', [str(disk)], *layout, peers=2)
+    rooms.clear()
+  copies = EmergencyCopies(disk.parent / 'run', [str(disk)], *layout, peers=1)
+  assert re.match(f'emergency copies: {line}', copies.costs) and copies._receivers == receivers
+  assert rooms == [2180] + {'aabb': [2 * 6 * 1090], 'aaaa': [], 'aaab': [3 * 4 * 1090]}[folders]
+
+
+class FakePeers:
+  def __init__(self):
+    self.kept, self.is_there = [], True
+
+  def put(self, peer, name, parts):
+    if not self.is_there:
+      raise PeerError('timed out')
+    self.kept.append(name)
+
+  def close(self):
+    pass
+
+
+def test_the_last_copy_that_is_on_all_peers_is_kept_until_a_newer_one_is(disk, layout):
+  copies = opened(disk, layout)
+  copies._peers, copies._receivers = FakePeers(), [0]
+  names = lambda: sorted(file.name for file in disk.rglob('*.0'))  # noqa: E731
+  for step, is_there, kept in [(2, True, '2'), (4, False, '2 4'), (6, False, '2 6'), (8, True, '8')]:
+    copies._peers.is_there = is_there
+    copies.write(step, random_state(layout, step, step), None, 0)
+    assert bool(copies.settle()) == (step in (4, 8))
+    assert names() == [f'{step}.0' for step in kept.split()]
+
+
+def test_parts_of_two_starts_and_parts_of_another_step_are_not_taken_for_one_copy(disk, layout):
+  """The same step and the same position in the data, with other values."""
+  saves = []
+  for seed in (1, 2):
+    copies = opened(disk, layout)
+    copies.write(4, random_state(layout, seed, 4), POSITION, 0)
+    copies.settle()
+    saves.append(EmergencyCopy(next(disk.rglob('4.0'))))
+  assert saves[0].save != saves[1].save and saves[1].save == emergency._save_in(next(disk.rglob('4.0')))
+  assert emergency._save_of({'step': 4, 'input_state': None})  # A copy of an earlier version.
+  data = next(disk.rglob('4.0')).read_bytes()
+
+  class Gives:
+    def get(self, peer, name, to):
+      to.write_bytes(data)
+
+  found = {}
+  told = copies._fetch(Gives(), 4, saves[0].save, [0], found, 0)
+  assert told == 'process 0 has given a part of another copy than the one of step 4' and not found
+  assert 'of another copy' in copies._fetch(Gives(), 6, saves[1].save, [0], found, 0) and not found
+  assert copies._fetch(Gives(), 4, saves[1].save, [0], found, 0) == '' and found[4].step == 4
+
+
+def test_of_many_parts_the_newest_are_told_whole():
+  for count in range(90, 140):
+    words = emergency._list_of({(1000 + i // 100, i): 'a1b2c3d4' for i in range(count)}).split()
+    assert all(re.fullmatch(r'100[01]\.\d+:a1b2c3d4', word) for word in words) and len(' '.join(words)) < 2000
+    assert words[0].startswith('1001.' if count > 100 else '1000.')
+
+
+def test_a_transfer_that_goes_on_slowly_is_not_ended_and_every_name_of_a_peer_is_tried(tmp_path, monkeypatch):
+  """40 MiB at 20 MiB/s, with a time limit of one second for each block."""
+  monkeypatch.setattr(peers_module, '_TIMEOUT_S', 1.0)
+  receive = peers_module._receive
+
+  class Slow:
+    def __init__(self, file):
+      self._file = file
+
+    def read(self, size):
+      time.sleep(size / 2**20 / 20)
+      return self._file.read(size)
+
+  monkeypatch.setattr(peers_module, '_receive', lambda file, path, size: receive(Slow(file), path, size))
+  peers = Peers(tmp_path, 7)
+  try:
+    peers.put(0, '4.1', [b'h\n', memoryview(bytes(40 << 20))])
+    assert (tmp_path / '4.1').stat().st_size == 2 + (40 << 20)
+    port = peers._addresses[0].port
+    peers._addresses = [peers_module.Address(['no-such-host.invalid', 'a' * 70 + '.b', 'localhost'], port)]
+    peers.put(0, '5.1', [b'x'])
+    peers._addresses = [peers_module.Address(['no-such-host.invalid'], port)]
+    with pytest.raises(PeerError, match=r'process 0 at no-such-host.invalid:.* does not answer'):
+      peers.put(0, '5.1', [b'x'])
+  finally:
+    peers.close()
 
 
 def test_a_peer_keeps_whole_parts_gives_them_back_and_refuses_everything_else(tmp_path):

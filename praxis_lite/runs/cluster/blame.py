@@ -12,10 +12,11 @@ So a single loss, which happens to any host, is forgiven, and a second one, or o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from praxis_lite.runs.records.history import read_history
+from praxis_lite.runs.records.history import RunEvent
 
 _ENOUGH = 2
 
@@ -44,20 +45,17 @@ class Blame:
     return [each.what for each in own] if sum(each.weight for each in own) >= _ENOUGH else []
 
 
-def recorded_evidence(directory: Path | None, places: list[int], since: float) -> list[Evidence]:
-  """Returns the evidence in the records of a run since a moment, in seconds since 1970.
+def recorded_evidence(events: Sequence[RunEvent], places: list[int]) -> list[Evidence]:
+  """Returns the evidence in the history of a run.
 
   Args:
-    directory: the run's directory; None if it is not known.
+    events: the events of an attempt.
     places: the place of each process of the attempt, by its index.
-    since: when the attempt began.
   """
-  if directory is None:
-    return []
   found = []
-  for event in read_history(directory):
+  for event in events:
     process = event.about.get('process')
-    if event.kind != 'slow_host' or event.time < since or not isinstance(process, int) or process is True:
+    if event.kind != 'slow_host' or not isinstance(process, int) or process is True:
       continue
     if 0 <= process < len(places):
       found.append(Evidence(places[process], f'slow at step {event.step}'))
@@ -68,7 +66,8 @@ def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
   """Returns the evidence of the last corruption that a run has recorded: devices that it has quarantined.
 
   Args:
-    directory, places: as in `recorded_evidence`. `launch` gives each process its place, which is the slot of its devices.
+    directory: the run's directory; None if it is not known.
+    places: as in `recorded_evidence`; `launch` gives each process its place, which is the slot of its devices.
   """
   if directory is None:
     return []

@@ -11,7 +11,8 @@ Before a copy begins, all processes agree on whether the previous one is complet
 removed. So one copy is always complete on all hosts, and a host has at most two.
 
 With `peers`, each process also sends its part to other processes, which keep it in the first of their directories.
-After a restart, a process without its part gets it from a peer: see `peers.py`.
+After a restart, a process without its part gets it from a peer: see `peers.py`. The last copy that is on all peers is
+kept until a newer one is, so a host has at most three.
 
 A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
 begins, and the copies of the old one are never read.
@@ -29,6 +30,7 @@ import secrets
 import shutil
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +52,7 @@ from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, remove_all, user_path
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import leaves_by_path, map_with_path, path_name
-from praxis_lite.runs.cluster.peers import INCOMPLETE, PeerError, Peers, peers_of, same_folder
+from praxis_lite.runs.cluster.peers import INCOMPLETE, PeerError, Peers, failure_domains, folders_of_all, receivers_of
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
@@ -104,7 +106,7 @@ class EmergencyCopy:
     progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
     record: the other entries of its line of JSON: 'mesh', 'processes', 'variables', 'checkpoint'.
-    save: a digest that is the same for all parts of one copy, in all processes.
+    save: a digest that is the same for all parts of one copy, in all processes. Another start of the run has another.
 
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file has changed since it was written.
@@ -119,7 +121,7 @@ class EmergencyCopy:
       self.input_state: dict[str, Any] | None = self.record['input_state']
       self.progress: dict[str, Any] | None = self.record.get('progress')
       self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
-      self.save = _digest([self.step, self.input_state])
+      self.save = _save_of(self.record)
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
         shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
@@ -191,8 +193,9 @@ class EmergencyCopies:
     self._lineage_file = job_log_dir / LINEAGE
     self._lineage = _lineage_in(self._lineage_file) if directories else 0
     self._folders = [home / str(self._lineage) for home in self._homes]
+    self._start = gather_texts(secrets.token_hex(8))[0] if directories else ''  # An id of this start of the run.
     for folder in self._folders:
-      _make(folder, 2 * (1 + peers) * _num_bytes(shapes))
+      _make(folder, 2 * _num_bytes(shapes))
       for other in folder.parent.iterdir():
         if other != folder:
           remove_all(other)
@@ -200,6 +203,7 @@ class EmergencyCopies:
     self._writing: threading.Thread | None = None
     self._step, self._error, self._told = 0, '', ''  # The last copy: its step, its error here, the reported error.
     self._unsent = ''  # Why the last copy is not on a peer.
+    self._on_peers = 0  # The step of the last copy that is on all peers.
     self._peers: Peers | None = None
     self._receivers: list[int] = []
     self.costs = ''
@@ -245,6 +249,7 @@ class EmergencyCopies:
       if not any(why):
         why[0] = f'the parts of step {newest} on the hosts come from different copies'
     self._remove(lambda other: other != step)
+    self._on_peers = step
     return copies.get(step), f'emergency copies that are not used: {join_by_host(why)}' if any(why) else ''
 
   def write(
@@ -274,8 +279,13 @@ class EmergencyCopies:
     if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # Restarts need this file to find copies; the next copy retries.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
-    of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
-    of_run['progress'] = progress
+    of_run: dict[str, Any] = {
+      'step': step,
+      'checkpoint': checkpoint,
+      'input_state': input_state,
+      'metrics': list(metrics),
+    }
+    of_run |= {'progress': progress, 'start': self._start}
     self._step, self._error = step, 'it was not written'
     arguments = {**self._about, **of_run}, _shards_of(state)
     self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')
@@ -291,8 +301,11 @@ class EmergencyCopies:
       return ''
     self._wait()
     step, failed = self._step, join_by_host(gather_texts(self._error))
-    self._remove(lambda other: other == step if failed else other < step)
-    failed = failed or self._why_unsent()
+    unsent = self._why_unsent()
+    if not failed and not unsent:
+      self._on_peers = step
+    self._remove(lambda other: other == step if failed else other < step and other != self._on_peers)
+    failed = failed or unsent
     before, self._told = self._told, failed
     if failed == before:
       return ''
@@ -324,23 +337,31 @@ class EmergencyCopies:
 
   def _find_peers(self, peers: int, failure_domain: int, num_bytes: int) -> None:
     count = jax.process_count()
-    short = [i for i in range(count) if len(peers_of(i, count, failure_domain, peers)) < peers]
-    if short:
+    folders = folders_of_all(self._folders[0])
+    own = folders[self._process]
+    if len(set(folders)) == 1:
+      self.costs = 'emergency copies: all processes have the same folder, so none sends its part to another'
+      return
+    domains = failure_domains(folders, failure_domain)
+    if len(set(domains)) <= peers:
       raise UserError(
         f'{_FIELD}.peers = {peers} needs {peers + 1} failure domains, and {number_of(count, "process")} in domains of '
-        f'{failure_domain} have {math.ceil(count / failure_domain)}'
+        f'{failure_domain} have {len(set(domains))}; processes that share a folder are in one domain'
       )
-    receivers = peers_of(self._process, count, failure_domain, peers)
-    shared = same_folder(self._folders[0])
+    receivers = receivers_of(domains, peers)
     self._peers = Peers(self._folders[0], self._lineage)
-    self._receivers = [peer for peer in receivers if peer not in shared]
-    size, several = format_bytes(num_bytes), f'{number_of(peers, "peer")} in other failure domains'
+    self._receivers = receivers[self._process]
+    received = Counter(peer for of_one in receivers for peer in of_one)
+    # A copy that is on all peers, one that is not, and one that is written; other folders of this host have two.
+    kept = {process: 3 * (1 + received[process]) for process in range(count)}
+    total = sum(kept[process] for process in range(count) if folders[process] == own) * num_bytes
+    _check_room(self._folders[0], total, 'copies and those of its peers')
+    to, most = ', '.join(map(str, self._receivers)), max(kept.values())
     self.costs = (
-      f'emergency copies: process 0 sends its part of the state, {size}, to {several} at each copy; each host keeps up '
-      f'to {2 * (1 + peers)} such parts, {format_bytes(2 * (1 + peers) * num_bytes)}'
+      f'emergency copies: process {self._process} sends its part of the state, {format_bytes(num_bytes)}, to '
+      f'{"process" if peers == 1 else "processes"} {to} at each copy; a process keeps up to {most} such parts, '
+      f'{format_bytes(most * num_bytes)}'
     )
-    if len(shared) > 1:
-      self.costs += '; processes in one folder keep no parts for each other'
 
   def _why_unsent(self) -> str:
     if self._peers is None:
@@ -359,7 +380,7 @@ class EmergencyCopies:
       if process.isdecimal() and int(process) != self._process and step > checkpoint:
         with contextlib.suppress(*_NO_COPY):
           held[step, int(process)] = _save_in(file)
-    told = gather_texts(' '.join(f'{step}.{process}:{save}' for (step, process), save in held.items()), _MOST_HELD)
+    told = gather_texts(_list_of(held), _MOST_HELD)
     holders: dict[tuple[int, str, int], list[int]] = {}  # Of each part, by its step, save and process.
     for holder, of in enumerate(told):
       for word in of.split():
@@ -373,14 +394,20 @@ class EmergencyCopies:
     for step, save in sorted(complete, reverse=True):
       problem = ''
       if step not in copies or copies[step].save != save:
-        problem = self._fetch(peers, step, holders[step, save, self._process], copies, checkpoint)
+        problem = self._fetch(peers, step, save, holders[step, save, self._process], copies, checkpoint)
         problems += [problem] if problem else []
       if not any(gather_texts(problem)):
         break
     return problems
 
   def _fetch(
-    self, peers: Peers, step: int, holders: Sequence[int], copies: dict[int, EmergencyCopy], checkpoint: int
+    self,
+    peers: Peers,
+    step: int,
+    save: str,
+    holders: Sequence[int],
+    copies: dict[int, EmergencyCopy],
+    checkpoint: int,
   ) -> str:
     """Gets this process's part of a copy from the first holder that gives it; returns why there is none, or ''."""
     name = f'{step}.{self._process}'
@@ -391,6 +418,8 @@ class EmergencyCopies:
         peers.get(holder, name, file)
         copy = EmergencyCopy(file)
         problem = self._reason_against(copy, checkpoint)
+        if (copy.step, copy.save) != (step, save):
+          problem = f'process {holder} has given a part of another copy than the one of step {step}'
         if not problem:
           copies[step] = copy
           return ''
@@ -459,7 +488,9 @@ def _lineage_in(file: Path) -> int:
   return int(multihost_utils.broadcast_one_to_all(np.int32(lineage)))
 
 
-def _digest(content: object) -> str:
+def _save_of(record: dict[str, Any]) -> str:
+  """Returns the digest of a save: two starts of a run may write other values at the same step and position."""
+  content = [record['step'], record['input_state'], record.get('start', '')]
   return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
@@ -467,7 +498,18 @@ def _save_in(file: Path) -> str:
   """Returns the digest of the save in the file of a copy, by its first line; the rest is not read."""
   with open_plain(file) as opened:
     record = remove_checksum(parse_json(opened.readline()), 'its record')
-  return _digest([record['step'], record['input_state']])
+  return _save_of(record)
+
+
+def _list_of(held: dict[tuple[int, int], str]) -> str:
+  """Returns parts by their step and process as text: the newest, as many as fit into `_MOST_HELD` bytes."""
+  text = ''
+  for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
+    longer = f'{text} {step}.{process}:{save}'
+    if len(longer) > _MOST_HELD:
+      break
+    text = longer
+  return text
 
 
 def _user_folder() -> str:
@@ -486,13 +528,21 @@ def _make(folder: Path, num_bytes: int) -> None:
     if hasattr(os, 'getuid') and (of_user.is_symlink() or of_user.stat().st_uid != os.getuid()):
       raise OSError(f'{of_user} is of another user')
     folder.mkdir(parents=True, exist_ok=True)
-    total = shutil.disk_usage(folder).total
   except OSError as error:
     reason = error.strerror or error
     raise UserError(f'{_FIELD}.directories: {of_user.parent} cannot be used on this host: {reason}') from None
+  _check_room(folder, num_bytes, 'two copies')
+
+
+def _check_room(folder: Path, num_bytes: int, what: str) -> None:
+  """Raises UserError if the disk of a folder of a lineage is smaller than `num_bytes`, which `what` takes."""
+  try:
+    total = shutil.disk_usage(folder).total
+  except OSError:
+    return  # A later write says so.
   if total < num_bytes:
     raise UserError(
-      f'{_FIELD}.directories: {of_user.parent} has {total / 1e9:.2g} GB on this host, and two copies take '
+      f'{_FIELD}.directories: {folder.parent.parent.parent} has {total / 1e9:.2g} GB on this host, and {what} take '
       f'{num_bytes / 1e9:.2g} GB'
     )
 

@@ -7,8 +7,8 @@
 
 A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
-With `spares`, a place that `blame.py` blames is left to a spare one. Without, or if no spare is left, a host that ends
-first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
+With `spares`, a place that `blame.py` blames is left to a spare one. Without, or if no spare is left, a place that is
+lost first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
 After the exit code of CorruptionError it is restarted only if that has quarantined a device and the command has
 `--elastic`, which leaves the device out.
 
@@ -36,7 +36,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
 from praxis_lite.runs.cluster.clusters import LAUNCHER, PLACE
-from praxis_lite.runs.records.history import note_event
+from praxis_lite.runs.records.history import EventKind, RunEvent, note_event, read_history
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
@@ -103,6 +103,10 @@ class _RunDirectory:
         if os.listdir(self.path):
           self._about = about
 
+  def is_known(self) -> bool:
+    """Whether the directory is identified."""
+    return self._about is not None
+
   def is_lost(self) -> bool:
     """Whether the directory is no longer at its path; False if its storage cannot be reached."""
     if self.path is None or self._about is None:
@@ -167,20 +171,24 @@ class Launcher:
 
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
     """
-    count, restarts, last = self._processes, 0, Ended(0, -1)
+    count, restarts, lost = self._processes, 0, -1  # The place that was lost last.
     with self._passing_signals():
       while True:
         began = time.time()
-        before, last = last, self._attempt(count)
+        last = self._attempt(count)
         is_faulty = last.code == FAULTY_DEVICE_CODE
-        replaced = self._replace_places(last, began)
         if last.code == 0 or self._signals or not (is_restartable(last.code) or is_faulty):
           return last.code
-        if is_faulty and not replaced and not self._can_leave_out_device():
+        lost_before, lost = lost, self._lost_place(last)
+        self._add_evidence(lost, last.code, began)
+        blamed = self._blamed()
+        if is_faulty and not blamed and not self._can_leave_out_device():
           self._say(_AFTER_FAULT)
           return last.code
         why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
         gone = f'host {last.host} of {count} {why}'
+        if lost >= 0 and not any(event.kind == 'lost' for event in self._events_since(began)):
+          self._note('lost', gone, last.host)  # Nobody who remained has written that.
         if self._directory.is_lost():
           self._say(
             f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
@@ -190,9 +198,8 @@ class Launcher:
         if restarts == self._max_restarts:
           self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
           return last.code
-        gone += replaced
-        is_lost_again = not is_faulty and not replaced and (before.host, before.code != 0) == (last.host, True)
-        if is_lost_again and count > self._min_processes:
+        gone += self._replace_places(blamed)
+        if lost >= 0 and lost == lost_before and not blamed and not self._spares and count > self._min_processes:
           count -= 1
           self._places.pop(last.host)
           gone += f' twice, so the job goes on with {number_of(count, "process")}'
@@ -201,25 +208,47 @@ class Launcher:
         self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')
         if self._wait(seconds):
           return last.code
+        self._note('restarted', f'restart {restarts} of {self._max_restarts}, after host {last.host} {why}')
 
-  def _replace_places(self, last: Ended, began: float) -> str:
-    """Replaces the places that are blamed after an attempt by spare ones; returns what was done as text, or ''."""
-    directory, places = self._directory.path, self._places
-    self._blame.add(*recorded_evidence(directory, places, began))
-    if last.code == FAULTY_DEVICE_CODE:
-      self._blame.add(*corrupt_places(directory, places))
-    elif is_restartable(last.code):
-      self._blame.add(Evidence(places[last.host], f'lost ({exit_text(last.code)})'))
+  def _lost_place(self, last: Ended) -> int:
+    """Returns the place of the process that was lost first; -1 if nothing says which.
+
+    LostHostError ends those that have noticed a loss. If all end with it, they were alive and could not communicate.
+    """
+    is_known = is_restartable(last.code) and last.code != LostHostError.exit_code
+    return self._places[last.host] if is_known else -1
+
+  def _add_evidence(self, lost: int, code: int, began: float) -> None:
+    """Adds what was seen in an attempt that began at a moment, and in which the process at place `lost` was lost."""
+    self._blame.add(*recorded_evidence(self._events_since(began), self._places))
+    if code == FAULTY_DEVICE_CODE:
+      self._blame.add(*corrupt_places(self._directory.path, self._places))
+    if lost >= 0:
+      self._blame.add(Evidence(lost, f'lost ({exit_text(code)})'))
+
+  def _blamed(self) -> list[int]:
+    """Returns the indices of the processes whose places are blamed, as many as there are spares."""
+    return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
+
+  def _replace_places(self, blamed: Sequence[int]) -> str:
+    """Gives spare places to processes; returns what was done as text, or ''."""
     done = ''
-    for i, place in enumerate(places):
-      reasons = self._blame.reasons(place)
-      if reasons and self._spares and not self._signals:
-        places[i] = self._spares.pop(0)
-        text = f'place {places[i]} takes over from place {place}, which is blamed: {", ".join(reasons)}'
-        done += f'; {text}; {number_of(len(self._spares), "spare")} left'
-        if directory is not None:
-          note_event(directory, 'replaced', text=text, about={'process': i})
+    for i in blamed:
+      place, self._places[i] = self._places[i], self._spares.pop(0)
+      reasons = ', '.join(self._blame.reasons(place))
+      text = f'place {self._places[i]} takes over from place {place}, which is blamed: {reasons}'
+      done += f'; {text}; {number_of(len(self._spares), "spare")} left'
+      self._note('replaced', text, i)
     return done
+
+  def _events_since(self, began: float) -> list[RunEvent]:
+    path = self._directory.path
+    return [event for event in read_history(path) if event.time >= began] if path is not None else []
+
+  def _note(self, kind: EventKind, text: str, process: int | None = None) -> None:
+    """Adds a line to the history of the run, once its directory has content."""
+    if self._directory.path is not None and self._directory.is_known() and not self._directory.is_lost():
+      note_event(self._directory.path, kind, text=text, about={} if process is None else {'process': process})
 
   def _can_leave_out_device(self) -> bool:
     """Whether the last corruption has quarantined a device, and the command trains without it."""

@@ -4,7 +4,8 @@
     the peer of each process            2 3   4 5   0 1
 
 A lost host takes its own part with it. After a restart, the host in its place gets the part from a peer.
-Parts go from process to process over TCP, not over storage. Each process has a thread that answers:
+Parts go from process to process over TCP, not over storage. Each process has a thread that answers, at a free port and
+all addresses of its host:
 
     {"token": "...", "lineage": 7, "put": "12.3", "size": 81920} and bytes -> {"error": ""}
     {"token": "...", "lineage": 7, "get": "12.3"}                          -> {"error": "", "size": 81920} and bytes
@@ -31,28 +32,65 @@ from praxis_lite.common.errors import first_line
 from praxis_lite.common.files import open_plain, parse_json
 from praxis_lite.common.processes import gather_texts
 
-# Seconds for which a host waits for a peer that does not answer, and the longest line of a request.
-_TIMEOUT_S = 60.0
+# Seconds for which a host waits for a connection, and for each block to or from a peer.
+_CONNECT_S, _TIMEOUT_S = 10.0, 60.0
+# The longest line of a request.
 _MOST_LINE = 4096
 _BLOCK = 1 << 20
 _NAME = re.compile(r'[0-9]{1,15}\.[0-9]{1,9}')
 INCOMPLETE = '.incomplete'
 
 
-def peers_of(process: int, processes: int, domain_size: int, count: int) -> list[int]:
-  """Returns the `count` processes that get copies of the part of `process`, or fewer if there are too few domains.
+def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
+  """Returns the `count` processes that get copies of the part of each process, or fewer if there are too few domains.
 
-  Each is in another failure domain than `process` and than the others; processes with successive indices, `domain_size`
-  of them, are one domain. The parts are dealt out evenly if the domains have equal sizes.
+  Each is in another failure domain than the sender and than the others. All processes receive equally many parts,
+  unless a domain is so large that this is impossible; then the parts are dealt out in turn.
+
+  Args:
+    domains: the failure domain of each process.
+  """
+  members: dict[int, list[int]] = {}
+  for process, domain in enumerate(domains):
+    members.setdefault(domain, []).append(process)
+  line = [process for domain in members.values() for process in domain]
+  largest = max(map(len, members.values()))
+  found: list[list[int]] = [[] for _ in domains]
+  if len(line) >= (1 + count) * largest:  # Those who are this far apart in the line are in different domains.
+    for at, process in enumerate(line):
+      found[process] = [line[(at + i * largest) % len(line)] for i in range(1, 1 + count)]
+    return found
+  received = dict.fromkeys(members, 0)
+  for process, domain in enumerate(domains):
+    others = sorted((received[other] / len(members[other]), other) for other in members if other != domain)
+    for _, other in others[:count]:
+      found[process].append(members[other][received[other] % len(members[other])])
+      received[other] += 1
+  return found
+
+
+def failure_domains(folders: Sequence[str], size: int) -> list[int]:
+  """Returns the failure domain of each process: `size` successive processes, and whoever shares a folder with them.
+
+  Args:
+    folders: names the folder of each process, on all hosts.
+    size: how many successive processes may be lost together.
   """
   found: list[int] = []
-  taken = {process // domain_size}
-  for distance in range(domain_size, domain_size + processes):
-    peer = (process + distance) % processes
-    if len(found) < count and peer // domain_size not in taken:
-      found.append(peer)
-      taken.add(peer // domain_size)
-  return found
+  of_folder: dict[str, int] = {}
+  joined: dict[int, int] = {}  # Domains that are part of an earlier one.
+
+  def root(domain: int) -> int:
+    while domain in joined:
+      domain = joined[domain]
+    return domain
+
+  for process, folder in enumerate(folders):
+    found.append(process // size)
+    pair = sorted({root(process // size), root(of_folder.setdefault(folder, process // size))})
+    if len(pair) == 2:
+      joined[pair[1]] = pair[0]
+  return [root(domain) for domain in found]
 
 
 class PeerError(Exception):
@@ -101,7 +139,8 @@ class Peers:
     size = sum(len(part) for part in parts)
     with self._request(peer, {'put': name, 'size': size}) as (sock, file):
       for part in parts:
-        sock.sendall(part)
+        for at in range(0, len(part), _BLOCK):  # The time limit is that of a call.
+          sock.sendall(part[at : at + _BLOCK])
       _check(file)
     self.sent += size
 
@@ -129,12 +168,16 @@ class Peers:
     address, errors = self._addresses[peer], []
     for name in address.names:
       try:
-        with socket.create_connection((name, address.port), timeout=_TIMEOUT_S) as sock, sock.makefile('rb') as file:
+        connected = socket.create_connection((name, address.port), timeout=_CONNECT_S)
+      except (OSError, UnicodeError) as error:  # Another name may be reachable.
+        errors.append(f'{name}: {first_line(error)}')
+        continue
+      try:
+        with connected as sock, sock.makefile('rb') as file:
+          sock.settimeout(_TIMEOUT_S)
           sock.sendall(json.dumps({'token': self._token, 'lineage': self._lineage, **request}).encode() + b'\n')
           yield sock, file
           return
-      except ConnectionRefusedError as error:
-        errors.append(first_line(error))
       except (OSError, ValueError, KeyError, TypeError) as error:
         raise PeerError(f'process {peer}: {first_line(error)}') from error
     raise PeerError(f'process {peer} at {address} does not answer: {"; ".join(dict.fromkeys(errors))}')
@@ -217,9 +260,7 @@ def _host_names() -> list[str]:
   return list(dict.fromkeys([*names, socket.gethostname()]))
 
 
-def same_folder(folder: Path) -> list[int]:
-  """Returns the processes that write to the same folder as this one; all processes call this."""
+def folders_of_all(folder: Path) -> list[str]:
+  """Returns a text for the folder of each process; equal texts are of the same folder. All processes call this."""
   about = os.stat(folder)
-  told = gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')
-  own = f'{socket.gethostname()} {about.st_dev} {about.st_ino}'
-  return [i for i, text in enumerate(told) if text == own]
+  return gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')

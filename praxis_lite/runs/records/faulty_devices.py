@@ -4,7 +4,8 @@
      "is_quarantined": false, "event": 1, "slot": 0}
 
 A device is known by its host, the slot of its process there, and its place among the devices of the process, which stay
-the same after a restart. A run with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove the file, or the device's lines.
+the same after a restart. A run with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove
+the file, or the device's lines.
 """
 
 from __future__ import annotations
