@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from praxis_lite.instruments.explain.page import fill_page, write_file
 from praxis_lite.runs.records.goodput import ACTIVITIES, seconds_of, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat
 from praxis_lite.runs.records.history import Attempt, RunEvent, attempts_of, read_history
-from praxis_lite.runs.records.status import Status, number_in
+from praxis_lite.runs.records.status import Status, number_in, ratio_to_others
 
 # Of each kind of event, the page has the last ones; and of the hosts, the slowest ones.
 _MOST_EVENTS, _MOST_HOSTS = 2000, 12
@@ -37,7 +36,7 @@ def write_status_page(path: str, directory: str, beats: Sequence[Heartbeat], sta
 def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> Mapping[str, object]:
   """Returns what the page shows, for JSON."""
   events = read_history(Path(directory))
-  attempts = attempts_of(events, beats[0])
+  attempts = attempts_of(events, beats[0], is_alive=status.life in ('alive', 'silent'))
   seconds = seconds_of(beats[0].goodput)
   spent = shares(seconds)
   lived = sum(attempt.ended - attempt.began for attempt in attempts)
@@ -54,9 +53,8 @@ def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> M
     'between': max(between, 0.0),
     'attempts': [_attempt(attempt) for attempt in attempts],
     'events': [_event(event) for event in _last_of_each_kind(events)],
-    'hosts': [_host(beat) for beat in sorted(beats, key=_product, reverse=True)[:_MOST_HOSTS]],
+    'hosts': _hosts(beats),
     'numHosts': len(beats),
-    'product': statistics.median(known) if (known := [p for p in map(_product, beats) if p > 0]) else 0,
   }
 
 
@@ -91,13 +89,22 @@ def _last_of_each_kind(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
   return found[::-1]
 
 
-def _host(beat: Heartbeat) -> Mapping[str, object]:
+def _hosts(beats: Sequence[Heartbeat]) -> Sequence[Mapping[str, object]]:
+  """Returns the processes with the slowest devices, the slowest first."""
+  ordered = sorted(beats, key=_product, reverse=True)
+  products = [product for product in map(_product, ordered) if product > 0]
+  ratios = [ratio_to_others(products, i) for i in range(min(len(products), _MOST_HOSTS))]
+  return [_host(beat, ratio) for beat, ratio in zip(ordered, [*ratios, *[0.0] * (_MOST_HOSTS - len(ratios))])]
+
+
+def _host(beat: Heartbeat, ratio: float) -> Mapping[str, object]:
   return {
     'process': beat.process,
     'host': beat.host,
     'median': number_in(beat.speed, 'median'),
     'p90': number_in(beat.speed, 'p90'),
     'product': _product(beat),
+    'ratio': ratio,
     'waited': number_in(beat.speed, 'waited'),
     'age': duration(max(beat.time - beat.started, 0.0)),
   }

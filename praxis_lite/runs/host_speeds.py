@@ -7,7 +7,6 @@ nothing else to do, it times a small product on each of its own devices; and it 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,11 +17,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.common.figures import duration
+from praxis_lite.runs.records.status import ratio_to_others
 
 # The side of the square matrices of the test product, how many follow each other, and how often it is timed.
 _SIDES = {'cpu': 128}
 _SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
-# A host is slow if its product takes this many times the median, this often in a row.
+# A host is slow if its product takes this many times the median of the others, this often in a row.
 SLOW, _IN_A_ROW = 1.5, 3
 
 
@@ -69,7 +69,7 @@ class HostSpeeds:
 
   Attributes:
     own: what this process has measured last.
-    slowest: the index of the slowest process, and how many times the median its product takes.
+    slowest: the index of the slowest process, and how many times the median of the others its product takes.
   """
 
   def __init__(self) -> None:
@@ -90,16 +90,16 @@ class HostSpeeds:
     return line
 
   def _judge(self, speeds: Sequence[HostSpeed]) -> tuple[tuple[int, float], str]:
-    median = statistics.median(speed.product for speed in speeds)
-    slowest = max(range(len(speeds)), key=lambda i: speeds[i].product)
-    ratio = speeds[slowest].product / max(median, 1e-9)
+    products = [speed.product for speed in speeds]
+    slowest = max(range(len(products)), key=lambda i: products[i])
+    ratio = ratio_to_others(products, slowest)
     count = self._in_a_row[1] + 1 if self._in_a_row[0] == slowest else 1
     self._in_a_row = (slowest, count if ratio > SLOW else 0)
     line = ''
     if self._in_a_row[1] == _IN_A_ROW:
       line = (
         f'process {slowest} is slow: before each of the last {_IN_A_ROW} saves, one of its devices took long for '
-        f'a test product, now {duration_of(speeds[slowest].product)}, {ratio:.1f} x the median of all processes'
+        f'a test product, now {duration_of(speeds[slowest].product)}, {ratio:.1f} x the median of the others'
       )
     return (slowest, ratio), line
 

@@ -88,7 +88,7 @@ function fillAttempts() {
     const next = data.attempts[i + 1];
     const lost = next && next.first < attempt.last ? `, ${number(attempt.last - next.first)} lost` : '';
     row.append(make('span', 'num', String(i + 1)), make('span', 'num', when(attempt.began)), make('span', 'num', span(attempt.ended - attempt.began)),
-      make('span', 'num', `${number(attempt.first)} to ${number(attempt.last)}${lost}`), bar, make('span', isBad(attempt) ? 'how bad' : 'how soft', attempt.how || 'goes on'));
+      make('span', 'num steps', `${number(attempt.first)} to ${number(attempt.last)}${lost}`), bar, make('span', isBad(attempt) ? 'how bad' : 'how soft', attempt.how || 'goes on'));
     $('attempts').append(row);
   });
   if (!data.attempts.length) $('attempts').append(make('p', 'empty', 'This run was trained by a version without a history.'));
@@ -98,14 +98,14 @@ function fillHosts() {
   const known = data.hosts.filter((host) => host.product > 0);
   $('hosts-section').hidden = known.length < 2;
   if (known.length < 2) return;
-  const most = Math.max(...known.map((host) => host.product)), middle = data.product;
+  const most = Math.max(...known.map((host) => host.product));
   $('hosts-about').textContent = `a test product on their devices, the slowest first${data.numHosts > known.length ? `; ${known.length} of ${number(data.numHosts)}` : ''}`;
   for (const host of known) {
     const row = make('div', 'row'), bar = make('div', 'bar'), fill = make('span');
     fill.style.width = `${(100 * host.product) / most}%`;
-    fill.style.setProperty('--fill', host.product > 1.5 * middle ? 'var(--bad)' : 'var(--training)');
+    fill.style.setProperty('--fill', host.ratio > 1.5 ? 'var(--bad)' : 'var(--training)');
     bar.append(fill);
-    row.append(make('span', '', `process ${host.process}, ${host.host}`), bar, make('span', 'num', `${span(host.product)}, ${(host.product / middle).toFixed(2)} x`),
+    row.append(make('span', '', `process ${host.process}, ${host.host}`), bar, make('span', 'num', `${span(host.product)}, ${host.ratio.toFixed(2)} x`),
       make('span', 'num soft', `step ${span(host.median)}, 90% ${span(host.p90)}`), make('span', 'num soft', `${percent(host.waited)} waiting`));
     $('hosts').append(row);
   }

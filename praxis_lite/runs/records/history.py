@@ -5,26 +5,30 @@
     {"time": 1764194425.0, "kind": "lost", "step": 130, "text": "host 3 (n3), which was in step 131, ...", "about": {}}
 
 An attempt is one start of the run's processes. One that is killed cannot write how it ended; the line of the next start
-says what was last known of it. A line that cannot be written is left out, and the run goes on.
+says what was last known of it. A line that cannot be written is left out, and the run goes on. Of more than 8 MiB, the
+older half is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from praxis_lite.common.errors import first_line
-from praxis_lite.common.files import KnownFolder, open_plain_to_write, parse_json, read_plain
+from praxis_lite.common.files import KnownFolder, open_plain, open_plain_to_write, parse_json, read_plain, replace_file
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.records.goodput import seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat
 
 HISTORY = 'history.jsonl'
 _MOST_TEXT = 500
+# A longer file loses the older half of its lines.
+_MOST_BYTES = 8 << 20
 
 EventKind = Literal[
   'started', 'saved', 'save_failed', 'nonfinite', 'went_back', 'slow_host', 'lost', 'replaced', 'restarted', 'ended'
@@ -84,16 +88,35 @@ def note_event(
       return
     directory = directory.path
   event = RunEvent(round(time.time(), 3), kind, step, text[:_MOST_TEXT], about or {})
-  with contextlib.suppress(OSError), open_plain_to_write(directory / HISTORY, append=True) as file:
-    file.write(f'{json.dumps(event._asdict())}\n'.encode())
+  line = f'{json.dumps(event._asdict())}\n'.encode()
+  path = directory / HISTORY
+  with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
+      line = _before_next(path) + line
+    with open_plain_to_write(path, append=True) as file:
+      file.write(line)
+
+
+def _before_next(path: Path) -> bytes:
+  """Returns a newline if the last line of a history is torn, otherwise nothing; shortens a history that is too long."""
+  with open_plain(path) as file:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    is_torn = file.read(1) not in (b'', b'\n')
+    if size <= _MOST_BYTES:
+      return b'\n' if is_torn else b''
+    file.seek(size // 2)
+    kept = file.read().partition(b'\n')[2]
+  replace_file(path, kept.decode(errors='replace') + ('\n' if is_torn else ''))
+  return b''
 
 
 def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[str, Any]:
   """Returns what the line 'started' says: the number of processes, and what is known of the attempt before."""
   about: dict[str, Any] = {'processes': processes}
   if earlier is not None:
-    before = {'time': round(earlier.time, 3), 'step': earlier.step, 'ended': earlier.ended}
-    about |= {'before': before | {'seconds': seconds_of(earlier.goodput)}}
+    times = {'time': round(earlier.time, 3), 'began': round(earlier.started, 3)}
+    about['before'] = {**times, 'step': earlier.step, 'ended': earlier.ended, 'seconds': seconds_of(earlier.goodput)}
   return about
 
 
@@ -117,27 +140,42 @@ def _event(data: Mapping[str, Any]) -> RunEvent:
   return RunEvent(float(data['time']), kind, step, text, data['about'])
 
 
-def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None) -> list[Attempt]:
+class _Beat(NamedTuple):
+  """What the last heartbeat before the next start says; `began` is when the process that wrote it began."""
+
+  time: float
+  began: float
+  step: int
+  ended: str
+  seconds: Mapping[str, float]
+
+
+def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive: bool = True) -> list[Attempt]:
   """Returns the attempts of a run in order.
 
   Args:
     events: the history.
     beat: the last heartbeat of process 0, which knows more of the last attempt than the history does.
+    is_alive: whether process 0 is alive.
   """
   starts = [i for i, event in enumerate(events) if event.kind == 'started']
   found: list[Attempt] = []
-  spent = seconds_of({})
+  spent: Mapping[str, float] = seconds_of({})
   for i, stop in zip(starts, [*starts[1:], len(events)]):
     began, own = events[i], events[i + 1 : stop]
     ends = [event for event in own if event.kind == 'ended']
     steps = [event.step for event in own if event.step is not None and event.kind != 'went_back']
     known = _before(events[stop]) if stop < len(events) else None
     if known is None and stop == len(events) and beat is not None:
-      known = beat.time, beat.step, beat.ended, seconds_of(beat.goodput)
-    now, reached, how, total = known or (began.time, 0, '', spent)
+      known = _Beat(beat.time, beat.started, beat.step, beat.ended, seconds_of(beat.goodput))
+    known = known or _Beat(began.time, 0.0, 0, '', spent)
+    total = known.seconds
+    # A later process that has not begun to train repeats the step and the seconds of the attempt before.
+    is_own = known.began <= began.time
     times = [event.time for event in own if event.kind not in ('lost', 'replaced', 'restarted')]
-    ended = max(now, began.time, *times)
-    how = ends[-1].text if ends else how if how or stop == len(events) else 'killed'
+    ended = max([known.time if is_own else 0.0, began.time, *times])
+    goes_on = stop == len(events) and is_own and is_alive
+    how = ends[-1].text if ends else known.ended if is_own and known.ended else '' if goes_on else 'killed'
     seconds = {name: max(total[name] - spent[name], 0.0) for name in spent}
     # A restart moves the time of repeated steps from 'productive' to 'lost', which is not time of its own.
     seconds['productive'] = max(total['productive'] + total['lost'] - spent['productive'] - spent['lost'], 0.0)
@@ -146,7 +184,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None) -> list[Atte
     first = began.step or 0
     found.append(
       Attempt(
-        *(began.time, ended, first, max([first, reached, *steps])),
+        *(began.time, ended, first, max([first, known.step, *steps])),
         *(processes if isinstance(processes, int) else 1, printable(how, one_line=True), seconds, own),
       )
     )
@@ -154,13 +192,13 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None) -> list[Atte
   return found
 
 
-def _before(event: RunEvent) -> tuple[float, int, str, dict[str, float]] | None:
+def _before(event: RunEvent) -> _Beat | None:
   """Returns what the line of a start says about the attempt before it; None if it says nothing."""
   try:
     before = event.about['before']
-    seen, reached, how = float(before['time']), int(before['step']), str(before['ended'])
-    return min(seen, event.time), reached, how, seconds_of(before)
-  except (KeyError, TypeError, ValueError, OverflowError):
+    seen, began = float(before['time']), float(before.get('began', 0.0))
+    return _Beat(min(seen, event.time), began, int(before['step']), str(before['ended']), seconds_of(before))
+  except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
     return None
 
 

@@ -23,10 +23,12 @@ class Status(NamedTuple):
   Attributes:
     is_well: whether each process is alive, or ended normally.
     lines: lines to print; the first one says whether the run is alive.
+    life: of process 0, as `life` returns it.
   """
 
   is_well: bool
   lines: list[str]
+  life: str
 
 
 def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = None) -> Status:
@@ -48,7 +50,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   shown.sort(key=lambda entry: entry[1].process)
   lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in shown]
   if len(shown) < len(others):
-    counts = Counter(alive for alive, _ in others)
+    counts = Counter(alive for alive, _ in others) - Counter(alive for alive, _ in shown)
     lines.append(f'all other processes: {", ".join(f"{counts[alive]:,} {alive}" for alive in _ORDER if counts[alive])}')
   if len(beats) < first.processes:
     lines.append(f'{first.processes - len(beats)} of {number_of(first.processes, "process")} never gave a sign of life')
@@ -59,7 +61,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   else:
     lines.append(f'last save: step {first.saved_step}, {_ago(first.saved, now)}')
   lines += [*_spread(beats), goodput_line(seconds_of(first.goodput))]
-  return Status(is_well, lines)
+  return Status(is_well, lines, lives[0])
 
 
 def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
@@ -70,13 +72,20 @@ def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
   medians = [number_in(beat.speed, 'median') for beat in known]
   products = [number_in(beat.speed, 'product') for beat in known]
   slowest, waits = (max(known, key=lambda beat: number_in(beat.speed, name)) for name in ('product', 'waited'))
-  ratio = number_in(slowest.speed, 'product') / statistics.median(products)
+  ratio = ratio_to_others(products, known.index(slowest))
   text = f'steps take {duration(min(medians))} to {duration(max(medians))} by process (medians of recent steps)'
-  text += f'; slowest devices: process {slowest.process} on {slowest.host}, {ratio:.2f} x the median for a test product'
+  text += f'; slowest devices: process {slowest.process} on {slowest.host}, {ratio:.2f} x the median of the others '
+  text += 'for a test product'
   if number_in(waits.speed, 'waited') >= 0.05:
     share = number_in(waits.speed, 'waited')
     text += f'; longest waits for input: process {waits.process} on {waits.host}, {share:.0%} of a step'
   yield text
+
+
+def ratio_to_others(values: Sequence[float], index: int) -> float:
+  """Returns a value divided by the median of the others; 1 if there are none."""
+  others = [*values[:index], *values[index + 1 :]]
+  return values[index] / max(statistics.median(others), 1e-9) if others else 1.0
 
 
 def number_in(values: Mapping[str, object], name: str) -> float:
