@@ -12,6 +12,7 @@ slope between the last two sizes, in logarithms.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -51,9 +52,9 @@ class CountingClient:
     return found
 
   def key_value_try_get(self, key: str) -> str:
-    self.requests += 1
-    value = self._client.key_value_try_get(key)
-    self.bytes += len(key) + len(value)
+    self.requests, self.bytes = self.requests + 1, self.bytes + len(key)
+    value = self._client.key_value_try_get(key)  # Raises an error if there is no such key.
+    self.bytes += len(value)
     return value
 
   def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
@@ -75,6 +76,7 @@ def work(first: int, last: int, count: int, meeting: str, service: str, way: str
   from praxis_lite.runs.cluster import beats as beats_module
   from praxis_lite.runs.cluster.clusters import Job
   from praxis_lite.runs.cluster.rendezvous import meet
+  from praxis_lite.runs.cluster.watchdog import PREEMPTION_KEY
 
   if way == 'all':  # As before: one group.
     beats_module.GROUP = count
@@ -97,6 +99,8 @@ def work(first: int, last: int, count: int, meeting: str, service: str, way: str
     start = time.monotonic()
     all_beats[i].exchange(said, 0.1)
     all_beats[i].verdict()
+    with contextlib.suppress(Exception):
+      counting[i].key_value_try_get(PREEMPTION_KEY)  # As the watchdog does in each beat.
     seconds.append(time.monotonic() - start)
 
   def barrier(name: str) -> float:

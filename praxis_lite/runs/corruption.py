@@ -20,16 +20,15 @@ from praxis_lite.common.errors import FAULTY_DEVICE_CODE, ConfigError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import broadcast_decision, gather_texts, is_primary_process
 from praxis_lite.common.trees import path_name
-from praxis_lite.runs.cluster.clusters import PLACE
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.faulty_devices import (
   FaultyDevice,
-  Seat,
   place_of,
   read_faulty_devices,
   record_faulty_devices,
 )
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT
+from praxis_lite.runs.records.seats import PLACE, Seat
 from praxis_lite.runs.replicas import ReplicaDifference, ReplicaSums, find_suspects
 from praxis_lite.runs.trouble import GoBack, Trouble
 from praxis_lite.sharding.layout import StateLayout

@@ -96,7 +96,8 @@ class EmergencyCopiesParams(Configurable):
       with a complete copy is read, so one of them may be on another host.
     peers: to how many other hosts each process sends its part, so that a copy survives the loss of a host. Each is in
       another failure domain.
-    failure_domain: how many successive processes may be lost together: those of a host, a rack or a slice.
+    failure_domain: how many successive processes may be lost together: those of a host, a rack or a slice. Processes
+      that share a directory are always in one domain.
   """
 
   every_n_steps: int | None = None

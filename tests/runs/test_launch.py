@@ -31,12 +31,12 @@ from praxis_lite.runs.cluster.launch import Ended, Launcher, launched_command, t
 from praxis_lite.runs.corruption import Corruption, CorruptionPolicy
 from praxis_lite.runs.records.faulty_devices import (
   FaultyDevice,
-  Seat,
   leave_out_quarantined,
   record_faulty_devices,
 )
 from praxis_lite.runs.records.history import note_event, read_history
 from praxis_lite.runs.records.run_config import held_for_training
+from praxis_lite.runs.records.seats import Seat
 
 HERE = pathlib.Path(__file__).parent
 

@@ -17,9 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 AT = 40  # The step after which a process is killed.
+LIMIT = 600  # Seconds for all of it.
 FAST = ('--end_within_s=1', '--backoff_s=0')
 
 
@@ -36,9 +38,13 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
     times: dict[str, float] = {}
     phases = ''
     assert job.stdout is not None
+    limit = threading.Timer(LIMIT, end, [job])  # Then the output ends.
+    limit.start()
+    lines: list[str] = []
     try:
       for line in job.stdout:
         now = time.monotonic()
+        lines.append(line)
         step = re.search(r'step (\d+)/', line)
         if 'killed' not in times:
           if step and int(step[1]) >= AT:
@@ -55,14 +61,24 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
           times['next step'] = now
           break
     finally:
-      job.send_signal(signal.SIGTERM)
-      job.send_signal(signal.SIGTERM)
+      limit.cancel()
+      end(job)
       job.wait(60)
+  if 'next step' not in times:
+    raise SystemExit(
+      f'the job has ended, or {LIMIT} s were over, before its next step; its last lines:\n{"".join(lines[-20:])}'
+    )
   names = list(times)
   parts = {f'{a} to {b}': times[b] - times[a] for a, b in itertools.pairwise(names)}
   parts['in all'] = times['next step'] - times['killed']
   print(f'{" ".join(flags) or "defaults"}: {phases}; {parts}', flush=True)
   return parts
+
+
+def end(job: subprocess.Popen[str]) -> None:
+  """Sends two signals: after the second one, `launch` gives its processes ten seconds."""
+  job.send_signal(signal.SIGTERM)
+  job.send_signal(signal.SIGTERM)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How the processes of a run tell each other that they are alive, through the key-value store of JAX's service.
 
-Up to 32 processes all read the beats of all. More are in groups of at most 32, and then no process reads what grows
-with their number. Successive processes, which may be lost together, are in different groups:
+Up to 32 processes all read the beats of all. More are in groups of at most 32, and then no process reads beats whose
+number grows with theirs. Successive processes, which may be lost together, are in different groups:
 
     own group        all beats, so that a process that is lost is noticed by the others
     next group       the beat of the process at the same place, so that a group that is lost as a whole is noticed

@@ -21,8 +21,6 @@ from praxis_lite.common.jax_internals.processes import cluster_kinds, is_cloud_t
 
 # `praxis-lite launch` sets this variable, in the processes that it starts, to its own process id.
 LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
-# And this one to the number of the place of a process; see `blame.py`.
-PLACE = 'PRAXIS_LITE_PLACE'
 
 
 class Job(NamedTuple):

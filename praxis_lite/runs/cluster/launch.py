@@ -35,8 +35,9 @@ from praxis_lite.common.errors import FAULTY_DEVICE_CODE, LostHostError, UserErr
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
-from praxis_lite.runs.cluster.clusters import LAUNCHER, PLACE
+from praxis_lite.runs.cluster.clusters import LAUNCHER
 from praxis_lite.runs.records.history import EventKind, RunEvent, note_event, read_history
+from praxis_lite.runs.records.seats import PLACE
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0

@@ -55,7 +55,7 @@ _ROUNDS = 10
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
 # The key that JAX's preemption service writes to the store after any process received SIGTERM.
-_PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
+PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
 # An error with one of these words, from a collective or JAX's service, means that another process has ended.
 _OF_A_PEER = ('gloo', 'nccl', 'connection', 'unavailable', 'deadline_exceeded', 'coordination', 'barrier', 'peer')
 
@@ -193,7 +193,7 @@ class Watchdog:
         self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
-          self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises an error if there is no such key.
+          self._client.key_value_try_get(PREEMPTION_KEY)  # Raises an error if there is no such key.
           self.preempted_since = time.monotonic()
       self._is_over.wait(self._interval)
 

@@ -20,21 +20,10 @@ import jax
 
 from praxis_lite.common.files import parse_json, read_plain, replace_file
 from praxis_lite.common.processes import broadcast_decision
+from praxis_lite.runs.records.seats import Seat
 
 FAULTY_DEVICES = 'faulty_devices.jsonl'
 _MOST_RECORDED = 1000
-
-
-class Seat(NamedTuple):
-  """Where a process runs, whatever its index.
-
-  Attributes:
-    host: the name of its host.
-    slot: the number of the place that `launch` gave it; of others, the number, from 0, among the processes of the host.
-  """
-
-  host: str
-  slot: int
 
 
 class FaultyDevice(NamedTuple):
