@@ -199,7 +199,8 @@ class Launcher:
         if restarts == self._max_restarts:
           self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
           return last.code
-        gone += self._replace_places(blamed)
+        replaced = self._replace_places(blamed)
+        gone += ''.join(f'; {text}' for text in replaced.values())
         if lost >= 0 and lost == lost_before and not blamed and not self._spares and count > self._min_processes:
           count -= 1
           self._places.pop(last.host)
@@ -209,6 +210,8 @@ class Launcher:
         self._say(f'{gone}; restart {restarts} of {self._max_restarts} in {seconds:g} s')
         if self._wait(seconds):
           return last.code
+        for i, text in replaced.items():
+          self._note('replaced', text, i)
         self._note('restarted', f'restart {restarts} of {self._max_restarts}, after host {last.host} {why}')
 
   def _lost_place(self, last: Ended) -> int:
@@ -231,15 +234,14 @@ class Launcher:
     """Returns the indices of the processes whose places are blamed, as many as there are spares."""
     return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
 
-  def _replace_places(self, blamed: Sequence[int]) -> str:
-    """Gives spare places to processes; returns what was done as text, or ''."""
-    done = ''
+  def _replace_places(self, blamed: Sequence[int]) -> dict[int, str]:
+    """Gives spare places to processes; returns what was done as text, by the index of the process."""
+    done = {}
     for i in blamed:
       place, self._places[i] = self._places[i], self._spares.pop(0)
       reasons = ', '.join(self._blame.reasons(place))
       text = f'place {self._places[i]} takes over from place {place}, which is blamed: {reasons}'
-      done += f'; {text}; {number_of(len(self._spares), "spare")} left'
-      self._note('replaced', text, i)
+      done[i] = f'{text}; {number_of(len(self._spares), "spare")} left'
     return done
 
   def _events_since(self, began: float) -> list[RunEvent]:

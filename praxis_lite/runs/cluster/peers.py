@@ -139,7 +139,7 @@ class Peers:
     size = sum(len(part) for part in parts)
     with self._request(peer, {'put': name, 'size': size}) as (sock, file):
       for part in parts:
-        for at in range(0, len(part), _BLOCK):  # The time limit is that of a call.
+        for at in range(0, len(part), _BLOCK):  # Each call has a time limit of its own.
           sock.sendall(part[at : at + _BLOCK])
       _check(file)
     self.sent += size
