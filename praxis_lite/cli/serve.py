@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -26,6 +26,8 @@ def _run(values: flags.FlagValues) -> int:
   except ImportError:
     raise ConfigError("serve needs praxis_lite[serve]: pip install 'praxis_lite[serve]'") from None
   config, job_log_dir = configured_run(values)
+  name = values.name or os.path.basename(os.path.abspath(job_log_dir))
+  folders = _folders_of_adapters(values.adapters, name)
 
   from praxis_lite.runs.prompts import check_decodes
   from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
@@ -45,8 +47,8 @@ def _run(values: flags.FlagValues) -> int:
   except UserError as error:
     print(f'note: prompts and answers are tokens: {error}', file=sys.stderr)
     tokenizer = None
-  if values.adapters:
-    model = model.with_adapters(_read_adapters(values.adapters, model))
+  if folders:
+    model = model.with_adapters(_read_adapters(folders, model, values.trust))
   batcher = model.batcher(
     rows=values.rows,
     max_length=values.max_length,
@@ -55,7 +57,6 @@ def _run(values: flags.FlagValues) -> int:
   )
   engine = Engine(batcher, tokenizer, values.max_waiting, draws_seeds=not values['seed'].present)
   engine.warm_up()
-  name = values.name or os.path.basename(os.path.abspath(job_log_dir))
   served = Served(name, tokenizer, values.top_logprobs, timeout_s=values.request_timeout)
 
   def say(url: str, is_local: bool) -> None:
@@ -68,25 +69,46 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _read_adapters(given: Sequence[str], model: TrainedModel) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns the adapters that 'name=folder' names: of runs with adapters, or of folders that peft has written."""
-  from praxis_lite.bridges.hf import read_adapter
-  from praxis_lite.bridges.hf.peft import CONFIG_FILE
-  from praxis_lite.runs import open_run
-
-  found: dict[str, tuple[Config, NestedDict]] = {}
+def _folders_of_adapters(given: Sequence[str], served: str) -> dict[str, str]:
+  """Returns folders by the names of adapters, for 'name=folder'; `served` is the name of the model itself."""
+  found: dict[str, str] = {}
   for text in given:
     name, _, folder = text.partition('=')
     if not (name and folder):
       raise UserError(f'--adapters={text}: expected a name and a folder, such as --adapters=poems=runs/poems')
     if name in found:
       raise UserError(f'--adapters={text}: there is an adapter {name} already')
-    with prefix_errors(f'--adapters={text}'):
-      if os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+    if name == served:
+      raise UserError(
+        f'--adapters={text}: the served model is called {name}, too, so no request could name this adapter; give it '
+        'another name, or set --name'
+      )
+    found[name] = folder
+  return found
+
+
+def _read_adapters(
+  folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str]
+) -> dict[str, tuple[Config, NestedDict]]:
+  """Returns the adapters of runs, or of folders that peft has written, by name."""
+  from praxis_lite.bridges.hf import read_adapter
+  from praxis_lite.bridges.hf.peft import CONFIG_FILE, kind_in_folder
+  from praxis_lite.layers import Lora
+  from praxis_lite.runs import open_run
+  from praxis_lite.runs.serving.run_adapters import read_run_adapter
+
+  found: dict[str, tuple[Config, NestedDict]] = {}
+  for name, folder in folders.items():
+    with prefix_errors(f'--adapters={name}={folder}'):
+      if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        found[name] = read_run_adapter(open_run(folder, trusted=trusted), model)
+      elif (kind := kind_in_folder(folder)) is Lora:
         found[name] = read_adapter(folder, model.config.task.model)
       else:
-        tuned = open_run(folder).load()
-        found[name] = tuned.config.task.model, tuned.variables
+        raise ConfigError(
+          f'it is an adapter of {kind.__name__}; DoRA and IA3 cannot be combined on one base, only LoRA; serve a run '
+          'that has merged it'
+        )
   return found
 
 

@@ -1,7 +1,7 @@
 """Products of matrices with operands in int8: a scale for each row of the inputs, by its current values.
 
     q(x) = round(x / s_x),  s_x = max |x| / 127      of each row; in the same way s_w of each output of the weight
-    y    = s_x s_w (q(x) . q(w))                     summed in int32
+    y    = s_x s_w (q(x) . q(w))                     summed in int32, of up to 2^17 products
     dx   = g . (s_w q(w))^T,  dw = (s_x q(x))^T . g  in the dtype of x: as if nothing were rounded (straight-through)
 
 A product of normally distributed entries is off by 1 % of its own size. Weights that are stored in integers with a
@@ -11,6 +11,7 @@ scale for each output keep these integers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 _LARGEST = 127
+_MOST_SUMMED = 1 << 17  # Products of integers from -128 to 127 and from -127 to 127 whose sum fits into int32.
 T = TypeVar('T')
 
 
@@ -31,7 +33,7 @@ class Int8Rows(NamedTuple):
 def quantize_rows(x: jax.Array, axes: tuple[int, ...]) -> Int8Rows:
   """Returns x in int8; entries along `axes` share a scale. A row with NaN has the scale NaN."""
   wide = x.astype(jnp.float32)
-  most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+  most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True, initial=0)
   scale = jnp.where(most == 0, 1.0, most / _LARGEST)
   return Int8Rows(jnp.round(wide / scale).astype(jnp.int8), scale)
 
@@ -46,8 +48,9 @@ def _forward(
   x: jax.Array, w: jax.Array, axes: int
 ) -> tuple[jax.Array, tuple[Int8Rows, Int8Rows, jax.Array, jax.Array]]:
   of_x, of_w = quantize_rows(x, _last(x, axes)), quantize_rows(w, tuple(range(axes)))
-  product = jnp.tensordot(of_x.values, of_w.values, axes, preferred_element_type=jnp.int32)
-  y = _scale_rows(product.astype(jnp.float32), of_x, axes) * of_w.scale.reshape(w.shape[axes:])
+  y = _scale_rows(tensordot_of_integers(of_x.values, of_w.values, axes), of_x, axes) * of_w.scale.reshape(
+    w.shape[axes:]
+  )
   return y.astype(x.dtype), (of_x, of_w, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
 
 
@@ -94,6 +97,17 @@ def _rows_backward(
 
 
 multiply_rows_in_int8.defvjp(_rows_forward, _rows_backward)
+
+
+def tensordot_of_integers(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
+  """Returns `jnp.tensordot(x, w, axes)` in float32 for arrays in int8, of which x has no -128."""
+  multiply = functools.partial(jnp.tensordot, preferred_element_type=jnp.int32)
+  size = math.prod(w.shape[:axes])
+  if size <= _MOST_SUMMED:
+    return multiply(x, w, axes).astype(jnp.float32)
+  x, w = x.reshape(*x.shape[: x.ndim - axes], size), w.reshape(size, *w.shape[axes:])
+  parts = [slice(i, i + _MOST_SUMMED) for i in range(0, size, _MOST_SUMMED)]
+  return functools.reduce(jnp.add, [multiply(x[..., part], w[part], 1).astype(jnp.float32) for part in parts])
 
 
 def _last(x: jax.Array, axes: int) -> tuple[int, ...]:

@@ -111,13 +111,15 @@ class LowRankUpdate(Layer):
         f'{self.path_name}: {len(rows_B)} rows have an adapter, and the layer is called with an array of {x.shape}; '
         'several adapters need rows as the first dimension'
       )
-    number_B = jnp.maximum(rows_B, 0)
+    # A number that is neither -1 nor that of an adapter gives NaN.
+    number_B = jnp.where(rows_B < 0, jnp.where(rows_B == -1, 0, len(self.theta.a)), rows_B)
+    a_of_rows, b_of_rows = (jnp.take(w, number_B, axis=0, mode='fill') for w in (self.theta.a, self.theta.b))
     factor_B = jnp.where(rows_B < 0, 0, self.scale).astype(x.dtype)
 
     def update(x: jax.Array, a: jax.Array, b: jax.Array, factor: jax.Array) -> jax.Array:
       return jnp.tensordot(jnp.tensordot(x, a, axes=len(self.in_shape)) * factor, b, axes=1)
 
-    return self.shard(jax.vmap(update)(x, self.theta.a[number_B], self.theta.b[number_B], factor_B))
+    return self.shard(jax.vmap(update)(x, a_of_rows, b_of_rows, factor_B))
 
   def weight(self) -> jax.Array:
     """In a call: returns scale A B, [*in_shape, *out_shape]."""

@@ -21,14 +21,17 @@ I the last dimension of the inputs, J their other dimensions, O outputs, g input
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from praxis_lite.layers.int8 import tensordot_of_integers
 
 # Dettmers et al., 2023, appendix E: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
 NF4 = (
@@ -161,12 +164,14 @@ class WeightFormat:
     if missing:
       x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     x_by_byte = x.reshape(*x.shape[:-1], num_bytes, in_byte)
-    # Sums of float16 and of integers may be too large before they are scaled.
-    sums = {'int8': jnp.int32, 'float16': jnp.float32}.get(x.dtype.name)
+    multiply: Callable[..., jax.Array] = tensordot_of_integers
+    if x.dtype != jnp.int8:  # Sums of float16 may be too large before they are scaled.
+      sums = jnp.float32 if x.dtype == jnp.float16 else None
+      multiply = functools.partial(jnp.tensordot, preferred_element_type=sums)
     y: jax.Array | float = 0
     for i in range(in_byte):
       q = stored if in_byte == 1 else self._signed((stored >> jnp.uint8(i * self.bits)) & jnp.uint8(2**self.bits - 1))
-      y += jnp.tensordot(x_by_byte[..., i], q.astype(x.dtype), self.num_inputs, preferred_element_type=sums)
+      y += multiply(x_by_byte[..., i], q.astype(x.dtype), self.num_inputs)
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
     wide = jnp.promote_types(dtype, jnp.float32)
     scale = parts[SCALE].reshape(parts[SCALE].shape[self.num_inputs :]).astype(wide)

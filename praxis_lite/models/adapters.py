@@ -12,6 +12,7 @@ from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, merge, nest, node_at, path_name, select
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.lora import AdaptedLayer, Lora, LoraLayer, LoraLinear, LoraProjection
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.quantization import ModelT, append_rules, change_variables, dequantize_variables
@@ -106,22 +107,37 @@ def combine_adapters(
     The config of the model with all of them, and the variables of the adapters, to be merged with those of the base.
 
   Raises:
-    ConfigError: there are none, or one is not of `Lora`, or is for experts or tables of embeddings.
+    ConfigError: there are none; or one has no adapters, or others than `Lora`, or is for experts, tables of embeddings
+      or the keys and values of latent attention, or its variables are missing or do not fit the model.
   """
   if not adapters:
     raise ConfigError('combine_adapters: there are no adapters; expected at least one')
+  base = model.clone(adapters=()).instantiate()
+  of_base = {layer.path[len(base.path) :] for layer in base.descendants()}
+  absorbed = _absorbed_layers(base)
   found: dict[Path, dict[str, tuple[LoraLayer, NestedDict]]] = {}
   for name, (config, variables) in adapters.items():
     own = config.instantiate()
-    for layer in own.descendants():
-      if not isinstance(layer, AdaptedLayer):
-        continue
+    adapted = [layer for layer in own.descendants() if isinstance(layer, AdaptedLayer)]
+    if not adapted:
+      raise ConfigError(
+        f'combine_adapters: {name!r} has no adapters; expected the config of a model with some, as `add_adapters` '
+        'returns it'
+      )
+    for layer in adapted:
       if type(layer) not in (LoraLinear, LoraProjection) or cast(LoraLayer, layer).lora.num_adapters is not None:
         raise ConfigError(
           f'combine_adapters: {name!r} has a {type(layer).__name__} at {layer.path_name}; expected adapters of Lora, '
           'one each, for linear layers and projections'
         )
       path = layer.path[len(own.path) :]
+      if path not in of_base:
+        raise ConfigError(f'combine_adapters: {name!r} has an adapter of {path_name(path)}, which the model lacks')
+      if path in absorbed:
+        raise ConfigError(
+          f'combine_adapters: {name!r} has an adapter of {path_name(path)}, whose weight latent attention multiplies '
+          'with queries and contexts, for all rows at once; merge this adapter, or train one without this layer'
+        )
       found.setdefault(path, {})[name] = cast(LoraLayer, layer), node_at(variables, (*path, 'lora'))
   ranks = {path: max(layer.lora.rank for layer, _ in of.values()) for path, of in found.items()}
   rules = []
@@ -140,16 +156,32 @@ def combine_adapters(
       if name in of_layer:
         layer, own_arrays = of_layer[name]
         rank = layer.lora.rank
+        wanted = {'a': (*a_KIR.shape[1:-1], rank), 'b': (*b_KRO.shape[1 : n + 1], rank, *b_KRO.shape[n + 2 :])}
+        _check_shapes(name, path_name(path), own_arrays, wanted)
         a_KIR[i][..., :rank] = own_arrays['a']
         np.moveaxis(b_KRO[i], n, 0)[:rank] = np.moveaxis(layer.update_scale * np.asarray(own_arrays['b']), n, 0)
     arrays |= {a_path: a, b_path: b}
   return combined, nest(arrays)
 
 
+def _absorbed_layers(model: BaseModel) -> frozenset[Path]:
+  """Returns the paths below a model of the layers whose weights are a part of other products when it decodes."""
+  attentions = (layer for layer in model.descendants() if isinstance(layer, LatentAttention))
+  return frozenset((*of.path[len(model.path) :], name) for of in attentions for name in ('key', 'value'))
+
+
+def _check_shapes(adapter: str, layer: str, arrays: NestedDict | None, wanted: Mapping[str, tuple[int, ...]]) -> None:
+  for name, shape in wanted.items():
+    array = node_at(arrays or {}, (name,))
+    if array is None or np.shape(array) != shape:
+      has = 'is missing' if array is None else f'has shape {np.shape(array)}'
+      raise ConfigError(f'combine_adapters: {adapter!r}: {layer}.lora.{name} {has}; this model needs {shape}')
+
+
 def names_of_adapters(model: BaseModel) -> tuple[str, ...]:
   """Returns the names of a model's adapters if each row chooses one of them; otherwise ()."""
   rules = (model.adapters,) if isinstance(model.adapters, Config) else tuple(model.adapters)
-  names = {rule.names for rule in rules if target(rule) is Lora and rule.names is not None}
+  names = {tuple(rule.names) for rule in rules if target(rule) is Lora and rule.names is not None}
   if len(names) > 1:
     raise ConfigError(f'{model.path_name}.adapters: rules name different adapters: {sorted(names)}; expected the same')
   return next(iter(names), ())

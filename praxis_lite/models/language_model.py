@@ -360,7 +360,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if not self.adapter_names or self._guesses_itself:
       why = 'decoder_tpl guesses by heads of the model' if self.adapter_names else 'the model does not have several'
       raise ConfigError(f'{self.path_name}: the batch says which adapter each row uses, and {why}')
-    return batch['adapters']
+    numbers_B = jnp.asarray(batch['adapters'])
+    if not jnp.issubdtype(numbers_B.dtype, jnp.integer) or numbers_B.ndim != 1:
+      raise ConfigError(
+        f'{self.path_name}: `adapters` is {numbers_B.dtype}{list(numbers_B.shape)}; expected int32 [B], the number of '
+        'the adapter of each row, or -1'
+      )
+    return numbers_B
 
   @property
   def _guesses_itself(self) -> bool:

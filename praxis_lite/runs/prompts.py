@@ -160,6 +160,24 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
     )
 
 
+def check_adapters(rows: Rows, names: Sequence[str]) -> None:
+  """Raises DataError if a batch has numbers of adapters that the model does not have: devices report no such error.
+
+  Args:
+    rows: a batch, perhaps with `adapters`.
+    names: the names of the adapters; none if the model does not have several, and nothing is checked.
+  """
+  numbers = rows.get('adapters')
+  if not names or not isinstance(numbers, np.ndarray):
+    return
+  if not np.issubdtype(numbers.dtype, np.integer):
+    raise DataError(f'adapters: expected integers, the number of the adapter of each row, got {numbers.dtype}')
+  is_bad = (numbers < -1) | (numbers >= len(names))
+  if is_bad.any():
+    known = ', '.join(f'{i} for {name!r}' for i, name in enumerate(names))
+    raise DataError(f'adapters: {numbers[is_bad][0]} is no adapter of the model; expected {known}, or -1 for none')
+
+
 class Sampling(TypedDict, total=False):
   """Settings of how a language model decodes, under the names of its decoder; None keeps the value of the config.
 

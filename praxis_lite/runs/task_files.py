@@ -283,7 +283,7 @@ def task_file_programs(
   """
   names = list(taken)
   entries = tasks.jax_task.evaluate.task_files
-  for number, entry in enumerate(entries if isinstance(entries, tuple) else (entries,)):
+  for number, entry in enumerate(entries if isinstance(entries, tuple | list) else (entries,)):
     where = f'task.evaluate.task_files[{number}]'
     file = build_at(where, entry) if isinstance(entry, Config) else entry
     if not isinstance(file, TaskFile):

@@ -27,6 +27,7 @@ from praxis_lite.inputs import BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models import BaseModel, combine_adapters
+from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.models.decoding import LogitProcessor
 from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.models.positions import check_positions
@@ -38,7 +39,7 @@ from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.export import ExportOptions, ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import Sampling, check_ids, tokenizer_of
+from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.records.run_inputs import Datasets, build_datasets
@@ -542,6 +543,7 @@ class TrainedModel:
     if not len(rows['weights']):
       raise DataError('batch: there are no examples')
     check_ids(rows, self.layer.num_ids)
+    check_adapters(rows, names_of_adapters(self.layer))
     check_ids_in_tables(self.layer.id_limits(), rows)
     check_positions(self.layer.position_limits(), rows)
     task = tasks.taking_rows_like(rows)

@@ -318,6 +318,15 @@ def test_layers_that_a_folder_leaves_out_are_unchanged(tmp_path):
   _, found = read_adapter(tmp_path / 'dora', lm(), variables)
   magnitude = found['lm']['transformer']['layers']['attention']['query']['dora_magnitude']
   assert magnitude[0].all() and not magnitude[1:].any()
+  half = {name: x for name, x in of_layers(0).items() if 'lora_A' in name}
+  for left, missing in (
+    (of_layers(0), 'lora_magnitude_vector'),
+    (lengths, 'lora_A.weight'),
+    (half | lengths, 'lora_B'),
+  ):
+    write(tmp_path / 'dora', left, use_dora=True)
+    with pytest.raises(CheckpointError, match=rf'but not .*{missing}.*; an adapter needs all three'):
+      read_adapter(tmp_path / 'dora', lm(), variables)
 
 
 def test_adapters_that_peft_cannot_have_in_one_folder(tmp_path):

@@ -62,6 +62,19 @@ def test_both_operands_are_int8_and_gradients_go_straight_through():
   assert np.isnan(y[0]).any() and np.isfinite(y[1:]).all()
 
 
+def test_more_products_than_int32_can_sum_and_none():
+  size = 140_000
+  x, w = np.ones((1, 2, size // 2), np.float32), np.ones((2, size // 2, 1), np.float32)
+  np.testing.assert_allclose(int8_tensordot(x, w, 2), [[size]], rtol=1e-5)
+  form = WeightFormat('int8', 2, 1)
+  parts = quantize(form, w)
+  y = form.multiply(jnp.full(x.shape, 127, jnp.int8), parts, size // 2)
+  np.testing.assert_allclose(y, [[127 * form.dequantize(parts, size // 2).sum()]], rtol=1e-5)
+  y, transpose = jax.vjp(lambda x, w: int8_tensordot(x, w, 1), np.ones((2, 0), np.float32), np.ones((0, 3), np.float32))
+  np.testing.assert_array_equal(y, np.zeros((2, 3)))
+  assert [d.shape for d in transpose(y)] == [(2, 0), (0, 3)]
+
+
 class _Model(BaseModel):
   layer: Config = REQUIRED
 

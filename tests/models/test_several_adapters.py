@@ -11,12 +11,15 @@ import pytest
 from drawn_state import drawn_variables
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import merge, select
-from praxis_lite.layers import Dora, Lora, MoeFeedForward
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.trees import map_with_path, merge, select
+from praxis_lite.layers import Dora, LatentAttention, Lora, MoeFeedForward, RotaryPositions
+from praxis_lite.layers.base.call import Surroundings
+from praxis_lite.layers.low_rank import LowRankUpdate
 from praxis_lite.models import add_adapters, combine_adapters, merge_adapters, set_sharding, transformer_lm
 from praxis_lite.models.decoding import BeamSearch
 from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.prompts import check_adapters
 from praxis_lite.runs.serving.requests import RequestError, parse_request
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.sharding.mesh import create_device_mesh
@@ -148,6 +151,8 @@ def test_what_several_adapters_cannot_do():
     decode(base(), variables()[0], [[1]])(adapters=np.zeros(1, np.int32))
   with pytest.raises(ConfigError, match=r'there are no adapters'):
     combine_adapters(base(), {})
+  with pytest.raises(ConfigError, match=r"'x' has no adapters; expected the config of a model with some"):
+    combine_adapters(base(), {'one': (add_adapters(base(), *RULES['one']), variables()[1]['one']), 'x': (base(), {})})
   with pytest.raises(ConfigError, match=r"'x' has a DoraProjection at .*; expected adapters of Lora"):
     combine_adapters(base(), {'x': (add_adapters(base(), Config(Dora)), {})})
   with pytest.raises(ConfigError, match=r'names: expected at least one name, each once'):
@@ -157,3 +162,85 @@ def test_what_several_adapters_cannot_do():
   )
   with pytest.raises(ConfigError, match=r'several adapters are for linear layers and projections'):
     add_adapters(experts, Config(Lora, names=('a',))).instantiate()
+
+
+def test_variables_that_do_not_fit_are_errors_that_name_adapter_and_layer():
+  own = variables()[1]['two']
+  query = 'lm.transformer.layers.attention.query.lora'
+
+  def combine(config, tree):
+    return combine_adapters(base(), {'x': (add_adapters(config, *RULES['two']), tree)})
+
+  def cut(path):  # Like a model of one layer.
+    return map_with_path(lambda at, x: x[:1] if '.'.join(at) == path else x, own)
+
+  with pytest.raises(ConfigError, match=rf"'x': {query}.a has shape \(1, 12, 2\); this model needs \(2, 12, 2\)"):
+    combine(base(), cut(f'{query}.a'))
+  with pytest.raises(ConfigError, match=rf"'x': {query}.b has shape \(1, 2, 3, 4\); this model needs \(2, 2, 3, 4\)"):
+    combine(base(), cut(f'{query}.b'))
+  with pytest.raises(ConfigError, match=rf"'x': {query}.a is missing; this model needs"):
+    combine(base(), {})
+  shallow = transformer_lm(vocab_size=V, model_dims=12, num_heads=3, hidden_dims=10, num_layers=1)
+  with pytest.raises(ConfigError, match=r"'x': .* has shape \(1, 12, 2\); this model needs \(2, 12, 2\)"):
+    combine(shallow, jax.tree.map(lambda x: x[:1], own))
+  gated = transformer_lm(vocab_size=V, model_dims=12, num_heads=3, hidden_dims=10, num_layers=2, style='gpt2')
+  with pytest.raises(ConfigError, match=r"'x' has an adapter of .*\.ff\.gate, which the model lacks"):
+    combine_adapters(gated, {'x': (add_adapters(base(), Config(Lora, layers=r'.*\.gate')), {})})
+
+
+def test_adapters_of_the_keys_and_values_of_latent_attention_are_refused():
+  latent = base()
+  rotary = Config(RotaryPositions, interleaved=True)
+  latent.lm_tpl.transformer_tpl.layers_tpl.attention_tpl = Config(
+    LatentAttention, latent_dims=4, rotary_dims=2, value_dims=4, rotary_tpl=rotary
+  )
+  with pytest.raises(ConfigError, match=r"'x' has an adapter of lm\..*\.attention\.key, whose weight latent attention"):
+    combine_adapters(latent, {'x': (add_adapters(latent.clone(), Config(Lora, layers=r'.*\.(query|key)')), {})})
+  tuned = add_adapters(latent.clone(), Config(Lora, layers=r'.*\.(query|latent|out)', rank=2))
+  own = jax.tree.map(lambda w: np.zeros(w.full_shape), tuned.instantiate().abstract_init())
+  config, _ = combine_adapters(latent, {'x': (tuned, own)})
+  batch = {'ids': np.ones((1, 2), np.int32), 'prompt_lengths': np.ones(1, np.int32), 'adapters': np.zeros(1, np.int32)}
+  built = config.instantiate()
+  shapes = jax.tree.map(lambda w: w.as_struct(), built.abstract_init())
+  jax.eval_shape(lambda x: built.apply(x, batch, key=jax.random.key(0), do_eval=True, method='decode'), shapes)
+
+
+def test_numbers_of_rows_that_no_adapter_has_are_errors():
+  config, values = combined()
+  model = config.instantiate()
+  names = model.adapter_names
+  for bad in (2, -2, -9):
+    with pytest.raises(
+      DataError, match=rf"adapters: {bad} is no adapter of the model; expected 0 for 'one', 1 for 'two'"
+    ):
+      check_adapters({'adapters': np.array([0, bad, -1])}, names)
+  for bad in (np.ones(2), np.ones(2, bool)):
+    with pytest.raises(DataError, match=r'adapters: expected integers'):
+      check_adapters({'adapters': bad}, names)
+    batch = {'ids': np.ones((2, 3), np.int32), 'prompt_lengths': np.full(2, 3, np.int32), 'adapters': bad}
+    with pytest.raises(ConfigError, match=r'`adapters` is (float|bool).*; expected int32 \[B\]'):
+      jax.eval_shape(
+        lambda batch=batch: model.apply(values, batch, key=jax.random.key(0), do_eval=True, method='decode')
+      )
+  check_adapters({'adapters': np.array([0, 1, -1])}, names)
+  check_adapters({'adapters': np.array([5])}, ())
+
+
+def test_rows_choose_by_traced_numbers_among_arrays_of_numpy():
+  """As in the loop of a decoder without jit. A number that is no adapter's gives NaN."""
+  layer = Config(LowRankUpdate, in_shape=(3,), out_shape=(2,), rank=1, num_adapters=2).instantiate()
+  values = {'a': np.ones((2, 3, 1), np.float32), 'b': np.arange(4, dtype=np.float32).reshape(2, 1, 2)}
+
+  def update(number):
+    call = layer.apply(
+      values, np.ones((1, 3), np.float32), do_eval=True, surroundings=Surroundings(adapters=number[None])
+    )
+    return call[0][0]
+
+  found = jax.lax.map(update, np.array([0, 1, -1, 2, -2]))
+  np.testing.assert_array_equal(found, [[0, 3], [6, 9], [0, 0], [np.nan] * 2, [np.nan] * 2])
+
+
+def test_names_may_be_a_list():
+  model = add_adapters(base(), Config(Lora, layers='.*query', names=['a', 'b'])).instantiate()
+  assert model.adapter_names == ('a', 'b')

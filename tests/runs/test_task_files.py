@@ -160,12 +160,18 @@ def test_settings_are_checked(tmp_path):
     TaskFileProgram(model.tasks, bare, None, TaskFile(path=path), 1)
 
 
-def test_one_file_is_set_by_overrides(tmp_path):
+def test_one_file_is_set_by_overrides_and_several_by_any_sequence(tmp_path):
   model, path = byte_model(), write(tmp_path / 'written.jsonl', WRITTEN)
   kind = 'task.evaluate.task_files=praxis_lite.runs.task_files.TaskFile'
   apply_overrides(model.config, [kind, f'task.evaluate.task_files.path={path}'])
   tasks = TaskOnMesh(model.config.task.instantiate(), model.tasks.mesh, model.tasks.layout)
   assert [program.split for program in task_file_programs(tasks, model.config, None, ())] == ['eval/written']
+  for entries in ([Config(TaskFile, path=path)], (TaskFile(path=path),)):
+    tasks.jax_task.evaluate.task_files = entries
+    assert [program.split for program in task_file_programs(tasks, model.config, None, ())] == ['eval/written']
+  tasks.jax_task.evaluate.task_files = 5
+  with pytest.raises(ConfigError, match=r'task_files\[0\]: expected the config of a TaskFile, got 5'):
+    next(task_file_programs(tasks, model.config, None, ()))
 
 
 @pytest.mark.slow

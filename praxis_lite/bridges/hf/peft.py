@@ -135,11 +135,12 @@ def read_adapter(
   declared = family.part_of(base.abstract_init())
   modules = {weight: modules_of(weight, declared) for weight in weights}
   stored = split_experts(in_file, modules, declared) if config.get('target_parameters') else dict(in_file)
-  kind = Ia3 if config['peft_type'] == 'IA3' else Dora if config.get('use_dora') else Lora
+  kind = _kind_of_config(config)
   if kind is Ia3:
     adapted, adapters = _factors_in_file(modules, network, base, stored, str(folder))
   else:
-    ranks = {w: rank for w in weights if (rank := _stored_rank(w, modules[w], stored)) is not None}
+    parts = ('a', 'b', 'magnitude') if kind is Dora else ('a', 'b')
+    ranks = {w: rank for w in weights if (rank := _stored_rank(w, modules[w], stored, parts)) is not None}
     of_layers = {weight.layer for weight in ranks}  # Of experts, also weights without an adapter in the file.
     adapted = [w for w in weights if w.layer in of_layers]
     adapters = [*_to_adapters(ranks, modules, network, base, config, str(folder))]
@@ -166,6 +167,15 @@ def read_adapter(
   for path in (w.path_of('magnitude') for w in adapted if kind is Dora):
     read[path] = read[path] / np.maximum(unchanged[path], LEAST_NORM) - 1
   return ImportedAdapter(with_adapters, family.model_variables(nest(read)))
+
+
+def kind_in_folder(folder: str | os.PathLike[str]) -> type[Adapter]:
+  """Returns the kind of the adapters of a folder that peft has written: `Lora`, `Dora` or `Ia3`."""
+  return _kind_of_config(_read_config(folder))
+
+
+def _kind_of_config(config: Mapping[str, object]) -> type[Adapter]:
+  return Ia3 if config['peft_type'] == 'IA3' else Dora if config.get('use_dora') else Lora
 
 
 def _kind_of(network: Layer) -> type[Adapter]:
@@ -380,13 +390,17 @@ def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) ->
   return found
 
 
-def _stored_rank(weight: AdaptableWeight, modules: Sequence[str], stored: Stored) -> int | None:
-  """Returns the rank of a weight's adapter; None if it has none."""
-  names, others = ([f'{PREFIX}{module}.{weight.ending(part)}' for module in modules] for part in 'ab')
-  for a, b in zip(names, others):
-    if (a in stored) != (b in stored):
-      there, missing = (a, b) if a in stored else (b, a)
-      raise CheckpointError(f'{stored[there].file} has {there}, but not {missing}; an adapter needs both')
+def _stored_rank(weight: AdaptableWeight, modules: Sequence[str], stored: Stored, parts: Sequence[str]) -> int | None:
+  """Returns the rank of a weight's adapter; None if it has none. `parts` are the variables that it must have."""
+  names = [f'{PREFIX}{module}.{weight.ending("a")}' for module in modules]
+  for module in modules:
+    of_module = [f'{PREFIX}{module}.{weight.ending(part)}' for part in parts]
+    there, missing = ([name for name in of_module if (name in stored) == is_there] for is_there in (True, False))
+    if there and missing:
+      raise CheckpointError(
+        f'{stored[there[0]].file} has {there[0]}, but not {missing[0]}; an adapter needs '
+        f'{"both" if len(parts) == 2 else "all three"}'
+      )
   shapes = {name: stored[name].shape for name in names if name in stored}
   ranks = {shape[0] if len(shape) == 2 else 0 for shape in shapes.values()}
   if len(ranks) > 1 or 0 in ranks:
