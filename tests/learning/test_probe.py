@@ -325,8 +325,37 @@ def test_a_stack_of_more_layers_than_the_layers_have_rows_may_be_treated_in_anot
   assert not is_stackable(along_the_longest, {'many': weight(4, 6, repeat=(9,))})
 
 
-def test_what_is_said_to_be_elementwise_is_measured_above():
-  assert {factory.__name__ for factory in ELEMENTWISE} <= {*_ELEMENTWISE.split(), 'chain'}
+# What else the factories in `ELEMENTWISE` may be given; switches are also turned over, and dtypes set.
+_PLAIN: dict[str, object] = {'weight_decay': 0.1, 'momentum': 0.9, 'decay': 0.9, 'step_size': 0.5, 'mode': 'smooth'}
+
+
+def _fields_of(factory: Callable[..., object], extremes: bool) -> dict[str, object]:
+  """Settings of a factory: those it needs, or with `extremes` all that are plain and may make a difference."""
+  fields: dict[str, object] = {}
+  for name, parameter in inspect.signature(factory).parameters.items():
+    is_needed = parameter.default is parameter.empty
+    if name in _PLAIN and (is_needed or extremes):
+      fields[name] = _PLAIN[name]
+    elif extremes and isinstance(parameter.default, bool):
+      fields[name] = not parameter.default
+    elif extremes and name.endswith('dtype'):
+      fields[name] = 'bfloat16'
+  return fields
+
+
+@pytest.mark.parametrize('extremes', [False, True])
+def test_what_is_said_to_be_elementwise_is_so_with_all_its_settings(extremes):
+  for factory in ELEMENTWISE:
+    takes_rate = 'learning_rate' in inspect.signature(factory).parameters
+    build = _builder(factory, _fields_of(factory, extremes), takes_rate)
+    if factory is optax.chain:
+      build = functools.partial(_chained, extremes=extremes)
+    assert is_elementwise(build, WEIGHTS) and is_stackable(build, WEIGHTS), factory.__name__
+
+
+def _chained(rate: jax.Array, extremes: bool) -> optax.GradientTransformationExtraArgs:
+  parts = (factory(**_fields_of(factory, extremes)) for factory in (optax.scale_by_adam, optax.add_decayed_weights))
+  return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 
 @pytest.mark.parametrize('fields', [{}, {'mask': lambda params: jax.tree.map(lambda x: x.ndim > 1, params)}])

@@ -57,7 +57,7 @@ def _check_base(arrays: dict[Path, StreamedArray], served: TrainedModel, model: 
     of_served = declared.get(path)
     dtype = None if of_served is None or of_served.shape != x.shape else _common(x.dtype, of_served.dtype)
     if dtype is not None:
-      if not _is_same(x, _on_host(served, path), dtype):
+      if not _is_same(x, _served_values(served, path), dtype):
         raise ConfigError(
           f'{path_name(path)} differs from that of the model that is served, and an adapter only fits the weights that '
           'it was trained beside; serve the run that task.train.init_from of the adapter names, or the merged adapter'
@@ -86,7 +86,7 @@ def _common(a: np.dtype, b: np.dtype) -> np.dtype | None:
   return min(a, b, key=lambda dtype: dtype.itemsize) if are_floats and a.itemsize != b.itemsize else None
 
 
-def _on_host(served: TrainedModel, path: Path) -> np.ndarray:
+def _served_values(served: TrainedModel, path: Path) -> np.ndarray:
   one = nest({path: node_at(served.stored_variables, path)})
   return np.asarray(node_at(served.tasks.layout.mdl_vars.to_host(one), path))
 
