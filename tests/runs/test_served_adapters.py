@@ -16,6 +16,7 @@ from praxis_lite.bridges.hf import write_adapter
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
+from praxis_lite.common.errors import DataError
 from praxis_lite.common.trees import leaves, map_with_path, merge, node_at, select
 from praxis_lite.layers import Dora, Ia3, Lora, QuantizedWeights
 from praxis_lite.models import add_adapters, quantize_weights
@@ -96,6 +97,13 @@ def test_adapters_of_runs_and_of_peft_are_served_together(base, serve, tmp_path)
     np.testing.assert_array_equal(served[path][:, 0, ..., :2], a)
     for i in (1, 2):
       np.testing.assert_array_equal(served[path][:, i, ..., :3], node_at(of_half, path))
+  batch = {'ids': np.ones((2, 3), np.int32), 'prompt_lengths': np.full(2, 3, np.int32)}
+  with pytest.raises(
+    DataError, match=r"adapters: 4 is no adapter of the model; expected 0 for 'averaged', 1 for 'half'"
+  ):
+    model.decode({**batch, 'adapters': np.array([-1, 4])})
+  with pytest.raises(DataError, match=r'adapters: expected integers, .* got float32'):
+    model.decode({**batch, 'adapters': np.zeros(2, np.float32)})
 
 
 def test_names_that_no_request_could_tell_apart(serve):
