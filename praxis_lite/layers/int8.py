@@ -100,7 +100,7 @@ multiply_rows_in_int8.defvjp(_rows_forward, _rows_backward)
 
 
 def tensordot_of_integers(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in float32 for arrays in int8, of which x has no -128."""
+  """Returns `jnp.tensordot(x, w, axes)` in float32, for arrays in int8; entries of x are at least -127."""
   multiply = functools.partial(jnp.tensordot, preferred_element_type=jnp.int32)
   size = math.prod(w.shape[:axes])
   if size <= _MOST_SUMMED:
