@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.jax_internals.devices import abstract_device
 from praxis_lite.instruments.plan.compilers import devices_of, missing_compiler
 from praxis_lite.instruments.plan.cost import cost_of
 from praxis_lite.instruments.plan.hlo import parse
@@ -124,12 +125,19 @@ def test_in_stages_of_a_pipeline_each_device_runs_the_kernel_for_its_own(monkeyp
 @pytest.mark.parametrize(
   ('capability', 'reason'), [('7.5', 'compute capability 8.0 and newer, not 7.5'), ('gfx942', 'NVIDIA'), ('9.0', '')]
 )
-def test_chips(monkeypatch, on_gpu, capability, reason):
+def test_chips(monkeypatch, on_gpu, plain_kernels, capability, reason):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   gpu = types.SimpleNamespace(compute_capability=capability, device_kind='NVIDIA', platform='gpu')
   monkeypatch.setattr(jax, 'devices', lambda: [gpu])
   name, found = choose_grouped_matmul('auto')
   assert name == ('blocks' if reason else 'triton') and reason in found
+
+
+def test_the_kernels_are_lowered_for_a_known_chip(on_gpu):
+  """JAX 0.12 asks the chip of the ambient mesh; older releases do not."""
+  h100 = abstract_device('NVIDIA H100 80GB HBM3', 'gpu')
+  with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ('a',), (AxisType.Auto,), abstract_device=h100)):
+    assert choose_grouped_matmul('triton') == ('triton', 'there is a kernel for GPUs of NVIDIA')
 
 
 def test_a_jax_whose_pallas_differs(monkeypatch, on_gpu):
@@ -147,7 +155,7 @@ def test_other_platforms_keep_their_implementations():
     assert choose_grouped_matmul('triton').name == 'xla'
 
 
-def test_experts_say_which_axes_are_not_mapped():
+def test_experts_say_which_axes_are_not_mapped(plain_kernels):
   experts = Config(MoeFeedForward, input_dims=4, hidden_dims=8, num_experts=2).instantiate()
   with jax.sharding.use_abstract_mesh(abstract_mesh({'replica': 2}, 'gpu')):
     assert "may split operands over 'replica'" in experts.implementation_of(16, packed=False)
