@@ -4,6 +4,8 @@ Each program of a kernel computes a tile of the result. In `multiply`, a tile ha
 ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12;
 docs/benchmarks.md compares the times of both. The kernels of tokamax 0.0.17 need other packages.
 
+JAX 0.12 deprecates the part of Pallas that compiles by Triton. A release without it takes 'blocks', and says so.
+
 M rows, G groups, K dims that are summed over, N dims of the output.
 """
 
