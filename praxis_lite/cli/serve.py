@@ -122,9 +122,9 @@ def _flags() -> CommandFlags:
   values.add_texts('adapters', adapter, 'poems=runs/poems')
   values.add_integer('rows', 'Requests that are continued at the same time.', 16, 8, least=1)
   longest = (
-    'Tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default '
+    'Tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default 1024, '
+    'or what the model sees.'
   )
-  longest += '1024, or what the model sees.'
   values.add_integer('max_length', longest, 4096, least=1)
   values.add_integer('max_waiting', 'Requests that may wait; others get status 429.', 100, 64, least=0)
   values.add_integer('kept_prefixes', 'Rows whose beginnings later prompts may share.', 4, 0, least=0)

@@ -178,16 +178,16 @@ class CachedAttention:
   ) -> jax.Array:
     if self._has_kernel(query_BTNH, cache):
       return self._attend_by_kernel(query_BTNH, pos_BT, cache, mask)
-    page = self._page(query_BTNH.shape[1], cache.num_slots)
-    if page == cache.num_slots or self._fits_at_once(query_BTNH, cache.num_slots):
+    page = self._page(query_BTNH, cache.num_slots)
+    if page == cache.num_slots:
       return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
     return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
 
-  def _page(self, tokens: int, slots: int) -> int:
+  def _page(self, query_BTNH: jax.Array, slots: int) -> int:
     """Returns how many slots are read at once, a divisor of `slots`; for a prompt, a page, which limits its logits."""
-    if self.page_size is None or slots <= self.page_size:
+    if self.page_size is None or slots <= self.page_size or self._fits_at_once(query_BTNH, slots):
       return slots
-    most = max(self.most_slots, self.page_size) if tokens == 1 else self.page_size
+    most = max(self.most_slots, self.page_size) if query_BTNH.shape[1] == 1 else self.page_size
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:

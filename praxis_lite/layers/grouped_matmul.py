@@ -168,8 +168,9 @@ def grouped_matmul(
   """
   dtype = rows_MK.dtype if weights_GKN.dtype.itemsize == 1 else jnp.result_type(rows_MK, weights_GKN)
   rows_MK, weights_GKN, sizes_G = rows_MK.astype(dtype), weights_GKN.astype(dtype), sizes_G.astype(jnp.int32)
-  stage_axes = tuple(axis for axis in stage_axes if axis in unmapped_axes())
-  case = ProductCase(dtype, rows_MK.shape[0], tuple(axis for axis in unmapped_axes() if axis not in stage_axes))
+  unmapped = unmapped_axes()
+  stage_axes = tuple(axis for axis in stage_axes if axis in unmapped)
+  case = ProductCase(dtype, rows_MK.shape[0], tuple(axis for axis in unmapped if axis not in stage_axes))
   method = choose_grouped_matmul(implementation, case=case).name
   if method == 'xla' or export.is_symbolic_dim(rows_MK.shape[0]):  # Sizes of blocks depend on the number of rows.
     return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G)
