@@ -181,14 +181,15 @@ class Launcher:
         if last.code == 0 or self._signals or not (is_restartable(last.code) or is_faulty):
           return last.code
         lost_before, lost = lost, self._lost_place(last)
-        self._add_evidence(lost, last.code, began)
+        events = self._events_since(began)
+        self._add_evidence(lost, last.code, events)
         blamed = self._blamed()
         if is_faulty and not blamed and not self._can_leave_out_device():
           self._say(_AFTER_FAULT)
           return last.code
         why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
         gone = f'host {last.host} of {count} {why}'
-        if lost >= 0 and not any(event.kind == 'lost' for event in self._events_since(began)):
+        if lost >= 0 and not any(event.kind == 'lost' for event in events):
           self._note('lost', gone, last.host)  # Nobody who remained has written that.
         if self._directory.is_lost():
           self._say(
@@ -222,9 +223,9 @@ class Launcher:
     is_known = is_restartable(last.code) and last.code != LostHostError.exit_code
     return self._places[last.host] if is_known else -1
 
-  def _add_evidence(self, lost: int, code: int, began: float) -> None:
-    """Adds what was seen in an attempt that began at a moment, and in which the process at place `lost` was lost."""
-    self._blame.add(*recorded_evidence(self._events_since(began), self._places))
+  def _add_evidence(self, lost: int, code: int, events: Sequence[RunEvent]) -> None:
+    """Adds what was seen in an attempt with these events, in which the process at place `lost` was lost."""
+    self._blame.add(*recorded_evidence(events, self._places))
     if code == FAULTY_DEVICE_CODE:
       self._blame.add(*corrupt_places(self._directory.path, self._places))
     if lost >= 0:
