@@ -4,10 +4,11 @@
 
 Kinds of cases:
 
-  operations   single operations, on meshes of up to 8 devices
-  models       language models and classifiers, on meshes of up to 8 devices
-  graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
-  tasks        whole tasks of many kinds with random splits of all arrays, on meshes of 2 to 24 devices
+  operations   single operations
+  graphs       graphs of some 30 operations with constraints between them
+  tasks        whole tasks of many kinds with random splits of all arrays
+
+They run on meshes of 2 to 24 devices.
 
 Each case depends only on the seed and its number; `--layouts` consecutive tasks have the same model. `--first`
 continues where another run ended. A wrong case is reduced as long as it stays wrong, and printed as a standalone
@@ -40,7 +41,6 @@ from praxis_lite.common.jax_internals.flags import add_flags
 from praxis_lite.common.jax_internals.threads import provide_threads
 from tools.graphs import drawing, tasks
 from tools.graphs.families import FAMILIES
-from tools.hunt import models, operations
 from tools.hunt.cases import FuzzCase, Outcome, shrink
 
 # They make compiling fast and do not affect the partitioner. The timeout allows for a busy machine.
@@ -55,8 +55,7 @@ os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
 provide_threads()
 
 _KINDS: dict[str, Callable[[np.random.Generator], FuzzCase]] = {
-  'operations': operations.draw_operation,
-  'models': models.draw_model,
+  'operations': functools.partial(drawing.draw_program, families=FAMILIES, operations=1),
   'graphs': functools.partial(drawing.draw_program, families=FAMILIES),
 }
 # By default, this number of consecutive cases are layouts of one task, so it runs only once on one device.

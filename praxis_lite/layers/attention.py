@@ -124,6 +124,7 @@ class MultiHeadAttention(AttentionHeads):
   cache_page_size: int = 512
 
   _caches_values: ClassVar[bool] = True
+  _has_array_bias: ClassVar[bool] = False  # Whether it adds an array of its own to the logits.
 
   relative_bias: RelativeBias | AlibiBias = child()
 
@@ -410,7 +411,7 @@ class MultiHeadAttention(AttentionHeads):
     mask: AttentionMask,
     split: bool,
     mesh_obstacle: str,
-    has_array: bool = False,
+    has_array: bool,
   ) -> AttentionChoice:
     """Returns how attention is computed, and why; see `AttentionCase`."""
     assert self.fprop_dtype is not None  # Set once the layer is built.
@@ -437,7 +438,7 @@ class MultiHeadAttention(AttentionHeads):
     mask = jax.eval_shape(lambda ids: self._checked_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
     is_split = self.context_axis is not None
     _, obstacle = self._mesh.pass_split(is_split, self.num_heads, self._kv_heads[0])
-    name, reason = self._choose(length, length, mask, is_split, obstacle)
+    name, reason = self._choose(length, length, mask, is_split, obstacle, self._has_array_bias)
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     line = f'{name} on {platform()}{over}: {reason}'
     if platform() != 'tpu' or not self.causal:

@@ -15,6 +15,7 @@ B batch, T length, S length of the keys, D model dims, N heads, K kv heads, H di
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from praxis_lite.layers.attention_spec import LogitBias, ProbabilityDropout
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.cached_attention import CachedAttention
 from praxis_lite.layers.chunk_memory import MemoryAttention
-from praxis_lite.layers.dot_product import AttentionChoice
 from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import AttentionMask
@@ -49,6 +49,8 @@ class RelativeAttention(MemoryAttention):
     position_dims: R, an even number; None means D.
     position_tpl: template of the child `position`, which computes e.
   """
+
+  _has_array_bias: ClassVar[bool] = True
 
   position_dims: int | None = None
   position_tpl: Config = template(SinusoidalPositions)
@@ -118,17 +120,6 @@ class RelativeAttention(MemoryAttention):
     )
     key_BSR = jnp.broadcast_to(self.position(key_pos_BS), (len(z_BTNR), *key_pos_BS.shape[1:], z_BTNR.shape[-1]))
     return jnp.einsum('BTNR,BSR->BNTS', turned_BTNR, key_BSR, preferred_element_type=sum_dtype(turned_BTNR))
-
-  def _choose(
-    self,
-    query_len: int,
-    key_len: int,
-    mask: AttentionMask,
-    split: bool,
-    mesh_obstacle: str,
-    has_array: bool = True,
-  ) -> AttentionChoice:
-    return super()._choose(query_len, key_len, mask, split, mesh_obstacle, True)
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
     cached = super()._cached_attention(logit_bias, sinks)

@@ -7,40 +7,24 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.sharding import guards
-from praxis_lite.training import partitioned_step
-from tools.hunt import models, operations
+from tools.graphs import drawing
+from tools.graphs.families import FAMILIES
+from tools.graphs.programs import GraphCase, Line
 from tools.hunt.cases import Outcome, shrink
-from tools.hunt.families import FAMILIES
 from tools.hunt_shardings import report_cases
 
-# Rows of this product come back permuted; in it are an axis, a dimension and a loop that the fault does not need.
-PERMUTED = operations.OperationCase(
-  family='product',
-  sizes=(('equation', 1), ('seed', 0), ('b', 8), ('c', 64), ('v', 32)),
+# Rows of this product come back permuted without guards.
+PERMUTED = GraphCase(
+  lines=(
+    Line('v1', 'ints((8, 32))', (8, 32), 'float32', is_input=True, entries=(('r', 'd'), ('m',))),
+    Line('v2', 'ints((64, 32))', (64, 32), 'float32', is_input=True, entries=(('d',), ('m',))),
+    Line('v3', "jnp.einsum('bv,cv->bc', v1, v2)", (8, 64), 'float32', entries=(('r', 'd'), ('m',))),
+  ),
   mesh=(('r', 2), ('d', 2), ('m', 2)),
-  splits=((('r', 'd'), ('m',)), (('d',), ('m',)), (('r', 'd'), ('m',))),
+  outputs=('v3',),
+  is_exact=True,
   gradient=False,
 )
-# A classifier in plain data parallelism; the gradient of its filter is multiplied by the unused axis's size.
-GROUPED = models.Model(
-  family='classifier',
-  fields=tuple(
-    (models._NET_PLAIN | {'global_pooling': 'mean', 'num_layers': 1, 'groups': 2, 'input_channels': 1, 'channels_0': 2})
-    .__or__({'channels_1': 1, 'filter_height': 2, 'filter_width': 1, 'window_height': 1, 'window_width': 1})
-    .__or__({'num_classes': 2, 'height': 4, 'width': 3, 'batch': 4, 'seed': 1})
-    .items()
-  ),
-  mesh=(('a', 2), ('b', 2)),
-  mappings=(('inputs 4', (('a',), (), (), ())), ('inputs 1', (('a',),))),
-  step='train',
-)
-
-
-@pytest.fixture
-def no_guards(monkeypatch):
-  monkeypatch.setattr(guards, 'guard', lambda lowered: [])
-  monkeypatch.setattr(partitioned_step, 'guard', lambda lowered: [])
 
 
 def outcomes(reports):
@@ -60,55 +44,36 @@ def test_random_operations_are_right():
 
 
 # Of the cases of this seed, a step of each kind that compiles in seconds.
-CASES = {13: ('lm', 'train'), 27: ('classifier', 'train'), 89: ('lm', 'decode'), 230: ('lm', 'eval')}
+CASES = {
+  33: ('tower', ('train',), 'shard_map'),
+  41: ('lm', ('train', 'evaluate'), 'auto'),
+  84: ('lm', ('train', 'decode'), 'auto'),
+  101: ('convolutions', ('train',), 'shard_map'),
+}
 
 
 @pytest.mark.slow
-def test_random_models_are_right():
-  reports = [*report_cases('models', 2026, CASES)]
-  assert {report.number: (report.case.family, report.case.step) for report in reports} == CASES
+def test_random_tasks_are_right():
+  reports = [*report_cases('tasks', 2026, CASES)]
+  assert {r.number: (r.case.family, r.case.steps, r.case.partitioning) for r in reports} == CASES
   counts = outcomes(reports)
   assert counts['right'] == len(CASES)
   assert counts['guarded']
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('family', [*FAMILIES])
 def test_a_case_is_a_function_of_its_seed(family):
-  one, other = (operations.draw_operation(np.random.default_rng(7), family) for _ in range(2))
+  one, other = (
+    drawing.draw_program(np.random.default_rng(7), FAMILIES, operations=1, family=family, most_devices=8)
+    for _ in range(2)
+  )
   assert one == other
   assert one.run().kind == 'right'
 
 
-@pytest.mark.slow
-def test_a_wrong_product_is_found_and_made_small(no_guards, capsys):
-  outcome = PERMUTED.run()
-  assert outcome.kind == 'wrong'
-  smallest = shrink(PERMUTED, lambda case: case.run().kind == 'wrong')
-  assert smallest.run().kind == 'wrong'
-  assert not any(case.run().kind == 'wrong' for case in smallest.smaller())
-  assert np.prod([n for _, n in smallest.sizes[2:]]) < 8 * 64 * 32
-  exec(compile(smallest.script(), 'script', 'exec'), {})
-  assert 'WRONG' in capsys.readouterr().out
-
-
 def test_the_product_is_right_through_the_guards():
   assert PERMUTED.run() == Outcome('right', guarded=1)
-
-
-@pytest.mark.slow
-def test_a_wrong_gradient_of_a_model_is_found(no_guards, capsys):
-  outcome = GROUPED.run()
-  assert outcome.kind == 'wrong'
-  assert 'conv_0/w' in outcome.why
-  exec(compile(GROUPED.script(), 'script', 'exec'), {})
-  assert 'WRONG gradient network/conv_0/w' in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_gradient_is_right_through_the_guards():
-  outcome = GROUPED.run()
-  assert outcome.kind == 'right'
-  assert outcome.guarded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,7 @@ _OPTIMIZERS = {
   'adamw': Config(optax.adamw, eps=1e-3, weight_decay=0.1),
   'rmsprop': Config(optax.rmsprop, eps=1e-3),
   'lamb': Config(optax.lamb, eps=1e-3),
+  'lion': Config(optax.lion),
 }
 Value = Any
 _Splits = tuple[tuple[str, Entries], ...]
@@ -111,6 +112,7 @@ class Task:
     steps: some of 'init', 'train', 'evaluate' and 'decode'. Without 'init', the state is initialized on one device and
       then placed on the mesh.
     strategy: an op for variables that `weights` does not name; '' for none.
+    partitioning: 'auto' or 'shard_map'.
   """
 
   family: str
@@ -121,6 +123,7 @@ class Task:
   inputs: _Splits = ()
   steps: tuple[str, ...] = ('train',)
   strategy: str = ''
+  partitioning: str = 'auto'
 
   @property
   def size(self) -> int:
@@ -148,6 +151,7 @@ class Task:
     config.ici_mesh_shape = tuple(size for _, size in self.mesh)
     rules = [(re.escape(path), f'split_as({entries!r})') for path, entries in self.weights]
     config.strategy = rules + ([('.*', self.strategy)] if self.strategy else [])
+    config.partitioning = self.partitioning
     if self.inputs:
       known: dict[str, object] = {f'map_{n}d': None for n in range(1, 6)}
       config.train.inputs_split_mapping = known | {f'map_{rank}d': _mapping(e) for rank, e in self.inputs}
@@ -280,6 +284,8 @@ class Task:
       yield dataclasses.replace(self, steps=(step,))
     if self.strategy:
       yield dataclasses.replace(self, strategy='')
+    if self.partitioning != 'auto':
+      yield dataclasses.replace(self, partitioning='auto')
     splits: _Splits
     for name in ('weights', 'activations', 'inputs'):
       splits = getattr(self, name)
@@ -317,7 +323,8 @@ _PLAIN: dict[str, Value] = {
   **{'optimizer': 'sgd', 'num_microbatches': 1, 'ema_decay': 0.0, 'clip': 0.0, 'dropout': 0.0, 'segments': False},
   **{'experts': 0, 'stages': 0, 'remat': 'none', 'sliding_window': None, 'logit_soft_cap': None, 'qk_norm': False},
   **{'relative_bias': False, 'combine_qkv': False, 'implementation': 'dense', 'context_axis': None, 'norm': None},
-  **{'num_layers': 1, 'pooling': None, 'tie': False},
+  **{'num_layers': 1, 'pooling': None, 'tie': False, 'lookup_style': 'gather', 'z_loss_weight': 0.0},
+  **{'label_smoothing': 0.0},
 }
 
 
@@ -354,6 +361,8 @@ def _lm(f: dict[str, Value]) -> Config:
   for name in ('sliding_window', 'logit_soft_cap', 'combine_qkv', 'implementation'):
     setattr(attention, name, f[name])
   attention.context_axis = f['context_axis']
+  model.lm_tpl.softmax_tpl.set(z_loss_weight=f['z_loss_weight'], label_smoothing=f['label_smoothing'])
+  (model.lm_tpl.embedding_tpl or model.lm_tpl.softmax_tpl).lookup_style = f['lookup_style']
   if f['qk_norm']:
     attention.qk_norm_tpl = Config(RMSNorm)
   if f['relative_bias']:
@@ -484,6 +493,8 @@ def _draw_lm(rng: np.random.Generator, mesh: MeshSizes) -> dict[str, Value]:
     'implementation': 'auto' if in_context else one('dense', 'blockwise', 'auto'),
     'context_axis': axis if in_context else None, 'stages': size if pipelined else 0, 'stage_axis': axis,
     'experts': one(0, 0, 0, 2, 3, 4), 'dispatch': one('dropless', 'capacity'), 'shared': one(0, 1),
+    'lookup_style': one('gather', 'gather', 'matmul'), 'z_loss_weight': one(0.0, 0.0, 0.01),
+    'label_smoothing': one(0.0, 0.0, 0.1),
   }  # fmt: skip
 
 
@@ -505,6 +516,8 @@ def _draw_splits(rng: np.random.Generator, case: Task) -> Task:
     weights = weights[: len(weights) // 2] if rng.random() < 0.5 else []
   activations = [(path, entries(rank)) for path, rank in constrained.items() if rng.random() < share]
   inputs = [(str(rank), entries(rank)) for rank in (1, 2, 3, 4) if rng.random() < share]
+  if case.steps == ('train',) and not taken - {None} and not fields['dropout'] and rng.random() < 0.15:
+    return dataclasses.replace(case, weights=tuple(weights), strategy=strategy, partitioning='shard_map')
   if inputs:  # All activations split their rows in the same way.
     rows = next((e[0] for _, e in inputs if e), ())
     inputs = [(rank, (rows, *(tuple(a for a in axes if a not in rows) for axes in e[1:]))) for rank, e in inputs]
