@@ -28,7 +28,7 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.lines import pair_parsers
-from praxis_lite.inputs.rows import Rows, Struct
+from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Pairs = Sequence[tuple[str, str]]
@@ -48,6 +48,36 @@ def source_target_struct(source_len: int, target_len: int) -> Struct:
   sides |= dict.fromkeys(('ids', 'labels', 'segment_ids', 'segment_pos'), target_len)
   struct = {name: jax.ShapeDtypeStruct((length,), np.int32) for name, length in sides.items()}
   return struct | {'weights': jax.ShapeDtypeStruct((target_len,), np.float32)}
+
+
+def padding_of_pairs(count: int, struct: Struct, pad: int) -> Rows:
+  """Returns `count` rows without pairs, whose tokens are `pad`."""
+  batch = pad_rows(None, count, struct)
+  for name in ('source_ids', 'ids', 'labels'):
+    batch[name][:] = pad
+  return batch
+
+
+def write_pair(
+  batch: Rows, row: int, at: tuple[int, int], segment: int, source: Sequence[int], target: Sequence[int]
+) -> tuple[int, int]:
+  """Writes a pair into a row, from the places `at` of its source and target on; returns the places after it.
+
+  Args:
+    batch, row: where to write; see the top of this file.
+    at: places in the row.
+    segment: number of the pair in the row, from 1.
+    source: tokens of the source.
+    target: a start token, the tokens of the target, and an end token.
+  """
+  sides = {'source_': slice(at[0], at[0] + len(source)), '': slice(at[1], at[1] + len(target) - 1)}
+  for side, places in sides.items():
+    batch[f'{side}segment_ids'][row, places] = segment
+    batch[f'{side}segment_pos'][row, places] = np.arange(places.stop - places.start)
+  batch['source_ids'][row, sides['source_']] = source
+  for name, values in (('ids', target[:-1]), ('labels', target[1:]), ('weights', 1)):
+    batch[name][row, sides['']] = values
+  return sides['source_'].stop, sides[''].stop
 
 
 class SourceTargetInput(TextExamplesInput):
@@ -116,24 +146,12 @@ class SourceTargetInput(TextExamplesInput):
 
   def rows(self, indices: np.ndarray) -> Rows:
     _, eos, pad = self.tokenizer.special_ids
-    struct = self.example_struct()
-    batch: Rows = {name: np.zeros((len(indices), *s.shape), s.dtype) for name, s in struct.items()}
-    for name in ('source_ids', 'ids', 'labels'):
-      batch[name][:] = pad
+    batch = padding_of_pairs(len(indices), self.example_struct(), pad)
     for row, index in enumerate(indices):
-      source_at = target_at = 0
+      at = 0, 0
       for segment, number in enumerate(self._rows[index], 1):
         source, target = self._pairs[number]
-        at = slice(source_at, source_at := source_at + len(source))
-        batch['source_ids'][row, at] = source
-        batch['source_segment_ids'][row, at] = segment
-        batch['source_segment_pos'][row, at] = np.arange(len(source))
-        at = slice(target_at, target_at := target_at + len(target) + 1)
-        batch['ids'][row, at] = [self.first_id, *target]
-        batch['labels'][row, at] = [*target, eos]
-        batch['weights'][row, at] = 1
-        batch['segment_ids'][row, at] = segment
-        batch['segment_pos'][row, at] = np.arange(len(target) + 1)
+        at = write_pair(batch, row, at, segment, source, [self.first_id, *target, eos])
     return batch
 
   @functools.cached_property

@@ -19,7 +19,7 @@ import numpy as np
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.inputs.random_access import uniform
 from praxis_lite.inputs.rows import Rows, Struct
-from praxis_lite.inputs.source_target import source_target_struct
+from praxis_lite.inputs.source_target import padding_of_pairs, source_target_struct, write_pair
 from praxis_lite.inputs.text import TextInput
 
 _STREAM = zlib.crc32(b'spans')
@@ -106,22 +106,13 @@ class SpanCorruptionInput(TextInput):
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
     texts = super().rows_at(epoch, places)
     _, eos, pad = self.tokenizer.special_ids
-    struct = self.example_struct()
-    batch: Rows = {name: np.zeros((len(places), *s.shape), s.dtype) for name, s in struct.items()}
-    for name in ('source_ids', 'ids', 'labels'):
-      batch[name][:] = pad
+    batch = padding_of_pairs(len(places), self.example_struct(), pad)
     first = (epoch * self.num_examples + places) * 2 * self.seq_len
     for row, at in enumerate(first.astype(np.int64)):
       tokens = texts['labels'][row, texts['weights'][row] > 0]
       random = uniform((self.seed, _STREAM), at + np.arange(2 * self.seq_len)).reshape(2, -1)
       source, target = self._corrupt(tokens, random)
-      for side, values in (('source_', [*source, eos]), ('', [*target, eos])):
-        batch[f'{side}segment_ids'][row, : len(values)] = 1
-        batch[f'{side}segment_pos'][row, : len(values)] = np.arange(len(values))
-      batch['source_ids'][row, : len(source) + 1] = [*source, eos]
-      batch['ids'][row, : len(target) + 1] = [self.first_id, *target]
-      batch['labels'][row, : len(target) + 1] = [*target, eos]
-      batch['weights'][row, : len(target) + 1] = 1
+      write_pair(batch, row, (0, 0), 1, [*source, eos], [self.first_id, *target, eos])
     return batch
 
   def _corrupt(self, tokens: np.ndarray, random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

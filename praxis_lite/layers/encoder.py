@@ -23,10 +23,9 @@ from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions
-from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
-from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases, token_paddings
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, size_stack
+from praxis_lite.layers.transformer_block import TransformerBlock, set_biases, token_paddings
 
 _POST_NORM_BLOCK = Config(TransformerBlock, norm_policy='post')
 _POST_NORM_BLOCK.set(norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward, activation='gelu'))
@@ -100,13 +99,7 @@ class TransformerEncoder(Layer):
     for name, norm in built.items():
       self.create_child(name, norm)
     self.create_child('embedding_dropout', self.dropout_tpl)
-    transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
-    sizes = {'input_dims': D, **{field: getattr(self, field) for field in HEADS}}
-    sizes['hidden_dims'] = 4 * D if self.hidden_dims is None else self.hidden_dims
-    for block in kinds_of_stack(transformer):
-      block.set(**sizes)
-      block.attention_tpl.causal = self.causal
-      set_biases(self.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl])
+    transformer = size_stack(self.transformer_tpl, self, self.num_layers, causal=self.causal)
     self.create_child('transformer', transformer)
     self._takes_paddings = any(layer.takes_paddings for layer in self.transformer.descendants())
 

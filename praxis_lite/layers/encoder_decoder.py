@@ -28,12 +28,11 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.position_limit import PositionLimit, check_length, limit_of_table
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, SinusoidalPositions
-from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.shared_bias import bias_of_positions, building_with_shared_bias, shared_bias
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
-from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, size_stack
 from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases, token_paddings
-from praxis_lite.layers.transformer_lm import shared_look_up
+from praxis_lite.layers.transformer_lm import logits_at, shared_look_up
 
 
 class DecoderBlock(TransformerBlock):
@@ -205,25 +204,13 @@ class TransformerEncoderDecoder(Layer):
     if self.num_encoder_layers is None:
       self.num_encoder_layers = self.num_layers
     with building_with_shared_bias() if self.relative_bias_tpl is not None else contextlib.nullcontext():
-      self.create_child('encoder', self._stack(self.encoder_tpl, self.num_encoder_layers, causal=False))
-      self.create_child('decoder', self._stack(self.decoder_tpl, self.num_layers, causal=True))
+      self.create_child('encoder', size_stack(self.encoder_tpl, self, self.num_encoder_layers, causal=False))
+      self.create_child('decoder', size_stack(self.decoder_tpl, self, self.num_layers, causal=True))
     if final_norm is not None:
       self.create_children('encoder_norm', 'decoder_norm', template=final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
     self._look_up = shared_look_up(self.path_name, self.softmax) if self.embedding_tpl is None else self.embedding
     self._look_up_target = self._look_up if self.decoder_embedding_tpl is None else self.decoder_embedding
-
-  def _stack(self, stack: Config, num_layers: int, *, causal: bool) -> Config:
-    """Returns the config of a stack with the sizes of its blocks."""
-    stack = stack.clone(num_layers=num_layers)
-    sizes = {'input_dims': self.model_dims, **{field: getattr(self, field) for field in HEADS}}
-    sizes['hidden_dims'] = 4 * self.model_dims if self.hidden_dims is None else self.hidden_dims
-    for block in kinds_of_stack(stack):
-      block.set(**sizes)
-      block.attention_tpl.causal = causal
-      cross_attention = getattr(block, 'cross_attention_tpl', None)
-      set_biases(self.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl, cross_attention])
-    return stack
 
   # ---------------------------------------------------------------- training and evaluation
 
@@ -323,10 +310,7 @@ class TransformerEncoderDecoder(Layer):
     bias = None if self.relative_bias_tpl is None else bias_of_positions(self.decoder_bias)
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, pos_BT)
     x_BTD = self.decoder.extend_step(x_BTD, pos_BT, None, bias)
-    last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
-    x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
-    logits_BNV = self.softmax.get_logits(self._scale(self._finish(x_BND, 'decoder_norm')))
-    return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
+    return logits_at(last_B, x_BTD, lambda x: self.softmax.get_logits(self._scale(self._finish(x, 'decoder_norm'))))
 
   # ---------------------------------------------------------------- parts
 

@@ -18,10 +18,30 @@ from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
-from praxis_lite.layers.transformer_block import TransformerBlock
+from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases
 from praxis_lite.layers.value_residual import mixes_values, remove_value_residual
 
 T = TypeVar('T')
+
+
+def size_stack(stack: Config, model: Any, num_layers: int, *, causal: bool) -> Config:
+  """Returns the config of a stack whose blocks have the sizes of a model.
+
+  Args:
+    stack: the config of the stack.
+    model: the layer with `model_dims`, `hidden_dims` (None means 4 D), `use_bias`, and the fields of `HEADS`.
+    num_layers: number of blocks.
+    causal: whether attention of the blocks is causal.
+  """
+  stack = stack.clone(num_layers=num_layers)
+  sizes = {'input_dims': model.model_dims, **{field: getattr(model, field) for field in HEADS}}
+  sizes['hidden_dims'] = 4 * model.model_dims if model.hidden_dims is None else model.hidden_dims
+  for block in kinds_of_stack(stack):
+    block.set(**sizes)
+    block.attention_tpl.causal = causal
+    cross_attention = getattr(block, 'cross_attention_tpl', None)
+    set_biases(model.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl, cross_attention])
+  return stack
 
 
 class StackedTransformer(Layer):

@@ -203,14 +203,14 @@ class TransformerLm(Layer):
     prefix = () if prefix_lengths is None else (prefix_lengths,)
     more = {} if packed is None else {'packed': packed}
     x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix, **more)
-    return self._logits_of(x_BTD, last_B, self._normalize)
+    return logits_at(last_B, x_BTD, lambda x: self.softmax.get_logits(self._normalize(x)))
 
   def extend_with_hidden(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, *prefix: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Returns what `extend_step` does, and what the softmax reads at each token, [B, T, D], for `extend_further`."""
     hidden_BTD = self._normalize(self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix))
-    return self._logits_of(hidden_BTD, last_B), hidden_BTD
+    return logits_at(last_B, hidden_BTD, self.softmax.get_logits), hidden_BTD
 
   def init_further_state(self, batch_size: int, max_len: int) -> None:
     """Allocates the caches that `extend_further` needs."""
@@ -229,16 +229,7 @@ class TransformerLm(Layer):
       last_B: int32 index in [0, T).
     """
     hidden_BTD = self.mtp.extend_step(number, hidden_BTD, self._look_up(ids_BT), pos_BT)
-    return self._logits_of(hidden_BTD, last_B), hidden_BTD
-
-  def _logits_of(
-    self, x_BTD: jax.Array, last_B: jax.Array, normalize: Callable[[jax.Array], jax.Array] = lambda x: x
-  ) -> jax.Array:
-    """Returns the logits of token `last_B` of each row, [B, V]; or of several, [B, N, V]."""
-    last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
-    x_BND = jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1)
-    logits_BNV = self.softmax.get_logits(normalize(x_BND))
-    return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
+    return logits_at(last_B, hidden_BTD, self.softmax.get_logits), hidden_BTD
 
   def _paddings(self, weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> dict[str, jax.Array | None]:
     return {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
@@ -265,6 +256,13 @@ class TransformerLm(Layer):
 
   def _check_length(self, length: int) -> None:
     check_length(self.position_limit, length)
+
+
+def logits_at(last_B: jax.Array, x_BTD: jax.Array, get_logits: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """Returns the logits of token `last_B` of each row, [B, V]; or of several, [B, N], [B, N, V]."""
+  last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
+  logits_BNV = get_logits(jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1))
+  return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
 
 
 def shared_look_up(path: str, softmax: FullSoftmax) -> Callable[[jax.Array], jax.Array]:

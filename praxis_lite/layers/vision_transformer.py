@@ -27,9 +27,8 @@ from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding, gr
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
-from praxis_lite.layers.repeat import kinds_of_stack
-from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
-from praxis_lite.layers.transformer_block import HEADS, TransformerBlock, set_biases
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, size_stack
+from praxis_lite.layers.transformer_block import TransformerBlock, set_biases
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 IMAGE_POOLINGS = ('class_token', 'mean', 'attention')
@@ -109,7 +108,6 @@ class VisionTransformer(Layer):
   def setup(self) -> None:
     self._check()
     D = self.output_dims = self.model_dims
-    hidden = 4 * D if self.hidden_dims is None else self.hidden_dims
     self.create_child('patches', self.patch_tpl.clone(patch_size=self.patch_size, channels=self.channels, dims=D))
     if self.class_token:
       skip = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
@@ -123,14 +121,9 @@ class VisionTransformer(Layer):
     for name, norm in built.items():
       self.create_child(name, norm)
     self.create_child('embedding_dropout', self.dropout_tpl)
-    transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
-    sizes = {'input_dims': D, 'hidden_dims': hidden, **{field: getattr(self, field) for field in HEADS}}
-    for block in kinds_of_stack(transformer):
-      block.set(**sizes)
-      block.attention_tpl.causal = False
-      set_biases(self.use_bias, [block.attention_tpl, block.ff_tpl, block.norm_tpl])
-    self.create_child('transformer', transformer)
+    self.create_child('transformer', size_stack(self.transformer_tpl, self, self.num_layers, causal=False))
     if self.pooling == 'attention':
+      hidden = 4 * D if self.hidden_dims is None else self.hidden_dims
       pooling = self.pooling_tpl.clone(dims=D, hidden_dims=hidden)
       pooling.set(num_heads=self.num_heads, dims_per_head=self.dims_per_head)
       set_biases(self.use_bias, [pooling.attention_tpl, pooling.ff_tpl, pooling.norm_tpl])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.mistakes import missing_return_hint
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
@@ -195,6 +195,14 @@ class BaseModel(Layer, Generic[PredictionsT]):
   def prompt_limits(self) -> PromptLimits | None:
     """Returns how `decode` continues prompts of different lengths; None if it is compiled for each length."""
     return None
+
+  def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
+    """Returns an array of a batch; raises DataError if it is missing."""
+    if name not in batch:
+      raise DataError(
+        f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
+      )
+    return batch[name]
 
 
 def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import DataError, did_you_mean
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -79,13 +78,6 @@ class Classifier(BaseModel[SoftmaxOutput]):
     predictions = self.predict(batch)
     confidence = weighted_mean(jnp.max(predictions['probabilities'], axis=-1), self._leaf(batch, 'weights'))
     return {'confidence': confidence}, predictions
-
-  def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
-    if name not in batch:
-      raise DataError(
-        f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
-      )
-    return batch[name]
 
 
 class ClassificationModel(Classifier):

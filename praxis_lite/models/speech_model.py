@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -174,10 +174,3 @@ class SpeechModel(BaseModel[PredictionsT]):
     `ids`, [B, most] int32, blanks after the last one; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
     """
     raise NotImplementedError
-
-  def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
-    if name not in batch:
-      raise DataError(
-        f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
-      )
-    return batch[name]

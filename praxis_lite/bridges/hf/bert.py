@@ -7,15 +7,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
+from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
+from praxis_lite.bridges.hf.family import Values, WholeModelFamily
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
+from praxis_lite.bridges.hf.hf_config import HfConfig, count_classes
 from praxis_lite.bridges.hf.layer_pairs import block_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.layers import FeedForward
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import (
   BaseModel,
@@ -79,14 +79,9 @@ class Encoder(WholeModelFamily):
     hf.must_be('problem_type', None, 'single_label_classification')
     sizes: dict[str, Any] = {
       'vocab_size': hf.size('vocab_size'),
-      'model_dims': hf.size('hidden_size'),
-      'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
-      'num_heads': hf.size('num_attention_heads'),
-      'hidden_dims': hf.size('intermediate_size'),
       'max_len': hf.size('max_position_embeddings'),
       'num_token_types': hf.size('type_vocab_size'),
-      'activation': hf.activation('hidden_act'),
-      'epsilon': hf.number('layer_norm_eps'),
+      **encoder_sizes(hf),
     }
     model: Config[Any]
     if self._is_classifier(hf):
@@ -145,23 +140,15 @@ class Encoder(WholeModelFamily):
 
   def values(self, model: MaskedLanguageModel | SequenceClassifier | TextEncoder) -> Values:
     encoder = model.encoder
-    blocks = blocks_of_stack(encoder.transformer)
-    attention, ff = blocks[0].attention, blocks[0].ff
-    if not isinstance(ff, FeedForward) or encoder.embedding_norm_tpl is None or encoder.position_tpl is None:
+    if encoder.embedding_norm_tpl is None or encoder.position_tpl is None:
       raise ConfigError(
-        f'{encoder.path_name}: an encoder of transformers has dense feed-forward layers, learned positions, and a norm '
-        'after the embeddings'
+        f'{encoder.path_name}: an encoder of transformers has learned positions, and a norm after the embeddings'
       )
     values: Values = {
       'vocab_size': encoder.vocab_size,
-      'hidden_size': encoder.model_dims,
-      'num_hidden_layers': len(blocks),
-      'num_attention_heads': attention.num_heads,
-      'intermediate_size': ff.hidden_dims,
-      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
       'max_position_embeddings': (encoder.max_positions or 0) + encoder.first_position,
       'type_vocab_size': getattr(encoder.token_type_tpl, 'num_classes', 0),
-      'layer_norm_eps': encoder.embedding_norm.epsilon,
+      **encoder_values(encoder, encoder.embedding_norm.epsilon),
     }
     if self.counts_from_padding:
       values['pad_token_id'] = encoder.first_position - 1

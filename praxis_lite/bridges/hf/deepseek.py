@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
-from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, LlamaLike
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, rope_values
+from praxis_lite.bridges.hf.layer_pairs import linear_pairs, shapes_by_name
+from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, LlamaLike
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
@@ -20,7 +21,6 @@ from praxis_lite.layers import (
   MoeFeedForward,
   MultiTokenPrediction,
   RMSNorm,
-  SharedEmbeddingSoftmax,
   TransformerLm,
 )
 from praxis_lite.layers.positions import YarnRotaryScaling
@@ -121,11 +121,7 @@ class DeepseekV3(LlamaLike):
     attention, ff = cast(LatentAttention, blocks[-1].attention), cast(MoeFeedForward, blocks[-1].ff)
     dense = [block.ff for block in blocks if not isinstance(block.ff, MoeFeedForward)]
     assert attention.dims_per_head is not None
-    values: Values = {
-      'vocab_size': lm.vocab_size,
-      'hidden_size': lm.model_dims,
-      'num_hidden_layers': len(blocks),
-      'num_attention_heads': attention.num_heads,
+    values = self.shared_values(lm, ff) | {
       'num_key_value_heads': attention.num_heads,
       'qk_nope_head_dim': attention.dims_per_head - attention.rotary_dims,
       'qk_rope_head_dim': attention.rotary_dims,
@@ -145,9 +141,6 @@ class DeepseekV3(LlamaLike):
       'topk_group': ff.router.num_groups_per_token,
       'norm_topk_prob': ff.router.renormalize,
       'routed_scaling_factor': ff.router.weight_scale,
-      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
-      'rms_norm_eps': blocks[0].attention_norm.epsilon,
-      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
       **rope_values(attention.rotary),
       **({} if lm.mtp_tpl is None else {_MODULES: lm.mtp.num_modules}),
     }
@@ -159,7 +152,7 @@ class DeepseekV3(LlamaLike):
     return values
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    shapes = {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+    shapes = shapes_by_name(weights)
     plain, V = (shapes[f'attention.{name}.w'][2] for name in ('key', 'value'))
     theirs, ours = 'model.layers.{layer}.self_attn.', 'transformer.layers.attention.'
     has_latent = 'attention.query_latent.w' in shapes
@@ -187,7 +180,7 @@ class DeepseekV3(LlamaLike):
     for name in ('gate', 'up', 'down'):
       pairs += [
         Pair(f'{layer}mlp.experts.{{expert}}.{name}_proj.weight', f'{ours}ff.{name}', 'E: I O -> O I'),
-        Pair(f'{layer}mlp.shared_experts.{name}_proj.weight', f'{ours}ff.shared.{name}.w', 'I O -> O I'),
+        *linear_pairs(f'{layer}mlp.shared_experts.{name}_proj', f'{ours}ff.shared.{name}'),
       ]
     return pairs
 

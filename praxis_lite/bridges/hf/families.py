@@ -196,8 +196,6 @@ _NOT_COMPARED = {
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
   *('expert_axis', 'capacity_factor', 'chunk_size', 'bias_update_rate', 'loss_weight', 'in_evaluation'),
   *('remat', 'remat_save_names', 'remat_offload_names'),
-  *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
-  *('expert_axis', 'capacity_factor', 'chunk_size'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size', 'packed'),
   *('max_places', 'skip_regularization'),
 }

@@ -10,6 +10,7 @@ import numpy as np
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import norm_pairs, table_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.layers import TransformerLm
@@ -71,18 +72,14 @@ class Gpt2(Family):
 
   def table(self, tied: bool) -> list[Pair]:
     layer, ours = 'transformer.h.{layer}.', 'transformer.layers.'
-    pairs = [Pair('transformer.wpe.weight', 'position.w')]
-    if tied:
-      pairs += [Pair('transformer.wte.weight', 'softmax.w')]
-    else:
-      pairs += [Pair('transformer.wte.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
+    pairs = [Pair('transformer.wpe.weight', 'position.w'), *table_pairs('transformer.wte.weight', tied)]
     norms = {
       'final_norm': 'transformer.ln_f',
       f'{ours}attention_norm': f'{layer}ln_1',
       f'{ours}ff_norm': f'{layer}ln_2',
     }
     for name, theirs in norms.items():
-      pairs += [Pair(f'{theirs}.weight', f'{name}.scale'), Pair(f'{theirs}.bias', f'{name}.bias')]
+      pairs += norm_pairs(theirs, name)
     for name, part in (('query', '.+2'), ('key', '1+.+1'), ('value', '2+.')):
       pairs += [
         Pair(f'{layer}attn.c_attn.weight', f'{ours}attention.{name}.w', f'D N H -> D ({part} N H)'),

@@ -1,8 +1,21 @@
-"""Pairs of tensors of the layers that several families store alike: linear layers, norms, and attention."""
+"""Pairs of tensors of the layers that several families store alike: tables, linear layers, norms, and attention."""
 
 from __future__ import annotations
 
 from praxis_lite.bridges.hf.tensors import Pair
+from praxis_lite.common.trees import NestedDict, leaves
+
+
+def shapes_by_name(weights: NestedDict) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of variables by the last three parts of their paths, such as 'attention.query.w'."""
+  return {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+
+
+def table_pairs(theirs: str, tied: bool) -> list[Pair]:
+  """Returns the pairs of the table of embeddings, `theirs`, and of the softmax unless it shares the table."""
+  if tied:
+    return [Pair(theirs, 'softmax.w')]
+  return [Pair(theirs, 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
 
 
 def linear_pairs(theirs: str, ours: str) -> list[Pair]:

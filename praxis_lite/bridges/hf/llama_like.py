@@ -21,7 +21,8 @@ import numpy as np
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, rope_values
+from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, projection_pairs, table_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -35,8 +36,6 @@ from praxis_lite.layers import (
   TransformerLm,
 )
 from praxis_lite.models import LanguageModel, transformer_lm
-
-MOST_LAYERS = 100_000  # A limit, because anyone may have written config.json.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +73,8 @@ class LlamaLike(Family):
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
     """Returns the pairs of a feed-forward layer: tensors' names begin with `layer`, variables' paths with `ours`."""
-    pairs = []
-    for name in ('gate', 'up', 'down'):
-      pairs += [
-        Pair(f'{layer}mlp.{name}_proj.weight', f'{ours}ff.{name}.w', 'I O -> O I'),
-        Pair(f'{layer}mlp.{name}_proj.bias', f'{ours}ff.{name}.b'),
-      ]
-    return pairs
+    names = ('gate', 'up', 'down')
+    return [pair for name in names for pair in linear_pairs(f'{layer}mlp.{name}_proj', f'{ours}ff.{name}')]
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
@@ -140,21 +134,26 @@ class LlamaLike(Family):
     # Stored in 16 bits, rates have relative errors of 1/256, and slow ones larger errors.
     return any(rates_h.shape == e.shape and np.allclose(rates_h, e, rtol=1e-2, atol=1e-7) for e in either)
 
-  def values(self, lm: TransformerLm) -> Values:
+  def shared_values(self, lm: TransformerLm, ff: FeedForward | MoeFeedForward) -> Values:
+    """Returns what config.json says of each network of this kind; `ff` is the feed-forward layer of its blocks."""
     blocks = blocks_of(lm)
-    block, attention = blocks[0], blocks[0].attention
-    where = f'{block.ff.path_name}.activation'
-    values: Values = {
+    return {
       'vocab_size': lm.vocab_size,
       'hidden_size': lm.model_dims,
       'num_hidden_layers': len(blocks),
-      'num_attention_heads': attention.num_heads,
+      'num_attention_heads': lm.num_heads,
+      self.hidden_dims_field: ff.hidden_dims,
+      self._activation_field: activation_name(ff.activation, f'{ff.path_name}.activation'),
+      'rms_norm_eps': blocks[0].ff_norm.epsilon,
+      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
+    }
+
+  def values(self, lm: TransformerLm) -> Values:
+    blocks = blocks_of(lm)
+    block, attention = blocks[0], blocks[0].attention
+    values = self.shared_values(lm, block.ff) | {
       'num_key_value_heads': attention.num_kv_heads,
       'head_dim': attention.dims_per_head,
-      self.hidden_dims_field: block.ff.hidden_dims,
-      self._activation_field: activation_name(block.ff.activation, where),
-      'rms_norm_eps': block.attention_norm.epsilon,
-      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
       **self._position_values([b.attention for b in blocks]),
     }
     if 'attention_bias' in self.optional_biases:
@@ -179,22 +178,12 @@ class LlamaLike(Family):
 
   def table(self, tied: bool) -> list[Pair]:
     layer, ours = 'model.layers.{layer}.', 'transformer.layers.'
-    pairs = [Pair('model.norm.weight', 'final_norm.scale')]
-    if tied:
-      pairs += [Pair('model.embed_tokens.weight', 'softmax.w')]
-    else:
-      pairs += [Pair('model.embed_tokens.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
+    pairs = [Pair('model.norm.weight', 'final_norm.scale'), *table_pairs('model.embed_tokens.weight', tied)]
     for theirs, name in (('q', 'query'), ('k', 'key'), ('v', 'value')):
-      pairs += [
-        Pair(f'{layer}self_attn.{theirs}_proj.weight', f'{ours}attention.{name}.w', 'D N H -> (N H) D'),
-        Pair(f'{layer}self_attn.{theirs}_proj.bias', f'{ours}attention.{name}.b', 'N H -> (N H)'),
-        Pair(f'{layer}self_attn.{theirs}_norm.weight', f'{ours}attention.{name}_norm.scale'),
-      ]
-    pairs += [
-      Pair(f'{layer}self_attn.o_proj.weight', f'{ours}attention.out.w', 'N H D -> D (N H)'),
-      Pair(f'{layer}self_attn.o_proj.bias', f'{ours}attention.out.b'),
-      *self.feed_forward_table(layer, ours),
-    ]
+      pairs += projection_pairs(f'{layer}self_attn.{theirs}_proj', f'{ours}attention.{name}')
+      pairs.append(Pair(f'{layer}self_attn.{theirs}_norm.weight', f'{ours}attention.{name}_norm.scale'))
+    pairs += out_projection_pairs(f'{layer}self_attn.o_proj', f'{ours}attention.out')
+    pairs += self.feed_forward_table(layer, ours)
     norms = _NORMS[self.norm_policy]
     return [*pairs, *(Pair(f'{layer}{theirs}.weight', f'{ours}{name}.scale') for name, theirs in norms.items())]
 

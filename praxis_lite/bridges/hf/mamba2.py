@@ -7,12 +7,12 @@ import math
 from typing import cast
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
-from praxis_lite.bridges.hf.llama_like import MOST_LAYERS
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import out_projection_pairs, shapes_by_name, table_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import Mamba2, MixerBlock, TransformerLm
 from praxis_lite.models import LanguageModel, mamba2_lm
 
@@ -87,16 +87,13 @@ class Mamba2Family(Family):
     return values
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    shapes = {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+    shapes = shapes_by_name(weights)
     (_, N, H), (_, G, S) = shapes['mixer.value.w'], shapes['mixer.key.w']
     layer, ours = 'backbone.layers.{layer}.', 'transformer.layers.'
     mixer = f'{ours}mixer.'
     rows = {'final_norm': 'backbone.norm_f', f'{ours}mixer_norm': f'{layer}norm'}
     pairs = [Pair(f'{theirs}.weight', f'{name}.scale') for name, theirs in rows.items()]
-    if 'embedding' in weights:
-      pairs += [Pair('backbone.embeddings.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
-    else:
-      pairs += [Pair('backbone.embeddings.weight', 'softmax.w')]
+    pairs += table_pairs('backbone.embeddings.weight', 'embedding' not in weights)
     parts = {'gate': (N * H, '(N H)'), 'value': (N * H, '(N H)')}
     parts |= {'key': (G * S, '(N H)'), 'query': (G * S, '(N H)'), 'step': (N, 'N')}
     before, total = 0, sum(size for size, _ in parts.values())
@@ -121,8 +118,7 @@ class Mamba2Family(Family):
     return [
       *pairs,
       Pair(f'{layer}mixer.norm.weight', f'{mixer}norm.scale', 'N H -> (N H)'),
-      Pair(f'{layer}mixer.out_proj.weight', f'{mixer}out.w', 'N H D -> D (N H)'),
-      Pair(f'{layer}mixer.out_proj.bias', f'{mixer}out.b'),
+      *out_projection_pairs(f'{layer}mixer.out_proj', f'{mixer}out'),
     ]
 
 

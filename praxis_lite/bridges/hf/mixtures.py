@@ -43,11 +43,14 @@ class Mixture(LlamaLike):
     return experts
 
   def values(self, lm: TransformerLm) -> Values:
-    ff = cast(MoeFeedForward, blocks_of(lm)[0].ff)
-    values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
+    return super().values(lm) | self.values_of_experts(cast(MoeFeedForward, blocks_of(lm)[0].ff))
+
+  def values_of_experts(self, ff: MoeFeedForward) -> Values:
+    """Returns the inverse of `experts`."""
+    values: Values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
     if self.renormalize_field is not None:
       values[self.renormalize_field] = ff.router.renormalize
-    return super().values(lm) | values
+    return values
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
     theirs = f'{layer}{self.layer_name}.'

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from praxis_lite.bridges.hf.layer_pairs import shapes_by_name
 from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, LlamaLike
 from praxis_lite.bridges.hf.tensors import Pair
-from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.common.trees import NestedDict
 
 
 class Phi3(LlamaLike):
@@ -12,7 +13,7 @@ class Phi3(LlamaLike):
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
     of_variable = {pair.ours: pair for pair in super().table_of(weights)}
-    shapes = {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+    shapes = shapes_by_name(weights)
     N, K = (shapes[f'attention.{name}.w'][1] for name in ('query', 'key'))
     F = shapes['ff.gate.w'][1] if 'ff.gate.w' in shapes else 0
     layer, ours = 'model.layers.{layer}.', 'transformer.layers.'

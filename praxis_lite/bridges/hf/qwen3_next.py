@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, rope_values
-from praxis_lite.bridges.hf.layer_pairs import out_projection_pairs
-from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, MOST_LAYERS, shortest_cycle
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, rope_values
+from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, shapes_by_name
+from praxis_lite.bridges.hf.llama_like import LLAMA_DEFAULTS, shortest_cycle
 from praxis_lite.bridges.hf.mixtures import Mixture
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import (
   GatedDeltaNet,
   MixerBlock,
   MoeFeedForward,
   RotaryPositions,
-  SharedEmbeddingSoftmax,
   TransformerLm,
 )
 from praxis_lite.models import LanguageModel
@@ -92,20 +91,10 @@ class Qwen3Next(Mixture):
     blocks = blocks_of(lm)
     kinds = [_KINDS[not isinstance(block, MixerBlock)] for block in blocks]
     ff = cast(MoeFeedForward, blocks[0].ff)
-    values: dict[str, Any] = {
-      'vocab_size': lm.vocab_size,
-      'hidden_size': lm.model_dims,
-      'num_hidden_layers': len(blocks),
+    values = self.shared_values(lm, ff) | {
+      **self.values_of_experts(ff),
       'layer_types': kinds,
-      'num_attention_heads': lm.num_heads,
-      'num_experts': ff.num_experts,
-      'num_experts_per_tok': ff.num_experts_per_token,
-      'norm_topk_prob': ff.router.renormalize,
-      'moe_intermediate_size': ff.hidden_dims,
       'shared_expert_intermediate_size': ff.num_shared_experts * ff.hidden_dims,
-      'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
-      'rms_norm_eps': blocks[0].ff_norm.epsilon,
-      'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
     }
     first = dict(zip(kinds[::-1], blocks[::-1]))
     if 'linear_attention' in first:
@@ -120,7 +109,6 @@ class Qwen3Next(Mixture):
     if 'full_attention' in first:
       attention = first['full_attention'].attention
       values |= {
-        'num_attention_heads': attention.num_heads,
         'num_key_value_heads': attention.num_kv_heads,
         'head_dim': attention.dims_per_head,
         'attention_bias': attention.use_bias,
@@ -130,7 +118,7 @@ class Qwen3Next(Mixture):
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
     pairs = {pair.ours: pair for pair in super().table_of(weights)}
-    shapes = {'.'.join(map(str, path[-3:])): weight.shape for path, weight in leaves(weights).items()}
+    shapes = shapes_by_name(weights)
     layer, ours = 'model.layers.{layer}.', 'transformer.layers.'
     own = [Pair(f'{layer}input_layernorm.weight', f'{ours}mixer_norm.scale')]
     if 'attention.query.w' in shapes:
@@ -141,12 +129,10 @@ class Qwen3Next(Mixture):
     return [*(pairs | {pair.ours: pair for pair in own}).values()]
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
-    shared = [
-      Pair(f'{layer}mlp.shared_expert.{name}_proj.weight', f'{ours}ff.shared.{name}.w', 'I O -> O I')
-      for name in ('gate', 'up', 'down')
-    ]
-    gate = Pair(f'{layer}mlp.shared_expert_gate.weight', f'{ours}ff.shared_gate.w', 'I O -> O I')
-    return [*super().feed_forward_table(layer, ours), *shared, gate]
+    pairs = super().feed_forward_table(layer, ours)
+    for name in ('gate', 'up', 'down'):
+      pairs += linear_pairs(f'{layer}mlp.shared_expert.{name}_proj', f'{ours}ff.shared.{name}')
+    return pairs + linear_pairs(f'{layer}mlp.shared_expert_gate', f'{ours}ff.shared_gate')
 
 
 def _attention_pairs(theirs: str, ours: str, H: int) -> list[Pair]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of
-from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
 from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, projection_pairs
-from praxis_lite.bridges.hf.llama_like import MOST_LAYERS, shortest_cycle
+from praxis_lite.bridges.hf.llama_like import shortest_cycle
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError

@@ -10,6 +10,7 @@ from typing import ClassVar
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, projection_pairs, table_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -109,10 +110,7 @@ class T5(Family):
 
   def table(self, tied: bool, is_gated: bool = True) -> list[Pair]:
     up = 'wi_1' if is_gated else 'wi'
-    if tied:
-      pairs = [Pair('shared.weight', 'softmax.w')]
-    else:
-      pairs = [Pair('shared.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
+    pairs = table_pairs('shared.weight', tied)
     for stack, sublayers in _SUBLAYERS.items():
       ours, theirs = f'{stack}.layers.', f'{stack}.block.{{layer}}.layer.'
       pairs += [
@@ -123,15 +121,12 @@ class T5(Family):
         there = f'{theirs}{number}.'
         pairs.append(Pair(f'{there}layer_norm.weight', f'{ours}{name}_norm.scale'))
         if name == 'ff':
-          pairs += [
-            Pair(f'{there}{layer}.wi_0.weight', f'{ours}ff.gate.w', 'I O -> O I'),
-            Pair(f'{there}{layer}.{up}.weight', f'{ours}ff.up.w', 'I O -> O I'),
-            Pair(f'{there}{layer}.wo.weight', f'{ours}ff.down.w', 'I O -> O I'),
-          ]
+          for stored, product in (('wi_0', 'gate'), (up, 'up'), ('wo', 'down')):
+            pairs += linear_pairs(f'{there}{layer}.{stored}', f'{ours}ff.{product}')
           continue
         for letter, proj in (('q', 'query'), ('k', 'key'), ('v', 'value')):
-          pairs.append(Pair(f'{there}{layer}.{letter}.weight', f'{ours}{name}.{proj}.w', 'D N H -> (N H) D'))
-        pairs.append(Pair(f'{there}{layer}.o.weight', f'{ours}{name}.out.w', 'N H D -> D (N H)'))
+          pairs += projection_pairs(f'{there}{layer}.{letter}', f'{ours}{name}.{proj}')
+        pairs += out_projection_pairs(f'{there}{layer}.o', f'{ours}{name}.out')
     return pairs
 
 

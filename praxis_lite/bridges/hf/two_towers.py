@@ -14,20 +14,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
+from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
+from praxis_lite.bridges.hf.family import Values, WholeModelFamily
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
+from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs, out_projection_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.bridges.hf.vit import image_sizes, one_or_both, patch_pairs
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.layers import FeedForward, TransformerEncoder, VisionTransformer
+from praxis_lite.layers import TransformerEncoder, VisionTransformer
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, TwoTowerModel, transformer_encoder, vision_transformer
-
-_SHARED = {'hidden_dims': 'intermediate_size', 'num_heads': 'num_attention_heads', 'model_dims': 'hidden_size'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ class TwoTowers(WholeModelFamily):
       style='pre_norm',
       num_token_types=0,
       causal=not self.is_siglip,
-      **_shared_sizes(hf),
+      **encoder_sizes(hf),
     )
 
   def _vision(self, hf: HfConfig) -> Config[VisionTransformer]:
@@ -113,7 +112,7 @@ class TwoTowers(WholeModelFamily):
       patch_size=image_sizes(hf, 'patch_size'),
       channels=hf.size('num_channels'),
       pooling='attention' if self.is_siglip else 'class_token',
-      **_shared_sizes(hf),
+      **encoder_sizes(hf),
     )
     if not self.is_siglip:
       network.patch_tpl.conv_tpl.use_bias = False
@@ -130,7 +129,7 @@ class TwoTowers(WholeModelFamily):
     of_text: dict[str, Any] = {
       'vocab_size': text.vocab_size,
       'max_position_embeddings': text.max_positions,
-      **_shared_values(text, text.final_norm.epsilon),
+      **encoder_values(text, text.final_norm.epsilon),
     }
     if self.is_siglip:
       of_text['projection_size'] = model.embedding_dims
@@ -146,7 +145,7 @@ class TwoTowers(WholeModelFamily):
       'image_size': one_or_both(vision.image_size),
       'patch_size': one_or_both(vision.patch_size),
       'num_channels': vision.channels,
-      **_shared_values(vision, vision.final_norm.epsilon),
+      **encoder_values(vision, vision.final_norm.epsilon),
     }
     parts: Values = {'text_config': of_text, 'vision_config': of_vision}
     return parts if self.is_siglip else parts | {'projection_dim': model.embedding_dims}
@@ -197,29 +196,6 @@ def _block_pairs(theirs: str, ours: str) -> Iterable[Pair]:
   yield from norm_pairs(f'{theirs}layer_norm2', f'{ours}ff_norm')
   yield from linear_pairs(f'{theirs}mlp.fc1', f'{ours}ff.up')
   yield from linear_pairs(f'{theirs}mlp.fc2', f'{ours}ff.down')
-
-
-def _shared_sizes(hf: HfConfig) -> dict[str, Any]:
-  """Returns the fields that both towers have."""
-  sizes: dict[str, Any] = {ours: hf.size(theirs) for ours, theirs in _SHARED.items()}
-  sizes['num_layers'] = hf.size('num_hidden_layers', most=MOST_LAYERS)
-  return sizes | {'activation': hf.activation('hidden_act'), 'epsilon': hf.number('layer_norm_eps')}
-
-
-def _shared_values(tower: TransformerEncoder | VisionTransformer, epsilon: float) -> Values:
-  """Returns the fields of config.json that both towers have."""
-  blocks = blocks_of_stack(tower.transformer)
-  ff = blocks[0].ff
-  if not isinstance(ff, FeedForward):
-    raise ConfigError(f'{tower.path_name}: a tower of transformers has dense feed-forward layers')
-  return {
-    'hidden_size': tower.model_dims,
-    'num_hidden_layers': len(blocks),
-    'num_attention_heads': blocks[0].attention.num_heads,
-    'intermediate_size': ff.hidden_dims,
-    'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
-    'layer_norm_eps': epsilon,
-  }
 
 
 # What old files say is the end token. Their models take the token with the largest id of each row.

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from praxis_lite.bridges.hf.family import Values, WholeModelFamily, blocks_of_stack
-from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, count_classes
+from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
+from praxis_lite.bridges.hf.family import Values, WholeModelFamily
+from praxis_lite.bridges.hf.hf_config import HfConfig, count_classes
 from praxis_lite.bridges.hf.layer_pairs import block_pairs, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.layers import FeedForward, VisionTransformer
+from praxis_lite.layers import VisionTransformer
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, ClassificationModel, ImageFeatureModel, image_classifier, vision_transformer
 
@@ -43,7 +44,7 @@ class VisionFamily(WholeModelFamily):
     hf.must_be('pooler_act', 'tanh')
     hf.must_be('problem_type', None, 'single_label_classification')
     hf.must_be('pooler_output_size', None, hf.size('hidden_size'))
-    sizes = encoder_sizes(hf)
+    sizes = vision_sizes(hf)
     if _FEATURES in (hf.values.get('architectures') or ()):
       network = vision_transformer(representation=True, **sizes)
       return Config(ImageFeatureModel, network_tpl=network, params_init=network.params_init)
@@ -65,7 +66,7 @@ class VisionFamily(WholeModelFamily):
   def values(self, model: ClassificationModel | ImageFeatureModel) -> Values:
     network = model.network
     assert isinstance(network, VisionTransformer)
-    values = values_of_encoder(network)
+    values = vision_values(network)
     if isinstance(model, ImageFeatureModel):
       return values | {'architectures': [_FEATURES]}
     return values | {'num_labels': model.num_classes}
@@ -83,40 +84,27 @@ class VisionFamily(WholeModelFamily):
     yield from linear_pairs(f'{prefix}pooler.dense', 'network.representation.linear')
 
 
-def encoder_sizes(hf: HfConfig) -> dict[str, Any]:
+def vision_sizes(hf: HfConfig) -> dict[str, Any]:
   """Returns the arguments of `vision_transformer` that config.json has."""
   return {
     'image_size': image_sizes(hf, 'image_size'),
     'patch_size': image_sizes(hf, 'patch_size'),
     'channels': hf.size('num_channels'),
-    'model_dims': hf.size('hidden_size'),
-    'num_layers': hf.size('num_hidden_layers', most=MOST_LAYERS),
-    'num_heads': hf.size('num_attention_heads'),
-    'hidden_dims': hf.size('intermediate_size'),
-    'activation': hf.activation('hidden_act'),
-    'epsilon': hf.number('layer_norm_eps'),
+    **encoder_sizes(hf),
   }
 
 
-def values_of_encoder(network: VisionTransformer) -> Values:
+def vision_values(network: VisionTransformer) -> Values:
   """Returns what config.json says of a vision transformer; raises ConfigError if transformers has no such one."""
-  blocks = blocks_of_stack(network.transformer)
-  attention, ff = blocks[0].attention, blocks[0].ff
-  if not isinstance(ff, FeedForward) or not network.has_learned_positions or network.final_norm_tpl is None:
+  if not network.has_learned_positions or network.final_norm_tpl is None:
     raise ConfigError(
-      f'{network.path_name}: a vision transformer of transformers has dense feed-forward layers, learned positions, '
-      'and a norm after the blocks'
+      f'{network.path_name}: a vision transformer of transformers has learned positions and a norm after the blocks'
     )
   return {
     'image_size': one_or_both(network.image_size),
     'patch_size': one_or_both(network.patch_size),
     'num_channels': network.channels,
-    'hidden_size': network.model_dims,
-    'num_hidden_layers': len(blocks),
-    'num_attention_heads': attention.num_heads,
-    'intermediate_size': ff.hidden_dims,
-    'hidden_act': activation_name(ff.activation, f'{ff.path_name}.activation'),
-    'layer_norm_eps': network.final_norm.epsilon,
+    **encoder_values(network, network.final_norm.epsilon),
   }
 
 

@@ -10,7 +10,7 @@ from praxis_lite.bridges.hf.family import Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig
 from praxis_lite.bridges.hf.layer_pairs import linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
-from praxis_lite.bridges.hf.vit import VIT, VisionFamily, encoder_sizes, values_of_encoder, vision_block_pairs
+from praxis_lite.bridges.hf.vit import VIT, VisionFamily, vision_block_pairs, vision_sizes, vision_values
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
@@ -39,7 +39,7 @@ class MaskedImageFamily(VisionFamily):
     hf = hf.replace_defaults(self.defaults)
     hf.must_be('qkv_bias', True)
     hf.must_be('norm_pix_loss', False, True)
-    sizes = encoder_sizes(hf)
+    sizes = vision_sizes(hf)
     _check_squares(f'{hf.where}: ', sizes['image_size'], sizes['patch_size'])
     model = masked_autoencoder(
       decoder_dims=hf.size('decoder_hidden_size'),
@@ -71,7 +71,7 @@ class MaskedImageFamily(VisionFamily):
         'dense feed-forward layers'
       )
     _check_squares(f'{model.network.path_name}.', model.network.image_size, model.network.patch_size)
-    return values_of_encoder(model.network) | {
+    return vision_values(model.network) | {
       'decoder_hidden_size': decoder.model_dims,
       'decoder_num_hidden_layers': len(blocks),
       'decoder_num_attention_heads': decoder.num_heads,
