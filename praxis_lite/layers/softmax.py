@@ -162,18 +162,13 @@ class ClassLogits(Layer):
 class FullSoftmax(ClassLogits):
   """logits = x w (+ b), w [D, V], and their cross entropy.
 
-  Attributes:
-    input_dims: D.
-    num_classes: V.
-    use_bias: whether there is a bias.
-    soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
+  Attributes: those of `ClassLogits`, and
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
     chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
       of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
       if the logits of all classes would take 256 MiB or more on each device, or on a single GPU a twelfth of its
       memory.
-    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split like dimension V.
     activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
   """
 
