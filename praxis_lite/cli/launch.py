@@ -19,6 +19,13 @@ from praxis_lite.cli.command_flags import CommandFlags, add_traceback
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import local_path
 
+# Together these import what `train` imports sooner or later. None of them starts a device.
+_IMPORTS = (
+  *('praxis_lite.cli.main', 'praxis_lite.cli.train_plan', 'praxis_lite.instruments.explain'),
+  *('praxis_lite.runs.cluster.distributed', 'praxis_lite.runs.cluster.observers'),
+  *('praxis_lite.checkpoints.orbax.handlers', 'praxis_lite.experiments.lm'),
+)
+
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.cluster.launch import Launcher, launched_command
@@ -41,6 +48,7 @@ def _run(values: flags.FlagValues) -> int:
     stop_s=values.stop_within_s,
     backoff_s=values.backoff_s,
     directory=_directory(values.train[1:]),
+    imports=_IMPORTS,
   ).run()
 
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
@@ -36,6 +36,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
 from praxis_lite.runs.cluster.clusters import LAUNCHER
+from praxis_lite.runs.cluster.warm_start import WarmProcess, WarmStarter
 from praxis_lite.runs.records.history import EventKind, RunEvent, note_event, read_history
 from praxis_lite.runs.records.seats import PLACE
 
@@ -134,6 +135,8 @@ class Launcher:
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
     directory: the run's directory; None if it is not known.
+    imports: on Linux, modules that one process imports for all processes of all attempts; see `warm_start.py`. The
+      command must be `[sys.executable, '-m', module, ...]` then.
     write: called with each line of output, which begins with the name of its host.
   """
 
@@ -149,6 +152,7 @@ class Launcher:
     stop_s: float = 600.0,
     backoff_s: float = 1.0,
     directory: Path | None = None,
+    imports: Sequence[str] = (),
     write: Callable[[str], object] = lambda line: print(line, end='', flush=True),
   ):
     self._command = list(command)
@@ -162,9 +166,11 @@ class Launcher:
     self._stop = stop_s
     self._backoff = backoff_s
     self._directory = _RunDirectory(directory)
+    self._imports = imports
+    self._warm: WarmStarter | None = None
     self._output = write
     self._lock = threading.Lock()
-    self._running: list[subprocess.Popen[bytes]] = []
+    self._running: list[subprocess.Popen[bytes] | WarmProcess] = []
     self._signals: list[int] = []
 
   def run(self) -> int:
@@ -173,7 +179,7 @@ class Launcher:
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
     """
     count, restarts, lost = self._processes, 0, -1  # The place that was lost last.
-    with self._passing_signals():
+    with self._passing_signals(), self._warm_starter():
       while True:
         began = time.time()
         last = self._attempt(count)
@@ -268,22 +274,9 @@ class Launcher:
     readers = []
     # `_watch` passes on a signal that arrives during this loop.
     for i in range(count):
-      env = {**os.environ, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count)}
-      env |= {
-        'JAX_PROCESS_ID': str(i),
-        PLACE: str(self._places[i]),
-        LAUNCHER: str(os.getpid()),
-        'PYTHONUNBUFFERED': '1',
-      }
-      # Each has its own session, because a terminal sends Ctrl-C to all processes of a session.
-      process = subprocess.Popen(
-        self._command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-      )
+      env = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count), 'JAX_PROCESS_ID': str(i)}
+      env |= {PLACE: str(self._places[i]), LAUNCHER: str(os.getpid()), 'PYTHONUNBUFFERED': '1'}
+      process = self._start(env)
       assert process.stdout is not None
       self._running.append(process)
       readers.append(threading.Thread(target=self._copy, args=(process.stdout, f'host {i}'), daemon=True))
@@ -300,6 +293,35 @@ class Launcher:
       for reader in readers:
         reader.join(timeout=5)  # A child of a killed process may keep its output open.
       self._running = []
+
+  @contextlib.contextmanager
+  def _warm_starter(self) -> Iterator[None]:
+    if self._imports and sys.platform == 'linux':
+      _, _, module, *arguments = self._command
+      self._warm = WarmStarter(module, arguments, self._imports)
+    try:
+      yield
+    finally:
+      if self._warm is not None:
+        self._warm.close()
+
+  def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | WarmProcess:
+    """Starts a process in a session of its own, because a terminal sends Ctrl-C to all processes of a session."""
+    if self._warm is not None:
+      try:
+        return self._warm.start(environment)
+      except OSError as error:
+        self._say(f'no process has the imports of all ({error}), so each imports by itself')
+        self._warm.close()
+        self._warm = None
+    return subprocess.Popen(
+      self._command,
+      env={**os.environ, **environment},
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
 
   def _watch(self) -> Ended:
     """Waits until all processes have ended; kills those that take too long after a failure or a signal."""

@@ -1,0 +1,190 @@
+"""Starts processes that have made their imports already: they are forked from one that does nothing but import.
+
+    launch --- environment and output, over a socket ---> the importing process, which touches no device
+       |                                                        | fork
+       |                                                  one that ends at once, so that its child becomes launch's
+       |                                                        | fork
+       +--- signals, waits for -------------------------> runs the module
+
+So the imports take their time once in a launch, and not in each process of each attempt. This needs Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+# Seconds that the importing process may take to start a process, including its imports.
+_PATIENCE = 120.0
+_POLL = 0.02
+# An option of Linux's prctl: orphans among the descendants of a process become its children.
+_SET_CHILD_SUBREAPER = 36
+_LENGTH = 8  # Bytes of a length or a process id in a message.
+_SERVE = 'from praxis_lite.runs.cluster.warm_start import serve; serve()'
+
+
+class WarmProcess:
+  """A child process that was forked; has what is used of `subprocess.Popen`.
+
+  Attributes:
+    pid: its process id.
+    stdout: what it writes to its standard output and error.
+    returncode: as of `subprocess.Popen`.
+  """
+
+  def __init__(self, pid: int, stdout: IO[bytes]):
+    self.pid = pid
+    self.stdout = stdout
+    self.returncode: int | None = None
+
+  def poll(self) -> int | None:
+    """Returns the exit code, the negative number of the signal that ended it, or None while it runs."""
+    if self.returncode is None:
+      pid, status = os.waitpid(self.pid, os.WNOHANG)
+      if pid:
+        self.returncode = os.waitstatus_to_exitcode(status)
+    return self.returncode
+
+  def send_signal(self, number: int) -> None:
+    """Sends a signal, unless the process has ended."""
+    if self.poll() is None:
+      os.kill(self.pid, number)
+
+  def kill(self) -> None:
+    """Sends SIGKILL, unless the process has ended."""
+    self.send_signal(signal.SIGKILL)
+
+  def wait(self, timeout: float) -> int:
+    """Waits for the end; returns the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while (code := self.poll()) is None:
+      if time.monotonic() > end:
+        raise subprocess.TimeoutExpired(str(self.pid), timeout)
+      time.sleep(_POLL)
+    return code
+
+
+class WarmStarter:
+  """Starts processes that run one module with the same arguments.
+
+  Args:
+    module: the module, which runs as with `python -m`.
+    arguments: its arguments.
+    imports: modules to import beforehand. They must not start a device or a thread.
+  """
+
+  def __init__(self, module: str, arguments: Sequence[str], imports: Sequence[str]):
+    self._socket, theirs = socket.socketpair()
+    self._socket.settimeout(_PATIENCE)
+    command = [sys.executable, '-c', _SERVE, module, json.dumps(list(imports)), *arguments]
+    env = {**os.environ, 'PYTHONUNBUFFERED': '1'}
+    self._importing = subprocess.Popen(command, env=env, stdin=theirs.fileno(), start_new_session=True)
+    theirs.close()
+
+  def start(self, environment: Mapping[str, str]) -> WarmProcess:
+    """Starts a process in a session of its own, with no input.
+
+    Args:
+      environment: variables in addition to those of this process.
+
+    Raises:
+      OSError: the importing process has ended, or does not answer.
+    """
+    message = json.dumps(dict(environment)).encode()
+    reader, writer = os.pipe()
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1)
+    try:
+      socket.send_fds(self._socket, [len(message).to_bytes(_LENGTH, 'big')], [writer])
+      self._socket.sendall(message)
+      answer = self._socket.recv(_LENGTH, socket.MSG_WAITALL)
+      if len(answer) < _LENGTH:
+        raise ConnectionResetError('the process that imports has ended')
+    except OSError:
+      os.close(reader)
+      raise
+    finally:
+      os.close(writer)
+      prctl(_SET_CHILD_SUBREAPER, 0)
+    return WarmProcess(int.from_bytes(answer, 'big'), os.fdopen(reader, 'rb'))
+
+  def close(self) -> None:
+    """Ends the importing process."""
+    self._socket.close()
+    self._importing.kill()
+    self._importing.wait()
+
+
+# -------------------------------------------------------------------- in the importing process, and in those it forks
+
+
+def serve() -> None:
+  """Imports, then forks for each message until the socket closes.
+
+  In a forked process, this returns at the end of the module. `sys.argv` are the arguments of `WarmStarter`, and the
+  standard input is its socket.
+  """
+  _, module, imports, *arguments = sys.argv
+  asked = socket.socket(fileno=os.dup(0))
+  for name in json.loads(imports):
+    importlib.import_module(name)
+  gc.freeze()  # Collections would copy the pages that all processes share.
+  while True:
+    length, outputs, *_ = socket.recv_fds(asked, _LENGTH, 1)
+    if not length:
+      return
+    environment = json.loads(asked.recv(int.from_bytes(length, 'big'), socket.MSG_WAITALL))
+    pid = _fork_orphan()
+    if not pid:
+      asked.close()
+      _become(environment, outputs[0])
+      sys.argv = [module, *arguments]
+      runpy.run_module(module, run_name='__main__', alter_sys=True)
+      return
+    os.close(outputs[0])
+    asked.sendall(pid.to_bytes(_LENGTH, 'big'))
+
+
+def _fork_orphan() -> int:
+  """Forks a process whose parent becomes the nearest subreaper above; returns its id, and 0 in the new process."""
+  reader, writer = os.pipe()
+  between = os.fork()
+  if between:
+    os.close(writer)
+    os.waitpid(between, 0)
+    with os.fdopen(reader, 'rb') as file:
+      return int.from_bytes(file.read(), 'big')
+  between = os.getpid()
+  if child := os.fork():
+    os.write(writer, child.to_bytes(_LENGTH, 'big'))
+    os._exit(0)
+  os.close(reader)
+  os.close(writer)
+  while os.getppid() == between:  # The module may look at its parent.
+    time.sleep(0.001)
+  return 0
+
+
+def _become(environment: Mapping[str, str], output: int) -> None:
+  """Takes over the environment and output, and the state that a process of its own would have."""
+  import numpy as np
+
+  os.setsid()
+  os.environ.update(environment)
+  empty = os.open(os.devnull, os.O_RDONLY)
+  for fd, standard in ((empty, 0), (output, 1), (output, 2)):
+    os.dup2(fd, standard)
+  os.close(empty)
+  os.close(output)
+  np.random.seed()  # Otherwise the processes would draw the same numbers. `random` is seeded again by Python.
