@@ -21,7 +21,7 @@ from praxis_lite.common.config import Config, config_values
 from praxis_lite.common.config.overrides import get_by_path, set_by_path
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.jax_internals.flags import known_flags
+from praxis_lite.common.jax_internals.flags import quick_options
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.models.mup import Mup, base_config
 from praxis_lite.sharding.mesh import platform
@@ -38,8 +38,6 @@ path { fill: none; stroke-width: 1.3 } .frame { stroke: #d0d7de } .ok { stroke: 
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .frame { stroke: #30363d } }
 </style>"""
 _DEPTH = 'num_layers'
-# Each program runs only a few times.
-_QUICK_TO_COMPILE = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
 
 
 class Scaling(NamedTuple):
@@ -220,7 +218,7 @@ class _Sizes(NamedTuple):
 def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, _Sizes], float]:
   """Returns the sizes of the results of all layers, and the mean loss of the last step."""
   model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
-  jit = functools.partial(jax.jit, compiler_options=known_flags(_QUICK_TO_COMPILE) if platform() == 'cpu' else None)
+  jit = functools.partial(jax.jit, compiler_options=quick_options(platform()))
 
   @jit
   def look(variables: NestedDict, batch: NestedDict) -> dict[str, jax.Array]:

@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.jax_internals.flags import quick_options
 from praxis_lite.common.trees import NestedDict, Path, leaves_by_path, map_with_path, merge, node_at, select
 from praxis_lite.sharding.guards import GuardedJit
 from praxis_lite.sharding.host_memory import check_host_memory
 from praxis_lite.sharding.layout import StateLayout, layout_of
-from praxis_lite.sharding.mesh import bind_mesh
+from praxis_lite.sharding.mesh import bind_mesh, platform
 from praxis_lite.sharding.padding import MeshLike, axis_sizes
 from praxis_lite.sharding.placement import place_variables, placed_specs
 from praxis_lite.sharding.slots import opt_state_specs
@@ -27,6 +28,9 @@ from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')
+
+# With fewer parameters, it takes a CPU longer to optimize the program that draws them than to run it as it is.
+_FEW = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +224,8 @@ def state_initializer(
       given = GivenVariables(stored.unpad(values), known)
     return layout.pad(initialize_train_state(jax_task, key, given))
 
-  return GuardedJit(bind_mesh(init, layout.mesh), out_shardings=layout.shardings)
+  options = quick_options(platform(layout.mesh)) if jax_task.model.total_num_params < _FEW else None
+  return GuardedJit(bind_mesh(init, layout.mesh), out_shardings=layout.shardings, compiler_options=options)
 
 
 def initialize_partitioned_model_states(

@@ -102,3 +102,8 @@ assert whole.tolist() == [*range(12)]
 """
   env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
   subprocess.run([sys.executable, '-c', code], env=env, check=True)
+
+
+def test_only_programs_for_cpus_have_options_that_save_compiling():
+  assert flags.quick_options('cpu')['xla_backend_optimization_level'] == 0
+  assert flags.quick_options('gpu') is flags.quick_options('tpu') is None

@@ -16,6 +16,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, ShardingError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.sharding.weights import WeightHParams, WeightInit
+from praxis_lite.training import state
 from praxis_lite.training.partitioned_task import (
   PartitionedTask,
   get_partitioned_spmd_model_decode_fn,
@@ -329,3 +330,21 @@ def test_a_mesh_and_a_partitioner_together_are_refused():
     partition_spmd_model(task(), jax.random.key(0), struct(batch()), **both)
   with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
     PartitionedTask(task().instantiate(), struct(batch()), **both)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 1), (2, 2, 2)])
+def test_few_initial_values_are_drawn_by_a_program_that_compiles_quickly_and_are_the_same(shape, monkeypatch):
+  options = []
+  original = state.GuardedJit
+
+  def recorded(*args, **kwargs):
+    options.append(kwargs['compiler_options'])
+    return original(*args, **kwargs)
+
+  monkeypatch.setattr(state, 'GuardedJit', recorded)
+  drawn = []
+  for few in (1 << 23, 0):
+    monkeypatch.setattr(state, '_FEW', few)
+    drawn.append(PartitionedTask(task(shape).instantiate(), struct(batch())).init_state(jax.random.key(3)))
+  assert options[0]['xla_backend_optimization_level'] == 0 and options[1] is None
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *drawn)

@@ -37,6 +37,7 @@ _UNTIL: Mapping[str, tuple[int, int] | None] = {
 _NEEDED: Mapping[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
   'xla_enable_hlo_sharding_v3': ('false', (0, 11), (0, 12)),
 }
+_QUICK: Mapping[str, int] = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
 # Makes XLA read its flags, without a device.
 _READ_FLAGS = 'from jaxlib import _jax; _jax.CompileOptions()'
 _PATIENCE_S = 60.0
@@ -83,6 +84,15 @@ def known_flags(wanted: Mapping[str, _FlagT]) -> dict[str, _FlagT]:
   unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}
   unknown |= _refused_flags(tuple((name, str(value)) for name, value in wanted.items() if name not in in_table))
   return {name: value for name, value in wanted.items() if name not in unknown}
+
+
+def quick_options(platform: str) -> dict[str, int] | None:
+  """Returns compiler options for a program that runs once. On CPUs it compiles in a tenth of the time, and runs slower.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'. On the latter two there are no such options, so the result is None.
+  """
+  return known_flags(_QUICK) if platform == 'cpu' else None
 
 
 @functools.cache
