@@ -5,6 +5,9 @@
 Trains `lm.SyntheticLmTiny` by `launch` in real processes with emergency copies, kills one of them (not process 0) in
 the middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
 `--end_within_s=1 --backoff_s=0`, which do not wait until the others notice the loss.
+
+On CPUs, JAX finds compiled programs on disk only in process 0, and on accelerators in all. So the programs are compiled
+without optimization here.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import tempfile
 import threading
 import time
 
+from praxis_lite.common.jax_internals.flags import add_flags
+
 AT = 40  # The step after which a process is killed.
 LIMIT = 600  # Seconds for all of it.
 FAST = ('--end_within_s=1', '--backoff_s=0')
@@ -34,6 +39,7 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
     command += ['--set', 'task.train.save_interval_steps=1000', '--set', 'task.train.log_interval_steps=5']
     command += ['--set', 'task.train.emergency_copies.every_n_steps=10']
     env = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': f'{folder}/programs', 'JAX_PLATFORMS': 'cpu'}
+    env['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), {'xla_backend_optimization_level': 0})
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     times: dict[str, float] = {}
     phases = ''
