@@ -1,11 +1,10 @@
 """Trains a small character model at several widths and learning rates, and draws the losses: docs/assets/mup.svg.
 
-python tools/draw_mup.py losses.json docs/assets/mup.svg
-python tools/draw_mup.py losses.json docs/assets/mup.svg --widths 16,32 --steps 20    # a short one
-python tools/draw_mup.py losses.json mup.svg --widths 16,128 --seeds 3                # does it hold for other seeds?
+python tools/draw_mup.py losses.json docs/assets/mup.svg --seeds 3                    # the picture of the guide
+python tools/draw_mup.py losses.json mup.svg --widths 16,32 --steps 20                # a short one
 
-The first file keeps the losses of finished runs, so a stopped sweep goes on where it was. The default one takes a few
-minutes on two CPU cores.
+The first file keeps the losses of finished runs, those of further seeds are beside it; so a stopped sweep goes on where
+it was. One seed takes a few minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -102,12 +101,16 @@ def _power(rate: float) -> str:
   return f'2<tspan dy="-5" font-size="9">{round(math.log2(rate))}</tspan>'
 
 
-def draw(losses: dict[str, float]) -> str:
-  """Returns an SVG with the loss over the learning rate, a curve for each width, for both parametrisations."""
-  found = {tuple(key.split()): loss for key, loss in losses.items()}
-  widths = sorted({int(w) for _, w, _ in found})
-  rates = sorted({float(r) for _, _, r in found})
-  finite = [loss for loss in found.values() if math.isfinite(loss)]
+def draw(by_seed: dict[int, dict[str, float]]) -> str:
+  """Returns an SVG with the loss over the learning rate for both parametrisations, given the losses of each seed.
+
+  Each width has a curve, the mean over seeds, and for each seed a circle at its best rate.
+  """
+  keys = {tuple(key.split()) for key in by_seed[0]}
+  widths = sorted({int(w) for _, w, _ in keys})
+  rates = sorted({float(r) for _, _, r in keys})
+  found = {key: float(np.mean([losses[' '.join(key)] for losses in by_seed.values()])) for key in keys}
+  finite = [loss for losses in by_seed.values() for loss in losses.values() if math.isfinite(loss)]
   low, high = min(finite), min(max(finite), min(finite) + 1.6)
   x_of = lambda rate: LEFT + (WIDTH - LEFT - 12) * math.log(rate / rates[0]) / math.log(rates[-1] / rates[0])  # noqa: E731
   y_of = lambda loss: TOP + (HEIGHT - TOP - 44) * (high - min(loss, high)) / (high - low)  # noqa: E731
@@ -128,8 +131,9 @@ def draw(losses: dict[str, float]) -> str:
       curve = [(r, loss if math.isfinite(loss) else high) for r, loss in curve]
       points = ' '.join(f'{x_of(r):.1f},{y_of(loss):.1f}' for r, loss in curve)
       lines.append(f'<path class="w{n}" d="M{points}"><title>width {width}</title></path>')
-      best, loss = min(curve, key=lambda point: point[1])
-      lines.append(f'<circle cx="{x_of(best):.1f}" cy="{y_of(loss):.1f}" r="3.5"/>')
+      for losses in by_seed.values():
+        best, loss = best_rate(losses, kind, width)
+        lines.append(f'<circle cx="{x_of(best):.1f}" cy="{y_of(loss):.1f}" r="3"/>')
     lines.append('</g>')
   for n, width in enumerate(widths):
     x = 2 * WIDTH + 8
@@ -139,20 +143,21 @@ def draw(losses: dict[str, float]) -> str:
   return '\n'.join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, *lines, '</svg>', ''])
 
 
-def describe_best(found: dict[int, dict[str, float]]) -> str:
+def best_rate(losses: dict[str, float], kind: str, width: int) -> tuple[float, float]:
+  """Returns the rate with the lowest loss, and this loss."""
+  curve = [(float(key.split()[2]), loss) for key, loss in losses.items() if key.startswith(f'{kind} {width} ')]
+  return min(curve, key=lambda point: point[1] if math.isfinite(point[1]) else math.inf)
+
+
+def describe_best(by_seed: dict[int, dict[str, float]]) -> str:
   """Returns, for each parametrisation and width, the best rate of each seed as its power of 2."""
-  lines = []
-  for kind in KINDS:
-    for width in sorted({int(key.split()[1]) for key in found[0]}):
-      curves = [
-        {float(k.split()[2]): x for k, x in losses.items() if k.startswith(f'{kind} {width} ')}
-        for losses in found.values()
-      ]
-      best = [
-        round(math.log2(min(curve, key=lambda r: curve[r] if curve[r] == curve[r] else math.inf))) for curve in curves
-      ]
-      lines.append(f'{kind:<9} {width:>4}  best rate of each seed: {" ".join(f"2^{power}" for power in best)}')
-  return '\n'.join(lines)
+  widths = sorted({int(key.split()[1]) for key in by_seed[0]})
+  return '\n'.join(
+    f'{kind:<9} {width:>4}  best rate of each seed: '
+    + ' '.join(f'2^{math.log2(best_rate(losses, kind, width)[0]):.0f}' for losses in by_seed.values())
+    for kind in KINDS
+    for width in widths
+  )
 
 
 def main(losses: str, out: str, widths: str, steps: int, seeds: int) -> None:
@@ -168,7 +173,7 @@ def main(losses: str, out: str, widths: str, steps: int, seeds: int) -> None:
           print(kind, width, *(f'{loss:.3f}' for loss in trained), flush=True)
           file.write_text(json.dumps(found[seed], indent=1))
   print(describe_best(found))
-  pathlib.Path(out).write_text(draw(found[0]))
+  pathlib.Path(out).write_text(draw(found))
 
 
 if __name__ == '__main__':
@@ -177,5 +182,5 @@ if __name__ == '__main__':
   parser.add_argument('out', help='file for the picture, an SVG')
   parser.add_argument('--widths', default=','.join(map(str, WIDTHS)), help='model dims of the models')
   parser.add_argument('--steps', type=int, default=100, help='steps of each run')
-  parser.add_argument('--seeds', type=int, default=1, help='runs with so many seeds; the picture is of the first')
+  parser.add_argument('--seeds', type=int, default=1, help='runs with so many seeds')
   main(**vars(parser.parse_args()))
