@@ -16,6 +16,7 @@ Under `shard_map` the state has the same layout, so checkpoints, evaluation and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ class Execution:
 
   surroundings = Surroundings()
   taps: StepTaps | None = None
+  num_losses = 1  # The number of devices whose losses are averaged.
 
   @property
   def splits(self) -> Splits | None:
@@ -144,6 +146,7 @@ class ShardMapped(Execution):
     self._specs: dict[Path, PartitionSpec] = leaves_by_path(layout.specs.mdl_vars)
     self.kept_axes = kept = self._kept_axes()
     self.batch_axes = tuple(a for a, size in self._sizes.items() if a not in kept and size > 1)
+    self.num_losses = math.prod(self._sizes[a] for a in self.batch_axes)
     self._check_optimizer()
     if jax_task.learner.report_noise_scale and layout.mesh.size > 1:
       raise ConfigError(

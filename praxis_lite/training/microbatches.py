@@ -66,6 +66,8 @@ class LossOutput(NamedTuple):
 
 # (trained variables, other variables, key, batch) -> (loss, output)
 LossFn = Callable[[_TreeT, NestedDict, jax.Array, _BatchT], tuple[jax.Array, LossOutput]]
+# The same arguments -> ((loss, output), gradient with respect to the trained variables)
+GradientFn = Callable[[Any, NestedDict, jax.Array, Any], tuple[tuple[Any, LossOutput], Any]]
 
 
 def value_and_grad(
@@ -78,6 +80,7 @@ def value_and_grad(
   paths_by_loss: Mapping[str, set[Path]] | None = None,
   *,
   reports_noise: bool = False,
+  watch: Callable[[jax.Array], GradientFn] | None = None,
 ) -> tuple[Losses, LossOutput, _TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
@@ -91,14 +94,17 @@ def value_and_grad(
       also takes the name of the loss, and all losses are returned, by name.
     reports_noise: adds the metrics `grad_noise/variance`, s above, and `grad_noise/signal`, |G|^2, of a single loss and
       at least two microbatches.
+    watch: returns the function that computes the gradients of a single loss, given the share of the microbatch in it:
+      w_i / sum_i w_i; by default, that of JAX.
 
   Raises:
     ConfigError: k does not divide B.
   """
-  grad_fn: Any = jax.value_and_grad(loss_fn, has_aux=True)
+  grad_fn: GradientFn = jax.value_and_grad(loss_fn, has_aux=True)
   if paths_by_loss is not None:
     grad_fn = _gradients_of_several(loss_fn, paths_by_loss)
   if num_microbatches == 1:
+    grad_fn = grad_fn if watch is None else watch(jnp.ones((), jnp.float32))
     (loss, output), gradients = grad_fn(trained, others, key, batch)
     return loss, output, gradients
 
@@ -117,11 +123,12 @@ def value_and_grad(
     return map_with_path(lambda path, _: weight[names[path]], trained)
 
   def one(
-    carry: tuple[_TreeT, Losses, Losses, NestedDict], xs: tuple[jax.Array, _BatchT]
+    carry: tuple[_TreeT, Losses, Losses, NestedDict], xs: tuple[jax.Array, _BatchT, jax.Array | None]
   ) -> tuple[tuple[_TreeT, Losses, Losses, NestedDict], LossOutput]:
     gradients, losses, weights, others = carry
-    index, microbatch = xs
-    (losses_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
+    index, microbatch, share = xs
+    of_one = grad_fn if watch is None or share is None else watch(share)
+    (losses_i, output), gradients_i = of_one(trained, others, jax.random.fold_in(key, index), microbatch)
     gradients = jax.tree.map(add, gradients, gradients_i, weights_of_losses(output.weight))
     losses = jax.tree.map(add, losses, losses_i, output.weight)
     weights = jax.tree.map(jnp.add, weights, output.weight)
@@ -135,7 +142,12 @@ def value_and_grad(
   zero = jnp.zeros((), jnp.float32)
   no_loss: Losses = zero if paths_by_loss is None else dict.fromkeys(paths_by_loss, zero)
   start = (zeros, no_loss, no_loss, others)
-  (gradients, losses, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
+  indices, shares = jnp.arange(num_microbatches), None
+  if watch is not None:  # The weights alone, without the losses, cost nothing.
+    one_weight = lambda xs: loss_fn(trained, others, jax.random.fold_in(key, xs[0]), xs[1])[1].weight  # noqa: E731
+    weights_i: Any = jax.lax.map(one_weight, (indices, microbatches))
+    shares = weights_i / jnp.where(jnp.sum(weights_i) == 0, 1, jnp.sum(weights_i))
+  (gradients, losses, weight, updated), outputs = jax.lax.scan(one, start, (indices, microbatches, shares))
   divisor = jax.tree.map(lambda w: jnp.where(w == 0, 1.0, w), weight)
   counts = functools.reduce(jnp.logical_or, (w != 0 for w in jax.tree.leaves(outputs.weight)))
   last = num_microbatches - 1 - jnp.argmax(counts[::-1])

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.trees import NestedDict, map_with_path, merge, node_at
+from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, node_at
 from praxis_lite.common.weighted import WeightedScalar, WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY, read_raw_name
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
+from praxis_lite.training.gradient_taps import Probes, make_probes, watch_gradients
 from praxis_lite.training.learning.base_learner import BoundLearner, total_loss
 from praxis_lite.training.microbatches import Losses, LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
@@ -146,15 +147,23 @@ def _loss_and_gradients(
   execution: Execution,
 ) -> tuple[Losses, LossOutput, NestedDict]:
   """Returns the whole batch's losses, outputs and gradients; under `shard_map`, gradients of this device's parts."""
-  model = jax_task.model
+  model, taps = jax_task.model, execution.taps
+  probed: dict[str, Path] = {}
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
   def loss_fn(
-    trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict, name: str = 'loss'
+    trained: NestedDict,
+    others: NestedDict,
+    key: jax.Array,
+    batch: NestedDict,
+    name: str = 'loss',
+    probes: Probes | None = None,
   ) -> tuple[jax.Array, LossOutput]:
     variables, surroundings = execution.readable(merge(others, trained)), execution.surroundings
-    if execution.taps is not None:
-      surroundings = execution.taps.surround(surroundings, batch)
+    if taps is not None:
+      surroundings = taps.surround(surroundings, batch, probed, None if probes is None else probes.share)
+    if probes is not None:
+      variables = merge(variables, probes.arrays)
     out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=surroundings)
     metrics, per_example = checked_outputs(model, out, batch_size(batch))
     loss, metrics = add_aux_losses(metrics, side)
@@ -172,8 +181,22 @@ def _loss_and_gradients(
   reports_noise = jax_task.learner.report_noise_scale
   if reports_noise and several is not None:
     raise ConfigError('task.train.learner.report_noise_scale: rules with losses of their own have no common gradient')
+  watch = None
+  if taps is not None and taps.wants_gradients:
+    if several is not None:
+      raise ConfigError(
+        f'tap {taps.wants_gradients!r}: rules of the learner have losses of their own, so activations have no common '
+        'gradient; tap grad(...) of variables'
+      )
+    _, shapes = jax.eval_shape(loss_fn, trained, others, key, inputs)
+    watch = watch_gradients(
+      loss_fn,
+      make_probes(shapes, {point: path[len(model.path) :] for point, path in probed.items()}, execution.num_losses),
+    )
   losses, out, gradients = value_and_grad(
-    *(loss_fn, trained, others, key, inputs, learner.num_microbatches, several), reports_noise=reports_noise
+    *(loss_fn, trained, others, key, inputs, learner.num_microbatches, several),
+    reports_noise=reports_noise,
+    watch=watch,
   )
   return execution.combine(losses, out, gradients)
 

@@ -3,6 +3,7 @@
     lm.transformer.*.attention:rms,max     of the result of each attention; '*' stands for any text
     lm.transformer.*.attention.entropy     of the probabilities of each query and head, in nats
     lm.transformer.layers.in:mean          of the input of a block, its first argument
+    lm.transformer.layers.attention.grad   of the gradient of the loss by the result, of the whole batch
     grad(lm.softmax.*):rms                 of the gradients of variables, of the whole batch, before clipping
     update(*.w):rms,ratio                  of what a step adds; ratio: rms of the update / rms of the weight
     weight(lm.softmax.w):hist              of variables before the step
@@ -29,7 +30,7 @@ from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.common.statistics import HISTOGRAM, STATISTICS, PartKind, compute_parts, kind_of_part, to_statistics
 from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name
 from praxis_lite.layers.base.call import Summary, Surroundings
-from praxis_lite.layers.base.taps import ARRAY, Taps, raw_name, read_raw_name
+from praxis_lite.layers.base.taps import ARRAY, GRADIENT, Taps, raw_name, read_raw_name
 from praxis_lite.layers.transformer_block import token_paddings
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.task import SingleTask
@@ -38,7 +39,7 @@ _DEFAULT = ('rms',)
 _RATIO = 'ratio'  # Of the rms of an update to that of its weight.
 _FUNCTION = re.compile(r'(\w+)\((.*)\)')
 OF_VARIABLES = ('grad', 'update', 'weight')
-_SPECIAL = ('.in', '.entropy')  # Ends of points that a pattern has to name.
+_SPECIAL = ('.in', '.entropy', f'.in{GRADIENT}', GRADIENT)  # Ends of points that a pattern has to name.
 # Names of arrays of a batch that say which tokens are padding.
 _MARKS = ('weights', 'segment_ids', 'paddings')
 
@@ -113,6 +114,7 @@ class StepTaps:
     trains: whether the steps train.
     seen: the points of activations in the step that was traced last, and '' or why a point cannot be tapped.
     left_out: lines about points that a pattern matches but that cannot be tapped, once the step is traced.
+    wants_gradients: the first tap of a gradient of activations, as it was given; '' if there is none.
 
   Raises:
     ConfigError: `grad`, `update` or `weight` matches no variable, or asks for what only a train step has.
@@ -126,6 +128,9 @@ class StepTaps:
     self.trains = trained is not None
     self.seen: dict[str, str] = {}
     self.left_out: list[str] = []
+    self.wants_gradients = next((tap.text for tap in self._activations if tap.pattern.endswith(GRADIENT)), '')
+    if self.wants_gradients and not self.trains:
+      raise ConfigError(f'tap {self.wants_gradients!r}: gradients are of a train step; tap them in `train`')
     for tap in self._of_variables:
       if trained is None:
         raise ConfigError(
@@ -139,7 +144,9 @@ class StepTaps:
     met = [name for name in names if tap.matches(name)]
     if not met:
       below = any(name.startswith(f'{tap.pattern}.') for name in names)
-      near = f' It is a layer; its variables are {tap.of}({tap.pattern}.*)' if below else _nearest(tap.pattern, names)
+      own = f' The gradient of its result is {tap.pattern}{GRADIENT}' if tap.of == 'grad' else ''
+      of_layer = f' It is a layer; its variables are {tap.of}({tap.pattern}.*).{own}'
+      near = of_layer if below else _nearest(tap.pattern, names)
       raise ConfigError(f'tap {tap.text!r} matches no variable.{near}')
     if tap.of != 'weight' and not any(tap.matches(path_name(path)) for path in self._trained):
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
@@ -154,8 +161,14 @@ class StepTaps:
 
   # ---------------------------------------------------------------- activations
 
-  def surround(self, surroundings: Surroundings, batch: Mapping[str, jax.Array]) -> Surroundings:
-    """Returns the surroundings of a call of the model for a batch, with taps."""
+  def surround(
+    self,
+    surroundings: Surroundings,
+    batch: Mapping[str, jax.Array],
+    probed: dict[str, Path] | None = None,
+    share: jax.Array | None = None,
+  ) -> Surroundings:
+    """Returns the surroundings of a call of the model for a batch, with taps; see `Taps` for `probed` and `share`."""
     if not self._activations:
       return surroundings
     self.seen.clear()
@@ -164,7 +177,9 @@ class StepTaps:
       self.seen,
       real_tokens(batch),
       surroundings.manual_axes,
-      wants_inputs=any(tap.pattern.endswith(('.in', '*')) for tap in self._activations),
+      wants_inputs=any(tap.pattern.endswith(('.in', f'.in{GRADIENT}', '*')) for tap in self._activations),
+      probed=probed,
+      share=share,
     )
     return dataclasses.replace(surroundings, taps=taps)
 
@@ -239,7 +254,7 @@ def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool =
 
 
 def _is_meant(tap: Tap, name: str) -> bool:
-  """Whether a tap means a point; '*' at the end does not stand for inputs, or for what is computed only for taps."""
+  """Whether a tap means a point; '*' at the end does not stand for inputs, gradients, or what is only for taps."""
   special = next((end for end in _SPECIAL if name.endswith(end)), '')
   return tap.matches(name) and tap.pattern.endswith(special)
 
@@ -251,7 +266,7 @@ def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
 def _nearest(pattern: str, names: Iterable[str]) -> str:
   """Returns paths that are near a pattern, as the end of a message."""
   known = list(names)
-  last = pattern.rstrip('.*').rpartition('.')[2].rpartition('*')[2]
+  last = pattern.removesuffix(GRADIENT).rstrip('.*').rpartition('.')[2].rpartition('*')[2]
   inside = [name for name in known if last and last in name.split('.')][:3] or [
     name for name in known if last and fnmatch.fnmatchcase(name, f'*{last}*')
   ][:3]

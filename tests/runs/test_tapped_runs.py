@@ -37,7 +37,7 @@ class TwoLayers(TinyModel):
     return self.hidden(batch['x']) @ self.theta.v
 
 
-TAPS = ('hidden:rms,frac_zero,hist', 'grad(v):rms', 'update(hidden.w):ratio')
+TAPS = ('hidden:rms,frac_zero,hist', 'hidden.grad:rms', 'grad(v):rms', 'update(hidden.w):ratio')
 
 
 @pytest.fixture(scope='module')
@@ -55,7 +55,13 @@ def test_statistics_are_metrics_of_the_run(trained):
   training = [line['metrics'] for line in lines if line['split'] == 'train']
   assert len(training) == 3
   for metrics in training:
-    assert {'hidden/rms', 'hidden/frac_zero', 'grad(v)/rms', 'update(hidden.w)/ratio'} <= metrics.keys()
+    assert {
+      'hidden/rms',
+      'hidden.grad/rms',
+      'hidden/frac_zero',
+      'grad(v)/rms',
+      'update(hidden.w)/ratio',
+    } <= metrics.keys()
     assert 0 < metrics['hidden/frac_zero'] < 1
     assert not any(name.startswith('tap:') for name in metrics)
   with pytest.raises(ConfigError, match="there is no statistic 'rmz'"):

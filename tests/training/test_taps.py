@@ -20,6 +20,7 @@ from praxis_lite.layers.dot_product import attention_entropy
 from praxis_lite.models import BaseModel, transformer_lm
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.training.learning import Learner, LearnerRule, MultiLearner
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.taps import Tap, TappedParts, finish_summaries, step_taps
 from praxis_lite.training.task import SingleTask
@@ -111,6 +112,8 @@ TAPS = (
   ALL,
   'stack:mean',
   'stack.layers.in:rms',
+  f'stack.layers.grad:{",".join(STATISTICS)}',
+  'stack.layers.in.grad:max_abs',
   'grad(*):rms,max_abs',
   'update(stack.*):rms,ratio',
   'weight(*):min,hist',
@@ -144,18 +147,22 @@ def expected(rows=B):
   last = np.where(data['weights'] > 0, np.arange(T), -1).max(1)
   real = np.arange(T) <= last[:, None]
 
-  def forward(ws, v):
-    xs = [data['x']]
+  def forward(ws, v, probes=(0,) * (1 + LAYERS)):
+    xs = [data['x'] + probes[0]]
     for i in range(LAYERS):
-      xs.append(jnp.maximum(xs[-1] @ ws[i] + 0.1, 0))
+      xs.append(jnp.maximum(xs[-1] @ ws[i] + 0.1, 0) + probes[1 + i])
     error, weights = (xs[-1] @ v - data['y']) ** 2, data['weights']
     return jnp.sum(jnp.where(weights > 0, error * weights, 0)) / weights.sum(), xs
 
   ws, v = variables['stack']['layers']['w'], variables['v']
   (_, xs), (of_ws, of_v) = jax.value_and_grad(forward, (0, 1), has_aux=True)(ws, v)
+  by_xs = jax.grad(lambda probes: forward(ws, v, probes)[0])([jnp.zeros_like(x) for x in xs])
   layers = [of_numpy(np.asarray(x, np.float64)[real]) for x in xs[1:]]
-  made = {f'stack.layers/{n}': np.array([layer[n] for layer in layers]) for n in STATISTICS if n != 'hist'}
-  made |= {f'stack.layers/hist/{i}': layer['hist'] for i, layer in enumerate(layers)}
+  of_gradients = [of_numpy(np.asarray(x, np.float64)[real]) for x in by_xs]
+  made = {'stack.layers.in.grad/max_abs': np.array([each['max_abs'] for each in of_gradients[:-1]])}
+  for name, of_layers in (('stack.layers', layers), ('stack.layers.grad', of_gradients[1:])):
+    made |= {f'{name}/{n}': np.array([layer[n] for layer in of_layers]) for n in STATISTICS if n != 'hist'}
+    made |= {f'{name}/hist/{i}': layer['hist'] for i, layer in enumerate(of_layers)}
   made['stack/mean'] = layers[-1]['mean']
   made['stack.layers.in/rms'] = np.array([of_numpy(np.asarray(x, np.float64)[real])['rms'] for x in xs[:-1]])
   for name, g in (('stack.layers.w', np.asarray(of_ws)), ('v', np.asarray(of_v)[None])):
@@ -174,8 +181,8 @@ def expected(rows=B):
   return made | {f'weight(stack.layers.w)/hist/{i}': of_numpy(w)['hist'] for i, w in enumerate(ws)}
 
 
-def assert_as_expected(got, rows=B, of_variables=True, rtol=1e-4):
-  wanted = {name: x for name, x in expected(rows).items() if of_variables or '(' not in name}
+def assert_as_expected(got, rows=B, left_out=(), rtol=1e-4):
+  wanted = {name: x for name, x in expected(rows).items() if not any(part in name for part in left_out)}
   assert got.keys() == wanted.keys()
   for name, value in wanted.items():
     np.testing.assert_allclose(got[name], value, rtol=rtol, atol=1e-5, err_msg=name)
@@ -200,9 +207,10 @@ WAYS = {
 @pytest.mark.parametrize('way', WAYS)
 def test_statistics_are_those_of_numpy(way):
   fields, is_round = WAYS[way], way == 'rounds'  # Weights of rounds are stacked twice.
-  rows = fields.get('rows', B)
-  taps = TAPS[:3] if is_round else TAPS
-  assert_as_expected(found(make(taps=taps, **fields), rows), rows, of_variables=not is_round)
+  rows, left_out = fields.get('rows', B), ['.grad'] if 'pipeline' in fields else []
+  left_out += ['('] if is_round else []
+  taps = [tap for tap in TAPS if not any(part in tap for part in left_out)]
+  assert_as_expected(found(make(taps=taps, **fields), rows), rows, left_out)
 
 
 def test_a_step_without_taps_is_the_program_of_layers_that_nobody_can_listen_to(monkeypatch):
@@ -223,7 +231,9 @@ def test_a_step_without_taps_is_the_program_of_layers_that_nobody_can_listen_to(
     ('*.attention:rms', 'matches no layer that the step calls. There are stack.layers'),
     ('loop.inner:rms', 'loop.inner cannot be tapped: it is computed in a function that a transform of JAX traces'),
     ('grad(stack.layers.v):rms', r'matches no variable. Near paths: v'),
-    ('grad(stack):rms', r'matches no variable. It is a layer; its variables are grad\(stack.\*\)'),
+    ('grad(stack):rms', r'its variables are grad\(stack.\*\). The gradient of its result is stack.grad'),
+    ('stack.layer.grad', r"tap 'stack.layer.grad' matches no layer that the step calls. Near paths: stack.layers"),
+    ('loop.inner.grad:rms', 'loop.inner.grad cannot be tapped: it is computed in a function that a transform of JAX'),
     ('grad(fixed):rms', 'fixed is not trained, so it has no grad'),
     ('stack:rsm', "there is no statistic 'rsm'. Did you mean 'rms'"),
     ('stack:ratio', r"there is no statistic 'ratio'. It is a statistic of update\(path\)"),
@@ -247,6 +257,43 @@ def test_what_cannot_be_tapped_is_left_out_of_a_pattern():
 def test_an_evaluation_has_no_gradients():
   with pytest.raises(ConfigError, match='is of a train step'):
     make(taps=('update(v)',), trains=False)
+  with pytest.raises(ConfigError, match=r"tap 'stack.grad': gradients are of a train step"):
+    make(taps=('stack.grad',), trains=False)
+
+
+def test_gradients_of_a_layer_that_is_called_twice_are_refused(monkeypatch):
+  monkeypatch.setattr(Stacked, 'compute_predictions', lambda self, b: self.stack(self.stack(b['x'])) @ self.theta.v)
+  partitioned = make(taps=('*.grad:rms', 'stack:rms'))
+  with pytest.raises(ConfigError, match=r'stack.layers.grad cannot be tapped: its layer is called several times'):
+    partitioned.train_step.trace()
+
+
+def test_gradients_of_activations_need_one_loss():
+  rules = (
+    Config(
+      LearnerRule,
+      name='v',
+      regex='v',
+      loss='other',
+      learner=Config(Learner, optimizer=Config(optax.sgd), learning_rate=0.1),
+    ),
+    Config(LearnerRule, name='others', learner=Config(Learner, optimizer=Config(optax.sgd), learning_rate=0.1)),
+  )
+  model = Config(Stacked, stack_tpl=Config(Repeat, layers_tpl=Config(Block), num_layers=LAYERS))
+  config = Config(SingleTask, model=model)
+  config.train.learner = Config(MultiLearner, rules=rules)
+  task = config.instantiate()
+  with pytest.raises(ConfigError, match=r"tap 'stack.grad': rules of the learner have losses of their own"):
+    PartitionedTask(task, batch(), taps=step_taps(task, ['stack.grad'])).train_step.trace()
+
+
+def test_a_tap_of_gradients_changes_no_step_and_is_none_of_an_evaluation():
+  tapped, plain = make(taps=('stack.layers.grad:rms', 'stack:rms')), make()
+  data, key = batch(), jax.random.key(1)
+  states = [each.train_step(drawn_state(each), key, data).state for each in (tapped, plain)]
+  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, states))
+  out = tapped.eval_step(drawn_state(tapped).mdl_vars, key, jnp.int32(0), data)
+  assert list(finish_summaries(jax.device_get(out.summaries))) == ['stack/rms']
 
 
 # ---------------------------------------------------------------- statistics

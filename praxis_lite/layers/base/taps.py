@@ -7,6 +7,7 @@ A *point* is a value that a layer gives to another one. It has the layer's path,
     lm.transformer.layers.attention.in      its first argument
     lm.softmax.emb_lookup                   the result of another method
     lm.transformer.layers.attention.entropy what a layer computes only for taps; see `tap_value`
+    lm.transformer.layers.attention.grad    the gradient of the loss by the first of these, in a step that trains
 
 Of a result that is a tree, the point is the first floating array. `run_in_scope` calls `edit_and_tap` for each point.
 Without taps and edits nothing of this is in the program.
@@ -17,11 +18,15 @@ scan of a stack of layers gives each layer its own:
     drop     [] bool, whether zeros take the place of x
     units    [k] int32, if only these entries of the last dimension become zeros
     add      any shape that broadcasts to x
+
+A gradient is known in the backward pass alone. There, `_watch` computes parts of its statistics, and returns them as
+the gradient by a *probe*: zeros of their shapes, which are entries of the variables, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +43,8 @@ from praxis_lite.layers.base.summaries import Summary
 EDIT = '~edit'
 # The kind of a summary that is a tapped value itself.
 ARRAY = 'array'
+# The end of the name of a point that is the gradient by another one.
+GRADIENT = '.grad'
 _SAME_POINT = ('__call__', 'extend_step')
 
 
@@ -74,6 +81,9 @@ class Taps:
     manual_axes: mesh axes along which values are one device's rows, whose parts are combined later.
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
+    probed: gets the path of the layer of each point whose gradient is wanted; None outside of a step that trains.
+    share: what gradients are multiplied by to be those of the whole batch; None in a call without probes, which adds
+      zeros of their shapes to the summaries.
   """
 
   wanted: Callable[[str], Sequence[str]]
@@ -82,6 +92,8 @@ class Taps:
   manual_axes: frozenset[str] = frozenset()
   wants_inputs: bool = False
   in_pipeline: bool = False
+  probed: dict[str, Path] | None = None
+  share: jax.Array | None = None
 
   def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
     """Returns the taps of a layer in a pipeline, given `real` of its microbatch and which of its rows are no copies."""
@@ -111,6 +123,31 @@ class Taps:
     statistics = [each for each in wanted if each != ARRAY]
     for part, value in compute_parts(jax.lax.stop_gradient(x), real, statistics).items() if statistics else ():
       frame.add_summary(raw_name(part, statistics, name), Summary(value, str(kind_of_part(part))))
+
+  def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
+    """Returns the value of a point, x; in the backward pass, its probe gets what is wanted of the gradient."""
+    point = f'{name}{GRADIENT}'
+    wanted = self.wanted(point)
+    if self.probed is None or not wanted:
+      return x
+    problem, real = self._problem(frame, x), None
+    if not problem:
+      real, problem = self._entries_that_count(x)
+    if not problem and self.in_pipeline:
+      problem = 'it is in a pipeline, whose stages also compute when they have no microbatch'
+    probe = frame.variable((*path, probe_name(point)))
+    if not problem and self.share is not None and probe is None:
+      problem = 'its layer is called several times in a step, and the gradients of these calls would be added up'
+    if point not in self.seen or not problem:
+      self.seen[point] = problem
+    if problem:
+      return x
+    if self.share is not None:
+      return _watch(x, probe, real, self.share, tuple(wanted))
+    self.probed[point] = path
+    for part, value in compute_parts(jnp.zeros_like(x), real, wanted).items():
+      frame.add_summary(raw_name(part, wanted, point), Summary(jnp.zeros_like(value), str(kind_of_part(part))))
+    return x
 
   def _problem(self, frame: TappedCall, x: jax.Array) -> str:
     if isinstance(x, jax.core.Tracer) and frame.trace != current_trace():
@@ -158,7 +195,30 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
       found[index] = _apply(edit, found[index], name)
   if surroundings.taps is not None:
     surroundings.taps.listen(frame, name, found[index])
+    found[index] = surroundings.taps.watch_gradient(frame, path, name, found[index])
   return jax.tree.unflatten(structure, found)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _watch(
+  x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, statistics: tuple[str, ...]
+) -> jax.Array:
+  """Returns x; the gradient by `probe` is parts of statistics of `share` times the gradient by x."""
+  del probe, real, share, statistics
+  return x
+
+
+def _watch_forward(x: jax.Array, probe: object, real: object, share: object, statistics: tuple[str, ...]) -> Any:
+  del probe, statistics
+  return x, (real, share)
+
+
+def _watch_backward(statistics: tuple[str, ...], kept: Any, gradient: jax.Array) -> Any:
+  real, share = kept
+  return gradient, compute_parts(gradient.astype(jnp.float32) * share, real, statistics), None, None
+
+
+_watch.defvjp(_watch_forward, _watch_backward)
 
 
 def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.Array]) -> None:
@@ -181,6 +241,11 @@ def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.A
 def edit_name(point: str) -> str:
   """Returns the name of the edits of a point among the variables of its layer."""
   return f'{EDIT}:{point}'
+
+
+def probe_name(point: str) -> str:
+  """Returns the name of the probe of a point that is a gradient among the variables of its layer."""
+  return f'~probe:{point}'
 
 
 def _edits_at(frame: TappedCall, path: Path, name: str) -> Iterator[dict[str, jax.Array]]:

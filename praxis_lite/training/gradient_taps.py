@@ -1,0 +1,81 @@
+"""Statistics of the gradients of activations, which a step computes in its backward pass.
+
+`layers/base/taps.py` says how: the gradient by a probe, zeros among the variables of a layer, is a part of a statistic.
+Layers in a stack have a probe each. This file makes the probes, and takes the gradients by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.statistics import kind_of_part
+from praxis_lite.common.trees import NestedDict, Path, insert, node_at
+from praxis_lite.layers.base.call import Summary
+from praxis_lite.layers.base.taps import probe_name, raw_name, read_raw_name
+from praxis_lite.training.microbatches import GradientFn, LossOutput
+
+
+class Probes(NamedTuple):
+  """The probes of the gradients that taps want.
+
+  Attributes:
+    arrays: zeros, in a tree of variables.
+    paths: where the probe of each summary is in this tree, by the name of the summary.
+    share: see `Taps`.
+  """
+
+  arrays: NestedDict
+  paths: dict[str, Path]
+  share: jax.Array
+
+
+def make_probes(output: LossOutput, probed: dict[str, Path], num_losses: int) -> Probes:
+  """Returns the probes of a step.
+
+  Args:
+    output: shapes of the outputs of its loss, in a call without probes.
+    probed: the paths of the layers of the points whose gradients are wanted, in the tree of variables.
+    num_losses: of so many devices the losses are averaged.
+  """
+  arrays, paths = dict[str, Any](), dict[str, Path]()
+  for name in output.summaries:
+    raw = read_raw_name(name)
+    if raw is not None and raw[2] in probed:
+      paths[name] = (*probed[raw[2]], probe_name(raw[2]), raw[0])
+  for name, path in paths.items():
+    part, statistics, point = read_raw_name(name) or ('', (), '')
+    if raw_name(part, statistics, f'{point}_1') not in output.summaries:  # The layer is called once.
+      arrays = insert(arrays, path, jnp.zeros(output.summaries[name].value.shape, jnp.float32))
+  paths = {name: path for name, path in paths.items() if node_at(arrays, path) is not None}
+  return Probes(arrays, paths, jnp.float32(1 / num_losses))
+
+
+def watch_gradients(loss_fn: Callable[..., Any], probes: Probes) -> Callable[[jax.Array], GradientFn]:
+  """Returns what `value_and_grad` takes as `watch`.
+
+  Args:
+    loss_fn: a loss function, which takes `probes`.
+    probes: of `make_probes`.
+  """
+
+  def watch(share: jax.Array) -> GradientFn:
+    shared = probes._replace(share=probes.share * share)
+
+    def loss_of_both(both: tuple[Any, NestedDict], others: NestedDict, key: jax.Array, batch: Any) -> Any:
+      return loss_fn(both[0], others, key, batch, probes=shared._replace(arrays=both[1]))
+
+    def gradients(trained: Any, others: NestedDict, key: jax.Array, batch: Any) -> Any:
+      of_both = jax.value_and_grad(loss_of_both, has_aux=True)
+      (loss, output), (found, by_probes) = of_both((trained, probes.arrays), others, key, batch)
+      tapped = {
+        name: Summary(node_at(by_probes, path), str(kind_of_part(path[-1]))) for name, path in probes.paths.items()
+      }
+      return (loss, output._replace(summaries={**output.summaries, **tapped})), found
+
+    return gradients
+
+  return watch
