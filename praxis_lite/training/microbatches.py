@@ -67,7 +67,7 @@ class LossOutput(NamedTuple):
 # (trained variables, other variables, key, batch) -> (loss, output)
 LossFn = Callable[[_TreeT, NestedDict, jax.Array, _BatchT], tuple[jax.Array, LossOutput]]
 # The same arguments -> ((loss, output), gradient with respect to the trained variables)
-GradientFn = Callable[[Any, NestedDict, jax.Array, Any], tuple[tuple[Any, LossOutput], Any]]
+GradientFn = Callable[[Any, NestedDict, jax.Array, Any], Any]
 
 
 def value_and_grad(

@@ -18,7 +18,7 @@ from small_trees import LAYERS, declarations, restacked, unrolled, values, weigh
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.training.learning import Learner, adafactor, cautious, mars, optimizer as optimizer_module
+from praxis_lite.training.learning import Learner, adafactor, cautious, mars, optimizer as optimizer_module, sophia
 
 RATE = 0.05
 LOSS = np.float32(300.0)
@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, Config] = {
   'adafactor_of_praxis': Config(adafactor, min_dim_size_to_factor=4, beta1=0.9, weight_decay=0.1),
   'cautious': Config(cautious, Config(optax.adam)),
   'mars': Config(mars, Config(optax.adam, b1=0.95, b2=0.99)),
+  'like_sophia': Config(sophia, batch_weight=4.0, rho=0.01, refresh_every=2),
   'galore': Config(optax.contrib.galore, rank=2, update_proj_gap=2),
   'mechanize': Config(optax.contrib.mechanize, Config(optax.sgd), s_init=0.1),
   'optimistic_adam': Config(optax.optimistic_adam, optimism=0.1),
@@ -186,6 +187,8 @@ def test_the_comparison_with_single_layers_would_notice_statistics_over_the_stac
     ),
     (Config(mars, optax.adam), r'expected a config of it, as in Config\(mars, Config\(optax\.adam\)\), got adam$'),
     (Config(cautious, None), r'expected a config of it, .* got None'),
+    (Config(sophia, batch_weight=0), r'batch_weight: expected more than 0 .*, got 0'),
+    (Config(sophia, batch_weight=8, refresh_every=0), r'refresh_every: expected at least 1, got 0'),
     (Config(mars, Config(optax.adam), b1=1.0), r'b1: expected at least 0 and less than 1, got 1\.0'),
     (Config(mars, Config(optax.adam), gamma=-1.0), r'gamma: expected at least 0 .*, got -1\.0'),
     (Config(mars, Config(optax.adam), gamma=float('nan')), r'gamma: .*, got nan'),
@@ -451,3 +454,17 @@ def test_what_is_read_from_an_optimizer_is_kept_for_equal_ones(monkeypatch: pyte
   assert groups(config, {'w': weight(2, 3, repeat=(3,))}) == 2
   config.b1 = 0.124
   assert [groups(config, weights), groups(Config(optax.lamb, b1=np.array([0.1, 0.2])), weights)] == [3, 4]
+
+
+def test_sophia_clips_steps_of_newton() -> None:
+  """Against NumPy; the curvature is that of the first and the third step."""
+  tx = sophia(0.1, batch_weight=8.0, b1=0.9, b2=0.5, rho=0.2, refresh_every=2, weight_decay=0.5)
+  v = np.array([1.0, -2.0, 0.5], np.float32)
+  state, m, h = tx.init(v), np.zeros(3), np.zeros(3)
+  for i, g in enumerate(np.array([[1.0, 0.1, 0.0], [0.5, 3.0, 0.0], [-4.0, 0.2, 1.0]], np.float32)):
+    update, state = tx.update(g, state, v)
+    m = 0.9 * m + 0.1 * g
+    h = 0.5 * h + 0.5 * 8 * g**2 if i != 1 else h
+    wanted = -0.1 * (np.clip(m / np.maximum(0.2 * h, 1e-15), -1, 1) + 0.5 * v)
+    np.testing.assert_allclose(update, wanted, rtol=1e-5)
+    v = v + update

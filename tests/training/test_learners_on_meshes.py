@@ -28,6 +28,7 @@ from praxis_lite.training.learning import (
   muon,
   shampoo,
   soap,
+  sophia,
 )
 from praxis_lite.training.task import SingleTask
 
@@ -198,6 +199,7 @@ OPTIMIZERS = {
   'prodigy': Config(optax.contrib.prodigy, estim_lr0=0.1),
   'cautious': Config(cautious, Config(optax.adam)),
   'mars': Config(mars, Config(optax.adamw, b1=0.95, b2=0.99)),
+  'sophia': Config(sophia, batch_weight=4.0, refresh_every=2),
   'schedule_free': Config(optax.contrib.schedule_free_adamw),
 }
 

@@ -30,6 +30,7 @@ from praxis_lite.training.learning.schedules import (
 )
 from praxis_lite.training.learning.shampoo_optimizer import shampoo
 from praxis_lite.training.learning.soap_optimizer import soap
+from praxis_lite.training.learning.sophia_optimizer import sophia
 
 __all__ = [
   'BaseLearner',
@@ -62,4 +63,5 @@ __all__ = [
   'muon',
   'shampoo',
   'soap',
+  'sophia',
 ]
