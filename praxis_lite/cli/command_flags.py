@@ -131,8 +131,8 @@ def add_track(values: CommandFlags) -> None:
   values.add_texts('track', track, 'wandb')
 
 
-def add_tap(values: CommandFlags, of: str) -> None:
-  does = f'Add statistics of {of} by path to the metrics; see docs/inside.md.'
+def add_tap(values: CommandFlags, of: str, what: str = '') -> None:
+  does = f'{what or "Add to the metrics"} statistics of {of} by path; see docs/inside.md.'
   values.add_texts('tap', does, 'lm.transformer.*.attention:rms,max')
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
-from praxis_lite.cli.command_flags import CommandFlags, run_flags
+from praxis_lite.cli.command_flags import CommandFlags, add_tap, run_flags
 from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,16 +21,21 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runs.records.record import has_record, read_record
-  from praxis_lite.runs.replay import compare_with_checkpoint, replay
+  from praxis_lite.runs.replay import compare_with_checkpoint, replay, replay_taps
 
   is_recorded = not values['seed'].present and has_record(job_log_dir)
   seed = read_record(job_log_dir).seed if is_recorded else values.seed
+  if values.compare and values.tap:
+    raise UserError('--tap and --compare exclude each other: leave out one of them')
   if values.compare:
     devices = _other_devices() if values.other_devices else None
     return int(bool(compare_with_checkpoint(config, job_log_dir, values.step, seed, devices=devices)))
   if values.other_devices:
     raise UserError('--other_devices needs --compare: a step is traced on one device')
-  replay(config, job_log_dir, values.step, seed)
+  if values.tap:
+    replay_taps(config, job_log_dir, values.step, seed, values.tap)
+  else:
+    replay(config, job_log_dir, values.step, seed)
   return 0
 
 
@@ -53,6 +58,7 @@ def _flags() -> CommandFlags:
   compare = 'Instead, repeat the steps from the checkpoint before --step, and compare the result bit by bit with the'
   values.add_switch('compare', f'{compare} checkpoint of --step. The exit code is 1 if they differ.')
   values.add_switch('other_devices', 'With --compare: each device does the work of the device before it.')
+  add_tap(values, 'activations, gradients, updates and weights', 'Instead, print')
   return values
 
 

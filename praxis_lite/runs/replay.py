@@ -31,6 +31,7 @@ from praxis_lite.training.first_nonfinite import Trace
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.training.steps import loss_and_gradients
+from praxis_lite.training.taps import finish_summaries, step_taps
 
 _SHOWN = 5
 
@@ -118,6 +119,32 @@ def replay(
   return trace
 
 
+def replay_taps(
+  config: ExperimentConfig,
+  job_log_dir: str | Path,
+  step: int,
+  seed: int,
+  tap: Sequence[str] | str,
+  line: Callable[[str], object] = print,
+) -> dict[str, np.ndarray]:
+  """Runs a step of a run again on its mesh, and prints and returns statistics of values in it, by path.
+
+  Args:
+    config, job_log_dir, step, seed, line: as for `replay`.
+    tap: the statistics, as in 'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`.
+
+  Raises:
+    ConfigError: a tap has another form, or matches nothing.
+    UserError: the step cannot be reached, as for `replay`.
+  """
+  partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line, tap=tap)
+  found = finish_summaries(jax.device_get(partitioned.train_step(state, prng_key, batch).summaries))
+  statistics = {name: np.asarray(found[name].value) for name in sorted(found) if found[name].kind == 'scalar'}
+  for name, value in statistics.items():
+    line(f'{name} {np.array2string(value, precision=4, max_line_width=10**6)}')
+  return statistics
+
+
 def compare_with_checkpoint(
   config: ExperimentConfig,
   job_log_dir: str | Path,
@@ -167,8 +194,9 @@ def _repeat_until(
   seed: int,
   line: Callable[[str], object],
   devices: Sequence[jax.Device] | None = None,
+  tap: Sequence[str] | str = (),
 ) -> _Replay:
-  """Restores the checkpoint before a step, and takes the steps between."""
+  """Restores the checkpoint before a step, and takes the steps between, without taps."""
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
@@ -178,8 +206,10 @@ def _repeat_until(
   mesh = task.create_mesh(devices)
   keys = run_keys(seed, mesh)
   train_input = build_datasets(config.datasets).the_training_input()
-  tasks = TaskOnMesh(task, mesh)
+  tasks = TaskOnMesh(task, mesh, taps=step_taps(task, tap) if tap else None)
   steps, partitioned = tasks.taking_sizes_of(train_input), tasks.taking(train_input)
+  if tap:
+    partitioned.train_step.trace()  # Finds out what the taps do not match.
   answers = tasks.answering(train_input, keys.evaluate, partitioned.train_step)
 
   troubles = [trouble for trouble in read_troubles(directory) if trouble.action != 'repeat']
@@ -210,7 +240,7 @@ def _repeat_until(
     for batch in batches if answers is None else answers.complete_all(batches, latest):
       if int(state.step) == step - 1:
         break
-      state = steps.taking(batch).train_step(state, keys.train, batch).state
+      state = steps.taking(batch).untapped.train_step(state, keys.train, batch).state
     else:
       raise DataError(f'reached the end of the training data after step {int(state.step)}')
     line(f'its batch begins at {batches.state_before}')

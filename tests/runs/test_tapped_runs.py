@@ -1,6 +1,7 @@
 """Runs with taps: their statistics are metrics like others, and an evaluation has those of all of its batches."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from praxis_lite.common.config import Config, child
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer
 from praxis_lite.runs import run_eval, run_train
+from praxis_lite.runs.replay import replay_taps
 from praxis_lite.sharding.weights import WeightHParams
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -66,6 +68,18 @@ def test_statistics_are_metrics_of_the_run(trained):
     assert not any(name.startswith('tap:') for name in metrics)
   with pytest.raises(ConfigError, match="there is no statistic 'rmz'"):
     run_train(trained[1], directory / 'other', tap='hidden:rmz')
+
+
+def test_a_step_that_is_replayed_has_the_statistics_of_the_run(trained, capsys):
+  directory, config = trained
+  lines = [json.loads(line) for line in (directory / 'metrics.jsonl').read_text().splitlines()]
+  logged = next(line['metrics'] for line in lines if line['split'] == 'train' and line['step'] == 2)
+  found = replay_taps(config, directory, 2, 0, TAPS)
+  assert {name: float(x) for name, x in found.items()} == pytest.approx({name: logged[name] for name in found})
+  assert {'hidden.grad/rms', 'update(hidden.w)/ratio'} <= found.keys()
+  assert re.search(r'^hidden/rms 0\.\d+$', capsys.readouterr().out, re.MULTILINE)
+  with pytest.raises(ConfigError, match='matches no layer that the step calls'):
+    replay_taps(config, directory, 2, 0, 'hiden:rms')
 
 
 def test_an_evaluation_has_the_statistics_of_all_batches(trained, capsys):
