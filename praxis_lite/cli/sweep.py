@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ def _run(values: flags.FlagValues) -> int:
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
 
+  part = _to_part(values.part) if values.part else None
+  if values.search and part:
+    raise UserError('--part: a search proposes values by what earlier trials reached; leave it out, and use --parallel')
   if values.search:
     from praxis_lite.cli.sweep_search import run_search
 
@@ -56,11 +60,12 @@ def _run(values: flags.FlagValues) -> int:
   check_configs({point.name: config for point, config in experiments.items()}, num_devices, values.metric)
   configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
   numbers = {point: f'[{i}/{len(points)}] {point.name}' for i, point in enumerate(points, 1)}
+  own = points if part is None else points[part[0] - 1 :: part[1]]
   failed: list[Point] = []
   with job_directory(values.job_log_dir) as folder:
-    finished = FinishedPoints(folder)
-    to_run = [point for point in points if not finished.has(point, configs[point])]
-    for point in points:
+    finished = FinishedPoints(folder, part)
+    to_run = [point for point in own if not finished.has(point, configs[point])]
+    for point in own:
       if point not in to_run:
         print(f'{numbers[point]}: finished before', flush=True)
 
@@ -83,8 +88,16 @@ def _run(values: flags.FlagValues) -> int:
     print('stopped; the same command resumes')
     return 128 + signal.SIGINT
   if failed:
-    print(f'{len(failed)} of {number_of(len(points), "point")} failed; the same command runs them again')
+    print(f'{len(failed)} of {number_of(len(own), "point")} failed; the same command runs them again')
   return 1 if failed else 0
+
+
+def _to_part(text: str) -> tuple[int, int]:
+  match = re.fullmatch(r'(\d+)/(\d+)', text)
+  part, parts = map(int, match.groups()) if match else (0, 0)
+  if not 1 <= part <= parts:
+    raise UserError(f'--part={text}: expected the number of a part, from 1 on, and that of all, as in --part=3/8')
+  return part, parts
 
 
 def _flags() -> CommandFlags:
@@ -94,6 +107,8 @@ def _flags() -> CommandFlags:
   values.add_integer('trials', 'With --search: the number of runs in all.', 20, 20, least=1)
   values.add_switch('prune', 'With --search: end runs that are worse than the median at the same step.', default=True)
   values.add_integer('parallel', 'Number of runs that train at the same time, on the same devices.', 2, 1, least=1)
+  part = 'Train only every Nth point, from the Kth on, as K/N: one job of an array of N jobs.'
+  values.add_text('part', part, '3/8')
   add_metric(values)
   add_track(values)
   return values

@@ -87,13 +87,17 @@ def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
 
 
 class FinishedPoints:
-  """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`."""
+  """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`.
 
-  def __init__(self, folder: Path):
-    self._path = folder / _FINISHED
+  A part of a sweep, such as (3, 8), the third of eight, writes `sweep.3-of-8.json`, and reads those of all parts.
+  """
+
+  def __init__(self, folder: Path, part: tuple[int, int] | None = None):
+    self._path = folder / (f'sweep.{part[0]}-of-{part[1]}.json' if part else _FINISHED)
     self._digests: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-      self._digests = dict(parse_json(read_plain(self._path))['finished'])
+    for path in sorted({*folder.glob('sweep.*-of-*.json'), folder / _FINISHED}):
+      with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        self._digests |= parse_json(read_plain(path))['finished']
 
   def has(self, point: Point, config: str) -> bool:
     """Whether a point is finished with this config, which is given as text."""

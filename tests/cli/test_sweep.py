@@ -125,6 +125,31 @@ def test_mistakes_in_a_search_are_told_before_anything_is_trained(arguments, mes
   assert not (tmp_path / 'new').exists()
 
 
+@pytest.mark.parametrize('text', ['0/2', '3/2', '2', 'a/b'])
+def test_a_part_that_is_none_is_refused(text, tmp_path, capsys):
+  assert main(['sweep', EXP, f'--job_log_dir={tmp_path / "rates"}', f'--set={RATE}=1e-3,1e-2', f'--part={text}']) == 2
+  assert f'--part={text}: expected the number of a part, from 1 on' in capsys.readouterr().err
+
+
+def test_the_parts_of_a_sweep_train_each_point_once(tmp_path, capsys, monkeypatch):
+  trained = []
+
+  def run_points(points, folder, command, *, parallel, ended):
+    for point in points:
+      trained.append(point.name)
+      ended(point, 0, 1.0)
+    return False
+
+  monkeypatch.setattr('praxis_lite.runs.sweep.run_points', run_points)
+  arguments = ['sweep', EXP, f'--job_log_dir={tmp_path / "rates"}', f'--set={RATE}=1e-3,1e-2,1e-1']
+  for part, points in ((2, ['1e-2']), (1, ['1e-3', '1e-1']), (1, [])):
+    trained.clear()
+    assert main([*arguments, f'--part={part}/2']) == 0
+    assert trained == [f'learning_rate={rate}' for rate in points]
+  assert '[3/3] learning_rate=1e-1: finished before' in capsys.readouterr().out
+  assert main(arguments) == 0 and not trained  # Without --part, all are finished.
+
+
 def test_runs_where_there_are_none(tmp_path, capsys):
   assert main(['runs', str(tmp_path)]) == 0
   assert capsys.readouterr().out == f'there are no runs in {tmp_path}\n'
