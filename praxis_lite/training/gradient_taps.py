@@ -39,7 +39,7 @@ def make_probes(output: LossOutput, probed: dict[str, Path], num_losses: int) ->
   Args:
     output: shapes of the outputs of its loss, in a call without probes.
     probed: the paths of the layers of the points whose gradients are wanted, in the tree of variables.
-    num_losses: of so many devices the losses are averaged.
+    num_losses: the number of devices whose losses are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()
   for name in output.summaries:

@@ -19,7 +19,7 @@ scan of a stack of layers gives each layer its own:
     units    [k] int32, if only these entries of the last dimension become zeros
     add      any shape that broadcasts to x
 
-A gradient is known in the backward pass alone. There, `_watch` computes parts of its statistics, and returns them as
+Only the backward pass knows a gradient. There, `_watch` computes parts of its statistics, and returns them as
 the gradient by a *probe*: zeros of their shapes, which are entries of the variables, too.
 """
 
