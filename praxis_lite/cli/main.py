@@ -87,7 +87,6 @@ _ALSO_CALLED = {
   'chat': 'decode --chat',
   'generate': 'decode',
   'sample': 'decode',
-  'serve': 'export-hf',
   'fit': 'train',
 }
 

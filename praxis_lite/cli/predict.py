@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from typing import cast
+from typing import Any, cast
 
 from absl import flags
 
@@ -14,6 +15,8 @@ from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.cli.predict_many import check_single, predict_flags, predict_many
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
+
+_MANY_NUMBERS = 2_000  # More than these of one example nobody reads.
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -36,10 +39,22 @@ def _run(values: flags.FlagValues) -> int:
   model = restore_model(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
   count = 0
   for example in predict_files(model, values.files, what=values.what, batch_size=values.batch_size):
+    if not count:
+      _note_large_values(example)
     print(json.dumps(example))
     count += 1
   print(f'{number_of(count, "example")} after step {model.step}', file=sys.stderr)
   return 0
+
+
+def _note_large_values(example: dict[str, Any]) -> None:
+  """Says on stderr which values of an example are too long for a person to read."""
+  import numpy as np
+
+  for name, shape in ((name, np.shape(value)) for name, value in example.items() if name != 'tokens'):
+    if (count := math.prod(shape)) >= _MANY_NUMBERS:
+      instead = '; --what=evaluate prints the loss of each example' if name == 'logits' else ''
+      print(f'{name!r} of each example has {list(shape)} = {count:,} numbers{instead}', file=sys.stderr)
 
 
 COMMAND = Command(
@@ -47,6 +62,7 @@ COMMAND = Command(
   'print predictions for files',
   'print the predictions of a checkpoint for each example of some files, as a JSON object on a line. A .npz file has '
   'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run. '
+  'A masked language model fills in each [MASK] of a text. '
   'With --input and --output, write the results of many rows to a folder, and go on after any interruption.',
   'praxis-lite predict --job_log_dir=runs/1 new.jsonl > predictions.jsonl',
   predict_flags(),

@@ -123,7 +123,7 @@ def prefix_errors(path: str, field: str | None = None) -> Iterator[None]:
 def check_choice(where: str, value: object, choices: Sequence[str]) -> None:
   """Raises a ConfigError that names the field `where` and the nearest choice, unless `value` is one of `choices`."""
   if value not in choices:
-    expected = f'{", ".join(map(repr, choices[:-1]))} or {choices[-1]!r}'
+    expected = ' or '.join(filter(None, (', '.join(map(repr, choices[:-1])), repr(choices[-1]))))
     raise ConfigError(f'{where}: expected {expected}, got {value!r}.{did_you_mean(str(value), choices)}')
 
 

@@ -130,12 +130,12 @@ def _pair_of_chats(one: ChatMessages, other: ChatMessages, names: tuple[str, str
 
 def messages_of(value: object, name: str) -> ChatMessages:
   """Returns the messages of a chat; raises ValueError if `value` is no list of them."""
-  is_chat = isinstance(value, list) and all(
-    isinstance(message, dict) and isinstance(message.get('role'), str) and isinstance(message.get('content'), str)
-    for message in value
-  )
-  if not is_chat:
+  if not isinstance(value, list):
     raise ValueError(f'its {name!r} is no list of {{"role": ..., "content": ...}}')
+  for number, message in enumerate(value, 1):
+    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ('role', 'content')):
+      got = ', '.join(map(str, message)) or 'none' if isinstance(message, dict) else type(message).__name__
+      raise ValueError(f"message {number} of its {name!r} needs the texts 'role' and 'content'; it has {got}")
   return cast(ChatMessages, value)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from praxis_lite.common.errors import ConfigError, DataError, first_line
+from praxis_lite.common.errors import ConfigError, DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
   import jinja2.nodes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 _MOST_NUMBERS = 1_000_000
+_ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _TAG = re.compile(r'{%[-+]?\s*generation\b')
 
 
@@ -54,11 +55,11 @@ class ChatTemplate:
     """Returns the text of a chat.
 
     Args:
-      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`.
+      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`. The template may know others.
       add_generation_prompt: whether the text ends with the beginning of an answer.
 
     Raises:
-      DataError: the template fails.
+      DataError: the template fails, or a role is misspelled, or unknown to the template.
     """
     try:
       import jinja2
@@ -86,7 +87,22 @@ class ChatTemplate:
       MemoryError,
     ) as error:
       raise DataError(f'{self._where} fails: {first_line(error)}') from None
+    self._check_roles(messages, marked)
     return _strip_marks(marked, begin, end)
+
+  def _check_roles(self, messages: Messages, text: str) -> None:
+    """Raises DataError for a role that is misspelled, or that the template neither compares with nor writes.
+
+    Many templates take every other role for that of the assistant.
+    """
+    for number, message in enumerate(messages, 1):
+      role = str(message.get('role'))
+      if role in _ROLES or any(f'{quote}{role}{quote}' in self._source for quote in ('"', "'")):
+        continue
+      meant = did_you_mean(role, _ROLES, cutoff=0.75)
+      if meant or role not in text:
+        known = ', '.join(_ROLES)
+        raise DataError(f'message {number} has the role {role!r}; expected one of {known}, or of {self._where}.{meant}')
 
   def answers(self, messages: Messages, first: int = 0) -> ChatText:
     """Returns the text of a whole chat, with the answers that the template marks.

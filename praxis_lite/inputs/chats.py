@@ -70,6 +70,9 @@ class ChatInput(AnswersInput):
   def _encode(self, values: dict[str, Any]) -> ChatTokens:
     if 'messages' in values:
       tokens = encode_answer(self.tokenizer, [], messages_of(values['messages'], 'messages'))
+    elif 'prompt' not in values:
+      fields = ', '.join(map(str, values)) or 'none'
+      raise ValueError(f"has neither 'messages' nor 'prompt' and 'completion'; its fields: {fields}")
     else:
       tokens = encode_answer(self.tokenizer, *said_of(values, 'prompt', 'completion'))
     return fit_answer(tokens, self.seq_len, self.truncate)

@@ -25,8 +25,9 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.files import read_plain
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
-from praxis_lite.inputs.files import Paths, find_files, read_file
+from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.lines import pair_parsers, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows
@@ -137,7 +138,9 @@ class RecordingInput(RecordsInput, RandomAccessInput):
       DataError: the file is missing, is no WAV file, or has no samples or too many.
     """
     try:
-      samples, rate = read_wav(read_file(file, f'{self.label}.path'))
+      samples, rate = read_wav(read_plain(file))
+    except OSError as error:
+      raise DataError(f'cannot be read: {error.strerror}') from None
     except ValueError as error:
       raise DataError(str(error)) from None
     samples = resample(samples, rate, self.sample_rate)

@@ -66,7 +66,8 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, or the
-      text is not UTF-8 and the tokenizer is not byte-level.
+      text is not UTF-8 and the tokenizer is not byte-level, or it has bytes 0 and the tokenizer uses those between
+      documents.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED
@@ -234,8 +235,7 @@ class TextInput(RecordsInput, RandomAccessInput):
     data = b''
     try:
       data = read_file(file, where)
-      if not self.tokenizer.is_byte_level:
-        check_utf8(data, file, where)
+      self._check_text(data, file, where)
       return data
     except DataError as error:
       if not self.skips:
@@ -247,11 +247,21 @@ class TextInput(RecordsInput, RandomAccessInput):
     separator, kept = self.document_separator.encode(), []
     for number, document in enumerate(data.split(separator)):
       try:
-        check_utf8(document, file, where)
+        self._check_text(document, file, where)
         kept.append(document)
       except DataError as error:
         self.leave_out(BadRecord(file, f'document {number}', str(error).removeprefix(f'{where}: ')))
     return separator.join(kept)
+
+  def _check_text(self, data: bytes, file: str, where: str) -> None:
+    """Raises DataError if the tokenizer cannot read the content of `file`."""
+    if not self.tokenizer.is_byte_level:
+      check_utf8(data, file, where)
+    elif 0 in self.tokenizer.special_ids and (at := data.find(b'\0')) >= 0:
+      raise DataError(
+        f'{where}: {file} is not a file of text: byte {at} is 0, which ends documents; to train on any bytes, set '
+        'bos_id, eos_id and pad_id of tokenizer_tpl to 256, 257 and 258'
+      )
 
 
 def check_split(split: str, where: str) -> None:

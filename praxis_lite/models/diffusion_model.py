@@ -130,9 +130,10 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
         is there, `seed`, [B] int32: rows with another seed get another image. Without it, the seeds are 0, 1, 2, ...
         Also perhaps `guidance`, [B], in place of the layer's.
     """
-    known = {'seed', *(('label',) if self.network.num_classes else ())}
-    if not known & set(batch) or (self.network.num_classes and 'label' not in batch):
-      raise DataError(f'{self.path_name}: to make images, a batch has {" and ".join(sorted(known))}, got {list(batch)}')
+    needed, optional = ('label', ', and perhaps seed and guidance') if self.network.num_classes else ('seed', '')
+    if needed not in batch:
+      got = ', '.join(name for name in batch if name != 'weights') or 'nothing'
+      raise DataError(f'{self.path_name}: to make images, a batch needs {needed}{optional}; it has {got}')
     class_B = batch['label'] if self.network.num_classes else None
     rows = batch['label' if self.network.num_classes else 'seed'].shape[0]
     seeds = batch.get('seed', jnp.arange(rows))

@@ -27,7 +27,7 @@ def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str,
   Raises:
     ConfigError: no dataset of the run is of this kind.
   """
-  config = next((config for config in datasets_by_use(model) if _is_of(config, kind)), None)
+  config = next((config for config in datasets_by_use(model) if is_of(config, kind)), None)
   if config is None:
     raise ConfigError(f'{file}: the datasets of the run read no {what}; pass .npz or .jsonl files')
   return cast(ReaderT, config.clone(**{field: file}).instantiate())
@@ -51,6 +51,7 @@ def check_exists(file: str) -> None:
     raise DataError(f'there is no file {file}')
 
 
-def _is_of(config: Config, kind: type[BaseInput]) -> bool:
+def is_of(config: Config, kind: type[BaseInput]) -> bool:
+  """Whether the config of a dataset is of a kind."""
   built = target(config)
   return isinstance(built, type) and issubclass(built, kind)

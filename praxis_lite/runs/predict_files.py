@@ -3,6 +3,7 @@
 a.npz      arrays by name, with the examples in dimension 0
 a.jsonl    an example on each line: its values by name
 a.png      an image, also .jpg, .jpeg, .bmp and .gif, if a dataset of the run reads images: as in evaluation
+a.txt      for a masked language model, a text on each line, in which [MASK] stands for tokens to fill in
 a.wav      a recording, if a dataset of the run reads recordings: what is said in it
 others     read by one of the run's datasets, with these files in place of its own
 """
@@ -23,6 +24,7 @@ from praxis_lite.common.mistakes import ShapesError
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, make_reader
+from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.transcribe_files import transcribe_files
@@ -45,13 +47,25 @@ def predict_files(
   Raises:
     UserError: a file is missing, empty or cannot be read, or the model cannot compute its examples.
   """
-  for are_recordings, together in itertools.groupby(files, lambda file: file.lower().endswith('.wav')):
-    if are_recordings and what == 'predict':
+  fills = what == 'predict' and fills_texts(model)
+  for kind, together in itertools.groupby(files, lambda file: _kind(file, fills)):
+    if kind == 'texts':
+      for file in together:
+        yield from fill_file(model, file, batch_size)
+    elif kind == 'recordings' and what == 'predict':
       yield from transcribe_files(model, list(together), batch_size)
-    elif are_recordings:
+    elif kind == 'recordings':
       raise UserError(f'{next(together)}: has no transcript to compare with; pass a table of files and transcripts')
     else:
       yield from _predict_batches(model, list(together), what, batch_size)
+
+
+def _kind(file: str, fills: bool) -> str:
+  """Returns what a file has: 'recordings', 'texts' to fill in, or other 'examples'."""
+  name = file.lower()
+  if name.endswith('.wav'):
+    return 'recordings'
+  return 'texts' if fills and not name.endswith((*_ARRAYS, *_IMAGES)) else 'examples'
 
 
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ import numpy as np
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves, map_with_path, select
@@ -85,7 +86,7 @@ def quantize_run(
       write_record(directory, quantized, mesh=mesh.shape)
   before, after = (sum(x.nbytes for x in leaves(tree).values()) for tree in (streamed, variables))
   return [
-    f'{before / 1e6:,.1f} MB of variables became {after / 1e6:,.1f} MB',
+    f'{format_bytes(before)} of variables became {format_bytes(after)}',
     f'step {step}: saved in {directory / "checkpoints"}',
   ]
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from praxis_lite.cli.main import main
+from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
+from praxis_lite.inputs import ByteTokenizer, MaskedTextInput
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.programs import examples_of
@@ -43,9 +45,55 @@ def test_files_of_arrays_and_of_lines_give_what_the_model_predicts(run, predicte
   np.savez(tmp_path / 'new.npz', ids=ids[:3])
   (tmp_path / 'new.jsonl').write_text(''.join(f'{json.dumps({"ids": row.tolist()})}\n' for row in ids[3:]))
   code, examples, told = predicted(tmp_path / 'new.npz', tmp_path / 'new.jsonl', '--batch_size=2')
-  assert (code, told) == (0, '5 examples after step 1\n')
+  assert code == 0
+  assert told.splitlines() == [
+    "'logits' of each example has [8, 256] = 2,048 numbers; --what=evaluate prints the loss of each example",
+    '5 examples after step 1',
+  ]
   wanted = open_run(run).load().predict({'ids': ids})['logits']
   np.testing.assert_allclose([example['logits'] for example in examples], wanted, rtol=1e-4, atol=1e-5)
+
+
+def masked_model(folder, tokenizer=None, **fields):
+  """A model whose most probable token is `a + place in the row`, and nearly its most probable one the mask."""
+  (folder / 'data.txt').write_text('text')
+  tokenizer = tokenizer or Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
+  data = Config(MaskedTextInput, name='data', path=str(folder / 'data.txt'), tokenizer_tpl=tokenizer)
+  data.set(**{'seq_len': 10, 'batch_size': 1, **fields})
+
+  def predict(batch):
+    logits = np.zeros((*batch['ids'].shape, data.instantiate().vocab_size), np.float32)
+    assert (batch['segment_pos'] <= np.arange(logits.shape[1])).all()
+    np.put_along_axis(logits, 97 + np.arange(logits.shape[1])[None, :, None], 8, axis=2)
+    logits[..., 256:] = 99
+    return {'logits': logits}
+
+  return SimpleNamespace(config=SimpleNamespace(datasets=[data]), predict=predict, layer=1)
+
+
+def test_a_masked_language_model_fills_in_the_masks_of_each_line(tmp_path):
+  (tmp_path / 'gaps.txt').write_text('[MASK]b[MASK]\n\nno\n[MASK]\n')
+  found = list(predict_files(masked_model(tmp_path), [str(tmp_path / 'gaps.txt')], batch_size=2))
+  assert [line['text'] for line in found] == ['bbd', 'no', 'b']
+  best = [[choices[0]['token'] for choices in line['tokens']] for line in found]
+  assert best == [['b', 'd'], [], ['b']]
+  probable = np.exp(8) / (np.exp(8) + 255)
+  assert found[0]['tokens'][0][0]['probability'] == pytest.approx(probable) and len(found[0]['tokens'][0]) == 5
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    (b'no gap\n', r'gaps.txt: no line has a \[MASK\], .*; --what=evaluate prints'),
+    (b'', 'gaps.txt: no line has a'),
+    (b'a\n[MASK]' + b'b' * 10, 'gaps.txt: line 2 has 13 tokens, and rows of the run 12'),
+    (b'\xff[MASK]', 'data.path: .*gaps.txt is not UTF-8 text'),
+  ],
+)
+def test_a_text_that_cannot_be_filled_in_is_named(tmp_path, text, message):
+  (tmp_path / 'gaps.txt').write_bytes(text)
+  with pytest.raises(UserError, match=message):
+    list(predict_files(masked_model(tmp_path), [str(tmp_path / 'gaps.txt')]))
 
 
 def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):

@@ -210,7 +210,8 @@ def test_what_is_too_long_is_an_error_or_is_cut():
     ({'prompt': 'a', 'chosen': 'b'}, r"has neither a text nor messages 'rejected'; its fields: prompt, chosen"),
     ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, 'the answer has no tokens'),
     ({'prompt': 'a', 'chosen': [BOT], 'rejected': 'b'}, "its 'prompt' is a text and its 'chosen' are messages"),
-    ({'chosen': [BOT], 'rejected': ['no']}, r"its 'rejected' is no list of"),
+    ({'chosen': [BOT], 'rejected': 'no'}, "has neither a text nor messages 'prompt'"),
+    ({'prompt': [USER], 'chosen': [BOT], 'rejected': ['no']}, "message 1 of its 'rejected' needs the texts 'role'"),
     ({'chosen': [USER, BOT], 'rejected': [USER, BOT]}, "its 'chosen' and 'rejected' are equal, so neither is better"),
     (
       {'prompt': 'q', 'chosen': [BOT], 'rejected': [USER, OTHER]},
@@ -242,6 +243,17 @@ def test_mistakes_are_named(tmp_path):
     DataError, match=r'line 1 of .*a.tsv: has 2 columns; expected prompt, chosen, rejected, separated'
   ):
     pairs_input(examples=None, path=str(tmp_path / 'a.tsv')).get_next()
+
+
+def test_chats_of_other_forms_are_named():
+  for example, message in (
+    ({'conversations': [USER, BOT]}, "has neither 'messages' nor 'prompt' and 'completion'; its fields: conversations"),
+    ({'messages': 'hi'}, 'its \'messages\' is no list of {"role": ..., "content": ...}'),
+    ({'messages': [USER, {'from': 'gpt', 'value': 'a'}]}, "message 2 of its 'messages' .*; it has from, value"),
+    ({'messages': [USER, {'role': 'assistant', 'content': None}]}, "message 2 .* needs the texts 'role' and 'content'"),
+  ):
+    with pytest.raises(DataError, match=f'example 0 of examples: {message}'):
+      chats_input(examples=[example]).get_next()
 
 
 def test_a_chat_without_an_answer_is_bad(chat_tokenizer):

@@ -196,6 +196,31 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(make, template, 
     make(chat_template=template).chat_prompt(MESSAGES)
 
 
+ELSE = (
+  "{% for m in messages %}{% if m.role == 'user' %}U:{% elif m.role == 'critic' %}C:{% else %}A:{% endif %}"
+  '{{ m.content }}{% endfor %}'
+)
+
+
+@pytest.mark.parametrize('template', [ELSE, TEMPLATE], ids=['else', 'writes roles'])
+def test_misspelled_roles_are_refused(make, template):
+  tokenizer = make(chat_template=template)
+  chat = [*MESSAGES, {'role': 'asistant', 'content': 'the mat'}]
+  for encode in (tokenizer.chat_prompt, tokenizer.chat_ids, tokenizer.chat_tokens):
+    with pytest.raises(DataError, match=r"message 3 has the role 'asistant'; .* Did you mean 'assistant'\?"):
+      encode(chat)
+
+
+def test_roles_that_the_template_does_not_know_are_refused_and_its_own_are_not(make):
+  def said(role, template):
+    return make(chat_template=template).chat_prompt([{'role': role, 'content': 'x'}])
+
+  assert said('critic', ELSE) == 'C:x'
+  assert said('narrator', TEMPLATE).startswith('<s><|narrator|>x</s>')
+  with pytest.raises(DataError, match="message 1 has the role 'narrator'; expected one of system, developer, user,"):
+    said('narrator', ELSE)
+
+
 def test_files_that_are_missing_or_no_tokenizer_are_named(make, tmp_path):
   make()
   with pytest.raises(DataError, match=r'HfTokenizer.path: there is no file .*nowhere'):

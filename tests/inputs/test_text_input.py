@@ -118,6 +118,20 @@ def test_byte_zero_in_data_is_kept_apart_by_special_ids_above_255(tmp_path):
   assert _labels(TextInput(path=tmp_path, tokenizer_tpl=tokenizer, **FIELDS)).tolist() == [0, 255, 0, 257]
 
 
+@pytest.mark.parametrize('separator', [None, '\n'])
+def test_a_file_with_byte_zero_is_no_text_if_that_byte_is_a_special_token(tmp_path, separator):
+  (tmp_path / 'a.bin').write_bytes(b'abc\nd\0\xff')
+  (tmp_path / 'b.txt').write_bytes(b'e')
+  made = Config(TextInput, path=str(tmp_path), document_separator=separator, **FIELDS)
+  with pytest.raises(
+    DataError, match=r'a\.bin is not a file of text: byte 5 is 0, .* of tokenizer_tpl to 256, 257 and 258'
+  ):
+    _labels(made.instantiate())
+  kept = made.clone(on_bad_record='skip').instantiate()
+  assert _text(kept).strip(b'\0') == (b'e' if separator is None else b'abc\0e')
+  assert [bad.place for bad in kept.bad_records] == ['all' if separator is None else 'document 1']
+
+
 WINDOWS = {'packing': 'windows', 'is_training': True, 'seq_len': 5, 'batch_size': 4}
 
 

@@ -87,7 +87,7 @@ def test_mistakes_are_named():
     model(prediction='v').instantiate()
   with pytest.raises(ConfigError, match=r"sampler: .*'heun'"):
     model(sampler='ddpm').instantiate()
-  with pytest.raises(DataError, match='to make images, a batch has label and seed'):
+  with pytest.raises(DataError, match='to make images, a batch needs label, and perhaps seed and guidance; it has '):
     images_of(model(), {'seed': np.array([1])})
   layer, data = model().instantiate(), configure(DigitsDiffusion).datasets[0].instantiate()
   with pytest.raises(ConfigError, match=r"expected images \[B, 4, 6, 1\] in 'image'"):

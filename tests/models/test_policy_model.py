@@ -331,6 +331,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(kind, mesh, fields):
     ({'packed': True}, 'packed: each row has one prompt'),
     ({'steps_per_batch': 0}, 'steps_per_batch'),
     ({'num_answers': 1}, 'num_answers: .* at least 2 in training'),
+    ({'rewards': {'letters': len}, 'reward_weights': {'x': 1.0}}, "reward_weights: expected 'letters', got 'x'"),
     ({'reward_weights': {'letters': 1e39}}, r"reward_weights\['letters'\]: expected a finite number, got 1e"),
     ({'reward_weights': {'letters': float('nan')}}, r"reward_weights\['letters'\]: expected a finite number, got nan"),
   ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import jax
 import numpy as np
@@ -84,7 +85,7 @@ def test_a_run_is_quantized_evaluated_exported_and_fine_tuned(tmp_path):
   config.task.train.set(num_train_steps=2, save_interval_steps=2, log_interval_steps=2)
   run_train(config, tmp_path / 'base')
   lines = quantize_run(config, tmp_path / 'base', tmp_path / 'int8', Config(QuantizedWeights))
-  assert 'MB of variables became' in lines[0]
+  assert re.fullmatch(r'[0-9.]+ KiB of variables became [0-9.]+ KiB', lines[0])
   base, model = open_run(tmp_path / 'base').load(), open_run(tmp_path / 'int8').load()
   stored = model.variables['lm']['transformer']['layers']['attention']['query']
   assert stored['w'].dtype == np.int8 and model.step == 2
