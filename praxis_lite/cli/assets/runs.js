@@ -75,17 +75,20 @@ function drawChart(section, group, svg, pattern) {
   }
 }
 
+const FEW = 5 + 8;  // Columns of a table: of the run itself, and the fields that matter most.
+
 function makeTable(section, group) {
   const table = make('table'), head = make('tr'), body = make('tbody'), scroll = make('div', 'scroll');
   const columns = ['run', 'step', 'age', 'loss', 'best', ...group.columns];
   const rows = group.runs.map((run, index) => ({ run, index, cells: [run.name, run.step, run.age, run.loss, run.best ? `${run.best[0]} @${run.best[1]}` : '-', ...run.fields] }));
   const isNumber = (text) => /^-?[\d.]+(e[+-]?\d+)?( @\d+)?$/.test(text);
   const isRight = columns.map((_, i) => (i > 0 && i < 5) || rows.every(({ cells }) => !cells[i] || isNumber(cells[i])));
+  const kind = (i) => `${isRight[i] ? 'num' : ''}${i < FEW ? '' : ' more'}`;
   const place = (order) => body.replaceChildren(...order.filter(({ run }) => isShown(run)).map(({ run, index, cells }) => {
     const row = make('tr');
     row.dataset.run = index;
     row.style.setProperty('--of-run', color(index, group.runs.length));
-    row.append(...cells.map((text, i) => make('td', isRight[i] ? 'num' : '', text || '-')));
+    row.append(...cells.map((text, i) => make('td', kind(i), text || '-')));
     columns.forEach((name, i) => { row.children[i].dataset.column = name; });
     row.firstChild.prepend(make('i', 'swatch'));
     row.onmouseenter = () => highlight(section, index);
@@ -93,7 +96,7 @@ function makeTable(section, group) {
     return row;
   }));
   columns.forEach((name, i) => {
-    const cell = make('th', isRight[i] ? 'num' : ''), button = make('button', '', name);
+    const cell = make('th', kind(i)), button = make('button', '', name);
     button.onclick = () => {
       const isUp = cell.getAttribute('aria-sort') === 'ascending';
       for (const other of head.children) other.removeAttribute('aria-sort');
@@ -108,6 +111,10 @@ function makeTable(section, group) {
   const top = make('thead');
   top.append(head);
   table.append(top, body);
+  if (columns.length > FEW) {
+    table.classList.add('few');
+    chip(scroll, `all ${group.columns.length} fields`, false, () => !table.classList.toggle('few'));
+  }
   scroll.append(table);
   place(rows);
   return { scroll, update: () => place(rows) };
