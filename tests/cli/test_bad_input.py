@@ -81,6 +81,18 @@ COMMAND_LINES = {
     ['show', TINY, '--set', 'task.train.learner.schedule=cosine'],
     r"got 'cosine' \(str\)\. Did you mean praxis_lite\.training\.learning\.Cosine\?$",
   ),
+  'misspelled optimizer': (
+    ['show', TINY, '--set', 'task.train.learner.optimizer=adamx'],
+    r"got 'adamx' \(str\)\. Did you mean optax\.adam",
+  ),
+  'misspelled tokenizer': (
+    ['show', '--exp=lm.StdlibLmTiny', '--set', 'datasets[*].tokenizer_tpl=ByteTokeniser'],
+    r"got 'ByteTokeniser' \(str\)\. Did you mean praxis_lite\.inputs\.ByteTokenizer\?$",
+  ),
+  'page below a file': (
+    ['show', TINY, f'--html={__file__}/a/x.html'],
+    rf'cannot write the page .*: {__file__} is a file$',
+  ),
   'no checkpoints': (['checkpoints', 'show', '.'], r'^there is no checkpoint in checkpoints$'),
   'devices of check': (
     ['check', MESH, '--devices=4', '--set=task.ici_mesh_shape=(2,2,2)'],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
+import difflib
 import enum
 import functools
 import inspect
@@ -93,11 +94,14 @@ def _guess_meaning(value: object, hint: object, current: object) -> str:
     return f'; {unclosed_bracket(value)} is not closed'
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
     # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
-    for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
-      module = sys.modules.get(package)
-      for name in (value, *(name for name in dir(module) if name.lower() == value.lower())):
-        if is_named(getattr(module, name, None)):
-          return f'. Did you mean {package}.{name}?'
+    packages = list(itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format))
+    for cutoff in (1.0, 0.8):
+      for module in map(sys.modules.get, packages):
+        known = {name.lower(): name for name in dir(module) if not name.startswith('_')}
+        close = [known[name] for name in difflib.get_close_matches(value.lower(), known, cutoff=cutoff)]
+        for name in (value, *close):
+          if is_named(getattr(module, name, None)):
+            return f'. Did you mean {getattr(module, "__name__", "")}.{name}?'
     return ''
   if isinstance(current, Config) and not isinstance(value, str | Config):
     own = getattr(target(current), '__annotations__', {})

@@ -33,7 +33,10 @@ def write_file(path: str, page: str) -> pathlib.Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page, encoding='utf-8')
   except OSError as error:
-    raise UserError(f'cannot write the page {file}: {error.strerror}') from None
+    above = next((folder for folder in file.parents if folder.is_file()), None)
+    raise UserError(
+      f'cannot write the page {file}: {error.strerror if above is None else f"{above} is a file"}'
+    ) from None
   return file
 
 
