@@ -299,6 +299,29 @@ def test_the_page_in_use(page, tmp_path):
 
 
 @needs_chromium
+def test_a_table_of_many_fields_shows_eight_until_it_is_asked_for_all(page, tmp_path):
+  given = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1]
+  data = json.loads(given)
+  data['groups'][1]['columns'] = [f'field{i}' for i in range(11)]
+  for run in data['groups'][1]['runs']:
+    run['fields'] = ['1'] * 11
+  said = use_page(
+    page.replace(given, json.dumps(data)),
+    """
+    const table = document.querySelectorAll('table')[1], chips = [...table.parentNode.querySelectorAll('.chip')];
+    const count = (kind) => [...table.querySelector(`${kind} tr`).children].filter((cell) => cell.offsetWidth).length;
+    say(chips.map((chip) => chip.textContent), count('thead'), count('tbody'));
+    chips[0].click();
+    say(count('thead'), count('tbody'));
+    chips[0].click();
+    say(count('thead'));
+    """,
+    tmp_path,
+  )
+  assert said == ['all 11 fields', '13', '13', '16', '16', '13']
+
+
+@needs_chromium
 def test_neighbouring_marks_of_an_axis_differ_and_enclose_the_values(page, tmp_path):
   ranges = [[4.9, 5.6], [2.6, 3.2], [12345, 12351], [5.00001, 5.00002], [-1.2e-4, 2e-4], [0, 9e7], [0.1, 0.1000001]]
   said = use_page(
