@@ -2,7 +2,8 @@
 
     python tools/benchmark_quantized.py runs/demo
 
-The run has weights of floats. Copies are made by `quantize_run` in a temporary directory. Perplexity is that of the
+The run has weights of floats. Copies are made by `quantize_run` in a temporary directory; those of a method of
+calibration read 16 batches of the dataset for training. Perplexity is that of the
 dataset `validation`. Speed is that of the second of two calls, with 8 prompts in a batch.
 """
 
@@ -18,6 +19,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import leaves
 from praxis_lite.layers import QuantizedWeights
 from praxis_lite.runs import open_run
+from praxis_lite.runs.calibration import Calibration
 from praxis_lite.runs.quantized import quantize_run
 from praxis_lite.runs.records.record import read_record
 
@@ -29,6 +31,7 @@ RULES = {
   'nf4, groups of 64': Config(QuantizedWeights, format='nf4', group_size=64),
   'int2, groups of 32': Config(QuantizedWeights, format='int2', group_size=32),
 }
+CALIBRATED = ('int4', 'int4, groups of 32', 'int2, groups of 32')
 
 
 def main() -> None:
@@ -42,8 +45,10 @@ def main() -> None:
     report('floats', args.run, args)
     for name, rule in RULES.items():
       out = Path(folder) / name.replace(', ', '-').replace(' ', '-')
-      quantize_run(config, args.run, out, rule)
-      report(name, out, args)
+      for method in (None, *(('awq', 'gptq') if name in CALIBRATED else ())):
+        of_method = out if method is None else out.with_name(f'{out.name}-{method}')
+        quantize_run(config, args.run, of_method, rule, calibration=Calibration(method) if method else None)
+        report(f'{name}, {method}' if method else name, of_method, args)
 
 
 def report(name: str, run: str | Path, args: argparse.Namespace) -> None:

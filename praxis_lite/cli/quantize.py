@@ -8,6 +8,7 @@ from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
+_OF_CALIBRATION = ('calibration_batches', 'calibration_dataset')
 _OF_FORMAT = ('group_size', 'layers', 'symmetric', 'percentile', 'scale_dtype')
 
 
@@ -18,6 +19,7 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.common.config import Config
   from praxis_lite.layers import QuantizedWeights
+  from praxis_lite.runs.calibration import Calibration
   from praxis_lite.runs.quantized import quantize_run
 
   rules = []
@@ -30,7 +32,12 @@ def _run(values: flags.FlagValues) -> int:
       f'{", ".join(unused)}: without --format, weights are stored by the rules of the run, so this would do nothing; '
       'add --format, or leave it out'
     )
-  for line in quantize_run(config, job_log_dir, values.out, *rules, step=values.step):
+  calibration = None
+  if values.method != 'nearest':
+    calibration = Calibration(values.method, values.calibration_batches, values.calibration_dataset)
+  elif unused := [f'--{name}' for name in _OF_CALIBRATION if values[name].present]:
+    raise UserError(f'{", ".join(unused)}: rounding to nearest reads no data; add --method, or leave it out')
+  for line in quantize_run(config, job_log_dir, values.out, *rules, step=values.step, calibration=calibration):
     print(line, flush=True)
   return 0
 
@@ -45,6 +52,12 @@ def _flags() -> CommandFlags:
   values.add_switch('symmetric', 'Integers have no zero points.', default=True)
   values.add_number('percentile', 'A scale covers this percentage of its weights.', '99.9', 100.0)
   values.add_choice('scale_dtype', 'Dtype of scales.', ['float32', 'bfloat16', 'float16'], 'bfloat16', 'float32')
+  how = 'How values are chosen: rounded to nearest, or by data: GPTQ, AWQ, or SmoothQuant for inputs in int8.'
+  values.add_choice('method', how, ['nearest', 'gptq', 'awq', 'smooth'], 'gptq', 'nearest')
+  values.add_integer('calibration_batches', 'Batches of data that such a method reads.', 32, 16, least=1)
+  values.add_text(
+    'calibration_dataset', 'Dataset of the run that it reads; by default, that for training.', 'validation'
+  )
   return values
 
 

@@ -47,17 +47,21 @@ class ExpertMlp:
       product: the product of rows and weights.
       rows: [..., D].
     """
+    return self.multiply(weights, product, self.hidden(weights, product, rows), 'down')
+
+  def hidden(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
+    """Returns the inputs of the weights `down`, [..., F]; arguments as for a call."""
     multiply = functools.partial(self.multiply, weights, product)
     fn, limit = get_activation(self.activation), self.hidden_limit
     up = checkpoint_name(multiply(rows, 'up'), 'ffn_up')
     if not self.gated:
-      return multiply(fn(up), 'down')
+      return fn(up)
     gate = checkpoint_name(multiply(rows, 'gate'), 'ffn_gate')
     if limit is not None:
       gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     if self.up_offset:
       up += self.up_offset
-    return multiply(fn(gate) * up, 'down')
+    return fn(gate) * up
 
   def multiply(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array, name: str) -> jax.Array:
     """Returns the products of rows with the weights of this name, with their biases if they have any."""

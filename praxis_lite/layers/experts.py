@@ -118,7 +118,7 @@ def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array,
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=1, tiled=True) if axes else x
 
   slots, weights = to_experts(dispatch(x_ND, plan)), to_experts(weights_M)
-  slots = _scale(experts.mlp(_batched_product, slots), weights)
+  slots = _scale(experts.mlp(batched_product, slots), weights)
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
   return combine(slots.reshape(-1, x_ND.shape[1]), plan, x_ND.shape[0])
@@ -194,7 +194,7 @@ def keep_on_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   return jnp.where(jax.lax.axis_index(axes) == 0, x, 0)
 
 
-def _batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+def batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
   """Returns the products of rows [E, R, I]."""
   outputs = jnp.einsum('eri,eio->ero', rows, weights)
   return outputs if biases is None else outputs + biases[:, None]

@@ -5,6 +5,7 @@ I input dims, O output dims.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -46,7 +47,7 @@ class Linear(Layer):
     weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
   """
 
-  product_weights: ClassVar[tuple[str, ...]] = ('w',)
+  product_weights: ClassVar[Mapping[str, str]] = {'w': 'in'}
 
   input_dims: int = REQUIRED
   output_dims: int = REQUIRED

@@ -45,6 +45,7 @@ from praxis_lite.layers.expert_mlp import ExpertMlp
 from praxis_lite.layers.experts import (
   DeviceExperts,
   ExpertSplit,
+  batched_product,
   dropless,
   keep_on_first,
   pad_for_shard_map,
@@ -69,6 +70,8 @@ from praxis_lite.sharding.padding import pad_to, padded_shape
 from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
+# Points for taps: the inputs of the products of all experts, [B, T, E, ...].
+ROWS, HIDDEN_ROWS = 'rows_of_experts', 'hidden_rows_of_experts'
 # The exchange has room for at least this number of rows for each device: fewer would save little.
 _FEW_ROWS = 128
 # With at least this many devices, an exchange with room for all tokens wastes more than it is worth.
@@ -126,7 +129,7 @@ class MoeFeedForward(Layer):
   """
 
   takes_paddings: ClassVar[bool] = True
-  product_weights: ClassVar[tuple[str, ...]] = ('gate', 'up', 'down')
+  product_weights: ClassVar[Mapping[str, str]] = {'gate': ROWS, 'up': ROWS, 'down': HIDDEN_ROWS}
 
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED
@@ -197,6 +200,8 @@ class MoeFeedForward(Layer):
     real_BT = jnp.ones(x_BTD.shape[:2], bool) if paddings is None else paddings == 0
     x_BTD = self.shard(x_BTD.astype(self.fprop_dtype))
     logits_BTE = checkpoint_name(self.router(x_BTD), 'router_logits')
+    self.add_tap(ROWS, lambda: self._rows(x_BTD, logits_BTE, real_BT))
+    self.add_tap(HIDDEN_ROWS, lambda: self._hidden_rows(x_BTD, logits_BTE, real_BT))
     out = self._experts(x_BTD, logits_BTE, real_BT)
     self.router.record_choices(logits_BTE, real_BT, out.load, out.dropped)
     y_BTD = out.y
@@ -381,20 +386,44 @@ class MoeFeedForward(Layer):
   def _mlp(self) -> ExpertMlp:
     return ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
 
-  def _token_choice(
-    self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None
-  ) -> ExpertOutputs:
-    (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
+  def _rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
+    """Returns what each expert gets of each token, [B, T, E, D]: zeros if it does not get the token."""
+    return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
+
+  def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
+    """Returns the inputs of the weights `down`, [B, T, E, F], like `_rows`; all experts compute all tokens."""
+    theta, (B, T, D) = self.theta, x_BTD.shape
+    rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
+    hidden_ENF = self._mlp().hidden({name: getattr(theta, name) for name in self._weights}, batched_product, rows_END)
+    hidden_BTEF = jnp.moveaxis(hidden_ENF, 0, 1).reshape(B, T, self.num_experts, -1)
+    return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], hidden_BTEF, 0)
+
+  def _is_chosen(self, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
+    """Returns [B, T, E] bool, whether token and expert belong together, if there is room for all."""
+    scores_BTE, (_, T, E) = router_scores(logits_BTE, self.router.score), logits_BTE.shape
+    if self.router.choice == 'expert':
+      C = expert_capacity(self.capacity_factor, T, self.num_experts_per_token, E)
+      chosen_BEC = choose_tokens(scores_BTE, real_BT, C).tokens
+      return jnp.any(chosen_BEC[:, None] == jnp.arange(T)[:, None, None], axis=-1)
+    return jnp.any(self._route(scores_BTE, real_BT, self.router.selection_bias).experts[..., None] == jnp.arange(E), 2)
+
+  def _route(self, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None) -> TokenChoice:
     router = self.router
-    routed = choose_experts(
+    return choose_experts(
       scores_BTE,
       real_BT,
-      K,
+      self.num_experts_per_token,
       bias=bias_E,
       groups=(router.num_groups, router.num_groups_per_token),
       renormalize=router.renormalize,
       weight_scale=router.weight_scale,
     )
+
+  def _token_choice(
+    self, experts: DeviceExperts, x_BTD: jax.Array, scores_BTE: jax.Array, real_BT: jax.Array, bias_E: jax.Array | None
+  ) -> ExpertOutputs:
+    (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
+    routed = self._route(scores_BTE, real_BT, bias_E)
     wanted_BTKE = routed.experts[..., None] == jnp.arange(E)
     experts_BTK = jnp.where(routed.experts < E, routed.experts, experts.num_experts)
     x_ND, weights_NK = x_BTD.reshape(-1, D), routed.weights.reshape(-1, K)

@@ -34,6 +34,7 @@ def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array
   if kind == 'fp8' or stored is None or stored.multiply is None:
     return matmul(x, layer.theta.w, axes, kind, f'{layer.path_name}.matmul')
   parts = layer._read_parts('w')
+  x = stored.scale_inputs(x, parts)
   return stored.multiply(x, parts) if kind == 'fprop' else multiply_rows_in_int8(x, parts, axes, stored.multiply)
 
 

@@ -6,6 +6,7 @@ D model dims, N heads, K kv heads, H dims per head.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -34,7 +35,7 @@ class Projection(Layer):
     matmul: see `Linear`.
   """
 
-  product_weights: ClassVar[tuple[str, ...]] = ('w',)
+  product_weights: ClassVar[Mapping[str, str]] = {'w': 'in'}
 
   in_shape: tuple[int, ...] = REQUIRED
   out_shape: tuple[int, ...] = REQUIRED

@@ -29,8 +29,9 @@ from praxis_lite.sharding.weights import (
   is_dtype,
 )
 
-SUFFIXES = {VALUES: '', SCALE: '_quantized_scale', ZERO: '_quantized_zp'}
-"""How the names of stored variables end, after the name of the weight; as in Praxis."""
+INPUT_SCALE = 'input scale'
+SUFFIXES = {VALUES: '', SCALE: '_quantized_scale', ZERO: '_quantized_zp', INPUT_SCALE: '_quantized_input_scale'}
+"""How the names of stored variables end, after the name of the weight; as in Praxis, which has no scales of inputs."""
 
 
 class QuantizedWeights(LayerPatterns):
@@ -46,6 +47,8 @@ class QuantizedWeights(LayerPatterns):
     symmetric: whether integers have no zero points.
     percentile: a scale covers this percentage of its weights, from above 50 to 100; larger weights are cut.
     scale_dtype: storage dtype of scales.
+    input_scale: whether each input of a weight has a number, by which its weights were multiplied before they were
+      rounded, and by which the layer divides; `praxis-lite quantize --method=awq` and `smooth` choose these numbers.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
       aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
   """
@@ -55,6 +58,7 @@ class QuantizedWeights(LayerPatterns):
   symmetric: bool = True
   percentile: float = 100.0
   scale_dtype: DTypeLike = 'float32'
+  input_scale: bool = False
   trained: bool = False
 
   def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class QuantizedWeights(LayerPatterns):
       raise ConfigError(f'QuantizedWeights.percentile: expected a number above 50, at most 100, got {self.percentile}')
     if self.format == 'nf4' and not self.symmetric:
       raise ConfigError("QuantizedWeights.symmetric: only integers have zero points; leave it True for 'nf4'")
+    if self.input_scale and self.trained:
+      raise ConfigError('QuantizedWeights.input_scale: weights that are trained have none; leave it False')
     if not is_dtype(self.scale_dtype, jnp.floating):
       raise ConfigError(
         f'QuantizedWeights.scale_dtype: expected a floating dtype, such as float32, got {self.scale_dtype!r}'
@@ -88,7 +94,9 @@ class QuantizedWeights(LayerPatterns):
     form = WeightFormat(
       self.format, num_inputs, num_outputs, self.group_size, self.symmetric, self.percentile, self.scale_dtype
     )
-    return RoundedWeight(name, weight, form) if self.trained else QuantizedWeight(layer, name, weight, form)
+    if self.trained:
+      return RoundedWeight(name, weight, form)
+    return QuantizedWeight(layer, name, weight, form, self.input_scale)
 
 
 def _count_axes(weight: WeightHParams) -> tuple[int, int]:
@@ -121,6 +129,10 @@ class RoundedWeight:
   def multiply(self) -> None:
     return None
 
+  def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
+    del parts
+    return x
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
@@ -130,12 +142,14 @@ class QuantizedWeight:
     layer: its layer.
     name, weight: its name and declaration.
     format: how it is stored.
+    has_input_scale: whether it is stored multiplied by a number for each input, which is a variable too.
   """
 
   layer: Layer
   name: str
   weight: WeightHParams
   format: WeightFormat
+  has_input_scale: bool = False
 
   @property
   def parts(self) -> dict[str, WeightHParams]:
@@ -146,17 +160,38 @@ class QuantizedWeight:
     }
     if form.has_zeros:
       declared[ZERO] = self._part(ZERO, form.scale_shape(shape), 'uint8')
+    if self.has_input_scale:
+      declared[INPUT_SCALE] = self._part(INPUT_SCALE, self.input_scale_shape(shape), 'float32')
     return {self._name_of(kind): part for kind, part in declared.items()}
 
+  def input_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the scales of the inputs, [*stack, *J, I, *1], of a weight of this shape."""
+    num_outputs = self.format.num_outputs
+    return (*shape[: len(shape) - num_outputs], *(1,) * num_outputs)
+
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    return {self._name_of(kind): part for kind, part in quantize(self.format, w).items()}
+    return self.name_parts(quantize(self.format, w), jnp.ones(self.input_scale_shape(w.shape)))
+
+  def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
+    """Returns the variables by name, for what `WeightFormat.quantize` has returned and the scales of inputs."""
+    scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
+    return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
-    return self.format.dequantize(self._by_kind(parts), self._num_last, dtype or self.weight.dtype)
+    dtype, by_kind = dtype or self.weight.dtype, self._by_kind(parts)
+    if not self.has_input_scale:
+      return self.format.dequantize(by_kind, self._num_last, dtype)
+    return (self.format.dequantize(by_kind, self._num_last) / by_kind[INPUT_SCALE]).astype(dtype)
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
     return self._multiply if self.format.scales_outputs else None
+
+  def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
+    if not self.has_input_scale:
+      return x
+    scale = self._by_kind(parts)[INPUT_SCALE]
+    return (x.astype(jnp.float32) / scale.reshape(scale.shape[: self.format.num_inputs])).astype(x.dtype)
 
   def _multiply(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     return self.format.multiply(x, self._by_kind(parts), self._num_last)

@@ -41,6 +41,8 @@ NF4 = (
 )
 BITS = {'int8': 8, 'int4': 4, 'int2': 2, 'nf4': 4}
 VALUES, SCALE, ZERO = 'values', 'scale', 'zero'
+# (weight, scale of each entry, zero point of each entry or None) -> the values of all entries, as they are stored.
+Chooser = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,32 +100,58 @@ class WeightFormat:
 
   # ---------------------------------------------------------------- from a weight, and to it
 
-  def quantize(self, w: jax.Array) -> dict[str, jax.Array]:
+  def quantize(self, w: jax.Array, choose: Chooser | None = None) -> dict[str, jax.Array]:
     """Returns 'values', 'scale' and perhaps 'zero' of a floating weight [*stack, *J, I, *O].
 
     Where all weights of a scale are 0, the scale is 1.
+
+    Args:
+      w: the weight.
+      choose: returns the values of all entries, given the weight in float32, and the scale and the zero point of each
+        entry; None rounds each entry to the nearest value.
     """
     groups = self._groups(w.astype(jnp.float32))
     low, high = self._range(groups)
-    most = 2**self.bits - 1
+    most, zero = 2**self.bits - 1, None
     if self.has_zeros:
       scale = self._usable(jnp.maximum(high, 0) - jnp.minimum(low, 0), most)
       zero = jnp.clip(jnp.round(-jnp.minimum(low, 0) / scale), 0, most)
-      q = jnp.clip(jnp.round(groups / scale) + zero, 0, most)
-    elif self.name == 'nf4':
-      scale, zero = self._usable(high, 1.0), None
-      middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(NF4)], np.float32)
-      q = jnp.searchsorted(middle, groups / scale, method='compare_all')
     else:
-      half = 2 ** (self.bits - 1)
-      scale, zero = self._usable(high, half - 0.49), None
-      q = jnp.clip(jnp.round(groups / scale), -half, half - 1)
-      q = q if self.bits == 8 else q + half
+      scale = self._usable(high, 1.0 if self.name == 'nf4' else 2 ** (self.bits - 1) - 0.49)
+    if choose is None:
+      q = self._join_groups(self.round_values(groups, scale, zero), w.shape)
+    else:
+      scale_of, zero_of = (
+        None if x is None else self._join_groups(jnp.broadcast_to(x, groups.shape), w.shape) for x in (scale, zero)
+      )
+      assert scale_of is not None
+      q = choose(w.astype(jnp.float32), scale_of, zero_of)
     stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
-    parts = {VALUES: self._pack(self._join_groups(q, w.shape)), SCALE: stored_scale}
+    parts = {VALUES: self._pack(q), SCALE: stored_scale}
     if zero is not None:
       parts[ZERO] = zero.reshape(stored_scale.shape).astype(jnp.uint8)
     return parts
+
+  def round_values(self, w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """Returns the nearest values q, as they are stored, for entries in float32 with these scales and zero points."""
+    if zero is not None:
+      return jnp.clip(jnp.round(w / scale) + zero, 0, 2**self.bits - 1)
+    if self.name == 'nf4':
+      middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(NF4)], np.float32)
+      return jnp.searchsorted(middle, w / scale, method='compare_all')
+    half = 2 ** (self.bits - 1)
+    return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._of_zero
+
+  def restore_values(self, q: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """Returns what values q, as they are stored, stand for, in float32; the opposite of `round_values`."""
+    if self.name == 'nf4':
+      return _nf4_values(q) * scale
+    return (q.astype(jnp.float32) - (self._of_zero if zero is None else zero.astype(jnp.float32))) * scale
+
+  @property
+  def _of_zero(self) -> int:
+    """The value that is stored for 0, without zero points."""
+    return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
   def dequantize(self, parts: Mapping[str, jax.Array], num_last: int, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the weight [*stack, *J, I, *O], computed in float32.
@@ -133,14 +161,9 @@ class WeightFormat:
       num_last: I.
       dtype: dtype of the result; None means float32.
     """
-    q = self._unpack(parts[VALUES], num_last)
-    if self.name == 'nf4':
-      unscaled = _nf4_values(q)
-    elif self.has_zeros:
-      unscaled = q.astype(jnp.float32) - self._spread(parts[ZERO].astype(jnp.float32), num_last)
-    else:
-      unscaled = q.astype(jnp.float32) - (0 if self.bits == 8 else 2 ** (self.bits - 1))
-    return (unscaled * self._spread(parts[SCALE].astype(jnp.float32), num_last)).astype(dtype or jnp.float32)
+    zero = self._spread(parts[ZERO], num_last) if self.has_zeros else None
+    scale = self._spread(parts[SCALE].astype(jnp.float32), num_last)
+    return self.restore_values(self._unpack(parts[VALUES], num_last), scale, zero).astype(dtype or jnp.float32)
 
   @property
   def scales_outputs(self) -> bool:

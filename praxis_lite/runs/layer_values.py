@@ -21,6 +21,7 @@ from praxis_lite.inputs.rows import Rows
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.call import Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY, Taps, read_raw_name
+from praxis_lite.layers.moe import HIDDEN_ROWS, ROWS
 from praxis_lite.models import BaseModel, LanguageModel
 from praxis_lite.models.cached_steps import start_caches
 from praxis_lite.runs.programs import TaskOnMesh
@@ -220,7 +221,10 @@ def _map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., A
 
 
 def _taps(seen: dict[str, str], surroundings: Surroundings) -> Taps:
-  return Taps(lambda name: (ARRAY,), seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
+  def wanted(name: str) -> tuple[str, ...]:
+    return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)  # All experts would compute all tokens.
+
+  return Taps(wanted, seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
 
 
 def _select_arrays(summaries: Mapping[str, Summary]) -> dict[str, Summary]:

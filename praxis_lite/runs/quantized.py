@@ -21,10 +21,13 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves, map_with_path, select
 from praxis_lite.models import quantize_weights
+from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import quantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
+from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
+from praxis_lite.runs.restoring import restore_model
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.state import TrainState, place_task_variables
@@ -37,6 +40,7 @@ def quantize_run(
   out: str | os.PathLike[str],
   *rules: Config,
   step: Step = None,
+  calibration: Calibration | None = None,
 ) -> list[str]:
   """Makes a run directory with the variables of a run, some of its weights in few bits; returns lines about it.
 
@@ -49,14 +53,18 @@ def quantize_run(
     *rules: which weights, and how: configs such as `Config(QuantizedWeights, format='int4', group_size=64)`; none: as
       the weights were rounded in training.
     step: step of the checkpoint; None uses the newest.
+    calibration: how the weights are chosen by data; None rounds them to nearest.
 
   Raises:
     UserError: a rule is not valid, the run has rules already, its checkpoint does not exist or has NaN, or `out`
       is not usable.
   """
   quantized = dataclasses.replace(config, task=config.task.clone())
-  quantize_weights(quantized.task.model.set(quantized=()), *(rules or _rules_of_training(config.task.model)))
-  if rules and config.task.model.quantized:
+  given, rules = rules, rules or _rules_of_training(config.task.model)
+  if calibration is not None:
+    rules = tuple(_rule_of_method(rule, calibration.method) for rule in rules)
+  quantize_weights(quantized.task.model.set(quantized=()), *rules)
+  if given and config.task.model.quantized:
     raise ConfigError('task.model.quantized: the run has rules for its weights already; leave out the new ones')
   plain, task = config.task.instantiate(), quantized.task.instantiate()
   mesh = abstract_mesh(task.mesh_sizes())
@@ -65,9 +73,14 @@ def quantize_run(
   plain_shapes = jax.tree.map(lambda weight: weight.as_struct(), plain.model.abstract_init())
   with contextlib.ExitStack() as to_close:
     reader = to_close.enter_context(contextlib.closing(Checkpointer(source, read_only=True)))
-    step = reader.existing_step(step)
+    step, calibrated, lines = reader.existing_step(step), None, []
+    if calibration is not None:
+      calibrated = calibrate(
+        restore_model(use_kept_vocabulary(config, source), source, step=step), task.model, calibration
+      )
+      lines = [line for line in [describe_uncalibrated(task.model, calibrated)] if line]
     streamed = reader.streamed_variables(plain_shapes, use_ema=plain.evaluate.use_ema, step=step)
-    variables = quantize_streamed(task.model, streamed)
+    variables = quantize_streamed(task.model, streamed, calibrated)
     directory = to_close.enter_context(job_directory(out))
     writer = to_close.enter_context(contextlib.closing(Checkpointer(directory)))
     if writer.latest_step() is not None:
@@ -86,9 +99,20 @@ def quantize_run(
       write_record(directory, quantized, mesh=mesh.shape)
   before, after = (sum(x.nbytes for x in leaves(tree).values()) for tree in (streamed, variables))
   return [
+    *lines,
     f'{format_bytes(before)} of variables became {format_bytes(after)}',
     f'step {step}: saved in {directory / "checkpoints"}',
   ]
+
+
+def _rule_of_method(rule: Config, method: str) -> Config:
+  """Returns the rule of weights that a method of calibration chooses; raises ConfigError if it does not fit."""
+  if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format != 'nf4'):
+    raise ConfigError(
+      'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; leave out '
+      'the group size, zero points and nf4, or choose awq or gptq'
+    )
+  return rule.clone(input_scale=method in SCALES_INPUTS)
 
 
 def _rules_of_training(model: Config) -> tuple[Config, ...]:

@@ -13,18 +13,22 @@ import numpy as np
 
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
 from praxis_lite.common.errors import CheckpointError, ConfigError
-from praxis_lite.common.trees import NestedDict, leaves, nest
+from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.quantized_weights import QuantizedWeight, RoundedWeight
 from praxis_lite.layers.weight_formats import WeightFormat
 from praxis_lite.models import BaseModel
+from praxis_lite.runs.calibration import CalibratedWeight
 
 
-def quantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
+def quantize_streamed(
+  model: BaseModel, streamed: NestedDict, calibrated: Mapping[Path, CalibratedWeight] | None = None
+) -> NestedDict:
   """Returns the variables of a model with weights in few bits, which are computed when they are read.
 
   Args:
     model: the built model with weights in few bits.
     streamed: the variables of the model with plain weights.
+    calibrated: weights that are chosen by data, by path; others are rounded to nearest.
   """
   variables = leaves(streamed)
   for layer in model.descendants():
@@ -32,9 +36,10 @@ def quantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
       if not isinstance(stored, QuantizedWeight):
         continue
       path = layer.path[len(model.path) :]
-      weight = variables.pop((*path, name))
+      weight, choice = variables.pop((*path, name)), (calibrated or {}).get((*path, name))
+      scales: dict[tuple[int, ...], jax.Array] = {}
       for part in stored.parts:
-        variables[*path, part] = _Part(weight, stored, part, f'{layer.path_name}.{name}')
+        variables[*path, part] = _Part(weight, stored, part, f'{layer.path_name}.{name}', choice, scales)
   return nest(variables)
 
 
@@ -75,6 +80,11 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
           f'{layer.path_name}.{name} is stored as it is trained; `praxis-lite quantize` without a format stores it in '
           'few bits'
         )
+      if stored.has_input_scale:
+        raise ConfigError(
+          f'{layer.path_name}.{name} has scales of its inputs, which this format does not have; leave out --quantized, '
+          'or make the run by `praxis-lite quantize` with --method=gptq'
+        )
       parts = {part: variables[*path, part] for part in stored.parts}
       for kind in ('integers', 'scale', *(['zero'] if stored.format.has_zeros else [])):
         found[kind][*path, name] = SpreadPart(parts, stored, kind)
@@ -90,12 +100,16 @@ class _Part(StreamedArray):
     stored: how it is stored.
     part: the name of this variable.
     where: the name of the weight in messages.
+    choice: how it is chosen by data; None rounds to nearest.
+    scales: the scales of inputs of each layer of the stack and each expert that was read, which all parts share.
   """
 
   weight: StreamedArray
   stored: QuantizedWeight
   part: str
   where: str
+  choice: CalibratedWeight | None
+  scales: dict[tuple[int, ...], jax.Array]
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -108,12 +122,33 @@ class _Part(StreamedArray):
 
   def read(self, box: Box) -> np.ndarray:
     """Returns a part; raises CheckpointError if the weight has NaN or infinities there."""
-    w = self.weight.read(self._inputs_whole(box))
+    first, last = self._inputs
+    w = self._read_finite(self._inputs_whole(box))
+    if self.choice is None:
+      whole = np.asarray(self.stored.store(jnp.asarray(w))[self.part])
+    else:
+      each = [self._choose(w[at], tuple(b.start + i for b, i in zip(box, at))) for at in np.ndindex(w.shape[:first])]
+      whole = np.stack(each).reshape(*w.shape[:first], *each[0].shape)
+    return whole[(*[slice(None)] * first, *box[first:last])]
+
+  def _read_finite(self, box: Box) -> np.ndarray:
+    w = self.weight.read(box)
     if not np.isfinite(w).all():
       raise CheckpointError(f'{self.where} has NaN or infinities, so it cannot be quantized')
-    whole = np.asarray(self.stored.store(jnp.asarray(w))[self.part])
-    first, last = self._inputs
-    return whole[(*[slice(None)] * first, *box[first:last])]
+    return w
+
+  def _choose(self, w: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+    """Returns this part for one weight of a stack and of experts, or for some of its outputs, [*J, I, *O]."""
+    assert self.choice is not None
+    scale: jax.Array = jnp.ones(())
+    if self.stored.has_input_scale:
+      if index not in self.scales:
+        all_outputs = whole_box(self.weight.shape)[len(index) :]
+        whole = self._read_finite((*(slice(i, i + 1) for i in index), *all_outputs))
+        self.scales[index] = self.choice.input_scale(whole[(0,) * len(index)], index)
+      scale = self.scales[index]
+    parts = self.choice.quantize(jnp.asarray(w, jnp.float32) * scale, index)
+    return np.asarray(self.stored.name_parts(parts, scale)[self.part])
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Returns a shape of parts with all inputs of one layer, and as many outputs as `part_bytes` allow."""

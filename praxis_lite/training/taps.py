@@ -39,7 +39,8 @@ _DEFAULT = ('rms',)
 _RATIO = 'ratio'  # Of the rms of an update to that of its weight.
 _FUNCTION = re.compile(r'(\w+)\((.*)\)')
 OF_VARIABLES = ('grad', 'update', 'weight')
-_SPECIAL = ('.in', '.entropy', f'.in{GRADIENT}', GRADIENT)  # Ends of points that a pattern has to name.
+# Ends of points that a pattern has to name.
+_SPECIAL = ('.in', '.entropy', f'.in{GRADIENT}', GRADIENT, '.rows_of_experts', '.hidden_rows_of_experts')
 # Names of arrays of a batch that say which tokens are padding.
 _MARKS = ('weights', 'segment_ids', 'paddings')
 
@@ -329,6 +330,14 @@ class TappedParts:
 
   def statistics(self) -> dict[str, Summary]:
     """Returns the statistics by name, `path/rms`; those of histograms have the kind 'bins'."""
+    return {
+      name: summary
+      for (statistics, label), parts in self.combined().items()
+      for name, summary in _finish(label, statistics, parts)
+    }
+
+  def combined(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
+    """Returns the parts of all batches by name, for each (statistics, label)."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
     for name, (_, combined) in self._parts.items():
@@ -336,11 +345,7 @@ class TappedParts:
       assert raw is not None
       part, statistics, label = raw
       labels.setdefault((statistics, label), {})[part] = combined
-    return {
-      name: summary
-      for (statistics, label), parts in labels.items()
-      for name, summary in _finish(label, statistics, parts)
-    }
+    return labels
 
 
 def _finish(label: str, statistics: Sequence[str], parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Summary]]:

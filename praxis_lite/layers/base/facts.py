@@ -98,15 +98,16 @@ class Facts:
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
-    product_weights: names of weights that the layer multiplies its inputs with, and reads only as
-      `self.theta.<name>`, so they may be stored in another form. Dimensions of inputs come before those of outputs.
+    product_weights: weights that the layer multiplies its inputs with, and reads only as `self.theta.<name>`, so they
+      may be stored in another form, and for each the point of a tap, below the layer, that has these inputs. Dimensions
+      of inputs come before those of outputs.
   """
 
   has_microbatches: ClassVar[bool] = False
   length_fields: ClassVar[tuple[str, ...]] = ()
   noise_fields: ClassVar[tuple[str, ...]] = ()
   count_fields: ClassVar[tuple[str, ...]] = ()
-  product_weights: ClassVar[tuple[str, ...]] = ()
+  product_weights: ClassVar[Mapping[str, str]] = {}
   _weights: dict[str, WeightHParams]
 
   def exchanges(self) -> Sequence[Exchange]:

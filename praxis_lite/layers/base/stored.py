@@ -38,5 +38,12 @@ class StoredWeight(Protocol):
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
-    """Multiplies inputs [..., *I] by the weight [*I, *O], given by its parts, without computing it; or None."""
+    """Multiplies what `scale_inputs` returns by the weight [*I, *O], given by its parts, without computing it.
+
+    None if it cannot be multiplied like this.
+    """
+    ...
+
+  def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the inputs [..., *I] that `multiply` takes, for those of the layer."""
     ...

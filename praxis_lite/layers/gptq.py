@@ -1,0 +1,108 @@
+"""GPTQ: values of a weight that are chosen one input after the other, so that later ones make up for the errors.
+
+    minimize  sum_o d_o' G d_o       d = w - rounded w, G = sum x x' over the rows x of calibration
+
+    for i in inputs, those with the largest G_ii first:
+      q_i = the nearest values of w_i
+      e   = (w_i - rounded w_i) / U_ii
+      w_j = w_j - U_ij e             for all inputs j that are left; U'U = (G + damping)^-1, U upper triangular
+
+(Frantar et al., 2023.) Scales and zero points are those of rounding to nearest, so each input keeps its group whatever
+the order. An input that is always 0 is rounded to nearest, and so is a weight that has seen no rows.
+
+I all inputs, O all outputs of one weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.layers.weight_formats import WeightFormat
+
+_DAMPING = 0.01  # Of the mean of the diagonal, as in the paper.
+_BLOCK = 128  # Inputs after which the errors are spread over all that are left.
+
+
+class Compensation(NamedTuple):
+  """How the error of each input is spread over later ones.
+
+  Attributes:
+    order: [I] int32, the inputs in the order of rounding.
+    upper: [I, I] float32, U in this order.
+  """
+
+  order: np.ndarray
+  upper: np.ndarray
+
+
+def compensation(gram_II: np.ndarray) -> Compensation:
+  """Returns how errors are spread, for G [I, I]; it is computed in float64."""
+  gram = np.array(gram_II, np.float64)
+  diagonal = np.diag(gram).copy()
+  is_used = diagonal > 0
+  damping = _DAMPING * diagonal[is_used].mean() if is_used.any() else 0.0
+  gram[np.diag_indices_from(gram)] += np.where(is_used, damping, 1.0)
+  order = np.argsort(-diagonal, kind='stable')
+  # G = V V' for the upper triangular V = U^-1: Cholesky's decomposition from the last input to the first.
+  backwards = gram[np.ix_(order, order)][::-1, ::-1]
+  upper = np.linalg.inv(np.linalg.cholesky(backwards)[::-1, ::-1])
+  return Compensation(order.astype(np.int32), np.triu(upper).astype(np.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> dict[str, jax.Array]:
+  """Returns what `form.quantize` does for a weight [*J, I, *O], with values that GPTQ chooses."""
+  num_outputs = int(np.prod(w.shape[w.ndim - form.num_outputs :]))
+
+  def choose(w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    in_order = [None if x is None else x.reshape(-1, num_outputs)[errors.order] for x in (w, scale, zero)]
+    q_IO = _choose_in_order(form, in_order, jnp.asarray(errors.upper))
+    return jnp.zeros_like(q_IO).at[errors.order].set(q_IO).reshape(w.shape)
+
+  return form.quantize(w, choose)
+
+
+def _choose_in_order(form: WeightFormat, arrays: list[jax.Array | None], upper_II: jax.Array) -> jax.Array:
+  """Returns the values, [I, O] int32, for a weight, its scales and zero points, [I, O], in the order of rounding."""
+  size = upper_II.shape[0]
+  block, missing = min(_BLOCK, size), -size % min(_BLOCK, size)
+  w_IO, scale_IO, zero_IO = (
+    None if x is None else jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+    for x, fill in zip(arrays, (0, 1, 0))
+  )
+  assert w_IO is not None
+  upper_II = jnp.pad(upper_II, (0, missing)) + jnp.diag(jnp.arange(size + missing) >= size).astype(jnp.float32)
+  product = functools.partial(jnp.matmul, precision='highest')
+
+  def round_block(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    w_IO, q_IO = carry
+    first = n * block
+
+    def rows(x: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(x, first, block)
+
+    assert scale_IO is not None
+
+    own_BB = jax.lax.dynamic_slice_in_dim(rows(upper_II), first, block, axis=1)
+    scales_BO, zeros_BO = rows(scale_IO), None if zero_IO is None else rows(zero_IO)
+
+    def round_one(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+      w_BO, q_BO, error_BO = carry
+      scale, zero = scales_BO[i], None if zeros_BO is None else zeros_BO[i]
+      q = form.round_values(w_BO[i], scale, zero).astype(jnp.int32)
+      error = (w_BO[i] - form.restore_values(q, scale, zero)) / own_BB[i, i]
+      later_B = jnp.where(jnp.arange(block) > i, own_BB[i], 0)
+      return w_BO - later_B[:, None] * error, q_BO.at[i].set(q), error_BO.at[i].set(error)
+
+    start = rows(w_IO), rows(q_IO), jnp.zeros_like(scales_BO)
+    _, q_BO, error_BO = jax.lax.fori_loop(0, block, round_one, start)
+    later_BI = jnp.where(jnp.arange(len(w_IO)) >= first + block, rows(upper_II), 0)
+    return w_IO - product(later_BI.T, error_BO), jax.lax.dynamic_update_slice_in_dim(q_IO, q_BO, first, axis=0)
+
+  start = w_IO, jnp.zeros(w_IO.shape, jnp.int32)
+  return jax.lax.fori_loop(0, len(w_IO) // block, round_block, start)[1][:size]

@@ -1,0 +1,228 @@
+"""Calibration: sums over the inputs of weights, over batches of data, and weights in few bits that are chosen by them.
+
+    x    rows of calibration, [N, I], of one weight, or of each layer of a stack, or of each expert
+    G    sum x x', [I, I]
+    sums of |x| and largest |x|, [I]
+
+The rows are those of the model with plain weights, on the mesh of the task, in evaluation; padding does not count.
+Methods: 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`), 'gptq' values (`layers/gptq.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
+from praxis_lite.common.statistics import kind_of_part
+from praxis_lite.common.trees import Path, path_name
+from praxis_lite.inputs.prefetch import PrefetchIterator
+from praxis_lite.layers.base.call import Surroundings
+from praxis_lite.layers.base.summaries import Summary
+from praxis_lite.layers.base.taps import TappedCall, Taps, raw_name
+from praxis_lite.layers.gptq import compensation, quantize_in_turn
+from praxis_lite.layers.input_scales import awq_scales, smooth_scales
+from praxis_lite.layers.quantized_weights import QuantizedWeight
+from praxis_lite.layers.weight_formats import quantize
+from praxis_lite.models import BaseModel
+from praxis_lite.runs.evaluated_dataset import find_dataset
+from praxis_lite.runs.programs import TaskOnMesh
+from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.training.taps import StepTaps, TappedParts, real_tokens
+
+METHODS = ('awq', 'gptq', 'smooth')
+SCALES_INPUTS = ('awq', 'smooth')
+"""Methods whose rules say `input_scale=True`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """How weights in few bits are chosen by data.
+
+  Attributes:
+    method: one of `METHODS`.
+    num_batches: how many batches are read.
+    dataset: name or number of the dataset of the run that is read, in order; None reads the first one for training.
+  """
+
+  method: str
+  num_batches: int = 16
+  dataset: str | int | None = None
+
+  def __post_init__(self) -> None:
+    check_choice('method', self.method, METHODS)
+    check_range('calibration_batches', self.num_batches, least=1)
+
+
+class _Point(NamedTuple):
+  """The form of the values at a point: [..., *groups, *inputs], with the rows first."""
+
+  num_groups: int
+  num_inputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedWeight:
+  """A weight in few bits and the inputs it has met.
+
+  Attributes:
+    stored: how the weight is stored.
+    method: one of `METHODS`.
+    inputs: 'gram' [*stack, *E, I, I], 'sum_abs' and 'max_abs' [*stack, *E, I], as far as the method needs them.
+  """
+
+  stored: QuantizedWeight
+  method: str
+  inputs: Mapping[str, np.ndarray]
+
+  def input_scale(self, w: np.ndarray, index: tuple[int, ...]) -> jax.Array:
+    """Returns the scales of inputs, [*J, I, *1], for one weight [*J, I, *O] of a stack and of experts, at `index`."""
+    form, whole = self.stored.format, jnp.asarray(w)
+    if self.method == 'smooth':
+      return smooth_scales(form, whole, self._of('max_abs', index))
+    return awq_scales(form, whole, self._of('sum_abs', index), self._of('gram', index))
+
+  def quantize(self, w: jax.Array, index: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Returns 'values', 'scale' and perhaps 'zero' of one weight, or of some of its outputs."""
+    form = self.stored.format
+    return quantize_in_turn(form, w, self._compensation(index)) if self.method == 'gptq' else quantize(form, w)
+
+  def _of(self, part: str, index: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(self.inputs[part][index], jnp.float32)
+
+  @functools.cached_property
+  def _compensation(self) -> Any:
+    return functools.lru_cache(maxsize=1)(lambda index: compensation(self.inputs['gram'][index]))
+
+
+def calibrate(model: TrainedModel, quantized: BaseModel, calibration: Calibration) -> dict[Path, CalibratedWeight]:
+  """Returns the weights in few bits that have met rows of data, by path.
+
+  Args:
+    model: the model with plain weights, on its mesh.
+    quantized: the built model with weights in few bits.
+    calibration: how they are chosen.
+
+  Raises:
+    UserError: there is no such dataset, or the model cannot be evaluated on it.
+  """
+  points: dict[str, _Point] = {}
+  stored_by_path: dict[Path, tuple[str, QuantizedWeight]] = {}
+  for layer in quantized.descendants():
+    for name, stored in layer._stored.items():
+      if isinstance(stored, QuantizedWeight):
+        point, form = f'{layer.path_name}.{layer.product_weights[name]}', stored.format
+        points[point] = _Point(len(stored.weight.shape) - form.num_inputs - form.num_outputs, form.num_inputs)
+        stored_by_path[*layer.path[len(quantized.path) :], name] = point, stored
+  gram = calibration.method in ('awq', 'gptq')
+  sums = _sum_over_batches(model, calibration, _InputTaps(model.layer, points, with_gram=gram))
+  return {
+    path: CalibratedWeight(stored, calibration.method, sums[point])
+    for path, (point, stored) in stored_by_path.items()
+    if point in sums
+  }
+
+
+def _sum_over_batches(
+  model: TrainedModel, calibration: Calibration, taps: _InputTaps
+) -> dict[str, dict[str, np.ndarray]]:
+  """Returns the sums at each point that the model passes."""
+  config, wanted = model.config, calibration.dataset
+  if wanted is None:
+    training = (i for i, data in enumerate(config.datasets) if getattr(data, 'is_training', False))
+    wanted = next(training, 0)
+  if not config.datasets:
+    raise ConfigError('datasets(): there is none to calibrate with; name an experiment that has some by --exp')
+  data = find_dataset(config.datasets, wanted)
+  tasks = TaskOnMesh(model.tasks.jax_task, model.tasks.mesh, model.tasks.layout, taps)
+  step, parts = tasks.taking(data).eval_step, TappedParts()
+  with PrefetchIterator(data.reset(), step.put_inputs) as batches:
+    for batch in itertools.islice(batches, calibration.num_batches):
+      parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
+  found: dict[str, dict[str, np.ndarray]] = {}
+  for (_, label), of_use in parts.combined().items():
+    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A layer that is used again.
+    before = found.get(point)
+    found[point] = (
+      of_use
+      if before is None
+      else {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
+    )
+  return found
+
+
+class _InputTaps(StepTaps):
+  """Taps of the inputs of weights.
+
+  Args:
+    model: the model.
+    points: the points to listen to.
+    with_gram: whether products of inputs are summed too.
+  """
+
+  def __init__(self, model: BaseModel, points: Mapping[str, _Point], *, with_gram: bool):
+    super().__init__([], model.abstract_init(), None)
+    self.points = points
+    self._with_gram = with_gram
+
+  def surround(self, surroundings: Surroundings, batch: Mapping[str, jax.Array]) -> Surroundings:
+    def wanted(name: str) -> Sequence[str]:
+      return ('inputs',) if name in self.points else ()
+
+    taps = _SummingTaps(
+      wanted,
+      self.seen,
+      real_tokens(batch),
+      surroundings.manual_axes,
+      wants_inputs=True,
+      points=self.points,
+      with_gram=self._with_gram,
+    )
+    return dataclasses.replace(surroundings, taps=taps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SummingTaps(Taps):
+  """Taps that report sums over the rows of inputs; see `_InputTaps`."""
+
+  points: Mapping[str, _Point] = dataclasses.field(default_factory=dict)
+  with_gram: bool = False
+
+  def listen(self, frame: TappedCall, name: str, x: jax.Array) -> None:
+    if not self.wanted(name):
+      return
+    problem = self._problem(frame, x)
+    real, unknown = (None, '') if problem else self._entries_that_count(x)
+    self.seen[name] = problem or unknown
+    if self.seen[name]:
+      return
+    x = x.astype(jnp.float32) if real is None else jnp.where(real, x.astype(jnp.float32), 0)
+    groups, inputs = self.points[name]
+    first = x.ndim - groups - inputs
+    x = x.reshape(-1, *x.shape[first : first + groups], math.prod(x.shape[first + groups :]))
+    sums = {'sum_abs': jnp.sum(jnp.abs(x), 0), 'max_abs': jnp.max(jnp.abs(x), 0)}
+    if self.with_gram:
+      sums['gram'] = jnp.einsum('n...i,n...j->...ij', x, x, precision='highest')
+    for part, value in sums.items():
+      frame.add_summary(raw_name(part, (), name), Summary(value, str(kind_of_part(part))))
+
+
+def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
+  """Returns a line about weights in few bits that have met no rows, so are rounded to nearest; '' if there are none."""
+  missing = [
+    path_name((*layer.path[len(model.path) :], name))
+    for layer in model.descendants()
+    for name, stored in layer._stored.items()
+    if isinstance(stored, QuantizedWeight) and (*layer.path[len(model.path) :], name) not in found
+  ]
+  more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
+  return f'rounded to nearest, because no inputs were met: {", ".join(missing[:3])}{more}' if missing else ''
