@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
@@ -9,7 +11,7 @@ from praxis_lite.cli.command_flags import CommandFlags, run_flags
 from praxis_lite.common.errors import UserError
 
 _OF_CALIBRATION = ('calibration_batches', 'calibration_dataset')
-_OF_FORMAT = ('group_size', 'layers', 'symmetric', 'percentile', 'scale_dtype')
+_OF_FORMAT = ('group_size', 'layers', 'symmetric', 'percentile', 'scale_dtype', 'kept')
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -26,7 +28,8 @@ def _run(values: flags.FlagValues) -> int:
   if values.format is not None:
     rule = Config(QuantizedWeights, layers=tuple(values.layers) or None, format=values.format)
     rule.set(group_size=values.group_size, symmetric=values.symmetric, percentile=values.percentile)
-    rules = [rule.set(scale_dtype=values.scale_dtype)]
+    rule.set(scale_dtype=values.scale_dtype, kept=_kept(values.kept))
+    rules = [rule.set(trained=True, mask_stays=True) if values.format == 'float' else rule]
   elif unused := [f'--{name}' for name in _OF_FORMAT if values[name].present]:
     raise UserError(
       f'{", ".join(unused)}: without --format, weights are stored by the rules of the run, so this would do nothing; '
@@ -42,16 +45,26 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
+def _kept(text: str | None) -> tuple[int, int] | None:
+  if text is None:
+    return None
+  match = re.fullmatch(r'(\d+):(\d+)', text)
+  if match is None:
+    raise UserError(f'--kept={text}: expected two numbers, as in --kept=2:4')
+  return int(match[1]), int(match[2])
+
+
 def _flags() -> CommandFlags:
   values = run_flags(restores=True)
   values.add_text('out', 'Directory of the new run.', 'runs/int4')
   form = 'Format of the weights; a run that trained with rounded weights has its own.'
-  values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4'], 'int4')
+  values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4', 'float'], 'int4')
   values.add_integer('group_size', 'Inputs that share a scale; by default all inputs of an output.', 64, least=1)
   values.add_texts('layers', 'Regex of layers, by path; by default, all that can be quantized.', r"'.*\.ff\..*'")
   values.add_switch('symmetric', 'Integers have no zero points.', default=True)
   values.add_number('percentile', 'A scale covers this percentage of its weights.', '99.9', 100.0)
   values.add_choice('scale_dtype', 'Dtype of scales.', ['float32', 'bfloat16', 'float16'], 'bfloat16', 'float32')
+  values.add_text('kept', 'Of so many neighbouring inputs, how many weights are not 0; needed by float.', '2:4')
   how = 'How values are chosen: rounded to nearest, or by data: GPTQ, AWQ, or SmoothQuant for inputs in int8.'
   values.add_choice('method', how, ['nearest', 'gptq', 'awq', 'smooth'], 'gptq', 'nearest')
   values.add_integer('calibration_batches', 'Batches of data that such a method reads.', 32, 16, least=1)

@@ -47,6 +47,10 @@ class QuantizedWeights(LayerPatterns):
     symmetric: whether integers have no zero points.
     percentile: a scale covers this percentage of its weights, from above 50 to 100; larger weights are cut.
     scale_dtype: storage dtype of scales.
+    kept: (n, m), such as (2, 4): of each m neighbouring inputs of an output, only the n with the largest |w| are not 0
+      (structured sparsity). None keeps all. The format 'float', for training only, rounds nothing else.
+    mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros; otherwise
+      they get that of the zero in their place, and may be kept later.
     input_scale: whether each input of a weight has a number, by which its weights were multiplied before they were
       rounded, and by which the layer divides; `praxis-lite quantize --method=awq` and `smooth` choose these numbers.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
@@ -58,12 +62,20 @@ class QuantizedWeights(LayerPatterns):
   symmetric: bool = True
   percentile: float = 100.0
   scale_dtype: DTypeLike = 'float32'
+  kept: tuple[int, int] | None = None
+  mask_stays: bool = False
   input_scale: bool = False
   trained: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_choice('QuantizedWeights.format', self.format, tuple(BITS))
+    check_choice('QuantizedWeights.format', self.format, (*BITS, 'float'))
+    if self.format == 'float' and (self.kept is None or not self.trained):
+      raise ConfigError("QuantizedWeights.format: 'float' is for weights with `kept`, such as (2, 4), and trained=True")
+    if self.kept is not None and not (len(self.kept) == 2 and 0 < self.kept[0] < self.kept[1]):
+      raise ConfigError(f'QuantizedWeights.kept: expected (n, m) with 0 < n < m, such as (2, 4), got {self.kept}')
+    if self.mask_stays and (self.kept is None or not self.trained):
+      raise ConfigError('QuantizedWeights.mask_stays: it is for weights with `kept` and trained=True; leave it False')
     check_range('QuantizedWeights.group_size', self.group_size, least=1)
     if not 50 < self.percentile <= 100:
       raise ConfigError(f'QuantizedWeights.percentile: expected a number above 50, at most 100, got {self.percentile}')
@@ -92,7 +104,15 @@ class QuantizedWeights(LayerPatterns):
       raise ConfigError(f'{layer.path_name}.{name}: a tensor-parallel layer has only a part of this weight')
     num_inputs, num_outputs = _count_axes(weight)
     form = WeightFormat(
-      self.format, num_inputs, num_outputs, self.group_size, self.symmetric, self.percentile, self.scale_dtype
+      self.format,
+      num_inputs,
+      num_outputs,
+      self.group_size,
+      self.symmetric,
+      self.percentile,
+      self.scale_dtype,
+      None if self.kept is None else (self.kept[0], self.kept[1]),
+      self.mask_stays,
     )
     if self.trained:
       return RoundedWeight(name, weight, form)
@@ -108,7 +128,7 @@ def _count_axes(weight: WeightHParams) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight:
-  """A weight that is stored and trained as it is declared, and rounded where it is read; see `StoredWeight`."""
+  """A weight that is stored and trained as declared, and rounded or pruned where it is read; see `StoredWeight`."""
 
   name: str
   weight: WeightHParams

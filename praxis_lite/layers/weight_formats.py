@@ -10,6 +10,10 @@ from the middle between two integers, where the result would depend on the devic
 packed into bytes, along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are
 zero.
 
+With `kept=(n, m)`, of each m neighbouring inputs of an output the n with the largest |w| are kept, and the others become
+0 before they are rounded (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group
+may be smaller. 'float' is for this alone: weights in their own dtype.
+
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
             [*stack, *1, 1, *O]                 for a whole output
@@ -58,6 +62,8 @@ class WeightFormat:
     percentile: a scale covers this percentage of the |w| that it belongs to, and larger ones are cut; 100 covers all.
       Without symmetry, it covers the range between the percentiles 100 - p and p of w.
     scale_dtype: storage dtype of scales. A scale is rounded, upwards, before the values are.
+    kept: (n, m); None keeps all.
+    mask_stays: in training, whether weights that are not kept get no gradient. Those that are 0 then stay 0.
   """
 
   name: str
@@ -67,6 +73,8 @@ class WeightFormat:
   symmetric: bool = True
   percentile: float = 100.0
   scale_dtype: DTypeLike = 'float32'
+  kept: tuple[int, int] | None = None
+  mask_stays: bool = False
 
   @property
   def bits(self) -> int:
@@ -110,6 +118,7 @@ class WeightFormat:
       choose: returns the values of all entries, given the weight in float32, and the scale and the zero point of each
         entry; None rounds each entry to the nearest value.
     """
+    w = self.prune(w)
     groups = self._groups(w.astype(jnp.float32))
     low, high = self._range(groups)
     most, zero = 2**self.bits - 1, None
@@ -218,8 +227,25 @@ class WeightFormat:
 
     Bengio et al., 2013.
     """
-    rounded = self.dequantize(self.quantize(w), w.shape[self.group_axis(w.ndim)], w.dtype)
-    return w + jax.lax.stop_gradient(rounded - w)
+    if self.name == 'float':
+      rounded = self.prune(w)
+    else:
+      rounded = self.dequantize(self.quantize(w), w.shape[self.group_axis(w.ndim)], w.dtype)
+    trained = self.prune(w) if self.mask_stays else w
+    return trained + jax.lax.stop_gradient(rounded - trained)
+
+  def prune(self, w: jax.Array) -> jax.Array:
+    """Returns a weight with zeros in place of the entries that are not kept."""
+    if self.kept is None:
+      return w
+    n, m = self.kept
+    axis, size = self.group_axis(w.ndim), w.shape[self.group_axis(w.ndim)]
+    magnitude = jnp.abs(jax.lax.stop_gradient(w).astype(jnp.float32))
+    filled = jnp.pad(magnitude, [(0, -size % m if dim == axis else 0) for dim in range(w.ndim)], constant_values=-1)
+    groups = filled.reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
+    rank = jnp.argsort(jnp.argsort(-groups, axis=axis + 1, stable=True), axis=axis + 1)
+    is_kept = jax.lax.slice_in_dim((rank < n).reshape(filled.shape), 0, size, axis=axis)
+    return jnp.where(is_kept, w, 0)
 
   # ---------------------------------------------------------------- groups
 

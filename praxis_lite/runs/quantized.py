@@ -107,6 +107,8 @@ def quantize_run(
 
 def _rule_of_method(rule: Config, method: str) -> Config:
   """Returns the rule of weights that a method of calibration chooses; raises ConfigError if it does not fit."""
+  if rule.format == 'float' or (method == 'gptq' and rule.kept is not None):
+    raise ConfigError(f'method: {method} does not know which weights are kept; round to nearest, or keep all')
   if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format != 'nf4'):
     raise ConfigError(
       'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; leave out '
@@ -123,7 +125,7 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
       'task.model.quantized: name a format; only a model whose rules say trained=True, for training, has rules '
       'by which its weights can be stored'
     )
-  return tuple(rule.clone(trained=False) for rule in rules)
+  return tuple(rule.clone() if rule.format == 'float' else rule.clone(trained=False, mask_stays=False) for rule in rules)
 
 
 def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:

@@ -33,9 +33,11 @@ def quantize_streamed(
   variables = leaves(streamed)
   for layer in model.descendants():
     for name, stored in layer._stored.items():
-      if not isinstance(stored, QuantizedWeight):
-        continue
       path = layer.path[len(model.path) :]
+      if isinstance(stored, RoundedWeight):  # It is trained further, so only its zeros are stored.
+        variables[*path, name] = _Pruned({name: variables[*path, name]}, stored)
+        continue
+      assert isinstance(stored, QuantizedWeight)
       weight, choice = variables.pop((*path, name)), (calibrated or {}).get((*path, name))
       scales: dict[tuple[int, ...], jax.Array] = {}
       for part in stored.parts:
@@ -211,6 +213,17 @@ class _Plain(_OfParts):
 
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
     return self.stored.read(parts, self.dtype)
+
+
+class _Pruned(_OfParts):
+  """The weight itself, with zeros in place of the entries that are not kept."""
+
+  @property
+  def dtype(self) -> np.dtype:  # type: ignore[override]
+    return self.parts[self.stored.name].dtype
+
+  def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
+    return self.stored.format.prune(parts[self.stored.name])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
