@@ -22,7 +22,7 @@ _MANY_NUMBERS = 2_000  # More than these of one example nobody reads.
 def _run(values: flags.FlagValues) -> int:
   if values.input or values.output:
     return predict_many(cast(CommandFlags, values))
-  if values.what in ('score', 'generate'):
+  if values.what in ('score', 'generate', 'teach'):
     raise UserError(f'--what={values.what} needs --input and --output')
   check_single(cast(CommandFlags, values))
   if not values.files:

@@ -31,9 +31,9 @@ def predict_flags() -> CommandFlags:
   values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
   what = (
     "The model's predictions, or what it reports for each example with labels, such as the loss. With --output also "
-    'the probability of texts, or continuations of prompts.'
+    'the probability of texts, continuations of prompts, or the probabilities that another model learns.'
   )
-  values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate'], 'evaluate', 'predict')
+  values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate', 'teach'], 'evaluate', 'predict')
   values.add_integer('batch_size', 'Examples to compute together.', 128, 32, least=1)
   _add_flags(values)
   return values
@@ -59,7 +59,8 @@ def _add_flags(values: CommandFlags) -> None:
   values.add_switch('ray', 'Compute by actors of Ray, through Ray Data.')
   values.add_integer('max_tokens', 'To generate: tokens after a prompt; by default as in the config.', 200, least=1)
   values.add_number('temperature', 'To generate: by default as in the config.', '0.8')
-  values.add_integer('top_k', 'To generate: by default as in the config.', 40)
+  top_k = 'To generate: by default as in the config. To teach: tokens to store, by default 32.'
+  values.add_integer('top_k', top_k, 40)
   values.add_number('top_p', 'To generate: by default as in the config.', '0.95')
   values.add_texts('stop', 'To generate: text that ends a continuation.', '";"')
 
@@ -73,6 +74,8 @@ def predict_many(values: CommandFlags) -> int:
   if values.process_index is not None and values.process_index >= values.processes:
     raise UserError(f'--process_index={values.process_index}: expected less than --processes={values.processes}')
   generates = [f'--{name}' for name in _OF_GENERATION if values[name].present]
+  if values.what == 'teach':
+    generates = [flag for flag in generates if flag != '--top_k']
   if generates and values.what != 'generate':
     raise UserError(f'{generates[0]} is a setting of --what=generate')
 
@@ -142,6 +145,7 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
     'config': {path: remove_secrets(value) for path, value in fields.items() if not is_secret(path)},
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
     **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),
+    **({'top_k': values.top_k} if values.what == 'teach' else {}),
   }
   folder = StoredFolder(ObjectStore(values.output, '--output')) if is_url(values.output) else LocalFolder(values.output)
   return Ledger.open(values.output, folder, values.input, settings, values.shard_rows)

@@ -10,9 +10,9 @@ from the middle between two integers, where the result would depend on the devic
 packed into bytes, along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are
 zero.
 
-With `kept=(n, m)`, of each m neighbouring inputs of an output the n with the largest |w| are kept, and the others become
-0 before they are rounded (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group
-may be smaller. 'float' is for this alone: weights in their own dtype.
+With `kept=(n, m)`, of each m neighbouring inputs of an output the n with the largest |w| are kept, and the others are 0
+before all are rounded (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group may
+be smaller. 'float' is for this alone: weights in their own dtype.
 
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs

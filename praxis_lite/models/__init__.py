@@ -32,6 +32,7 @@ from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_autoencoder
 from praxis_lite.models.masked_text_model import MaskedLanguageModel
 from praxis_lite.models.mup import Mup
+from praxis_lite.models.on_policy_model import OnPolicyModel
 from praxis_lite.models.pipeline_configs import set_pipeline
 from praxis_lite.models.policy_losses import Grpo
 from praxis_lite.models.policy_model import PolicyModel
@@ -77,6 +78,7 @@ __all__ = [
   'MaskedAutoencoder',
   'MaskedLanguageModel',
   'Mup',
+  'OnPolicyModel',
   'Orpo',
   'PolicyModel',
   'PreferenceLoss',

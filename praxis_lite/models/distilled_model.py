@@ -4,7 +4,14 @@
 
 The factor T^2 keeps the gradient of the divergence as large as at T = 1.
 
-B batch, T length, V vocabulary; batches are as for `LanguageModel`.
+A batch may have the probabilities of a teacher itself: those of its K most probable tokens. All other tokens then count
+as one, whose probability is what is left, for both:
+
+    KL = sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest),  p_rest = 1 - sum_k p_k
+
+It is at most the divergence of all tokens, and 0 only if the model agrees on the K tokens.
+
+B batch, T length, V vocabulary, K stored tokens; batches are as for `LanguageModel`.
 """
 
 from __future__ import annotations
@@ -16,13 +23,38 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, leaves
+from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
+from praxis_lite.models.teacher import create_teacher, frozen_teacher, teacher_logits
+
+_NO_REST = 1e-6  # A probability that is only an error of rounding.
+
+
+def kl_divergence(p_BTV: jax.Array, q_BTV: jax.Array) -> jax.Array:
+  """Returns KL(p || q), [B, T], in nats, for log-probabilities of all tokens."""
+  return jnp.sum(jnp.exp(p_BTV) * (p_BTV - q_BTV), axis=-1)
+
+
+def stored_divergence(q_BTV: jax.Array, ids_BTK: jax.Array, p_BTK: jax.Array) -> jax.Array:
+  """Returns KL(p || q), [B, T], in nats, where all tokens whose probability is not stored are one; see above.
+
+  Args:
+    q_BTV: log-probabilities of the model.
+    ids_BTK, p_BTK: the stored tokens, all different, and their log-probabilities.
+  """
+  own_BTK = jnp.take_along_axis(q_BTV, ids_BTK, axis=-1)
+  rest_BT = 1 - jnp.sum(jnp.exp(p_BTK), axis=-1)
+  others_BTV = jnp.put_along_axis(q_BTV, ids_BTK, -jnp.inf, axis=-1, inplace=False)
+  has_rest_BT = (rest_BT > _NO_REST) & (ids_BTK.shape[-1] < q_BTV.shape[-1])
+  others_BTV = jnp.where(has_rest_BT[..., None], others_BTV, 0)  # No gradient of -inf.
+  of_rest_BT = rest_BT * (jnp.log(jnp.where(has_rest_BT, rest_BT, 1)) - jax.nn.logsumexp(others_BTV, axis=-1))
+  return jnp.sum(jnp.exp(p_BTK) * (p_BTK - own_BTK), axis=-1) + jnp.where(has_rest_BT, of_rest_BT, 0)
 
 
 class DistilledTokens(NamedTuple):
@@ -42,17 +74,18 @@ class DistilledTokens(NamedTuple):
 
 
 class DistilledModel(LanguageModel):
-  """A language model with a frozen teacher; it decodes, predicts and is exported without that.
+  """A language model with a frozen teacher, or with its stored probabilities; it decodes and is exported without that.
 
   A step keeps the logits of both, [B, T, V], also if the softmax could work in chunks.
 
   Attributes: the same as for `LanguageModel`, and
-    teacher_tpl: config of the network of the teacher, with its sizes, the child `teacher`.
+    teacher_tpl: config of the network of the teacher, with its sizes, the child `teacher`; None if batches have
+      `teacher_ids`, [B, T, K] int32, and `teacher_log_probs`, [B, T, K] float32, best first, for each label.
     temperature: T; above 1, small probabilities count more.
     weight: the share of the divergence in the loss, from 0 to 1.
   """
 
-  teacher_tpl: Config = REQUIRED
+  teacher_tpl: Config | None = REQUIRED
   temperature: float = 1.0
   weight: float = 0.5
 
@@ -64,26 +97,27 @@ class DistilledModel(LanguageModel):
     self._check_range('weight', least=0)
     if self.weight > 1:
       raise ConfigError(f'{self.path_name}.weight: expected a share from 0 to 1, got {self.weight}')
-    if self.adapters:
-      raise ConfigError(
-        f'{self.path_name}.adapters: a model with a teacher trains its own weights; remove the adapters'
-      )
     if self.model_type != 'causal':
       raise ConfigError(f"{self.path_name}.model_type: a model with a teacher is 'causal', not {self.model_type!r}")
-    teacher = self.create_child('teacher', self.teacher_tpl)
-    for name, network in (('lm_tpl', self.lm), ('teacher_tpl', teacher)):
-      if not isinstance(network, TransformerLm):
-        raise ConfigError(f'{self.path_name}.{name}: distillation needs a TransformerLm, got {type(network).__name__}')
-    if teacher.vocab_size != self.lm.vocab_size:
+    if self.teacher_tpl is not None:
+      create_teacher(self, self.teacher_tpl)
+    elif self.temperature != 1:
       raise ConfigError(
-        f'{self.path_name}.teacher_tpl.vocab_size: the teacher has {teacher.vocab_size} tokens, and the model '
-        f'{self.lm.vocab_size}; both need the same tokenizer'
+        f'{self.path_name}.temperature: {self.temperature}, and probabilities are stored at the temperature 1'
       )
 
   @property
-  def frozen_variables(self) -> FrozenVariables:
-    paths = frozenset(path for path in leaves(self.abstract_init()) if path[0] == 'teacher')
-    return FrozenVariables(paths, 'bprop_variable_exclusion', r'teacher\..*', 'the teacher must keep its values')
+  def frozen_variables(self) -> FrozenVariables | None:
+    return None if self.teacher_tpl is None else frozen_teacher(self)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if a batch lacks the stored probabilities that the model needs, or does not fit it."""
+    if self.teacher_tpl is None and 'labels' in batch and 'teacher_ids' not in batch:
+      raise ConfigError(
+        f'{data.label}: its batches have no probabilities of a teacher, and task.model.teacher_tpl is None; read what '
+        '`praxis-lite predict --what=teach` has written, by read_teacher_rows, or set teacher_tpl'
+      )
+    super().check_input(data, batch)
 
   def compute_predictions(self, batch: NestedDict) -> DistilledTokens:  # type: ignore[override]
     """Returns what the loss reads of each token."""
@@ -93,14 +127,15 @@ class DistilledModel(LanguageModel):
     x_BTD = self.lm.encode(ids_BT, weights_BT, **visible)
     output: SoftmaxOutput = self.lm.softmax(x_BTD, labels_BT, weights_BT)
     logits_BTV = self.lm.softmax.get_logits(x_BTD) if output.whole_logits is None else output.whole_logits
-    teacher_BTV, _ = self.teacher.apply(
-      jax.lax.stop_gradient(self.teacher.variables), ids_BT, weights_BT, **visible, do_eval=True, method='logits'
-    )
-    teacher_BTV = jax.lax.stop_gradient(teacher_BTV)
-    ours_BTV, theirs_BTV = (jax.nn.log_softmax(to_sum_dtype(x) / self.temperature) for x in (logits_BTV, teacher_BTV))
-    divergence_BT = jnp.sum(jnp.exp(theirs_BTV) * (theirs_BTV - ours_BTV), axis=-1)
-    agrees_BT = jnp.argmax(logits_BTV, axis=-1) == jnp.argmax(teacher_BTV, axis=-1)
-    return DistilledTokens(output.xent, divergence_BT, output.correct, agrees_BT)
+    ours_BTV = jax.nn.log_softmax(to_sum_dtype(logits_BTV) / self.temperature)
+    if self.teacher_tpl is None:
+      best_BT = batch['teacher_ids'][..., 0]
+      divergence_BT = stored_divergence(ours_BTV, batch['teacher_ids'], batch['teacher_log_probs'])
+    else:
+      teacher_BTV = teacher_logits(self.teacher, ids_BT, weights_BT, visible)
+      best_BT = jnp.argmax(teacher_BTV, axis=-1)
+      divergence_BT = kl_divergence(jax.nn.log_softmax(teacher_BTV / self.temperature), ours_BTV)
+    return DistilledTokens(output.xent, divergence_BT, output.correct, jnp.argmax(logits_BTV, axis=-1) == best_BT)
 
   def compute_loss(self, predictions: DistilledTokens, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
     """Returns metrics and per-example outputs.

@@ -123,27 +123,35 @@ class PolicyModel(ReferencedModel):
     reference `divergence`, an estimate of the KL divergence from it, nats per token. Per example: `loss`, the mean of a
     row, and `reward`.
     """
-    tokens, has_answer_B = predictions, predictions.has_answer
-    terms = self.policy_loss.terms(tokens)
-    sampler = self.decoder if self.do_eval else self.sampler
-    is_stop_BT = jnp.isin(batch['labels'], jnp.array(sampler.stop_ids, jnp.int32)) & (tokens.weights > 0)
-    of_answers = {
-      'reward': batch['reward'],
-      **{f'reward/{name}': reward_B for name, reward_B in batch['rewards'].items()},
-      'equal_groups': batch['is_equal'],
-      'answer_length': jnp.sum(tokens.weights, axis=1),
-      'finished': jnp.any(is_stop_BT, axis=1),
-    }
+    tokens, terms = predictions, self.policy_loss.terms(predictions)
     of_tokens = {'entropy': -tokens.old, 'clipped': terms.is_clipped}
     if self.needs_reference:
       of_tokens['divergence'] = terms.divergence
     metrics = {
-      'loss': self.policy_loss.average(terms.loss, tokens, sampler.max_decode_steps),
-      **{name: weighted_mean(x_B, has_answer_B) for name, x_B in of_answers.items()},
+      'loss': self.policy_loss.average(terms.loss, tokens, self._used_sampler.max_decode_steps),
+      **self._metrics_of_answers(batch),
       **{name: weighted_mean(x_BT, tokens.weights) for name, x_BT in of_tokens.items()},
     }
     loss_B, _ = weighted_mean(terms.loss, tokens.weights, axis=1)
     return metrics, {'loss': loss_B, 'reward': batch['reward']}
+
+  @property
+  def _used_sampler(self) -> Sampler:
+    assert isinstance(self.decoder, Sampler)
+    return self.decoder if self.do_eval else self.sampler
+
+  def _metrics_of_answers(self, batch: NestedDict) -> WeightedScalars:
+    """Returns the metrics that are means over answers; see `compute_loss`."""
+    is_answer_BT = batch['weights'] > 0
+    is_stop_BT = jnp.isin(batch['labels'], jnp.array(self._used_sampler.stop_ids, jnp.int32)) & is_answer_BT
+    of_answers = {
+      'reward': batch['reward'],
+      **{f'reward/{name}': reward_B for name, reward_B in batch['rewards'].items()},
+      'equal_groups': batch['is_equal'],
+      'answer_length': jnp.sum(batch['weights'], axis=1),
+      'finished': jnp.any(is_stop_BT, axis=1),
+    }
+    return {name: weighted_mean(x_B, jnp.any(is_answer_BT, axis=1)) for name, x_B in of_answers.items()}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, for the token after each of `ids`."""

@@ -94,7 +94,7 @@ def values_on_mesh(model: TrainedModel, batch: Rows) -> dict[str, PointValues]:
       layer.apply(variables, batch, do_eval=True, method='predict', surroundings=surroundings)[1].summaries
     )
 
-  return _group_by_point(_map_over_mesh(model.tasks, run)(model.stored_variables, batch), seen)
+  return _group_by_point(map_over_mesh(model.tasks, run)(model.stored_variables, batch), seen)
 
 
 def values_in_decoding(
@@ -137,8 +137,8 @@ def values_in_decoding(
     side = lm.apply(variables['lm'], *arguments, decode_state=state, **settings)[1]
     return side.decode_state, _select_arrays(side.summaries)
 
-  run = _map_over_mesh(model.tasks, extend)
-  state = _map_over_mesh(model.tasks, start)(model.stored_variables)
+  run = map_over_mesh(model.tasks, extend)
+  state = map_over_mesh(model.tasks, start)(model.stored_variables)
   found: dict[str, PointValues] = {}
   for pos_BC in _positions(read_B, lengths_B, chunk):
     ids_BC = np.where(pos_BC < 0, 0, np.take_along_axis(ids_BT, np.maximum(pos_BC, 0), axis=1))
@@ -209,7 +209,7 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
 # ---------------------------------------------------------------- how
 
 
-def _map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
+def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a program of (stored variables, *arguments) for `fn`, of (variables, *arguments, surroundings)."""
   surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
 

@@ -125,7 +125,9 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
       'task.model.quantized: name a format; only a model whose rules say trained=True, for training, has rules '
       'by which its weights can be stored'
     )
-  return tuple(rule.clone() if rule.format == 'float' else rule.clone(trained=False, mask_stays=False) for rule in rules)
+  return tuple(
+    rule.clone() if rule.format == 'float' else rule.clone(trained=False, mask_stays=False) for rule in rules
+  )
 
 
 def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:

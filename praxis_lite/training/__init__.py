@@ -8,7 +8,10 @@ from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
   from praxis_lite.training.adapters import train_adapters as train_adapters
-  from praxis_lite.training.distillation import train_distillation as train_distillation
+  from praxis_lite.training.distillation import (
+    train_distillation as train_distillation,
+    train_on_policy as train_on_policy,
+  )
   from praxis_lite.training.microbatches import (
     accumulate_gradients as accumulate_gradients,
     sync_gradients as sync_gradients,
@@ -40,7 +43,7 @@ __getattr__, __dir__, __all__ = lazy_names(
   __name__,
   {
     'praxis_lite.training.adapters': 'train_adapters',
-    'praxis_lite.training.distillation': 'train_distillation',
+    'praxis_lite.training.distillation': 'train_distillation train_on_policy',
     'praxis_lite.training.microbatches': 'accumulate_gradients sync_gradients',
     'praxis_lite.training.partitioned_step': 'PartitionedStep',
     'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '

@@ -1,4 +1,4 @@
-"""train_distillation: makes the task of a language model learn from a larger one."""
+"""train_distillation and train_on_policy: make the task of a language model learn from a larger one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.distilled_model import DistilledModel
 from praxis_lite.models.language_model import sized_network
-from praxis_lite.training.preferences import check_is_language_model, exclude, to_class
+from praxis_lite.models.on_policy_model import OnPolicyModel
+from praxis_lite.training.preferences import check_is_language_model, exclude, to_class, train_policy
 from praxis_lite.training.task import TaskT
 
 
 def train_distillation(
-  task: Config[TaskT], teacher: Config, *, temperature: float = 1.0, weight: float = 0.5
+  task: Config[TaskT], teacher: Config | None, *, temperature: float = 1.0, weight: float = 0.5
 ) -> Config[TaskT]:
   """Makes the model of a task a `DistilledModel`, in place, and returns the task.
 
@@ -20,12 +21,47 @@ def train_distillation(
 
   Args:
     task: the config of a task of a `LanguageModel`.
-    teacher: config of the `LanguageModel` of the teacher, without adapters, such as that of its run.
+    teacher: config of the `LanguageModel` of the teacher, without adapters, such as that of its run; None if the data
+      has its probabilities, see `praxis_lite.inputs.teacher_rows`.
     temperature, weight: see `DistilledModel`.
 
   Raises:
     ConfigError: the teacher is no `LanguageModel`, has adapters, or is a prefix-LM.
   """
+  model = to_class(task.model, DistilledModel).set(temperature=temperature, weight=weight)
+  if teacher is None:
+    task.model = model.set(teacher_tpl=None)
+    return task
+  task.model = model.set(teacher_tpl=_teacher_network(teacher))
+  exclude(task, r'teacher\..*')
+  start = task.train.init_from
+  start.rules = ((r'teacher\.(.*)', r'lm.\1'), (r'lm\..*', None), *start.rules)
+  return task
+
+
+def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None = None) -> Config[TaskT]:
+  """Makes the model of a task an `OnPolicyModel`, in place, and returns the task: a teacher corrects its own answers.
+
+  The training input must be a `RewardedInput`. `task.train.init_from` should name a run of `train_distillation` with
+  the same teacher, which has the variables of both.
+
+  Args:
+    task: the config of a task of a `LanguageModel`.
+    teacher: as for `train_distillation`.
+    sampler: as for `train_policy`.
+
+  Raises:
+    ConfigError: as for `train_distillation`.
+  """
+  network = _teacher_network(teacher)
+  train_policy(task, sampler=sampler)
+  task.model = to_class(task.model, OnPolicyModel).set(teacher_tpl=network)
+  exclude(task, r'teacher\..*')
+  return task
+
+
+def _teacher_network(teacher: Config) -> Config:
+  """Returns the config of the network of a teacher; raises ConfigError if the model cannot be one."""
   check_is_language_model('teacher', teacher)
   if teacher.adapters:
     raise ConfigError(
@@ -36,11 +72,4 @@ def train_distillation(
     raise ConfigError(
       f"teacher.model_type: a teacher must be 'causal', as the model that learns from it, got {teacher.model_type!r}"
     )
-  model = to_class(task.model, DistilledModel)
-  task.model = model.set(
-    teacher_tpl=sized_network(teacher, 'teacher').set(mtp_tpl=None), temperature=temperature, weight=weight
-  )
-  exclude(task, r'teacher\..*')
-  start = task.train.init_from
-  start.rules = ((r'teacher\.(.*)', r'lm.\1'), (r'lm\..*', None), *start.rules)
-  return task
+  return sized_network(teacher, 'teacher').set(mtp_tpl=None)

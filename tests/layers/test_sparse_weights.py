@@ -55,7 +55,7 @@ def test_the_gradient_goes_to_all_weights_or_to_kept_ones(name):
   w = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
   for stays in (False, True):
     form = WeightFormat(name, kept=(2, 4), mask_stays=stays)
-    gradient = jax.grad(lambda w: jnp.sum(form.round_weight(w) * 3))(jnp.asarray(w))
+    gradient = jax.grad(lambda w, form=form: jnp.sum(form.round_weight(w) * 3))(jnp.asarray(w))
     is_kept = pruned_by_hand(w, 2, 4) != 0
     np.testing.assert_allclose(gradient, 3 * (is_kept if stays else np.ones_like(w)))
     assert not np.any(np.asarray(form.round_weight(jnp.asarray(w)))[~is_kept])

@@ -44,6 +44,7 @@ def take_a_step(model, batch, mesh=None, rows=('replica', 'data'), trained=(), f
   task.train.inputs_split_mapping = {
     'map_1d': (rows,),
     'map_2d': (rows, None),
+    'map_3d': (rows, None, None),
     'map_4d': (rows, None, None, None),
   }
   partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))

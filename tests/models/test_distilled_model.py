@@ -13,8 +13,10 @@ from model_steps import assert_close, take_a_step
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves
+from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import Lora
 from praxis_lite.models import set_sharding, transformer_encoder, transformer_lm
+from praxis_lite.models.distilled_model import kl_divergence, stored_divergence
 from praxis_lite.training import train_distillation
 from praxis_lite.training.task import SingleTask
 
@@ -86,6 +88,55 @@ def test_the_loss_is_that_of_the_paper(chunk_size):
   assert per_example['loss'].shape == (B,) and per_example['weights'].tolist() == [6, 3, 6, 6, 0]
 
 
+def log_probs_by_hand(seed, shape=(B, T, V)):
+  return log_softmax(3 * np.random.default_rng(seed).standard_normal(shape))
+
+
+@pytest.mark.parametrize('k', [1, 4, V])
+def test_tokens_that_are_not_stored_count_as_one(k):
+  p, q = log_probs_by_hand(0), log_probs_by_hand(1)
+  ids = np.argsort(-p, axis=-1)[..., :k].astype(np.int32)
+  kept_p = np.take_along_axis(p, ids, -1).astype(np.float32)
+  stored, gradient = jax.value_and_grad(lambda q: stored_divergence(jax.nn.log_softmax(q), ids, kept_p).sum())(
+    np.float32(q)
+  )
+  expected, by_q = 0.0, np.zeros_like(q)
+  for at in np.ndindex(B, T):
+    kept = ids[at]
+    others = np.setdiff1d(np.arange(V), kept)
+    mass = [np.exp(x[at][others]).sum() for x in (p, q)]
+    expected += sum(np.exp(p[at][i]) * (p[at][i] - q[at][i]) for i in kept)
+    expected += mass[0] * (np.log(mass[0]) - np.log(mass[1])) if len(others) else 0
+    by_q[at] = np.exp(q[at])
+    by_q[at][kept] -= np.exp(p[at][kept])
+    by_q[at][others] -= mass[0] * np.exp(q[at][others]) / mass[1] if len(others) else 0
+  np.testing.assert_allclose(stored, expected, rtol=1e-5)
+  np.testing.assert_allclose(gradient, by_q, atol=1e-5)
+  if k == V:
+    np.testing.assert_allclose(stored, kl_divergence(p, q).sum(), rtol=1e-5)
+
+
+def stored_batch():
+  log_probs = log_probs_by_hand(2)
+  ids = np.argsort(-log_probs, axis=-1)[..., :4].astype(np.int32)
+  kept = np.take_along_axis(log_probs, ids, -1).astype(np.float32)
+  return {**batch_of(), 'teacher_ids': ids, 'teacher_log_probs': kept}
+
+
+def after_a_stored_step(mesh=None):
+  task = train_distillation(Config(SingleTask, model=lm()), None, weight=0.7)
+  rows = ('replica', 'data')
+  return take_a_step(task.model, stored_batch(), mesh, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(2, 1, 3, 1), (1, 2, 2, 2)], ids=str)
+def test_a_step_with_stored_probabilities_on_a_mesh_is_that_of_one_device(mesh):
+  (loss, variables), (expected, one) = after_a_stored_step(mesh), after_a_stored_step()
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  assert_close(variables, one, 1e-5)
+
+
 def after_a_step(mesh=None, **fields):
   return take_a_step(task_of().model, batch_of(), mesh, frozen=(r'teacher\..*',), **fields)
 
@@ -154,3 +205,11 @@ def test_a_learner_that_would_train_the_teacher_is_an_error():
   message = r"task.train.learner.bprop_variable_exclusion: teacher.* would be trained.*; set it to \('teacher"
   with pytest.raises(ConfigError, match=message):
     task.instantiate()
+
+
+def test_what_a_model_with_stored_probabilities_needs():
+  model = train_distillation(Config(SingleTask, model=lm()), None).model
+  with pytest.raises(ConfigError, match=r'its batches have no probabilities of a teacher'):
+    model.instantiate().check_input(ArrayInput(name='train', arrays=batch_of(), batch_size=B), batch_of())
+  with pytest.raises(ConfigError, match=r'temperature: 2.0, and probabilities are stored at the temperature 1'):
+    model.set(temperature=2.0).instantiate()

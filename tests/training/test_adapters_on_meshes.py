@@ -74,7 +74,9 @@ def vit():
 EXPERTS = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
 EMBEDDING = Config(Lora, layers=r'lm\.embedding', rank=2)
 INT4 = Config(QuantizedWeights, format='int4', group_size=4)
-WHOLE_OUTPUTS = Config(QuantizedWeights, layers=(r'.*\.(query|value|out)', r'.*\.(gate|down)'), format='int4', input_scale=True)
+WHOLE_OUTPUTS = Config(
+  QuantizedWeights, layers=(r'.*\.(query|value|out)', r'.*\.(gate|down)'), format='int4', input_scale=True
+)
 OTHERS = (
   Config(QuantizedWeights, layers=r'.*\.ff', format='nf4', group_size=8, scale_dtype='bfloat16'),
   Config(QuantizedWeights, layers=r'.*\.(query|out)', symmetric=False),

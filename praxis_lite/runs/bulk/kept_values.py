@@ -14,6 +14,7 @@ _OF_RESULTS = {
   'score': ('log_prob', 'num_tokens', 'is_greedy'),
   'generate': ('continuation', 'continuation_ids'),
   'predict': ('prediction',),
+  'teach': ('ids', 'teacher_ids', 'teacher_log_probs'),
 }
 
 

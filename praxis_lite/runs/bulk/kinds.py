@@ -3,6 +3,7 @@
 predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_examples` take them; or, if a dataset of
                      the run reads texts or images, {"text": ...} and {"file": "a.png"}
 score                {"context": ..., "continuation": ...}, or {"text": ...}, or {"ids": ...}
+teach                {"text": ...}, or {"ids": ...}: their tokens, with the most probable ones of the model after each
 generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; {"text": ...} is a prompt, too
 """
 
@@ -29,9 +30,11 @@ from praxis_lite.runs.file_readers import datasets_by_use, make_reader
 from praxis_lite.runs.predict_files import check_shapes
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+from praxis_lite.runs.teaching import Teacher
 from praxis_lite.runs.trained import TrainedModel
 
-KINDS = ('predict', 'evaluate', 'score', 'generate')
+KINDS = ('predict', 'evaluate', 'score', 'generate', 'teach')
+_TAUGHT_TOKENS = 32
 RowValues = Mapping[str, Any]
 # (values of rows, number of the first of them) -> a result for each.
 Compute = Callable[[Sequence[RowValues], int], list[dict[str, Any]]]
@@ -57,14 +60,36 @@ def make_compute(
     model: the model.
     what: one of `KINDS`.
     batch_size: how many rows it gets at most.
-    generation: settings of 'generate'.
+    generation: settings of 'generate'; 'teach' takes its `top_k`.
     keep: names of values that are no arrays of an example, unless the data of the run has them.
   """
   if what == 'score':
     return lambda rows, first: _score(model, rows, batch_size)
   if what == 'generate':
     return _Generate(model, generation)
+  if what == 'teach':
+    teacher = Teacher(model, generation.get('top_k') or _TAUGHT_TOKENS, batch_size)
+    return lambda rows, first: teacher([_tokens_of(model, row) for row in rows])
   return _Predict(model, what, keep)
+
+
+def _tokens_of(model: TrainedModel, row: RowValues) -> list[int]:
+  """Returns the tokens of a text, with those of its beginning and its end, or the given ones."""
+  if isinstance(ids := row.get('ids'), list):
+    return _not_empty(_integers(ids, 'ids'), 'ids')
+  if 'text' not in row:
+    raise DataError('expected text, or ids')
+  _check_text(row, 'text')
+  if (tokenizer := model.tokenizer) is None:
+    raise UserError('texts need a dataset with a tokenizer, but there is none; give ids')
+  begin, end, _ = tokenizer.special_ids
+  return [begin, *tokenizer.encode(row['text']), end]
+
+
+def _integers(value: Any, name: str) -> list[int]:
+  if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+    raise DataError(f'{name!r} is {reprlib.repr(value)}; expected a list of integers')
+  return value
 
 
 class _Predict:
@@ -212,9 +237,7 @@ class _Generate:
       raise DataError('expected prompt, prompt_ids, messages or text')
     name, value = given[0], row[given[0]]
     if name == 'prompt_ids':
-      if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-        raise DataError(f"'prompt_ids' is {reprlib.repr(value)}; expected a list of integers")
-      return _Prompt(_not_empty(value, name), None)
+      return _Prompt(_not_empty(_integers(value, name), name), None)
     tokenizer = self._model.tokenizer
     if tokenizer is None:
       raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')

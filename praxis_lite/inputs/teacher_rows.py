@@ -1,0 +1,86 @@
+"""read_teacher_rows: texts with the probabilities of a teacher, as `praxis-lite predict --what=teach` writes them.
+
+    {"ids": [t0, t1, ...], "teacher_ids": [[...], ...], "teacher_log_probs": [[...], ...]}
+
+The entries i of the teacher are its K most probable tokens after `ids[: i + 1]`, best first, so the label is
+`ids[i + 1]`.
+
+    Config(ArrayInput, arrays=Config(read_teacher_rows, path='taught', seq_len=256), batch_size=32, is_training=True)
+
+N examples, T length, K tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from praxis_lite.common.errors import DataError
+from praxis_lite.common.files import parse_json, user_path
+from praxis_lite.inputs.files import read_file
+from praxis_lite.inputs.rows import Rows
+
+_FIELDS = ('ids', 'teacher_ids', 'teacher_log_probs')
+
+
+def read_teacher_rows(path: str, seq_len: int) -> Rows:
+  """Returns the rows of a folder, cut or padded to one length, all in memory.
+
+  Args:
+    path: the folder that `predict --output` has written.
+    seq_len: T.
+
+  Returns:
+    `ids`, `labels`, `segment_ids` and `segment_pos`, [N, T] int32; `weights`, [N, T] float32; `teacher_ids`, [N, T, K]
+    int32, and `teacher_log_probs`, [N, T, K] float32.
+
+  Raises:
+    DataError: the folder is not complete, or not one of a teacher, or rows have different numbers of tokens.
+  """
+  examples = [example for file in _complete_parts(user_path(path)) for example in _read_part(file)]
+  if not examples:
+    raise DataError(f'{path} has no rows that could be taught')
+  K = len(examples[0]['teacher_ids'][0])
+  rows: Rows = {name: np.zeros((len(examples), seq_len), np.int32) for name in ('ids', 'labels', 'segment_ids')}
+  rows['segment_pos'] = np.tile(np.arange(seq_len, dtype=np.int32), (len(examples), 1))
+  rows['weights'] = np.zeros((len(examples), seq_len), np.float32)
+  rows['teacher_ids'] = np.zeros((len(examples), seq_len, K), np.int32)
+  rows['teacher_log_probs'] = np.zeros((len(examples), seq_len, K), np.float32)
+  for n, example in enumerate(examples):
+    size = min(len(example['ids']) - 1, seq_len)
+    rows['ids'][n, :size], rows['labels'][n, :size] = example['ids'][:size], example['ids'][1 : size + 1]
+    rows['weights'][n, :size] = rows['segment_ids'][n, :size] = 1
+    for name in ('teacher_ids', 'teacher_log_probs'):
+      rows[name][n, :size] = example[name][:size]
+  return rows
+
+
+def _complete_parts(folder: Path) -> list[Path]:
+  """Returns the files of results; raises DataError if some are missing."""
+  plan = folder / 'plan.json'
+  if not plan.is_file():
+    raise DataError(f'{folder} has no plan.json; expected a folder that `praxis-lite predict --output` has written')
+  number = len(parse_json(read_file(str(plan), str(folder)))['shards'])
+  parts = [folder / f'part-{i:05d}.jsonl' for i in range(number)]
+  if missing := [part.name for part in parts if not part.is_file()]:
+    raise DataError(
+      f'{folder}: {len(missing)} of {number} parts are missing, such as {missing[0]}; run `praxis-lite predict` to its '
+      'end, with --format=jsonl'
+    )
+  return parts
+
+
+def _read_part(file: Path) -> list[dict[str, list]]:
+  """Returns the examples of a file that have a label; rows that failed have none."""
+  found = []
+  for number, line in enumerate(read_file(str(file), str(file.parent)).splitlines(), 1):
+    example = json.loads(line)
+    if 'error' in example:
+      continue
+    if any(name not in example for name in _FIELDS):
+      raise DataError(f'{file}, line {number}: expected {", ".join(_FIELDS)}, as --what=teach writes them')
+    if len(example['ids']) > 1:
+      found.append(example)
+  return found

@@ -1,0 +1,88 @@
+"""OnPolicyModel: a language model whose own answers a teacher corrects, token by token (Agarwal et al., 2024).
+
+    answers      sampled by the model, as for a `PolicyModel`
+    loss         mean over their tokens of KL(model || teacher) = sum_v q_v (log q_v - log p_v)
+
+The divergence is that of all tokens of the vocabulary at each place, so the loss does not depend on which one was
+sampled, and its gradient does not flow through the sampling. Rewards are only reported.
+
+B batch, T length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.common.config import REQUIRED, Config, child
+from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.layers.precision import to_sum_dtype
+from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.distilled_model import kl_divergence
+from praxis_lite.models.frozen import FrozenVariables
+from praxis_lite.models.language_model import clear_padding
+from praxis_lite.models.policy_model import PolicyModel
+from praxis_lite.models.teacher import create_teacher, frozen_teacher, teacher_logits
+
+
+class TaughtTokens(NamedTuple):
+  """What the loss reads of each token, [B, T].
+
+  Attributes:
+    divergence: float32 KL divergence of the model from the teacher, in nats.
+    agrees: bool, whether both have the same most probable token.
+  """
+
+  divergence: jax.Array
+  agrees: jax.Array
+
+
+class OnPolicyModel(PolicyModel):
+  """A language model that learns from a frozen teacher about answers of its own; it decodes and is exported without it.
+
+  Attributes: the same as for `PolicyModel`, whose `loss_tpl` is not used, and
+    teacher_tpl: config of the network of the teacher, with its sizes, the child `teacher`.
+  """
+
+  teacher_tpl: Config = REQUIRED
+
+  teacher: TransformerLm = child()
+
+  def setup(self) -> None:
+    super().setup()
+    if self.policy_loss.needs_reference:
+      raise ConfigError(f'{self.path_name}.loss_tpl: the loss is the divergence from the teacher; leave it as it is')
+    create_teacher(self, self.teacher_tpl)
+
+  @property
+  def frozen_variables(self) -> FrozenVariables:
+    return frozen_teacher(self)
+
+  def compute_predictions(self, batch: NestedDict) -> TaughtTokens:  # type: ignore[override]
+    """Returns what the loss reads of each token."""
+    is_token_BT = (batch['segment_ids'] > 0).astype(jnp.float32)
+    ids_BT, visible = clear_padding(batch['ids'], is_token_BT), self._visible(batch)
+    ours_BTV = to_sum_dtype(self.lm.logits(ids_BT, is_token_BT, **visible))
+    theirs_BTV = teacher_logits(self.teacher, ids_BT, is_token_BT, visible)
+    agrees_BT = jnp.argmax(ours_BTV, axis=-1) == jnp.argmax(theirs_BTV, axis=-1)
+    return TaughtTokens(kl_divergence(jax.nn.log_softmax(ours_BTV), jax.nn.log_softmax(theirs_BTV)), agrees_BT)
+
+  def compute_loss(self, predictions: TaughtTokens, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
+    """Returns metrics and per-example outputs.
+
+    Metrics: `loss`, nats per token; `agreement`, how often model and teacher have the same most probable token; and
+    those of answers of a `PolicyModel`, from `reward` to `finished`. Per example: `loss`, the mean of a row, and
+    `reward`.
+    """
+    weights_BT = batch['weights']
+    metrics = {
+      'loss': weighted_mean(predictions.divergence, weights_BT),
+      'agreement': weighted_mean(predictions.agrees, weights_BT),
+      **self._metrics_of_answers(batch),
+    }
+    loss_B, _ = weighted_mean(predictions.divergence, weights_BT, axis=1)
+    return metrics, {'loss': loss_B, 'reward': batch['reward']}

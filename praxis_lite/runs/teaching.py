@@ -1,0 +1,77 @@
+"""The most probable tokens of a teacher after each token of texts, for a model that learns them.
+
+B batch, T length, V vocabulary, K stored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.trees import NestedDict
+from praxis_lite.layers.base.call import Surroundings
+from praxis_lite.models import LanguageModel
+from praxis_lite.runs.layer_values import map_over_mesh
+from praxis_lite.runs.prompts import check_ids
+from praxis_lite.runs.trained import TrainedModel
+
+_LEAST_LENGTH = 32  # Rows are padded to this, or to a larger power of two, so that few lengths are compiled.
+
+
+class Teacher:
+  """Computes the most probable tokens.
+
+  Args:
+    model: a causal language model.
+    top_k: K.
+    batch_size: B; fewer texts are filled up.
+
+  Raises:
+    ConfigError: the model is no causal language model, or has fewer tokens than K.
+  """
+
+  def __init__(self, model: TrainedModel, top_k: int, batch_size: int):
+    layer = model.layer
+    if not isinstance(layer, LanguageModel) or layer.prompts_are_sources or layer.model_type != 'causal':
+      raise ConfigError(f'--what=teach needs a causal language model; this model is a {type(layer).__name__}')
+    if not 1 <= top_k <= layer.lm.vocab_size:
+      raise ConfigError(f'--top_k={top_k}: expected 1 to {layer.lm.vocab_size}, the size of the vocabulary')
+    self._model, self._batch_size = model, batch_size
+    limits = layer.score_limits()
+    self._most = None if limits is None else limits.max_positions
+
+    def run(variables: NestedDict, batch: NestedDict, surroundings: Surroundings) -> tuple[jax.Array, jax.Array]:
+      settings: dict[str, Any] = {'do_eval': True, 'method': 'predict', 'surroundings': surroundings}
+      logits_BTV = layer.apply(variables, batch, **settings)[0]['logits']
+      best, ids = jax.lax.top_k(jax.nn.log_softmax(logits_BTV.astype(jnp.float32)), top_k)
+      return ids, best
+
+    self._run = map_over_mesh(model.tasks, run)
+
+  def __call__(self, texts: Sequence[Sequence[int]]) -> list[dict[str, list]]:
+    """Returns `ids`, `teacher_ids` and `teacher_log_probs` of each text of tokens; see `inputs/teacher_rows.py`."""
+    most = max(len(ids) for ids in texts)
+    if self._most is not None and most > self._most:
+      raise DataError(f'{most} tokens, and the model sees at most {self._most} at once; cut the text')
+    T = max(_LEAST_LENGTH, 1 << (most - 1).bit_length())
+    T = T if self._most is None else min(T, self._most)
+    batch = {name: np.zeros((self._batch_size, T), np.int32) for name in ('ids', 'segment_ids')}
+    batch['segment_pos'] = np.tile(np.arange(T, dtype=np.int32), (self._batch_size, 1))
+    for row, ids in enumerate(texts):
+      batch['ids'][row, : len(ids)], batch['segment_ids'][row, : len(ids)] = ids, 1
+    batch['weights'] = batch['segment_ids'].astype(np.float32)
+    check_ids(batch, self._model.layer.num_ids)
+    best_ids, best = (np.asarray(x) for x in self._run(self._model.stored_variables, batch))
+    return [
+      {
+        'ids': [int(i) for i in ids],
+        'teacher_ids': best_ids[row, : len(ids) - 1].tolist(),
+        'teacher_log_probs': best[row, : len(ids) - 1].astype(float).tolist(),
+      }
+      for row, ids in enumerate(texts)
+    ]
