@@ -64,7 +64,7 @@ def _flags() -> CommandFlags:
   values.add_switch('symmetric', 'Integers have no zero points.', default=True)
   values.add_number('percentile', 'A scale covers this percentage of its weights.', '99.9', 100.0)
   values.add_choice('scale_dtype', 'Dtype of scales.', ['float32', 'bfloat16', 'float16'], 'bfloat16', 'float32')
-  values.add_text('kept', 'Of so many neighbouring inputs, how many weights are not 0; needed by float.', '2:4')
+  values.add_text('kept', 'n:m keeps the n largest weights of m neighbouring inputs; float needs it.', '2:4')
   how = 'How values are chosen: rounded to nearest, or by data: GPTQ, AWQ, or SmoothQuant for inputs in int8.'
   values.add_choice('method', how, ['nearest', 'gptq', 'awq', 'smooth'], 'gptq', 'nearest')
   values.add_integer('calibration_batches', 'Batches of data that such a method reads.', 32, 16, least=1)

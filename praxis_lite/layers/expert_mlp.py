@@ -47,9 +47,9 @@ class ExpertMlp:
       product: the product of rows and weights.
       rows: [..., D].
     """
-    return self.multiply(weights, product, self.hidden(weights, product, rows), 'down')
+    return self.multiply(weights, product, self.compute_hidden(weights, product, rows), 'down')
 
-  def hidden(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
+  def compute_hidden(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
     """Returns the inputs of the weights `down`, [..., F]; arguments as for a call."""
     multiply = functools.partial(self.multiply, weights, product)
     fn, limit = get_activation(self.activation), self.hidden_limit

@@ -7,8 +7,8 @@
       e   = (w_i - rounded w_i) / U_ii
       w_j = w_j - U_ij e             for all inputs j that are left; U'U = (G + damping)^-1, U upper triangular
 
-(Frantar et al., 2023.) Scales and zero points are those of rounding to nearest, so each input keeps its group whatever
-the order. An input that is always 0 is rounded to nearest, and so is a weight that has seen no rows.
+(Frantar et al., 2023.) Scales and zero points are those of rounding to nearest, whatever the order. An input that
+is always 0 is rounded to nearest, and so is a weight that has seen no rows.
 
 I all inputs, O all outputs of one weight.
 """

@@ -1,4 +1,4 @@
-"""Scales of inputs: numbers by which the weights of an input are multiplied before they are rounded.
+"""Scales of inputs: the weights of an input are multiplied by its scale before rounding, and the layer divides by it.
 
     y = sum_i (x_i / s_i) (s_i w_i)
 

@@ -51,8 +51,8 @@ class QuantizedWeights(LayerPatterns):
       (structured sparsity). None keeps all. The format 'float', for training only, rounds nothing else.
     mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros; otherwise
       they get that of the zero in their place, and may be kept later.
-    input_scale: whether each input of a weight has a number, by which its weights were multiplied before they were
-      rounded, and by which the layer divides; `praxis-lite quantize --method=awq` and `smooth` choose these numbers.
+    input_scale: whether each input of a weight has a scale: its weights are multiplied by it before rounding, and the
+      layer divides by it. `praxis-lite quantize --method=awq` and `smooth` choose these scales.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
       aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
   """

@@ -149,16 +149,16 @@ class WeightFormat:
       middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(NF4)], np.float32)
       return jnp.searchsorted(middle, w / scale, method='compare_all')
     half = 2 ** (self.bits - 1)
-    return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._of_zero
+    return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._stored_zero
 
   def restore_values(self, q: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
     """Returns what values q, as they are stored, stand for, in float32; the opposite of `round_values`."""
     if self.name == 'nf4':
       return _nf4_values(q) * scale
-    return (q.astype(jnp.float32) - (self._of_zero if zero is None else zero.astype(jnp.float32))) * scale
+    return (q.astype(jnp.float32) - (self._stored_zero if zero is None else zero.astype(jnp.float32))) * scale
 
   @property
-  def _of_zero(self) -> int:
+  def _stored_zero(self) -> int:
     """The value that is stored for 0, without zero points."""
     return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 

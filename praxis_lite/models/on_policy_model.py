@@ -3,8 +3,8 @@
     answers      sampled by the model, as for a `PolicyModel`
     loss         mean over their tokens of KL(model || teacher) = sum_v q_v (log q_v - log p_v)
 
-The divergence is that of all tokens of the vocabulary at each place, so the loss does not depend on which one was
-sampled, and its gradient does not flow through the sampling. Rewards are only reported.
+The divergence sums over the whole vocabulary at each place, instead of estimating it from the sampled token. No
+gradient flows through the sampling. Rewards are only reported.
 
 B batch, T length, V vocabulary.
 """

@@ -4,7 +4,7 @@
     G    sum x x', [I, I]
     sums of |x| and largest |x|, [I]
 
-The rows are those of the model with plain weights, on the mesh of the task, in evaluation; padding does not count.
+Rows come from evaluating the model with plain weights on the mesh of the task; padding does not count.
 Methods: 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`), 'gptq' values (`layers/gptq.py`).
 """
 
@@ -88,15 +88,15 @@ class CalibratedWeight:
     """Returns the scales of inputs, [*J, I, *1], for one weight [*J, I, *O] of a stack and of experts, at `index`."""
     form, whole = self.stored.format, jnp.asarray(w)
     if self.method == 'smooth':
-      return smooth_scales(form, whole, self._of('max_abs', index))
-    return awq_scales(form, whole, self._of('sum_abs', index), self._of('gram', index))
+      return smooth_scales(form, whole, self._inputs_at('max_abs', index))
+    return awq_scales(form, whole, self._inputs_at('sum_abs', index), self._inputs_at('gram', index))
 
   def quantize(self, w: jax.Array, index: tuple[int, ...]) -> dict[str, jax.Array]:
     """Returns 'values', 'scale' and perhaps 'zero' of one weight, or of some of its outputs."""
     form = self.stored.format
     return quantize_in_turn(form, w, self._compensation(index)) if self.method == 'gptq' else quantize(form, w)
 
-  def _of(self, part: str, index: tuple[int, ...]) -> jax.Array:
+  def _inputs_at(self, part: str, index: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(self.inputs[part][index], jnp.float32)
 
   @functools.cached_property
@@ -104,7 +104,9 @@ class CalibratedWeight:
     return functools.lru_cache(maxsize=1)(lambda index: compensation(self.inputs['gram'][index]))
 
 
-def calibrate(model: TrainedModel, quantized: BaseModel, calibration: Calibration) -> dict[Path, CalibratedWeight]:
+def calibrate_weights(
+  model: TrainedModel, quantized: BaseModel, calibration: Calibration
+) -> dict[Path, CalibratedWeight]:
   """Returns the weights in few bits that have met rows of data, by path.
 
   Args:
@@ -149,7 +151,7 @@ def _sum_over_batches(
     for batch in itertools.islice(batches, calibration.num_batches):
       parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
   found: dict[str, dict[str, np.ndarray]] = {}
-  for (_, label), of_use in parts.combined().items():
+  for (_, label), of_use in parts.combine().items():
     point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A layer that is used again.
     before = found.get(point)
     found[point] = (
@@ -175,11 +177,11 @@ class _InputTaps(StepTaps):
     self._with_gram = with_gram
 
   def surround(self, surroundings: Surroundings, batch: Mapping[str, jax.Array]) -> Surroundings:
-    def wanted(name: str) -> Sequence[str]:
+    def names_wanted(name: str) -> Sequence[str]:
       return ('inputs',) if name in self.points else ()
 
     taps = _SummingTaps(
-      wanted,
+      names_wanted,
       self.seen,
       real_tokens(batch),
       surroundings.manual_axes,

@@ -221,10 +221,10 @@ def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., An
 
 
 def _taps(seen: dict[str, str], surroundings: Surroundings) -> Taps:
-  def wanted(name: str) -> tuple[str, ...]:
+  def values_wanted(name: str) -> tuple[str, ...]:
     return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)  # All experts would compute all tokens.
 
-  return Taps(wanted, seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
+  return Taps(values_wanted, seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
 
 
 def _select_arrays(summaries: Mapping[str, Summary]) -> dict[str, Summary]:

@@ -21,7 +21,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves, map_with_path, select
 from praxis_lite.models import quantize_weights
-from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate, describe_uncalibrated
+from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import quantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
@@ -75,7 +75,7 @@ def quantize_run(
     reader = to_close.enter_context(contextlib.closing(Checkpointer(source, read_only=True)))
     step, calibrated, lines = reader.existing_step(step), None, []
     if calibration is not None:
-      calibrated = calibrate(
+      calibrated = calibrate_weights(
         restore_model(use_kept_vocabulary(config, source), source, step=step), task.model, calibration
       )
       lines = [line for line in [describe_uncalibrated(task.model, calibrated)] if line]

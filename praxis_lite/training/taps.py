@@ -332,11 +332,11 @@ class TappedParts:
     """Returns the statistics by name, `path/rms`; those of histograms have the kind 'bins'."""
     return {
       name: summary
-      for (statistics, label), parts in self.combined().items()
+      for (statistics, label), parts in self.combine().items()
       for name, summary in _finish(label, statistics, parts)
     }
 
-  def combined(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
+  def combine(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
     """Returns the parts of all batches by name, for each (statistics, label)."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}

@@ -13,7 +13,7 @@ from praxis_lite.experiments.moe import MoeTiny
 from praxis_lite.layers import QuantizedWeights
 from praxis_lite.models import dequantize_variables, quantize_weights
 from praxis_lite.runs import open_run, run_train
-from praxis_lite.runs.calibration import Calibration, calibrate
+from praxis_lite.runs.calibration import Calibration, calibrate_weights
 from praxis_lite.runs.quantized import quantize_run
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, spread_streamed
 from praxis_lite.training.experiment import configure
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
 
 def sums_by_path(run, mesh):
   quantized = quantize_weights(run.config.task.model.clone(), FEW).instantiate()
-  found = calibrate(run.load(mesh=mesh), quantized, Calibration('gptq', 2))
+  found = calibrate_weights(run.load(mesh=mesh), quantized, Calibration('gptq', 2))
   return {path_name(path): weight.inputs for path, weight in found.items()}
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from praxis_lite.cli.main import main
 from praxis_lite.common.errors import DataError
-from praxis_lite.experiments.policies import DigitsImitated
+from praxis_lite.experiments.policies import DigitsImitated, DigitsRewarded
 from praxis_lite.inputs.teacher_rows import read_teacher_rows
 from praxis_lite.runs import open_run, run_train
+from praxis_lite.training import train_distillation, train_on_policy
 from praxis_lite.training.experiment import configure
 
 
@@ -57,3 +58,37 @@ def test_stored_probabilities_are_those_of_the_model(teacher, tmp_path):
     read_teacher_rows(str(out), 10)
   assert teach(teacher, tmp_path / 'texts.jsonl', out, '--shard_rows=4') == 0  # Goes on.
   assert read_teacher_rows(str(out), 10)['ids'].tolist() == rows['ids'].tolist()
+
+
+def taught_student(datasets, directory, steps, teach_task):
+  """Trains a small model, and returns its metrics on validation data."""
+  config = configure(DigitsImitated)
+  config.task.model.set(model_dims=32, num_layers=1, hidden_dims=64, num_heads=2)
+  teach_task(config.task)
+  config.task.train.set(num_train_steps=steps, save_interval_steps=steps, eval_interval_steps=None)
+  config.datasets[:] = datasets
+  run_train(config, directory)
+  return open_run(directory).load()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_corrects_its_answers_makes_a_model_better(tmp_path):
+  imitated, rewarded = configure(DigitsImitated), configure(DigitsRewarded)
+  imitated.task.train.set(num_train_steps=300, save_interval_steps=300, eval_interval_steps=None)
+  run_train(imitated, tmp_path / 'teacher')
+
+  def imitate_teacher(task):
+    train_distillation(task, imitated.task.model, weight=1.0)
+    task.train.init_from.path = str(tmp_path / 'teacher')
+
+  def correct_answers(steps):
+    def change(task):
+      train_on_policy(task, imitated.task.model)
+      task.train.learner.learning_rate = 2e-3
+      task.train.init_from.path = str(tmp_path / 'imitated')
+
+    return taught_student(rewarded.datasets, tmp_path / f'corrected{steps}', steps, change).evaluate('validation')
+
+  taught_student(imitated.datasets, tmp_path / 'imitated', 60, imitate_teacher)
+  before, after = correct_answers(1), correct_answers(80)
+  assert after['reward'] > before['reward'] + 0.2 and after['loss'] < 0.7 * before['loss']

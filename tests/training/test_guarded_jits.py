@@ -23,6 +23,8 @@ UNGUARDED = {
   'bridges/hf/reader.py': (1, 'one device: what is read is placed on each by itself'),
   'common/jax_internals/lowering.py': (1, 'a part of a program that is lowered by itself, to be read'),
   'layers/weight_formats.py': (1, 'a weight by itself, in parts that were read from a file'),
+  'layers/gptq.py': (1, 'a weight by itself, in parts that were read from a file'),
+  'layers/input_scales.py': (2, 'a weight by itself, that was read from a file'),
   'models/quantization.py': (1, 'a weight by itself; each entry follows from one entry of each array'),
   'layers/splash.py': (1, 'within the step, whose program is guarded'),
   'layers/tokamax_attention.py': (1, 'within the step, whose program is guarded'),
