@@ -40,7 +40,7 @@ class SyntheticLmCircular(SyntheticLmTiny):
 
 @registry.register
 class Gpt3(PublishedSize):
-  """GPT-3 style, 175B parameters, on 512 devices: 16 stages, 8 fully sharded, 4 tensor parallel.
+  """GPT-3 style, 175B parameters, on 512 devices: 16 stages, 16 fully sharded, 2 tensor parallel.
 
   Its batches have 3.1M tokens (Brown et al., 2020). Weights are gathered once in a step. It keeps only the inputs of
   stages for the backward pass, which computes each stage of six layers once more. These six are no loop, which would
@@ -49,7 +49,7 @@ class Gpt3(PublishedSize):
   """
 
   mesh_axis_names = AXES
-  ici_mesh_shape = (16, 1, 8, 4)
+  ici_mesh_shape = (16, 1, 16, 2)
   seq_len = 2048
   batch_size = 1536
   learning_rate = 6e-5

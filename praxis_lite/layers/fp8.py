@@ -5,10 +5,10 @@
     dx    = s_g s_w (q(g) . q(w)^T)                                                   e5m2 by e4m3
     dw    = s_x s_g (q(x)^T . q(g))                                                   e4m3 by e5m2
 
-Sums are in float32. After the leading bit, e4m3 has 3 bits and e5m2 has 2, so the relative rounding error is up to 1/16
-and 1/8. A product of normally distributed entries is off by 4 % of its own size, and its gradients by 6 %. Computing a
-scale from the current values takes one more pass over an array than using the values of earlier steps (delayed
-scaling), but needs no state.
+Each device sums in float32. Sums over devices are in the dtype of x, or in float32 if that is float16. After the
+leading bit, e4m3 has 3 bits and e5m2 has 2, so the relative rounding error is up to 1/16 and 1/8. A product of normally
+distributed entries is off by 4 % of its own size, and its gradients by 6 %. Computing a scale from the current values
+takes one more pass over an array than using the values of earlier steps (delayed scaling), but needs no state.
 
 GPUs of compute capability 8.9 and above have such products; elsewhere XLA computes them in a wider format.
 """
@@ -83,5 +83,7 @@ def _quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
 def _dot(
   a: Quantized, b: Quantized, contracting: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
 ) -> jax.Array:
-  product = jax.lax.dot_general(a[0], b[0], (contracting, ((), ())), preferred_element_type=jnp.float32)
+  # Devices add up their parts of a product in its dtype. A bfloat16 has the range of a float32; a float16 has not.
+  summed = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+  product = jax.lax.dot_general(a[0], b[0], (contracting, ((), ())), preferred_element_type=summed)
   return (product * (a[1] * b[1])).astype(dtype)

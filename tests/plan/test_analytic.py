@@ -14,6 +14,7 @@ from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.decode_kernel import attend_by_kernel
+from praxis_lite.layers.fp8 import fp8_tensordot
 from praxis_lite.sharding.mesh import abstract_mesh
 
 B, T, N, H = 8, 256, 4, 32
@@ -154,6 +155,17 @@ def test_all_reduces_that_are_added_up_are_one():
   whole = ((64, 64), jnp.float32, ('data',))
   program = lowered_program(both, ((64, 64), jnp.float32, (None, 'data')), whole, whole, mesh={'data': 4})
   assert [c.kind for c in program.collectives] == ['all-reduce']
+
+
+@pytest.mark.parametrize(('dtype', 'summed'), [('bfloat16', 'bf16'), ('float16', 'f32'), ('float32', 'f32')])
+def test_devices_add_up_products_in_8_bits_in_the_dtype_of_their_inputs(dtype, summed):
+  def loss(x, w):
+    return jnp.square(fp8_tensordot(x, w, 1)).sum()
+
+  x, w = ((64, 64), dtype, ('data', 'mdl')), ((64, 64), dtype, ('mdl', None))
+  program = lowered_program(jax.grad(loss, (0, 1)), x, w)
+  sums = [(c.axes, c.dtype) for c in program.collectives if c.result_bytes > 64]
+  assert sums == [(('mdl',), summed), (('data',), summed)]
 
 
 def test_a_loop_without_a_known_count_is_named():

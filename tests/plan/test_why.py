@@ -13,15 +13,19 @@ from praxis_lite.instruments import testing
 from praxis_lite.instruments.explain.explanation import ShardingReport, format_report
 from praxis_lite.instruments.explain.report import explain, task_and_inputs, trace_task
 from praxis_lite.instruments.plan import Reason, format_why, plan
-from praxis_lite.instruments.plan.cost import Operation
+from praxis_lite.instruments.plan.cost import Operation, cost_of
 from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.declared import Declaration, Declarations
 from praxis_lite.instruments.plan.hlo import parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
+from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.snapshot import GrowthLimits, keep, read, regressions, snapshot_of
+from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.training import registry
+from praxis_lite.training.experiment import configure
 from praxis_lite.training.state import state_layout
 
 LAYERS = 'lm.transformer.layers'
@@ -259,6 +263,38 @@ def test_gradients_of_stacks_in_stages_are_those_of_weights():
   found = Declarations(ShardingReport({'stage': 4, 'mdl': 3}, [], [], [], []), {})
   for dims, fits in (((1, 1, 6, 16, 4, 8), True), ((1, 1, 5, 16, 4, 8), False), ((6, 16, 4, 8), False)):
     assert found.fitting(dims, [heads]) == [heads] * fits
+
+
+_CHUNK_OF_A_GRADIENT = """HloModule m, num_partitions=8
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[1,9999,9]) -> f32[1,9999,9] {
+  %a = f32[1,9999,9] parameter(0)
+  %b = f32[1,9999,9] multiply(%a, %a)
+  ROOT %r = f32[1,9999,9] all-reduce(%b), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%sum, metadata={op_name="NAME"}
+}
+"""
+
+
+@pytest.mark.parametrize('splits_rows', [True, False])
+def test_a_chunk_of_a_gradient_is_summed_over_all_axes_that_split_the_rows_of_its_layer(splits_rows):
+  """A chunk has no declared shape, and the rows of a softmax after a pipeline may be split over its stages."""
+  config = configure(registry.get('pipelines.SyntheticLmPipelined'))
+  softmax = config.task.model.lm_tpl.softmax_tpl
+  softmax.activation_split_dims_mapping.out = (('replica', 'data', *['stage'] * splits_rows), None, 'mdl')
+  why, topology = why_of(config), parse_topology('h100:8')
+  program = parse(_CHUNK_OF_A_GRADIENT.replace('NAME', 'jit(step)/transpose(jvp(LanguageModel))/lm/softmax/reduce'))
+  mesh = dict(stage=2, replica=1, data=2, mdl=2)
+  cost = cost_of(program, topology.target, Links(topology), mesh=mesh, layers=why._names)
+  (cause,) = (c.cause for c in why.add_causes(cost, program).collectives)
+  assert cause.expected == splits_rows
+  if splits_rows:
+    assert cause.reason is Reason.GRADIENT and cause.fields == ('lm.softmax.activation_split_dims_mapping.out',)
 
 
 # ---------------------------------------------------------------- snapshots

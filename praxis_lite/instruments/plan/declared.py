@@ -121,6 +121,10 @@ class Declarations:
     """Returns the fields with which declarations split arrays over any of `axes`, without duplicates."""
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
+  def row_axes(self, activations: Iterable[Declaration]) -> set[str]:
+    """Returns the axes that split the rows of any of these activations, in addition to those of the batch."""
+    return {axis for a in activations for axes, role in zip(a.axes, a.roles) if role == ('rows', 0) for axis in axes}
+
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
     """Returns the declarations of arrays whose part on one device may have these `dims`, in any order.
 

@@ -165,7 +165,8 @@ class Why:
       return Cause(Reason.TENSOR, layers, fields)
     near = [a for a in declared.activations if any(is_below(a.layer, p) for p in layers)] or declared.activations
     fields = declared.fields_of(near, axes - batch)
-    if c.phase != 'forward' and of_weights:
+    of_rows = axes <= batch | declared.row_axes(a for a in near if any(is_below(a.layer, p) for p in layers))
+    if c.phase != 'forward' and (of_weights or (of_rows and not of_activations)):
       return Cause(Reason.GRADIENT, layers, fields or ('task.train.inputs_split_mapping',))
     if not large or c.result_bytes <= _SMALL:
       return Cause(Reason.SUMS, layers, fields)

@@ -4,10 +4,15 @@ const KIND_HUES = { parameters: 250, 'optimizer slots': 205, 'moving averages': 
 const kindColor = (kind) => (KIND_HUES[kind] == null ? 'var(--whole)' : `oklch(var(--area-l) var(--area-c) ${KIND_HUES[kind]})`);
 const memory = { zoom: [], focus: false };
 
-// Returns kinds whose bytes add up to the peak. If the schedule counts more than the peak, the temporaries shrink.
+// Returns kinds whose bytes add up to the peak. If the schedule counts more than the peak, the temporaries shrink, then
+// what else it knows.
 function kindsOfPeak() {
   const { other = 0, ...kinds } = data.memory.kinds;
-  if (other < 0) kinds.temporaries = Math.max((kinds.temporaries || 0) + other, 0);
+  let much = Math.max(-other, 0);
+  for (const kind of ['temporaries', 'gradients', 'saved activations']) {
+    const taken = Math.min(kinds[kind] || 0, much);
+    kinds[kind] = (kinds[kind] || 0) - taken; much -= taken;
+  }
   return Object.entries({ ...kinds, ...(other > 0 ? { other } : {}) }).filter(([, size]) => size > 0);
 }
 
