@@ -15,7 +15,8 @@ the sizes of a model and its layout, in bfloat16, if a block keeps only its inpu
     sequences        keys and values to all devices of a sequence, in three passes, and their gradients
     stages           a microbatch and its gradient in each tick, and the batch to the first stage and from the last
 
-Blocks in stages do their part in each tick, and are recomputed twice: once with their stage, once for themselves.
+Blocks in stages do their part in each tick, and are recomputed with their stage, and once more if `remat` says so. With
+`gather_axes`, their weights are gathered once in a step.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def least_bytes(task: Config, rows: int, length: int, sizes: Mapping[str, int], 
       else:
         gathers += is_tied
     times = ticks / R if '.layers.' in weight.path else 1
-    least['weights'] += times * gathers * gathered
+    is_kept = '.layers.' in weight.path and getattr(stack, 'gather_axes', None)
+    least['weights'] += gathered if is_kept else times * gathers * gathered
     least['gradients'] += times * summed
 
   for weight in found.weights:
@@ -117,7 +119,7 @@ def least_bytes(task: Config, rows: int, length: int, sizes: Mapping[str, int], 
       add_weight(weight)
 
   one_sum, one_outside = (2 * of * (1 - 1 / tensor) for of in (vectors / M, vectors_outside))
-  recomputed = blocks if S == 1 else 3 * blocks - 2
+  recomputed = blocks if S == 1 else 2 * blocks - 1 if stack.remat == 'none' else 3 * blocks - 2
   least['tensor parallel'] = ticks * (4 * blocks + recomputed) * one_sum + 2 * one_outside
   if axis := getattr(block.ff_tpl, 'expert_axis', None):
     chosen = vectors * block.ff_tpl.num_experts_per_token

@@ -109,6 +109,43 @@ def test_estimates_are_corrected_by_the_nearest_setting_that_was_compiled(planne
   assert correct(planned, ('other', 'other'))[0] == pytest.approx(4 * planned.step_seconds)
 
 
+@pytest.mark.slow
+def test_a_search_compiles_what_promises_most_and_recommends_the_fastest_that_it_compiled(monkeypatch):
+  """A compiler is planted that makes tensor parallel steps slower than their estimates and doubles all others."""
+  compiled = []
+
+  def planted(task, inputs, topology, **options):
+    estimate = plan(task, inputs, topology, compile=False)
+    if options.get('compile') is False:
+      return estimate
+    compiled.append(_slower(estimate, 2.0 if estimate.mesh['mdl'] == 1 else 5.0))
+    return compiled[-1]
+
+  monkeypatch.setattr(searching, 'plan', planted)
+  monkeypatch.setattr(searching, 'missing_compiler', lambda topology: '')
+  found = search(small_lm((1, 4, 2), remat='full'), None, 'h100:1x8', verify=2, estimates=4, seconds=600)
+  assert [ranked.verified for ranked in found if ranked.is_own] == compiled[:1]
+  assert sorted(r.seconds for r in found if r.verified) == sorted(p.step_seconds for p in compiled)
+  assert len(compiled) == 2 and found[0].seconds == min(p.step_seconds for p in compiled)
+  # The estimates of others are corrected as well; those that promise more than the best are told.
+  left = [ranked for ranked in found if not ranked.verified and ranked.seconds < found[0].seconds]
+  text = ' '.join(format_search(found).split())
+  assert 'of the 2 that were compiled' in text and f'{len(found)} settings were estimated, 2 of them compiled' in text
+  assert bool(left) == ('only estimated may take less time' in text)
+
+
+def test_what_was_only_estimated_and_may_be_faster_is_told(planned):
+  def ranked(share, verified, is_own=False):
+    made = _slower(planned, share)
+    return searching.Ranked((), made, made if verified else None, made.step_seconds, 1.0, is_own)
+
+  found = sorted([ranked(1.0, True, is_own=True), ranked(0.5, False), ranked(2.0, False)], key=lambda r: r.order)
+  assert found[0].is_own  # What was compiled comes before what was only estimated.
+  text = ' '.join(format_search(found).split())
+  assert "the experiment's own setting is the best of the 1 that were compiled" in text
+  assert '1 that were only estimated may take less time, down to 50% of this; --verify=2' in text
+
+
 def _slower(planned, factor):
   """The plan, with this factor more time and temporaries, as if a compiler had said so."""
   cost, memory = planned.cost, planned.memory

@@ -236,6 +236,7 @@ def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
   assert sent(found, 'reduce-scatter') == pytest.approx(matrices + table, rel=0.01)
   assert sent(found, 'all-reduce') == pytest.approx(2 * 7 / 8 * 4 * (2 * LAYERS + 1) * D, rel=0.01)  # Of norms.
   assert sent(found, 'all-to-all') == 2 * vectors
+  assert {c.axes for c in found.collectives if c.kind == 'all-to-all'} == {('data',)}
   # Weights are gathered, and gradients summed, beside the work of the layers.
   matrices = [c for c in found.collectives if c.layer.startswith('lm.transformer') and c.result_bytes > 1000]
   assert {c.kind for c in matrices} == {'all-gather', 'reduce-scatter'}

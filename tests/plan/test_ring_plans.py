@@ -33,6 +33,16 @@ def test_the_attention_of_a_ring_has_the_flops_of_the_blocks_that_meet(compile, 
   assert attention_flops(found, 'backward') == pytest.approx(met * 5 * product)
 
 
+@pytest.mark.slow
+def test_attention_to_128k_tokens_has_the_flops_of_the_formula():
+  found = plan(configure(registry.get('long_context.Llama8B128k')), None, 'h100:32x8', compile=False)
+  length, layers, rows, dims, devices = 131_072, 32, 32, 4096, 256
+  product = layers * rows * 2 * length**2 / 2 * dims / devices  # A token attends to half of them.
+  assert found.is_time_known
+  for phase, products in {'forward': 2, 'recomputed': 2, 'backward': 5}.items():
+    assert attention_flops(found, phase) == pytest.approx(products * product, rel=0.01)
+
+
 @pytest.mark.parametrize('mask', [Band(), Causal(), SlidingWindow(5) & Causal(), Causal() & SlidingWindow(30)])
 @pytest.mark.parametrize('length', [1, 15, 96])
 def test_the_mean_number_of_pairs_is_that_of_all_devices(mask, length):

@@ -289,7 +289,7 @@ def test_a_chunk_of_a_gradient_is_summed_over_all_axes_that_split_the_rows_of_it
   softmax.activation_split_dims_mapping.out = (('replica', 'data', *['stage'] * splits_rows), None, 'mdl')
   why, topology = why_of(config), parse_topology('h100:8')
   program = parse(_CHUNK_OF_A_GRADIENT.replace('NAME', 'jit(step)/transpose(jvp(LanguageModel))/lm/softmax/reduce'))
-  mesh = dict(stage=2, replica=1, data=2, mdl=2)
+  mesh = {'stage': 2, 'replica': 1, 'data': 2, 'mdl': 2}
   cost = cost_of(program, topology.target, Links(topology), mesh=mesh, layers=why._names)
   (cause,) = (c.cause for c in why.add_causes(cost, program).collectives)
   assert cause.expected == splits_rows
