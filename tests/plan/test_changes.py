@@ -293,8 +293,12 @@ def test_the_command_prints_them(capsys, monkeypatch):
   monkeypatch.setattr(searching, '_LEAST_ESTIMATES', 2)
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
   changes = ['--compare=task.ici_mesh_shape=(8,1,1)', '--what_if', '--tokens=1e9', '--price_per_chip_hour=2']
-  assert main([*named, *changes]) == 0
+  changes += ['--host_gigabits=1600', '--failures_per_chip_day=1', '--restart_seconds=600', '--save_seconds=3']
+  assert main([*named, *changes, '--input_wait_share=0.25']) == 0
   out, err = capsys.readouterr()
+  assert '1,600 Gbit/s from each host' in ' '.join(out.split())
+  # The rest waits for inputs, restarts and saves.
+  assert re.search(r'7\d\.\d% of this time .* some chip fails every 3\.0 h, and a save stalls the run for 3 s', out)
   assert 'is made to fit 8 devices: replica 1 x data 8 x mdl 1' in err
   assert re.search(r'1.00B tokens take [\d,]+ steps, .* chip-hours, [\d,]+ in money', out)
   assert re.search(r'moments in int8 .* exact +--set', out)
