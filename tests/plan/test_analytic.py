@@ -157,6 +157,19 @@ def test_all_reduces_that_are_added_up_are_one():
   assert [c.kind for c in program.collectives] == ['all-reduce']
 
 
+@pytest.mark.parametrize(('size', 'gather', 'scatter'), [(5, 'all-gather', 'reduce-scatter'), (4, *['all-reduce'] * 2)])
+def test_weights_of_which_half_of_the_devices_have_no_part_are_gathered_by_sums(size, gather, scatter):
+  """As XLA does. Variables are stored padded."""
+
+  def loss(w, x):
+    return jnp.square(x @ jax.lax.with_sharding_constraint(w[:size], P('data'))).sum()
+
+  program = lowered_program(
+    jax.value_and_grad(loss), ((8, 64), jnp.float32, ('data',)), ((64, size), jnp.float32, ('data',)), mesh={'data': 8}
+  )
+  assert [c.kind for c in program.collectives if c.result_bytes > 4] == [gather, scatter]
+
+
 @pytest.mark.parametrize(('dtype', 'summed'), [('bfloat16', 'bf16'), ('float16', 'f32'), ('float32', 'f32')])
 def test_devices_add_up_products_in_8_bits_in_the_dtype_of_their_inputs(dtype, summed):
   def loss(x, w):

@@ -39,6 +39,7 @@ from praxis_lite.instruments.plan.local_memory import (
 from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
 from praxis_lite.instruments.plan.work import convolution_flops
 from praxis_lite.sharding.propagation import (
+  count_parts,
   functions_of,
   make_collectives_explicit,
   mesh_axes,
@@ -282,8 +283,11 @@ class _Reader:
     groups: tuple[tuple[int, ...], ...] = ()
     if op.name.startswith('sdy.'):
       axes = self._axes(op, kind)
-      if kind == 'all-reduce' and len(users) == 1 and users[0].name == 'sdy.all_slice':
-        kind, received = 'reduce-scatter', self._sizes.bytes(users[0].results[0])
+      if kind == 'all-gather' and self._leaves_half_without(operand, result):
+        kind, sent = 'all-reduce', received
+      part = users[0].results[0] if len(users) == 1 and users[0].name == 'sdy.all_slice' else None
+      if kind == 'all-reduce' and part is not None and not self._leaves_half_without(part, result):
+        kind, received = 'reduce-scatter', self._sizes.bytes(part)
     else:
       groups = collective_groups(op, self._sizes.mesh)
     if is_joined(op) or (not axes and not groups):
@@ -295,6 +299,17 @@ class _Reader:
         name, count, kind, axes, groups, sent, received, hlo_dtype_name(result), self._loop, op in self._beside
       )
     ]
+
+  def _leaves_half_without(self, split: ir.Value, whole: ir.Value) -> bool:
+    """Whether at least half of the devices that split a dimension of an array have no part of it.
+
+    XLA gathers such an array, and adds it up into such parts, by an all-reduce of the whole.
+    """
+    mesh = self._sizes.mesh
+    return any(
+      2 * size <= count_parts(own) // count_parts(kept)
+      for size, own, kept in zip(self._sizes.shape(whole), split_of(split, mesh), split_of(whole, mesh))
+    )
 
   def _axes(self, op: ir.Operation, kind: str) -> tuple[str, ...]:
     if kind == 'all-reduce':
