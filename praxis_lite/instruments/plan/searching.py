@@ -39,6 +39,8 @@ _NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit for estimates, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
+# Compiled, settings took down to this share of their corrected estimates; see `docs/planning-figures.md`.
+_LEAST_OF_ESTIMATE = 0.94
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,14 +311,14 @@ def _verdict(found: Sequence[Ranked], own: Ranked) -> list[str]:
     gain = f'{1 - best.seconds_for_work / own.seconds_for_work:.0%} less time than its own setting'
     gain = gain if own.fits else 'its own setting does not fit'
     lines = [f'{of}: {gain}; {_looked_at(found)}. To use it:', *(f"  --set '{line}'" for line in best.overrides)]
-  promising = [
-    r for r in found if r.fits and not r.verified and not r.failure and r.seconds_for_work < best.seconds_for_work
-  ]
+  most = best.seconds_for_work / _LEAST_OF_ESTIMATE
+  promising = [r for r in found if r.fits and not r.verified and not r.failure and r.seconds_for_work < most]
   if best.verified and promising:
     share = min(r.seconds_for_work for r in promising) / best.seconds_for_work
     lines.append(
-      f'{len(promising):,} that were only estimated may take less time, down to {share:.0%} of this; '
-      f'--verify={len(compiled) + len(promising)} --search_seconds=1800 compiles more'
+      f'{len(promising):,} that were only estimated may take less time: estimates are from {share:.0%} of this, and '
+      f'have been up to {1 - _LEAST_OF_ESTIMATE:.0%} too long; --verify={len(compiled) + len(promising)} '
+      '--search_seconds=1800 compiles more'
     )
   return lines
 

@@ -19,7 +19,7 @@ _ONE_HOST_OF_GPUS = TimeFactors(0.98, 1.35)
 _HOSTS_OF_GPUS = TimeFactors(0.98, 1.57)
 _TPU = TimeFactors(0.98, 1.27)
 # Plans of compiled programs, divided by plans of the same steps by formulas.
-_FORMULAS = TimeFactors(0.95, 1.67)
+_FORMULAS = TimeFactors(0.88, 1.67)
 
 
 def time_factors(topology: Topology, is_compiled: bool) -> TimeFactors | None:
