@@ -69,9 +69,7 @@ class Config(fdl.Config[T], Generic[T]):
         self._copy_state(_bare_config(fn_or_cls), {})
         for name, value in kwargs.items():
           setattr(self, name, value)
-      for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
-        if name not in self.__arguments__:
-          setattr(self, name, factory())
+      self._fill_defaults()
 
   def __setattr__(self, name: str, value: object) -> None:
     check_keeps_edit(self, name, value)
@@ -95,9 +93,13 @@ class Config(fdl.Config[T], Generic[T]):
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
       super().__delattr__(name)
-      for field, factory in _default_factories(target(self)):
-        if field == name:
-          setattr(self, name, factory())
+      self._fill_defaults()
+
+  def _fill_defaults(self) -> None:
+    """Makes the default of each field that has a factory and is not set, so it is always in `__arguments__`."""
+    made = {name: make() for name, make in _default_factories(target(self)) if name not in self.__arguments__}
+    self.__arguments__.update(made)
+    note_edit(self, *made)
 
   def __eq__(self, other: object) -> bool:
     """Whether both would make the same call, including defaults."""

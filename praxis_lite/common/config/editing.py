@@ -45,8 +45,8 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
   )
 
 
-def note_edit(config: fdl.Config, field: str) -> None:
-  """Keeps the line of code that is setting a field of a config, unless it belongs to a default of a class."""
+def note_edit(config: fdl.Config, *fields: str) -> None:
+  """Keeps the line of code that is setting fields of a config, unless it belongs to a default of a class."""
   frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.
@@ -54,7 +54,8 @@ def note_edit(config: fdl.Config, field: str) -> None:
     is_override |= frame.f_code.co_filename == _OVERRIDES
     frame = frame.f_back
   file = _OVERRIDE if is_override else frame.f_code.co_filename
-  config.__dict__.setdefault(_EDITS, {})[field] = _Edit(file, frame.f_lineno, _owner.get() is not None)
+  edit = _Edit(file, frame.f_lineno, _owner.get() is not None)
+  config.__dict__.setdefault(_EDITS, {}).update(dict.fromkeys(fields, edit))
 
 
 def copy_edits(config: fdl.Config) -> None:

@@ -195,12 +195,15 @@ class _Writer:
     raise ConfigError(f'{path or "config"}: a value of type {kind.__qualname__} cannot be written as JSON')
 
   def _config(self, config: Config, path: str) -> Json:
-    positional = {k: v for k, v in config.__arguments__.items() if isinstance(k, int)}
-    args = {'$args': self._fields(positional, path)} if positional else {}
-    named = {k: v for k, v in config.__arguments__.items() if isinstance(k, str)}
-    fields = {k: self._field(v, child_path(path, k)) for k, v in named.items()}
-    defaults = {} if self._lost is None else {'$defaults': _defaults(config, path)}
-    return {'$config': _reference(target(config), path), **args, **fields, **defaults}
+    called, values, given = target(config), config_values(config), config.__arguments__
+    written = {'$config': _reference(called, path)}
+    if positional := {k: v for k, v in given.items() if isinstance(k, int)}:
+      written['$args'] = self._fields(positional, path)
+    written |= {k: self._field(v, child_path(path, k)) for k, v in given.items() if isinstance(k, str)}
+    if self._lost is not None:
+      unset = {k: v for k, v in values.items() if isinstance(k, str) and k not in given}
+      written['$defaults'] = {k: _encode_default(v, child_path(path, k)) for k, v in unset.items()}
+    return written
 
   def _field(self, value: object, path: str) -> Json:
     try:
@@ -223,13 +226,8 @@ class _Writer:
     return [_dtype(array.dtype, path), list(array.shape), base64.b64encode(array.tobytes()).decode()]
 
 
-def _defaults(config: Config, path: str) -> dict[str, Json]:
-  """Returns the fields that are not set on a config, with REQUIRED for those that could not be read back."""
-  unset = {k: v for k, v in config_values(config).items() if isinstance(k, str) and k not in config.__arguments__}
-  return {k: _encode_default(v, child_path(path, k)) for k, v in unset.items()}
-
-
 def _encode_default(value: object, path: str) -> Json:
+  """Returns the JSON of a default, that of REQUIRED if it could not be read back."""
   lost: dict[str, str] = {}
   encoded = _Writer(lost)._field(value, path)
   return _UNKNOWN if lost else encoded

@@ -21,7 +21,7 @@ import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.common.config.base import Config, config_values, target
@@ -64,7 +64,7 @@ def changed_fields(config: object, name: str = '') -> dict[str, tuple[str, str]]
 def configs_by_path(config: object, name: str = '') -> dict[str, Config]:
   """Returns a config, or those in a dict or list, and all that are nested in it, by their paths."""
   found = {name: config} if isinstance(config, Config) else {}
-  for key, child in _child_values(config, is_root=True) or ():
+  for key, child in _parts(config, is_root=True)[1].items():
     found |= configs_by_path(child, child_path(name, key))
   return found
 
@@ -200,6 +200,7 @@ def dtype_name(value: object) -> str | None:
   return value.name if isinstance(value, np.dtype) else None
 
 
+_NOTHING = object()
 _Entry = tuple[str, str]  # The separator and the right side of a line: ' = ' and a value, or ': ' and a class.
 
 
@@ -209,49 +210,46 @@ def _line(path: str, entry: _Entry) -> str:
 
 def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
   """Yields (path, entry) of the lines of `value`."""
-  children = _child_values(value, is_root)
-  if isinstance(value, Config) or children is None:
-    yield path, _entry_of(value, path)
-  for key, child in children or ():
+  entry, children = _parts(value, is_root)
+  if entry is not None:
+    yield path, _without_secret(entry, value, path)
+  for key, child in children.items():
     yield from _entries(child, child_path(path, key))
 
 
 def _changes(
-  value: object, path: str, is_root: bool = False, default: object = None, has_default: bool = False
+  value: object, path: str, is_root: bool = False, default: object = _NOTHING
 ) -> Iterator[tuple[str, _Entry, str]]:
   """Yields (path, entry, default as text) of the lines of `value` that differ from `default`."""
-  children = _child_values(value, is_root)
-  is_of_default_class = isinstance(value, Config) and isinstance(default, Config) and target(default) is target(value)
-  if (isinstance(value, Config) and not is_of_default_class) or children is None:
-    yield path, _entry_of(value, path), _entry_of(default, path)[1] if has_default else ''
-  if isinstance(value, Config) and not is_of_default_class:
-    default = Config(target(value))
-  defaults = dict(_child_values(default) or ()) if type(default) is type(value) else {}
-  keys = [key for key, _ in children or ()]
-  if not defaults.keys() <= set(keys):  # Without an entry of the default, the other entries are changes too.
+  entry, children = _parts(value, is_root)
+  default_entry, defaults = _parts(default)
+  if entry is not None and entry != default_entry:
+    shown = default_entry or (' = ', format_value(default))
+    text = '' if default is _NOTHING else _without_secret(shown, default, path)[1]
+    yield path, _without_secret(entry, value, path), text
+    if isinstance(value, Config):
+      _, defaults = _parts(Config(target(value)))
+  is_other_kind = isinstance(default, Config) and not isinstance(value, Config)
+  if is_other_kind or not defaults.keys() <= children.keys():  # Without an entry of the default, all are changes.
     defaults = {}
-  for key, child in children or ():
-    is_looked_into = type(defaults.get(key)) is type(child) and _child_values(child) is not None
-    if is_looked_into or key not in defaults or [*_entries(child, '')] != [*_entries(defaults[key], '')]:
-      yield from _changes(child, child_path(path, key), False, defaults.get(key), key in defaults)
+  for key, child in children.items():
+    yield from _changes(child, child_path(path, key), default=defaults.get(key, _NOTHING))
 
 
-def _child_values(value: object, is_root: bool = False) -> Sequence[tuple[Any, object]] | None:
-  """Returns what has lines of its own in a value, by key; None if the value is on one line."""
+def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping[Any, object]]:
+  """Returns the line of a value itself, None for a dict or list without one, and what has lines of its own, by key."""
   if isinstance(value, Config):
-    return list(config_values(value).items())
+    return (': ', dotted_name(target(value))), config_values(value)
   if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
-    return list(value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0])))
+    return None, value if is_root else dict(sorted(value.items(), key=lambda item: format_value(item[0])))
   if isinstance(value, (list, tuple)) and _holds_config(value):
-    return list(enumerate(value))
-  return None
+    return None, dict(enumerate(value))
+  return (' = ', format_value(value)), {}
 
 
-def _entry_of(value: object, path: str) -> _Entry:
-  if isinstance(value, Config):
-    return ': ', dotted_name(target(value))
+def _without_secret(entry: _Entry, value: object, path: str) -> _Entry:
   is_left_out = isinstance(value, str) and value and is_secret(path)
-  return ' = ', repr(LEFT_OUT) if is_left_out else format_value(value)
+  return (' = ', repr(LEFT_OUT)) if is_left_out else entry
 
 
 def _is_plain_key(key: object) -> bool:
