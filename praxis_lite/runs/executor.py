@@ -34,7 +34,7 @@ from praxis_lite.runs.loop.directory import HeldDirectory, LostDirectoryError
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob, build_job
 from praxis_lite.runs.loop.observers import attach_observers, observe_start
-from praxis_lite.runs.loop.options import Advice, TrainOptions
+from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.progress import recover_results
 from praxis_lite.runs.loop.saving import RunSaver, Saving
 from praxis_lite.runs.loop.start import find_start
@@ -139,46 +139,46 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- what is trained, and where it starts
     job = build_job(config, path, options, startup)
-    start = opened(find_start(job, directory, options, startup, observers))
+    start = opened(find_start(job, directory, observers))
     first_step, total = start.step, job.settings.num_train_steps
 
     # ---- what it prints and writes
     is_primary = is_primary_process()
     console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary)))
     line = console.line
-    loggers = opened(LoggersOfRun(job.loggers if is_primary else (), path, job.config.roots(), line))
+    loggers = opened(LoggersOfRun(job.loggers if is_primary else (), path, line))
     settings: dict[str, Any] = {'enabled': is_primary, 'report': line, 'log': loggers.log}
     writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, **settings)
     stack.callback(writer.close)
-    results, lost = recover_results(start.progress, first_step, path, job.watched, writer)
+    results, lost = recover_results(start.progress, first_step, path, job.programs.watched, writer)
     # If no step remains, an existing record stays: the config of this call has made nothing in the directory.
     is_finished = start.is_restored and first_step >= total
     changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()
-    advice = _advise(job, options.advise, startup)
+    advice = _advise(job) if is_primary else ()
     for text in itertools.chain(job.lines, start.origins, advice, start.notes, lost, changes):
       line(text)
 
     # ---- who does the work, and who watches
     stop = StopSignals()
-    put_batch = job.steps.put if job.answers is None else None
+    put_batch = job.programs.steps.put if job.programs.answers is None else None
     skip = batches_to_skip(read_troubles(path))
     feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)
-    saver = RunSaver(saving, directory, feed, start.data, job.watched, writer, observers)
+    saver = RunSaver(saving, directory, feed, start.data, job.programs.watched, writer, observers)
     # Only process 0 has read which inputs were already evaluated. It tells the others: all must evaluate the same ones.
-    splits = [program.split for program in (*job.evaluation, *job.decoding)]
+    splits = [program.split for program in (*job.programs.evaluation, *job.decoding)]
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
-    loop = TrainingLoop(job, options, directory, feed, saver, observers, stop, done_at, metrics)
+    loop = TrainingLoop(job, directory, feed, saver, observers, stop, done_at, metrics)
     what = job.task, path, dict(job.partitioned.mesh.shape), job.batch_struct
     run = Run(*what, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
-    opened(attach_observers(observers, job, start, options, console, writer, startup, saving, stop, loggers))
+    opened(attach_observers(observers, job, start, console, writer, saving, stop, loggers))
 
     # ---- train
     for observer in observers:
       observer.on_start(run)
     if first_step < total and run.stop_reason is None:
-      loop.compile(startup)
+      loop.compile()
     if start.is_restored:
       loop.run_due(run)  # An earlier process may have been killed before it evaluated this checkpoint.
     try:
@@ -201,18 +201,18 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     return TrainResult(run.step, run.state, loop.metrics, run.ended_by)
 
 
-def _advise(job: TrainJob, advise: Advice | None, startup: StartupTimes) -> Iterator[str]:
-  """Yields the lines of advice in the process that prints, and none in others."""
-  if advise is not None and is_primary_process():
-    yield from advise(job.task, job.batch_struct)
-    startup.mark('check')
+def _advise(job: TrainJob) -> Iterator[str]:
+  """Yields the lines of the option `advise`."""
+  if job.options.advise is not None:
+    yield from job.options.advise(job.task, job.batch_struct)
+    job.startup.mark('check')
 
 
 def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
   """Records the run and its vocabulary in a directory; yields how its config differs from what was recorded before."""
   mesh = job.partitioned.mesh.shape
-  yield from write_record(directory, job.given, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
-  keep_vocabulary(job.config, directory)
+  yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
+  keep_vocabulary(job.inputs.vocabulary, directory)
   if job.settings.init_from.path is not None:
     keep_files_of(job.settings.init_from.path, directory)
 

@@ -20,7 +20,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.contents import array_records
-from praxis_lite.common.errors import prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process, meet_others, note_progress
@@ -33,9 +32,7 @@ from praxis_lite.runs.answers import AnswerSampling, prompt_struct
 from praxis_lite.runs.console import metrics_line
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.records.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage
-from praxis_lite.runs.records.run_inputs import RunInputs
 from praxis_lite.runs.sized_steps import SizedSteps
-from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.edits import Edits
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -283,53 +280,6 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
       self._job_log_dir.subfolder(folder)
       path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
     return f', {path}'
-
-
-class TracedPrograms(NamedTuple):
-  """The programs of a training run, traced from shapes: so they are free of mistakes that tracing finds.
-
-  Attributes:
-    tasks: the task on its mesh.
-    partitioned: the task for the batches of the training input.
-    steps: the train steps for all sizes of these batches.
-    answers: completes these batches with answers of the model; None if they need none.
-    evaluation: the programs of the inputs to evaluate.
-    metric_names: the names of the metrics of each of these that are single numbers, by its split.
-  """
-
-  tasks: TaskOnMesh
-  partitioned: PartitionedTask
-  steps: SizedSteps
-  answers: AnswerSampling | None
-  evaluation: list[EvalProgram]
-  metric_names: dict[str, list[str]]
-
-
-def trace_programs(
-  jax_task: SingleTask,
-  mesh: Mesh,
-  inputs: RunInputs,
-  key: jax.Array,
-  startup: StartupTimes,
-  taps: StepTaps | None = None,
-) -> TracedPrograms:
-  """Traces the train step, and the steps that evaluate and decode inputs; `key` is for all but the first."""
-  tasks = TaskOnMesh(jax_task, mesh, taps=taps)
-  partitioned, steps = tasks.taking(inputs.training), tasks.taking_sizes_of(inputs.training)
-  answers = tasks.answering(inputs.training, key, partitioned.train_step)
-  startup.mark('build')
-  partitioned.train_step.trace()
-  if answers is not None:
-    answers.trace()
-  evaluation, metric_names = [EvalProgram(tasks, data, key) for data in inputs.evaluation], {}
-  for program in evaluation:
-    with prefix_errors(program.split):
-      metric_names[program.split] = program.metric_names()
-  for data in inputs.decoded_in_training:
-    with prefix_errors(f'decode/{data.label}'):
-      tasks.taking(data).decode_step.trace()
-  startup.mark('trace')
-  return TracedPrograms(tasks, partitioned, steps, answers, evaluation, metric_names)
 
 
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:

@@ -211,6 +211,11 @@ class TrainParams(Configurable):
 
   def __post_init__(self) -> None:
     check_choice('task.train.best_metric_mode', self.best_metric_mode, MODES)
+    optional = ('eval_interval_steps', 'decode_interval_steps')
+    for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
+      value, or_none = getattr(self, name), ' or None' if name in optional else ''
+      if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
     if self.mirror is not None and not is_url(self.mirror):
       raise ConfigError(
         f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '

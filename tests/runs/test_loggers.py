@@ -13,6 +13,7 @@ from tiny_runs import tiny_run
 
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
+from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.runs import AimLogger, Logger, MlflowLogger, PrometheusLogger, WandbLogger, run_train
 from praxis_lite.runs.loggers.base import LoggedRun
@@ -113,9 +114,9 @@ def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, monkeyp
 def logged(logger, directory, failed=False):
   directory.mkdir(parents=True, exist_ok=True)
   (directory / 'run.json').write_text('{"launches": [{"started": 12.5}]}')
-  roots = {'task': Config(dict, api_key='secret', steps=3)}
+  (directory / 'config.txt').write_text(to_text({'task': Config(dict, api_key='secret', steps=3)}))
   try:
-    with LoggersOfRun([logger], directory, roots, pytest.fail) as loggers:
+    with LoggersOfRun([logger], directory, pytest.fail) as loggers:
       loggers.log(2, 'train', {'loss': 0.5})
       assert not failed
   except AssertionError:

@@ -10,11 +10,11 @@ import zipfile
 import pytest
 
 from praxis_lite.common.config import Config
+from praxis_lite.common.config.text import to_text
 from praxis_lite.runs import AimLogger, CometLogger, MlflowLogger, WandbLogger
 from praxis_lite.runs.loggers.of_run import LoggersOfRun
 
 pytestmark = pytest.mark.slow
-ROOTS = {'task': Config(dict, api_key='secret', steps=3)}
 
 
 def need(package):
@@ -28,7 +28,8 @@ def launch(logger, directory, step):
   (folder / 'state').mkdir(parents=True)
   (folder / 'state' / 'data').write_text(f'weights after {step}')
   (directory / 'run.json').write_text('{"launches": [{"started": 12.5}]}')
-  with LoggersOfRun([logger()], directory, ROOTS, pytest.fail) as loggers:
+  (directory / 'config.txt').write_text(to_text({'task': Config(dict, api_key='secret', steps=3)}))
+  with LoggersOfRun([logger()], directory, pytest.fail) as loggers:
     loggers.log(step, 'train', {'loss': 1 / step})
     loggers.save(step, folder)
 

@@ -121,6 +121,7 @@ class Config(fdl.Config[T], Generic[T]):
       _share_arrays(value, memo)
     copied = object.__new__(type(self))
     copied._copy_state(self, copy.deepcopy(self.__arguments__, memo))
+    copy_edits(copied)
     return copied
 
   def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
@@ -130,7 +131,6 @@ class Config(fdl.Config[T], Generic[T]):
       value = other.__dict__[name]
       self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
     self.__dict__['__arguments__'] = arguments
-    copy_edits(self)
 
   def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""

@@ -196,7 +196,7 @@ class _Writer:
 
   def _config(self, config: Config, path: str) -> Json:
     called, values, given = target(config), config_values(config), config.__arguments__
-    written = {'$config': _reference(called, path)}
+    written: dict[str, Json] = {'$config': _reference(called, path)}
     if positional := {k: v for k, v in given.items() if isinstance(k, int)}:
       written['$args'] = self._fields(positional, path)
     written |= {k: self._field(v, child_path(path, k)) for k, v in given.items() if isinstance(k, str)}

@@ -8,17 +8,16 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from praxis_lite.common.config import Config, build_at
-from praxis_lite.common.config.text import fields_of, to_text
+from praxis_lite.common.config.text import fields_of
 from praxis_lite.common.errors import ConfigError, check_choice, first_line
 from praxis_lite.common.files import read_plain
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.hooks import Hook
 from praxis_lite.runs.loggers.base import LoggedRun, Logger
 from praxis_lite.runs.observer import Run
-from praxis_lite.runs.records.record import first_launch
+from praxis_lite.runs.records.record import first_launch, read_text
 
 # What `task.train.loggers` and --track may name: the class of each, in a module that is loaded when it is named.
 # TensorBoard needs no logger.
@@ -74,18 +73,15 @@ class LoggersOfRun(Hook):
 
   Args:
     loggers: see `build_loggers`.
-    directory: the directory of the run, which records its launches before anything is logged.
-    config: the configs of the run, by name.
+    directory: the directory of the run, which records its config and launches before anything is logged.
     report: prints a line.
   """
 
-  def __init__(
-    self, loggers: Sequence[Logger], directory: Path, config: Mapping[str, Any], report: Callable[[str], object]
-  ):
+  def __init__(self, loggers: Sequence[Logger], directory: Path, report: Callable[[str], object]):
     self._loggers = list(loggers)
     self._started: list[Logger] = []
     self._without_saves: list[Logger] = []
-    self._directory, self._config, self._report = directory, config, report
+    self._directory, self._report = directory, report
 
   def log(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
     """Passes on the metrics of a split after a step."""
@@ -137,7 +133,7 @@ class LoggersOfRun(Hook):
     started = None
     with contextlib.suppress(OSError):
       started = first_launch(read_plain(self._directory / 'run.json'))
-    fields = fields_of(to_text(self._config))
+    fields = fields_of(read_text(self._directory))
     shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in fields.items()}
     number = '' if started is None else f'-{int(started * 1000):x}'
     logger.start(LoggedRun(self._directory, f'{self._directory.name}{number}', shown))

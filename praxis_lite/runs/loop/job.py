@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
 from praxis_lite.inputs import BaseInput
@@ -17,20 +18,17 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, process_seats
 from praxis_lite.runs.elastic import fit_mesh
-from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers.base import Logger
 from praxis_lite.runs.loggers.of_run import build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.programs import DecodeProgram, InputProgram, TracedPrograms, trace_programs
+from praxis_lite.runs.loop.run_programs import RunPrograms, trace_programs
+from praxis_lite.runs.programs import DecodeProgram
 from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import RunKeys, check_all_take_part, run_keys
-from praxis_lite.runs.records.run_inputs import Datasets, build_run_inputs
-from praxis_lite.runs.sized_steps import SizedSteps
-from praxis_lite.runs.task_files import TaskFileProgram, task_file_programs
+from praxis_lite.runs.records.run_inputs import AllDatasets, RunInputs, build_all, build_run_inputs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.adapters import describe_untypical_training
@@ -45,40 +43,51 @@ class TrainJob(NamedTuple):
   """What a run trains, where, and on which data.
 
   Attributes:
-    given: the configs of the run, which are recorded.
-    config: the same, with the vocabulary that its directory keeps.
-    directory: the run's directory.
+    config, directory, options: the configs of the run, its directory, and how it is trained.
+    startup: the times of its phases until the first step.
     seed, keys: the source of all its random numbers.
-    task, settings: the task that is trained, and its `task.train`.
-    partitioned: the task on its mesh, for the batches of the training input.
-    steps: the train steps for all sizes of these batches.
-    answers: completes the batches of the training input with answers of the model; None if they need none.
-    train_input, batch_struct: the training input, and the shapes and dtypes of its global batches.
-    evaluation, decoding: programs for the other inputs.
+    task: the task that is trained.
+    programs: the steps of the task on its mesh.
+    decoding: programs for the inputs to decode.
+    inputs: the inputs.
     corruption: what the run does when devices do not agree.
-    watched: the metrics that decide which checkpoint is the best, and when to stop.
     loggers: what gets the metrics, besides the files of the run.
     lines: lines to print about what is trained, on which devices, and how.
   """
 
-  given: ExperimentConfig
   config: ExperimentConfig
   directory: Path
+  options: TrainOptions
+  startup: StartupTimes
   seed: int
   keys: RunKeys
   task: SingleTask
-  settings: TrainParams
-  partitioned: PartitionedTask
-  steps: SizedSteps
-  answers: AnswerSampling | None
-  train_input: BaseInput
-  batch_struct: Struct
-  evaluation: Sequence[InputProgram]
-  decoding: Sequence[InputProgram]
+  programs: RunPrograms
+  decoding: Sequence[DecodeProgram]
+  inputs: RunInputs
   corruption: CorruptionPolicy
-  watched: Watched
   loggers: Sequence[Logger]
   lines: Sequence[str]
+
+  @property
+  def settings(self) -> TrainParams:
+    """How the task is trained."""
+    return self.task.train
+
+  @property
+  def train_input(self) -> BaseInput:
+    """The training input."""
+    return self.inputs.training
+
+  @property
+  def batch_struct(self) -> Struct:
+    """The shapes and dtypes of the global batches of the training input."""
+    return self.train_input.batch_struct()
+
+  @property
+  def partitioned(self) -> PartitionedTask:
+    """The task on its mesh, for the batches of the training input."""
+    return self.programs.partitioned
 
 
 def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, startup: StartupTimes) -> TrainJob:
@@ -96,7 +105,6 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   task = task_p.instantiate()
   if options.debug_nans and task.learner.on_nonfinite == 'ignore':
     raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
-  _check_intervals(task.train)
   loggers = build_loggers(task.train.loggers)
   mesh = task.create_mesh(devices)
   check_all_take_part(mesh)
@@ -105,50 +113,31 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
 
   # ---- the data
   inputs = build_run_inputs(config, task, directory)
-  batch = inputs.training.batch_struct()
   startup.mark('data')
 
   # ---- the programs
   taps = step_taps(task, options.tap) if options.tap else None
-  traced = trace_programs(task, mesh, inputs, keys.evaluate, startup, taps)
-  tasks, partitioned = traced.tasks, traced.partitioned
+  programs = trace_programs(task, mesh, inputs, keys.evaluate, directory, startup, taps)
+  partitioned = programs.partitioned
   if options.check_replicas is not None and not options.elastic:
     check_has_replicas(partitioned.layout)
-  questions, watched = _watch(traced, inputs.config, directory)
-  decoding = [DecodeProgram(tasks, data, keys.evaluate, directory) for data in inputs.decoding]
   most = task.train.max_rollbacks
-  corruption = CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most)
-  lines = [*_describe(task, partitioned, batch, fit, devices), *out]
-  lines += partitioned.taps.left_out if partitioned.taps is not None else []
+  left_out = partitioned.taps.left_out if partitioned.taps is not None else ()
   return TrainJob(
-    given=config,
-    config=inputs.config,
-    directory=directory,
-    seed=seed,
-    keys=keys,
-    task=task,
-    settings=task.train,
-    partitioned=partitioned,
-    steps=traced.steps,
-    answers=traced.answers,
-    train_input=inputs.training,
-    batch_struct=batch,
-    evaluation=[*traced.evaluation, *questions],
-    decoding=decoding,
-    corruption=corruption,
-    watched=watched,
+    config,
+    directory,
+    options,
+    startup,
+    seed,
+    keys,
+    task,
+    programs,
+    decoding=[DecodeProgram(programs.tasks, data, keys.evaluate, directory) for data in inputs.decoding],
+    inputs=inputs,
+    corruption=CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most),
     loggers=loggers,
-    lines=lines,
+    lines=[*_describe(task, partitioned, fit, devices), *out, *left_out],
   )
-
-
-def _watch(
-  traced: TracedPrograms, config: ExperimentConfig, directory: Path | None
-) -> tuple[list[TaskFileProgram], Watched]:
-  """Returns the programs of the task files, and the metrics, of all evaluations, that the run watches."""
-  questions = list(task_file_programs(traced.tasks, config, directory, list(traced.metric_names)))
-  names = {program.split: program.metric_names() for program in questions}
-  return questions, watched_metrics(traced.tasks.jax_task.train, traced.metric_names | names)
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
@@ -177,23 +166,23 @@ def check_configs(
     UserError: a run cannot be trained with its config, or evaluations will not have the metric; the message names the
       run.
   """
-  built: dict[str, tuple[Datasets, Datasets]] = {}
+  built: dict[str, AllDatasets] = {}
   for name, config in configs.items():
     with prefix_errors(name):
       try:
         task = config.task.instantiate()
-        _check_intervals(task.train)
         build_loggers(task.train.loggers)
         sizes = task.mesh_sizes(num_devices)
         if num_devices is not None:
           with prefix_errors('task'):
             check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
         mesh = cast(Mesh, abstract_mesh(sizes))  # To trace, a mesh without devices suffices.
-        inputs = build_run_inputs(config, task, None, built)
-        traced = trace_programs(task, mesh, inputs, jax.random.key(0), StartupTimes())
-        questions, _ = _watch(traced, config, None)
+        data = to_text({name: group for name, group in config.roots().items() if name != 'task'})
+        built[data] = built.get(data) or build_all(config)
+        inputs = build_run_inputs(config, task, None, built[data])
+        programs = trace_programs(task, mesh, inputs, jax.random.key(0), None, StartupTimes())
         if metric is not None:
-          _check_metric(metric, traced.metric_names | {program.split: program.metric_names() for program in questions})
+          _check_metric(metric, programs.metric_names)
       except UserError:
         raise
       except Exception:
@@ -211,20 +200,11 @@ def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no evaluation"}')
 
 
-def _check_intervals(settings: TrainParams) -> None:
-  """Raises ConfigError if a number of steps in `task.train` is not positive."""
-  optional = ('eval_interval_steps', 'decode_interval_steps')
-  for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
-    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
-    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
-      raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
-
-
 def _describe(
-  task: SingleTask, partitioned: PartitionedTask, batch_struct: Struct, fit: str, devices: Sequence[jax.Device] | None
+  task: SingleTask, partitioned: PartitionedTask, fit: str, devices: Sequence[jax.Device] | None
 ) -> Iterator[str]:
   """Yields lines about what is trained, on which of the `devices`, and how its layers compute."""
-  mesh, ids = partitioned.mesh, batch_struct.get('ids')
+  mesh, ids = partitioned.mesh, partitioned.inputs_shape.get('ids')
   total, active = task.model.total_num_params, task.model.active_num_params
   of_token = '' if active == total else f' ({active:,} active for each token)'
   kind = mesh.devices.flat[0].device_kind
@@ -242,7 +222,7 @@ def _describe(
     # On a CPU, there is little to choose for short sequences.
     platform = mesh.devices.flat[0].platform
     if platform != 'cpu' or length**2 >= many_logits(platform):
-      yield from describe_implementations(task.model, length, packed='segment_ids' in batch_struct)
+      yield from describe_implementations(task.model, length, packed='segment_ids' in partitioned.inputs_shape)
   yield from describe_pipelines(task.model, partitioned.rows_of_microbatch)
   if accelerator := accelerator_of(kind):
     jaxpr = partitioned.train_step.trace().jaxpr

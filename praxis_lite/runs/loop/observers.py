@@ -73,21 +73,20 @@ def attach_observers(
   observers: Observers,
   job: TrainJob,
   start: Start,
-  options: TrainOptions,
   console: Console,
   writer: SummaryWriter,
-  startup: StartupTimes,
   saving: Saving,
   stop: StopSignals,
   loggers: LoggersOfRun,
 ) -> Iterator[None]:
   """Adds the other observers of a run, and catches signals until the block ends."""
-  settings, on_nonfinite, first_step = job.settings, job.task.learner.on_nonfinite, start.step
+  settings, options, watched = job.settings, job.options, job.programs.watched
+  on_nonfinite, first_step = job.task.learner.on_nonfinite, start.step
   describe, losses = job.train_input.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
   task, batch = job.partitioned, job.batch_struct
   log = TrainLog(
-    *(task, batch, console, writer, startup),
+    *(task, batch, console, writer, job.startup),
     first_step=first_step,
     observers=observers,
     rows_after=job.train_input.rows_after,
@@ -97,10 +96,10 @@ def attach_observers(
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
     own: list[Hook] = [profiler, BadRecordLines(job.train_input), loggers]
-    if job.watched.best is not None:
-      own.append(KeepBest(job.watched.best, start.checkpointer))
-    if job.watched.stopping is not None:
-      own.append(EarlyStopping(job.watched.stopping, settings.early_stopping))
+    if watched.best is not None:
+      own.append(KeepBest(watched.best, start.checkpointer))
+    if watched.stopping is not None:
+      own.append(EarlyStopping(watched.stopping, settings.early_stopping))
     observers.all = [
       trouble,  # Before the log: it must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from praxis_lite.checkpoints import Checkpointer, OnDamage
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.base import Base
 from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.errors import CheckpointError, ConfigError
@@ -19,11 +19,9 @@ from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.init_from import WarmStart, constant_variables
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.job import TrainJob
-from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress
 from praxis_lite.runs.observer import Observers, StateCopy
 from praxis_lite.runs.records.differences import changes_named
-from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.training.state import TrainState
 
 
@@ -54,9 +52,7 @@ class Start(NamedTuple):
 
 
 @contextlib.contextmanager
-def find_start(
-  job: TrainJob, directory: HeldDirectory, options: TrainOptions, startup: StartupTimes, observers: Observers
-) -> Iterator[Start]:
+def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) -> Iterator[Start]:
   """Yields where a run starts, with its checkpoints open. The first of these that exists is used:
 
     1. a copy that an observer has kept, newer than all checkpoints: the state, and the position in the input
@@ -67,10 +63,10 @@ def find_start(
   Raises:
     UserError: the copies, checkpoints or data cannot be used; nothing was written, unless a checkpoint is damaged.
   """
+  settings, options, startup, partitioned = job.settings, job.options, job.startup, job.partitioned
   data, unlike = job.train_input.manifest(), ''
-  newest, is_imported = _newest_checkpoint(job, options.on_damage)
+  newest, is_imported = _newest_checkpoint(job)
   startup.mark('trace')
-  settings, partitioned = job.settings, job.partitioned
   with observers.measure('restoring'):
     copy, about_copies = observers.find_copy(newest or 0, partitioned.state_shapes, partitioned.unpadded_state_shapes)
   startup.mark('restore')
@@ -81,10 +77,10 @@ def find_start(
   saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
   with contextlib.closing(saved) as checkpointer, observers.while_running(directory.why_lost):
     if is_restored:
-      with changes_named(job.directory, job.given), observers.measure('restoring'):
+      with changes_named(job.directory, job.config), observers.measure('restoring'):
         state, input_state, progress = _restore(job, copy, checkpointer)
       if options.restore_input and input_state is not None:
-        unlike = _check_data(job, progress, data, options)
+        unlike = _check_data(job, progress, data)
         job.train_input.set_state(input_state)
       startup.mark('restore')
     else:
@@ -139,7 +135,7 @@ def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | N
   return base._replace(names=names) if names else None, line if count else ''
 
 
-def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, options: TrainOptions) -> str:
+def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> str:
   """Returns a line about data files that have changed since the position in them was saved; '' if none has.
 
   Raises:
@@ -148,7 +144,7 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, optio
   changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
   if not changed:
     return ''
-  if options.accept_changed_data:
+  if job.options.accept_changed_data:
     return f'the training data has changed since the checkpoint; reading goes on at the saved position: {changed}'
   raise CheckpointError(
     f'{changed}: the training data has changed since the checkpoint was saved, so the saved position may mean other '
@@ -158,9 +154,9 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None, optio
   )
 
 
-def _newest_checkpoint(job: TrainJob, on_damage: OnDamage) -> tuple[int | None, bool]:
+def _newest_checkpoint(job: TrainJob) -> tuple[int | None, bool]:
   """Returns the step of the newest checkpoint, or None, and whether it has only imported variables."""
-  with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=on_damage)) as saved:
+  with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=job.options.on_damage)) as saved:
     newest = saved.latest_step()
     return newest, newest is not None and saved.has_only_variables()
 

@@ -22,7 +22,6 @@ from praxis_lite.runs.determinism import DeterminismError, step_twice
 from praxis_lite.runs.loop.directory import HeldDirectory
 from praxis_lite.runs.loop.feed import Feed
 from praxis_lite.runs.loop.job import TrainJob
-from praxis_lite.runs.loop.options import TrainOptions
 from praxis_lite.runs.loop.saving import RunSaver
 from praxis_lite.runs.nonfinite import SKIPPED
 from praxis_lite.runs.observer import Observers, Run
@@ -31,7 +30,6 @@ from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
 from praxis_lite.runs.records.run_config import is_due, is_logged
 from praxis_lite.runs.replay import check_finite
 from praxis_lite.runs.stop_signals import StopSignals
-from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
@@ -43,7 +41,7 @@ class TrainingLoop:
   """Trains a run until its last step, until its data ends, or until something stops it.
 
   Attributes:
-    job, options: what is trained, and how.
+    job: what is trained, and how.
     directory: the run's directory; nothing is saved or evaluated if it is lost.
     feed: yields the batches.
     saver: saves the run.
@@ -54,7 +52,6 @@ class TrainingLoop:
   """
 
   job: TrainJob
-  options: TrainOptions
   directory: HeldDirectory
   feed: Feed
   saver: RunSaver
@@ -63,14 +60,14 @@ class TrainingLoop:
   done_at: dict[str, int]
   metrics: dict[str, HostMetrics]
 
-  def compile(self, startup: StartupTimes) -> None:
+  def compile(self) -> None:
     """Compiles the train step, and waits for the other processes."""
     with self.observers.measure('compiling'):
       times = self.job.partitioned.train_step.compile()
-      self.job.steps.compile()
-      if self.job.answers is not None:
-        self.job.answers.compile()
-    startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+      self.job.programs.steps.compile()
+      if self.job.programs.answers is not None:
+        self.job.programs.answers.compile()
+    self.job.startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     meet_others()
 
   def train(self, run: Run) -> None:
@@ -82,10 +79,10 @@ class TrainingLoop:
     """
     for observer in self.observers:
       observer.on_ready(run)
-    verifies = self.options.verify_numerics
+    verifies = self.job.options.verify_numerics
     for batch in self._batches(run):
       if verifies:
-        run.line(_verify_gradients(self.job.steps.taking(batch), run.state, self.job.keys.train, batch))
+        run.line(_verify_gradients(self.job.programs.steps.taking(batch), run.state, self.job.keys.train, batch))
       verifies = False
       out = self._take_step(run.step + 1, run.state, batch)
       run.state, run.step = out.state, run.step + 1
@@ -101,7 +98,7 @@ class TrainingLoop:
       self.saver.finish(run)
       raise failure(self.feed.hints(run.task.model))
     if not self.stop.requested:
-      self._run(self.job.evaluation, run)
+      self._run(self.job.programs.evaluation, run)
       if self.job.settings.decode_interval_steps is not None:
         self._run(self.job.decoding, run)
     self.saver.finish(run)
@@ -115,7 +112,7 @@ class TrainingLoop:
     for interval, act in (
       (settings.emergency_copies.every_n_steps, self.saver.copy),
       (settings.save_interval_steps, self.saver.save),
-      (settings.eval_interval_steps, lambda run: self._run(job.evaluation, run)),
+      (settings.eval_interval_steps, lambda run: self._run(job.programs.evaluation, run)),
       (settings.decode_interval_steps, lambda run: self._run(job.decoding, run)),
     ):
       if is_due(run.step, interval):
@@ -126,16 +123,16 @@ class TrainingLoop:
 
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the step before."""
-    partitioned, key = self.job.steps.taking(batch), self.job.keys.train
+    partitioned, key = self.job.programs.steps.taking(batch), self.job.keys.train
     if not is_logged(number, self.job.settings.log_interval_steps, self.job.settings.num_train_steps):
       partitioned = partitioned.untapped
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
-      if is_due(number, self.options.check_determinism):
+      if is_due(number, self.job.options.check_determinism):
         out = self._step_twice(partitioned, state, batch, number)
       else:
         out = partitioned.train_step(state, key, batch)
-    if self.options.debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
+    if self.job.options.debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
       check_finite(partitioned, number - 1, out.state, key, batch)
     return out
 
@@ -145,7 +142,7 @@ class TrainingLoop:
     try:
       return step_twice(partitioned.train_step, state, self.job.keys.train, batch, number)
     except DeterminismError as error:
-      if self.options.on_corruption == 'fail':
+      if self.job.options.on_corruption == 'fail':
         raise
       # Either time may have been wrong, so no device is known to be at fault.
       found = Corruption(number - 1, number, error.what, devices=(), is_voted=False)
@@ -153,16 +150,18 @@ class TrainingLoop:
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
     """Yields a batch for each remaining step; if the model must answer it first, with the answers."""
+    answers = self.job.programs.answers
     for batch in self._batches_of_feed(run):
-      if self.job.answers is not None:
-        batch = self.job.answers.complete(run.state.mdl_vars, run.state.step, batch)
+      if answers is not None:
+        batch = answers.complete(run.state.mdl_vars, run.state.step, batch)
       yield batch
       while self._is_within_batch(run) and self.observers.failure(is_over=False) is None:
         yield batch
 
   def _is_within_batch(self, run: Run) -> bool:
     """Whether the next step uses the batch of the last one again. Nothing is saved then, and no signal ends the run."""
-    return self.job.answers is not None and run.step % self.job.answers.steps_per_batch != 0
+    answers = self.job.programs.answers
+    return answers is not None and run.step % answers.steps_per_batch != 0
 
   def _batches_of_feed(self, run: Run) -> Iterator[NestedDict]:
     while run.step < run.total_steps and not self._is_stopped(run):

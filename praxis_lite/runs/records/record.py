@@ -283,10 +283,14 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
     is_json = not isinstance(error, ValueError)
     what = 'is not the record of a run' if is_json else f'is not JSON: {error}' if content.strip() else 'is empty'
     raise UserError(f'{file} {what}; {remedy_for_damage(directory)}') from None
-  text = ''
+  return RunRecord(directory, launches, read_text(directory), lost, encoded, digest(content), edited, tuple(trusted))
+
+
+def read_text(directory: Path) -> str:
+  """Returns the recorded config as text, with today's names of modules that moved; '' if it cannot be read."""
   with contextlib.suppress(OSError):
-    text = to_current_names(printable(read_plain(directory / _TEXT).decode(errors='replace')))
-  return RunRecord(directory, launches, text, lost, encoded, digest(content), edited, tuple(trusted))
+    return to_current_names(printable(read_plain(directory / _TEXT).decode(errors='replace')))
+  return ''
 
 
 def remedy_for_damage(directory: Path) -> str:

@@ -23,11 +23,9 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.common.config import REQUIRED, Config, config_values, nested_configs, target
 from praxis_lite.common.config.editing import line_of_edit
 from praxis_lite.common.config.fields_at_fault import name_config
-from praxis_lite.common.config.text import to_text
 from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.common.files import parse_json, read_plain, replace_file, user_path
-from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import BaseInput, CharTokenizer, GrowingBatches
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.inputs.rewarded import RewardedInput
@@ -46,6 +44,8 @@ class RunInputs(NamedTuple):
     training: the training input.
     evaluation, decoding: the inputs to evaluate and to decode.
     decoded_in_training: those of `decoding`, if the task decodes at intervals.
+    vocabulary: the characters of the run's tokenizer, in the order of their ids, which its directory keeps; None if it
+      is another kind of tokenizer, or there is no directory.
   """
 
   config: ExperimentConfig
@@ -53,35 +53,31 @@ class RunInputs(NamedTuple):
   evaluation: Sequence[BaseInput]
   decoding: Sequence[BaseInput]
   decoded_in_training: Sequence[BaseInput]
+  vocabulary: str | None
 
 
 def build_run_inputs(
-  config: ExperimentConfig,
-  task: SingleTask,
-  directory: Path | None,
-  built: dict[str, tuple[Datasets, Datasets]] | None = None,
+  config: ExperimentConfig, task: SingleTask, directory: Path | None, built: AllDatasets | None = None
 ) -> RunInputs:
   """Builds the inputs of a training run, and lets its model check a batch of each.
 
   Args:
     config, task: the configs of the run, and its task.
     directory: the run's directory; None for a run without one.
-    built: keeps inputs that several runs share, by the text of their configs.
+    built: the inputs, if they have been built before; see `build_all`.
 
   Raises:
     UserError: an input cannot be used.
   """
   config = config if directory is None else use_kept_vocabulary(config, directory)
-  built = {} if built is None else built
-  key = to_text({name: group for name, group in config.roots().items() if name != 'task'})
-  if key not in built:
-    built[key] = build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
-  datasets, decode_datasets = built[key]
+  datasets, decode_datasets = built or build_all(config)
   training = datasets.the_training_input()
   datasets.check([training, *datasets.evaluation], task.model)
   decodes = task.train.decode_interval_steps is not None
   decoding = decode_datasets.inputs
-  return RunInputs(config, training, datasets.evaluation, decoding, decoding if decodes else ())
+  tokenizers = [] if directory is None else _tokenizers(config)
+  vocabulary = tokenizers[0].instantiate().characters if tokenizers else None
+  return RunInputs(config, training, datasets.evaluation, decoding, decoding if decodes else (), vocabulary)
 
 
 class Datasets(NamedTuple):
@@ -120,6 +116,14 @@ class Datasets(NamedTuple):
         for training in self.inputs:
           if training.is_training and data is not training:
             training.check_beside(data.source if isinstance(data, GrowingBatches) else data)
+
+
+AllDatasets = tuple[Datasets, Datasets]  # Of `datasets()` and `decode_datasets()`.
+
+
+def build_all(config: ExperimentConfig) -> AllDatasets:
+  """Builds all inputs of an experiment; errors are those of `build_datasets`."""
+  return build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
@@ -226,12 +230,10 @@ def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike
   return config
 
 
-def keep_vocabulary(config: ExperimentConfig, directory: Path) -> None:
-  """Writes the vocabulary of the run, if a tokenizer of its config has one."""
-  tokenizers = _tokenizers(config)
-  if tokenizers:
-    content: NestedDict = {'vocabulary': tokenizers[0].instantiate().characters}
-    replace_file(directory / _VOCABULARY, json.dumps(content, ensure_ascii=False))
+def keep_vocabulary(vocabulary: str | None, directory: Path) -> None:
+  """Writes the vocabulary of the run; None writes nothing."""
+  if vocabulary is not None:
+    replace_file(directory / _VOCABULARY, json.dumps({'vocabulary': vocabulary}, ensure_ascii=False))
 
 
 def _tokenizers(config: ExperimentConfig) -> list[Config]:
