@@ -18,9 +18,11 @@ import pytest
 from small_states import layout_on, random_state
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.runs.cluster import emergency, peers as peers_module
-from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
-from praxis_lite.runs.cluster.peers import PeerError, Peers, failure_domains, receivers_of
+from praxis_lite.runs.cluster import copies_on_peers, copy_file, emergency, peers as peers_module
+from praxis_lite.runs.cluster.copies_on_peers import CopiesOnPeers, failure_domains, receivers_of
+from praxis_lite.runs.cluster.copy_file import EmergencyCopy
+from praxis_lite.runs.cluster.emergency import EmergencyCopies
+from praxis_lite.runs.cluster.peers import PeerError, Peers
 from praxis_lite.runs.records.lineage import forget_copies
 
 POSITION = {'epoch': 1, 'position': 12}
@@ -93,11 +95,11 @@ def test_no_flipped_bit_and_no_missing_byte_is_read_as_if_it_were_whole(disk, la
     changed = bytearray(data)
     changed[at] ^= 1 << int(rng.integers(8))
     file.write_bytes(changed)
-    with pytest.raises(emergency._NO_COPY):
+    with pytest.raises(copy_file.NO_COPY):
       EmergencyCopy(file)
   for size in (0, 1, 50, len(data) // 2, len(data) - 1):
     file.write_bytes(data[:size])
-    with pytest.raises(emergency._NO_COPY):
+    with pytest.raises(copy_file.NO_COPY):
       EmergencyCopy(file)
   copy, note = opened(disk, layout).newest(0)
   assert copy is None and note.startswith(f'emergency copies that are not used: {file} is damaged (')
@@ -164,7 +166,7 @@ def test_a_directory_that_cannot_be_used_is_a_mistake(disk, layout, monkeypatch)
   with pytest.raises(UserError, match=f'{where}: {disk}/none cannot be used on this host: No such file'):
     opened(disk / 'none', layout)
   with monkeypatch.context() as small:
-    small.setattr(emergency, '_num_bytes', lambda shapes: 10**18)
+    small.setattr(emergency, 'num_bytes', lambda shapes: 10**18)
     with pytest.raises(UserError, match=f'{where}: {disk} has .* GB on this host, and two copies take 2e\\+09 GB'):
       opened(disk, layout)
   (disk / emergency._user_folder()).rename(disk / 'somewhere')
@@ -232,11 +234,11 @@ def test_the_line_about_peers_names_those_that_a_process_sends_to(
 ):
   rooms = []
   monkeypatch.setattr(emergency.jax, 'process_count', lambda: 4)
-  monkeypatch.setattr(emergency, 'folders_of_all', lambda folder: list(folders))
+  monkeypatch.setattr(copies_on_peers, 'folders_of_all', lambda folder: list(folders))
   monkeypatch.setattr(emergency, 'gather_texts', lambda text: [text] * 4)
-  monkeypatch.setattr(emergency, 'Peers', lambda folder, lineage: None)
+  monkeypatch.setattr(copies_on_peers, 'Peers', lambda folder, lineage: FakePeers())
   monkeypatch.setattr(emergency, '_lineage_in', lambda file: 1)
-  monkeypatch.setattr(emergency, '_num_bytes', lambda shapes: 1090)
+  monkeypatch.setattr(emergency, 'num_bytes', lambda shapes: 1090)
   monkeypatch.setattr(emergency, '_check_room', lambda folder, num_bytes, what: rooms.append(num_bytes))
   monkeypatch.setattr(emergency.jax, 'process_index', lambda: own)
   if folders == 'aaab':  # The room is that of all parts of the processes in this folder.
@@ -244,8 +246,8 @@ def test_the_line_about_peers_names_those_that_a_process_sends_to(
       EmergencyCopies(disk.parent / 'run', [str(disk)], *layout, peers=2)
     rooms.clear()
   copies = EmergencyCopies(disk.parent / 'run', [str(disk)], *layout, peers=1)
-  assert re.match(f'emergency copies: {line}', copies.costs) and copies._receivers == receivers
-  assert rooms == [2180] + {'aabb': [2 * 6 * 1090], 'aaaa': [], 'aaab': [3 * 4 * 1090]}[folders]
+  assert re.match(f'emergency copies: {line}', copies.costs) and getattr(copies._peers, '_receivers', []) == receivers
+  assert rooms == [2180] + {'aabb': [2 * 6 * 1090], 'aaaa': [0], 'aaab': [3 * 4 * 1090]}[folders]
 
 
 class FakePeers:
@@ -263,10 +265,11 @@ class FakePeers:
 
 def test_the_last_copy_that_is_on_all_peers_is_kept_until_a_newer_one_is(disk, layout):
   copies = opened(disk, layout)
-  copies._peers, copies._receivers = FakePeers(), [0]
+  peers = FakePeers()
+  copies._peers = CopiesOnPeers(copies._folders[0], peers, [0])
   names = lambda: sorted(file.name for file in disk.rglob('*.0'))  # noqa: E731
   for step, is_there, kept in [(2, True, '2'), (4, False, '2 4'), (6, False, '2 6'), (8, True, '8')]:
-    copies._peers.is_there = is_there
+    peers.is_there = is_there
     copies.write(step, random_state(layout, step, step), None, 0)
     assert bool(copies.settle()) == (step in (4, 8))
     assert names() == [f'{step}.0' for step in kept.split()]
@@ -280,24 +283,26 @@ def test_parts_of_two_starts_and_parts_of_another_step_are_not_taken_for_one_cop
     copies.write(4, random_state(layout, seed, 4), POSITION, 0)
     copies.settle()
     saves.append(EmergencyCopy(next(disk.rglob('4.0'))))
-  assert saves[0].save != saves[1].save and saves[1].save == emergency._save_in(next(disk.rglob('4.0')))
-  assert emergency._save_of({'step': 4, 'input_state': None})  # A copy of an earlier version.
+  assert saves[0].save != saves[1].save and saves[1].save == copy_file.save_in(next(disk.rglob('4.0')))
+  assert copy_file.save_of({'step': 4, 'input_state': None})  # A copy of an earlier version.
   data = next(disk.rglob('4.0')).read_bytes()
 
-  class Gives:
+  class Gives(FakePeers):
     def get(self, peer, name, to):
       to.write_bytes(data)
 
   found = {}
-  told = copies._fetch(Gives(), 4, saves[0].save, [0], found, 0)
+  fetch = CopiesOnPeers(copies._folders[0], Gives(), [0])._fetch
+  usable = found, lambda copy: copies._reason_against(copy, 0)
+  told = fetch(0, 4, saves[0].save, *usable)
   assert told == 'process 0 has given a part of another copy than the one of step 4' and not found
-  assert 'of another copy' in copies._fetch(Gives(), 6, saves[1].save, [0], found, 0) and not found
-  assert copies._fetch(Gives(), 4, saves[1].save, [0], found, 0) == '' and found[4].step == 4
+  assert 'of another copy' in fetch(0, 6, saves[1].save, *usable) and not found
+  assert fetch(0, 4, saves[1].save, *usable) == '' and found[4].step == 4
 
 
 def test_of_many_parts_the_newest_are_told_whole():
   for count in range(90, 140):
-    words = emergency._list_of({(1000 + i // 100, i): 'a1b2c3d4' for i in range(count)}).split()
+    words = copies_on_peers._list_parts({(1000 + i // 100, i): 'a1b2c3d4' for i in range(count)}).split()
     assert all(re.fullmatch(r'100[01]\.\d+:a1b2c3d4', word) for word in words) and len(' '.join(words)) < 2000
     assert words[0].startswith('1001.' if count > 100 else '1000.')
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.common.errors import UserError
-from praxis_lite.runs.cluster.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.runs.cluster.copy_file import EmergencyCopy
+from praxis_lite.runs.cluster.emergency import EmergencyCopies
 from praxis_lite.runs.cluster.mirror import Mirror
 from praxis_lite.runs.cluster.preemption import preemptible
 from praxis_lite.runs.cluster.watchdog import Watchdog, the_watchdog

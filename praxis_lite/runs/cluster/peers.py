@@ -1,11 +1,6 @@
-"""Emergency copies in the memory of other hosts: each process sends its part to peers in other failure domains.
+"""Sends the files of emergency copies from process to process, over TCP, not over storage.
 
-    failure domains of 2 processes      0 1 | 2 3 | 4 5
-    the peer of each process            2 3   4 5   0 1
-
-A lost host takes its own part with it. After a restart, the host in its place gets the part from a peer.
-Parts go from process to process over TCP, not over storage. Each process has a thread that answers, at a free port and
-all addresses of its host:
+Each process has a thread that answers, at a free port and all addresses of its host:
 
     {"token": "...", "lineage": 7, "put": "12.3", "size": 81920} and bytes -> {"error": ""}
     {"token": "...", "lineage": 7, "get": "12.3"}                          -> {"error": "", "size": 81920} and bytes
@@ -39,58 +34,6 @@ _MOST_LINE = 4096
 _BLOCK = 1 << 20
 _NAME = re.compile(r'[0-9]{1,15}\.[0-9]{1,9}')
 INCOMPLETE = '.incomplete'
-
-
-def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
-  """Returns the `count` processes that get copies of the part of each process, or fewer if there are too few domains.
-
-  Each is in another failure domain than the sender and than the others. All processes receive equally many parts,
-  unless a domain is so large that this is impossible; then the parts are dealt out in turn.
-
-  Args:
-    domains: the failure domain of each process.
-  """
-  members: dict[int, list[int]] = {}
-  for process, domain in enumerate(domains):
-    members.setdefault(domain, []).append(process)
-  line = [process for domain in members.values() for process in domain]
-  largest = max(map(len, members.values()))
-  found: list[list[int]] = [[] for _ in domains]
-  if len(line) >= (1 + count) * largest:  # Those who are this far apart in the line are in different domains.
-    for at, process in enumerate(line):
-      found[process] = [line[(at + i * largest) % len(line)] for i in range(1, 1 + count)]
-    return found
-  received = dict.fromkeys(members, 0)
-  for process, domain in enumerate(domains):
-    others = sorted((received[other] / len(members[other]), other) for other in members if other != domain)
-    for _, other in others[:count]:
-      found[process].append(members[other][received[other] % len(members[other])])
-      received[other] += 1
-  return found
-
-
-def failure_domains(folders: Sequence[str], size: int) -> list[int]:
-  """Returns the failure domain of each process: `size` successive processes, and whoever shares a folder with them.
-
-  Args:
-    folders: names the folder of each process, on all hosts.
-    size: how many successive processes may be lost together.
-  """
-  found: list[int] = []
-  of_folder: dict[str, int] = {}
-  joined: dict[int, int] = {}  # Domains that are part of an earlier one.
-
-  def root(domain: int) -> int:
-    while domain in joined:
-      domain = joined[domain]
-    return domain
-
-  for process, folder in enumerate(folders):
-    found.append(process // size)
-    pair = sorted({root(process // size), root(of_folder.setdefault(folder, process // size))})
-    if len(pair) == 2:
-      joined[pair[1]] = pair[0]
-  return [root(domain) for domain in found]
 
 
 class PeerError(Exception):
@@ -258,9 +201,3 @@ def _host_names() -> list[str]:
     probe.connect((address or '10.255.255.255', 9))  # Sends nothing; finds the address that packets would have.
     names.append(str(probe.getsockname()[0]))
   return list(dict.fromkeys([*names, socket.gethostname()]))
-
-
-def folders_of_all(folder: Path) -> list[str]:
-  """Returns a text for the folder of each process; equal texts are of the same folder. All processes call this."""
-  about = os.stat(folder)
-  return gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')

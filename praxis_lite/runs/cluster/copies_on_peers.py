@@ -1,0 +1,230 @@
+"""Emergency copies on other hosts: each process sends its part to peers in other failure domains.
+
+    failure domains of 2 processes      0 1 | 2 3 | 4 5
+    the peer of each process            2 3   4 5   0 1
+
+A lost host takes its own part with it. After a restart, the host in its place gets the part from a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from praxis_lite.common.errors import UserError, first_line
+from praxis_lite.common.figures import format_bytes, number_of
+from praxis_lite.common.processes import gather_texts
+from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
+from praxis_lite.runs.cluster.peers import PeerError, Peers
+
+# How many bytes a process may take to list the parts that it holds.
+_MOST_HELD = 2000
+
+
+class CopiesOnPeers:
+  """The parts that this process sends to its peers, and those that it gets from others after a restart.
+
+  Args:
+    folder: where this process keeps its part, and the parts that it receives.
+    network: connects the processes; this closes it.
+    receivers: the peers of this process.
+
+  Attributes:
+    unsent: why the last part is not on a peer; '' if it is on all.
+  """
+
+  def __init__(self, folder: Path, network: Peers, receivers: Sequence[int]):
+    self._process = jax.process_index()
+    self._folder, self._network, self._receivers = folder, network, receivers
+    self.unsent = ''
+    self.close = network.close
+
+  def send(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    """Sends a file, in parts, to the peers; `unsent` says what failed."""
+    unsent = []
+    for peer in self._receivers:
+      try:
+        self._network.put(peer, name, parts)
+      except PeerError as failure:
+        unsent.append(first_line(failure))
+    self.unsent = '; '.join(unsent)
+
+  def fetch_missing(
+    self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Callable[[EmergencyCopy], str]
+  ) -> list[str]:
+    """Gets this process's part of the newest copy whose parts all exist on some host; returns what did not work.
+
+    Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
+
+    Args:
+      copies: the copies of which this process has its part, by step; receives another one.
+      oldest: only copies of later steps count.
+      reason_against: says why a copy cannot be used; '' if it can.
+    """
+    held = {(step, self._process): copy.save for step, copy in copies.items()}
+    for step, file in files_in(self._folder):
+      process = file.name.partition('.')[2]
+      if process.isdecimal() and int(process) != self._process and step > oldest:
+        with contextlib.suppress(*NO_COPY):
+          held[step, int(process)] = save_in(file)
+    holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # Of each copy, and of the part of each process.
+    for holder, told in enumerate(gather_texts(_list_parts(held), _MOST_HELD)):
+      for word in told.split():
+        name, _, save = word.partition(':')
+        of_step, _, process = name.partition('.')
+        holders.setdefault((int(of_step), save), {}).setdefault(int(process), []).append(holder)
+    whole = [copy for copy, parts in holders.items() if parts.keys() >= set(range(jax.process_count()))]
+    problems = []
+    for step, save in sorted(whole, reverse=True):
+      problem = ''
+      if step not in copies or copies[step].save != save:
+        for holder in sorted(holders[step, save][self._process], key=self._distance):
+          problem = self._fetch(holder, step, save, copies, reason_against)
+          if not problem:
+            break
+      problems += [problem] if problem else []
+      if not any(gather_texts(problem)):
+        break
+    return problems
+
+  def _distance(self, process: int) -> int:
+    """Returns how far a process is after this one; the processes that lack a part begin with different holders."""
+    return (process - self._process) % jax.process_count()
+
+  def _fetch(
+    self,
+    holder: int,
+    step: int,
+    save: str,
+    copies: dict[int, EmergencyCopy],
+    reason_against: Callable[[EmergencyCopy], str],
+  ) -> str:
+    """Gets this process's part of a copy from a process; returns why it cannot be used, or ''."""
+    name = f'{step}.{self._process}'
+    try:
+      self._network.get(holder, name, self._folder / name)
+      copy = EmergencyCopy(self._folder / name)
+    except (PeerError, *NO_COPY) as error:
+      return f'the part of step {step} on process {holder} cannot be used: {first_line(error)}'
+    if (copy.step, copy.save) != (step, save):
+      return f'process {holder} has given a part of another copy than the one of step {step}'
+    if not (problem := reason_against(copy)):
+      copies[step] = copy
+    return problem
+
+
+def join_peers(
+  folder: Path, lineage: int, count: int, failure_domain: int, part_bytes: int
+) -> tuple[CopiesOnPeers | None, str, int]:
+  """Connects the processes that send their parts to each other; all processes call this.
+
+  Args:
+    folder: where this process keeps its part, and the parts that it receives.
+    lineage: the lineage of the copies.
+    count, failure_domain: see `peers` and `failure_domain` of `EmergencyCopiesParams`.
+    part_bytes: the size of a part.
+
+  Returns:
+    The copies on peers, None if all processes have the same folder; a line about the network and memory that they take;
+    and the bytes that the processes with this folder keep at most.
+
+  Raises:
+    UserError: there are not enough failure domains for the peers.
+  """
+  process, folders = jax.process_index(), folders_of_all(folder)
+  if len(set(folders)) == 1:
+    return None, 'emergency copies: all processes have the same folder, so none sends its part to another', 0
+  domains = failure_domains(folders, failure_domain)
+  if len(set(domains)) <= count:
+    raise UserError(
+      f'task.train.emergency_copies.peers = {count} needs {count + 1} failure domains, and '
+      f'{number_of(len(folders), "process")} in domains of {failure_domain} have {len(set(domains))}; processes that '
+      'share a folder are in one domain'
+    )
+  receivers = receivers_of(domains, count)
+  received = Counter(peer for of_one in receivers for peer in of_one)
+  # A copy that is on all peers, one that is not, and one that is written; other folders of this host have two.
+  kept = [3 * (1 + received[process]) for process in range(len(folders))]
+  most = max(kept)
+  costs = (
+    f'emergency copies: process {process} sends its part of the state, {format_bytes(part_bytes)}, to '
+    f'{"process" if count == 1 else "processes"} {", ".join(map(str, receivers[process]))} at each copy; a process '
+    f'keeps up to {most} such parts, {format_bytes(most * part_bytes)}'
+  )
+  in_folder = sum(parts for parts, other in zip(kept, folders) if other == folders[process]) * part_bytes
+  return CopiesOnPeers(folder, Peers(folder, lineage), receivers[process]), costs, in_folder
+
+
+def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
+  """Returns the `count` processes that get copies of the part of each process, or fewer if there are too few domains.
+
+  Each is in another failure domain than the sender and than the others. All processes receive equally many parts,
+  unless a domain is so large that this is impossible; then the parts are dealt out in turn.
+
+  Args:
+    domains: the failure domain of each process.
+  """
+  members: dict[int, list[int]] = {}
+  for process, domain in enumerate(domains):
+    members.setdefault(domain, []).append(process)
+  line = [process for domain in members.values() for process in domain]
+  largest = max(map(len, members.values()))
+  found: list[list[int]] = [[] for _ in domains]
+  if len(line) >= (1 + count) * largest:  # Those who are this far apart in the line are in different domains.
+    for at, process in enumerate(line):
+      found[process] = [line[(at + i * largest) % len(line)] for i in range(1, 1 + count)]
+    return found
+  received = dict.fromkeys(members, 0)
+  for process, domain in enumerate(domains):
+    others = sorted((received[other] / len(members[other]), other) for other in members if other != domain)
+    for _, other in others[:count]:
+      found[process].append(members[other][received[other] % len(members[other])])
+      received[other] += 1
+  return found
+
+
+def failure_domains(folders: Sequence[str], size: int) -> list[int]:
+  """Returns the failure domain of each process: `size` successive processes, and whoever shares a folder with them.
+
+  Args:
+    folders: names the folder of each process, on all hosts.
+    size: how many successive processes may be lost together.
+  """
+  found: list[int] = []
+  of_folder: dict[str, int] = {}
+  joined: dict[int, int] = {}  # Domains that are part of an earlier one.
+
+  def root(domain: int) -> int:
+    while domain in joined:
+      domain = joined[domain]
+    return domain
+
+  for process, folder in enumerate(folders):
+    found.append(process // size)
+    pair = sorted({root(process // size), root(of_folder.setdefault(folder, process // size))})
+    if len(pair) == 2:
+      joined[pair[1]] = pair[0]
+  return [root(domain) for domain in found]
+
+
+def folders_of_all(folder: Path) -> list[str]:
+  """Returns a text for the folder of each process; equal texts are of the same folder. All processes call this."""
+  about = os.stat(folder)
+  return gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')
+
+
+def _list_parts(held: dict[tuple[int, int], str]) -> str:
+  """Returns parts by their step and process as text: the newest, as many as fit into `_MOST_HELD` bytes."""
+  text = ''
+  for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
+    longer = f'{text} {step}.{process}:{save}'
+    if len(longer) > _MOST_HELD:
+      break
+    text = longer
+  return text
