@@ -19,7 +19,7 @@ from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, node_at, path_name
 from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.programs import EvalProgram
-from praxis_lite.training.learning.clipping import unit_axes
+from praxis_lite.training.learning.clipping import unit_norms
 
 if TYPE_CHECKING:
   from praxis_lite.common.config import Config
@@ -82,11 +82,8 @@ def random_direction(model: TrainedModel, rng: np.random.Generator) -> NestedDic
 
   def direction(path: Path, x: np.ndarray) -> np.ndarray:
     weight, x = declared[path], np.asarray(x, np.float64)
-    drawn, axes = rng.standard_normal(x.shape), unit_axes(weight)
-    if len(weight.shape) < 2:
-      return np.zeros_like(x)
-    norm = lambda y: np.sqrt(np.sum(np.square(y), axis=axes, keepdims=True))  # noqa: E731
-    return np.asarray(drawn * norm(x) / norm(drawn))
+    drawn = rng.standard_normal(x.shape)
+    return drawn * unit_norms(x, weight) / unit_norms(drawn, weight) if len(weight.shape) > 1 else np.zeros_like(x)
 
   return map_with_path(direction, learner.select_trained(model.variables))
 

@@ -28,9 +28,10 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
+from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
+from praxis_lite.runs.records.json_lines import read_lines, write_lines
 from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.training.steps import TrainStepOutput
@@ -82,23 +83,14 @@ class GoBack(BaseException):
 
 def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   """Returns the recorded troubles of a run, in order; skips damaged lines of the file."""
-  found = []
-  with contextlib.suppress(OSError, UnicodeDecodeError):
-    for line in read_plain(Path(directory, _FILE)).decode().splitlines():
-      with contextlib.suppress(ValueError, TypeError, KeyError):
-        trouble = _parse(parse_json(line))
-        if trouble is not None:
-          found.append(trouble)
-  return found
+  return read_lines(Path(directory, _FILE), _parse)
 
 
-def _parse(data: dict[str, Any]) -> Trouble | None:
-  try:
-    trouble = Trouble(**{name: data[name] for name in Trouble._fields})
-    is_whole = isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches)
-  except (TypeError, KeyError):
-    return None
-  return trouble if is_whole else None
+def _parse(data: dict[str, Any]) -> Trouble:
+  trouble = Trouble(**{name: data[name] for name in Trouble._fields})
+  if not isinstance(trouble.first, int) or not all(isinstance(state, dict) for state in trouble.batches):
+    raise ValueError('no trouble')
+  return trouble
 
 
 def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
@@ -116,11 +108,12 @@ def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int
   before = read_troubles(directory)
   lost: list[Trouble] = []
   for record in records:
-    trouble = _parse(record)
-    if trouble is not None and all(_place(trouble) != _place(known) for known in (*before, *lost)):
-      lost.append(trouble)
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+      trouble = _parse(record)
+      if all(_place(trouble) != _place(known) for known in (*before, *lost)):
+        lost.append(trouble)
   if lost:
-    _write(directory, [*lost, *before])
+    write_lines(directory / _FILE, (trouble._asdict() for trouble in [*lost, *before]))
   return len(lost)
 
 
@@ -272,11 +265,7 @@ def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
     return  # A restart has repeated the step, or the file is full.
-  _write(directory, [*known, trouble])
-
-
-def _write(directory: Path, troubles: Sequence[Trouble]) -> None:
-  replace_file(directory / _FILE, ''.join(f'{json.dumps(t._asdict())}\n' for t in troubles))
+  write_lines(directory / _FILE, (one._asdict() for one in [*known, trouble]))
 
 
 def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:

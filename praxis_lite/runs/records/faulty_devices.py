@@ -10,20 +10,18 @@ the file, or the device's lines.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from praxis_lite.common.files import parse_json, read_plain, replace_file
 from praxis_lite.common.processes import broadcast_decision
+from praxis_lite.runs.records.json_lines import append_line, read_lines
 from praxis_lite.runs.records.seats import Seat
 
 FAULTY_DEVICES = 'faulty_devices.jsonl'
-_MOST_RECORDED = 1000
+_MOST_BYTES = 1 << 20
 
 
 class FaultyDevice(NamedTuple):
@@ -57,19 +55,14 @@ class FaultyDevice(NamedTuple):
 
 def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
   """Returns the record of a run, in order; skips damaged lines."""
-  found = []
-  with contextlib.suppress(OSError, UnicodeDecodeError):
-    for line in read_plain(directory / FAULTY_DEVICES).decode().splitlines():
-      with contextlib.suppress(ValueError, TypeError, KeyError):
-        data = parse_json(line)
-        found.append(FaultyDevice(**{name: data[name] for name in FaultyDevice._fields if name in data}))
-  return found
+  known = FaultyDevice._fields
+  return read_lines(directory / FAULTY_DEVICES, lambda data: FaultyDevice(**{n: data[n] for n in known if n in data}))
 
 
 def record_faulty_devices(directory: Path, found: Sequence[FaultyDevice]) -> None:
-  """Adds lines to the record; only process 0 calls this. The oldest of more than 1000 lines are dropped."""
-  lines = [*read_faulty_devices(directory), *found][-_MOST_RECORDED:]
-  replace_file(directory / FAULTY_DEVICES, ''.join(f'{json.dumps(line._asdict())}\n' for line in lines))
+  """Adds lines to the record; only process 0 calls this. Of more than 1 MiB, the older half is dropped."""
+  for device in found:
+    append_line(directory / FAULTY_DEVICES, device._asdict(), _MOST_BYTES)
 
 
 def place_of(device: jax.Device) -> int:

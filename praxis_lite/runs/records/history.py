@@ -12,22 +12,20 @@ older half is dropped.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from praxis_lite.common.errors import first_line
-from praxis_lite.common.files import KnownFolder, open_plain, open_plain_to_write, parse_json, read_plain, replace_file
+from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.records.goodput import seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat
+from praxis_lite.runs.records.json_lines import append_line, read_lines
 
 HISTORY = 'history.jsonl'
 _MOST_TEXT = 500
-# A longer file loses the older half of its lines.
 _MOST_BYTES = 8 << 20
 
 EventKind = Literal[
@@ -41,7 +39,7 @@ class RunEvent(NamedTuple):
   Attributes:
     time: seconds since 1970.
     kind: what has happened. A line of `launch` has 'lost', 'replaced' or 'restarted'.
-    step: the steps taken so far; None if whoever wrote this does not know.
+    step: the steps taken so far; None if the writer does not know.
     text: a line about it; '' if `kind` says all.
     about: numbers and names, by name; see `started_event` for those of 'started'.
   """
@@ -88,27 +86,8 @@ def note_event(
       return
     directory = directory.path
   event = RunEvent(round(time.time(), 3), kind, step, text[:_MOST_TEXT], about or {})
-  line = f'{json.dumps(event._asdict())}\n'.encode()
-  path = directory / HISTORY
   with contextlib.suppress(OSError):
-    with contextlib.suppress(FileNotFoundError):
-      line = _before_next(path) + line
-    with open_plain_to_write(path, append=True) as file:
-      file.write(line)
-
-
-def _before_next(path: Path) -> bytes:
-  """Returns a newline if the last line of a history is torn, otherwise nothing; shortens a history that is too long."""
-  with open_plain(path) as file:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 1, 0))
-    is_torn = file.read(1) not in (b'', b'\n')
-    if size <= _MOST_BYTES:
-      return b'\n' if is_torn else b''
-    file.seek(size // 2)
-    kept = file.read().partition(b'\n')[2]
-  replace_file(path, kept.decode(errors='replace') + ('\n' if is_torn else ''))
-  return b''
+    append_line(directory / HISTORY, event._asdict(), _MOST_BYTES)
 
 
 def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[str, Any]:
@@ -122,12 +101,7 @@ def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[
 
 def read_history(directory: Path) -> list[RunEvent]:
   """Returns the events of a run in order; skips damaged lines."""
-  found = []
-  with contextlib.suppress(OSError):
-    for line in read_plain(directory / HISTORY).decode(errors='replace').splitlines():
-      with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        found.append(_event(parse_json(line)))
-  return sorted(found, key=lambda event: event.time)
+  return sorted(read_lines(directory / HISTORY, _event), key=lambda event: event.time)
 
 
 def _event(data: Mapping[str, Any]) -> RunEvent:
@@ -170,7 +144,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
       known = _Beat(beat.time, beat.started, beat.step, beat.ended, seconds_of(beat.goodput))
     known = known or _Beat(began.time, 0.0, 0, '', spent)
     total = known.seconds
-    # A later process that has not begun to train repeats the step and the seconds of the attempt before.
+    # Until a later process trains, its heartbeat repeats the step and the seconds of the attempt before.
     is_own = known.began <= began.time
     times = [event.time for event in own if event.kind not in ('lost', 'replaced', 'restarted')]
     ended = max([known.time if is_own else 0.0, began.time, *times])

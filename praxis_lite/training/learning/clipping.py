@@ -14,14 +14,17 @@ entries are a unit, and of a table of embeddings a row.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.learning.base_learner import SumParts, clip_to_norm, norm_of, squares_of, squares_of_layers
+
+ArrayT = TypeVar('ArrayT', jax.Array, np.ndarray)
 
 _LEAST_WEIGHT_NORM = 1e-3
 _DECAY, _FIRST_STEPS = 0.97, 25  # Of the statistics of norms; nothing is clipped in the first steps.
@@ -111,10 +114,13 @@ def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
   return tuple(sorted(stack + axis for axis in axes))
 
 
+def unit_norms(x: ArrayT, weight: WeightHParams) -> ArrayT:
+  """Returns the norm of each unit of a JAX or NumPy array with the dimensions of a variable; units keep dimensions."""
+  xp: Any = x.__array_namespace__()
+  norms: ArrayT = xp.sqrt(xp.sum(xp.square(x), axis=unit_axes(weight), keepdims=True))
+  return norms
+
+
 def _clip_units(gradient: jax.Array, variable: jax.Array, weight: WeightHParams, ratio: float) -> jax.Array:
-  axes = unit_axes(weight)
-
-  def norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axes, keepdims=True))
-
-  return clip_to_norm(gradient, norm(gradient), ratio * jnp.maximum(norm(variable), _LEAST_WEIGHT_NORM))
+  norm, of_weights = (unit_norms(x.astype(jnp.float32), weight) for x in (gradient, variable))
+  return clip_to_norm(gradient, norm, ratio * jnp.maximum(of_weights, _LEAST_WEIGHT_NORM))
