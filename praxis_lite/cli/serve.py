@@ -92,7 +92,7 @@ def _read_adapters(
 ) -> dict[str, tuple[Config, NestedDict]]:
   """Returns the adapters of runs, or of folders that peft has written, by name."""
   from praxis_lite.bridges.hf import read_adapter
-  from praxis_lite.bridges.hf.peft import CONFIG_FILE, kind_in_folder
+  from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
   from praxis_lite.layers import Lora
   from praxis_lite.runs import open_run
   from praxis_lite.runs.serving.run_adapters import read_run_adapter

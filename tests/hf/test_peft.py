@@ -345,7 +345,7 @@ def test_adapters_that_peft_cannot_have_in_one_folder(tmp_path):
   with pytest.raises(CheckpointError, match='and the same factors of other layers have shapes'):
     read_adapter(tmp_path / 'ia3', lm())
   write(tmp_path / 'none', of_layers(0), peft_type='IA3')
-  with pytest.raises(CheckpointError, match='has no factors of a layer of this model'):
+  with pytest.raises(CheckpointError, match='has no adapter of a layer of this model'):
     read_adapter(tmp_path / 'none', lm())
   assert not (tmp_path / 'adapter').exists()
 
