@@ -140,7 +140,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     # ---- what is trained, and where it starts
     job = build_job(config, path, options, startup)
     start = opened(find_start(job, directory, observers))
-    first_step, total = start.step, job.settings.num_train_steps
+    first_step, total = start.step, job.task.train.num_train_steps
 
     # ---- what it prints and writes
     is_primary = is_primary_process()
@@ -162,15 +162,15 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     stop = StopSignals()
     put_batch = job.programs.steps.put if job.programs.answers is None else None
     skip = batches_to_skip(read_troubles(path))
-    feed = opened(Feed(job.train_input, put_batch, skip, observers, line, options.input_timeout_s))
-    saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, line)
+    feed = opened(Feed(job.inputs.training, put_batch, skip, observers, line, options.input_timeout_s))
+    saving = Saving(start.checkpointer, job.programs.partitioned.unpadded_state_shapes, line)
     saver = RunSaver(saving, directory, feed, start.data, job.programs.watched, writer, observers)
     # Only process 0 has read which inputs were already evaluated. It tells the others: all must evaluate the same ones.
     splits = [program.split for program in (*job.programs.evaluation, *job.decoding)]
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
     loop = TrainingLoop(job, directory, feed, saver, observers, stop, done_at, metrics)
-    what = job.task, path, dict(job.partitioned.mesh.shape), job.batch_struct
+    what = job.task, path, dict(job.programs.partitioned.mesh.shape), job.batch_struct
     run = Run(*what, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
     opened(attach_observers(observers, job, start, console, writer, saving, stop, loggers))
 
@@ -210,11 +210,11 @@ def _advise(job: TrainJob) -> Iterator[str]:
 
 def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
   """Records the run and its vocabulary in a directory; yields how its config differs from what was recorded before."""
-  mesh = job.partitioned.mesh.shape
+  mesh = job.programs.partitioned.mesh.shape
   yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
   keep_vocabulary(job.inputs.vocabulary, directory)
-  if job.settings.init_from.path is not None:
-    keep_files_of(job.settings.init_from.path, directory)
+  if job.task.train.init_from.path is not None:
+    keep_files_of(job.task.train.init_from.path, directory)
 
 
 def _make_directory(directory: Path, job: TrainJob, step: int) -> None:

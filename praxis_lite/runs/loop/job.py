@@ -13,30 +13,54 @@ from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
-from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
+from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, process_seats
 from praxis_lite.runs.elastic import fit_mesh
+from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers.base import Logger
 from praxis_lite.runs.loggers.of_run import build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
-from praxis_lite.runs.loop.run_programs import RunPrograms, trace_programs
-from praxis_lite.runs.programs import DecodeProgram
+from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram, TaskOnMesh
 from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined
 from praxis_lite.runs.records.record import recorded_seed
 from praxis_lite.runs.records.run_config import RunKeys, check_all_take_part, run_keys
 from praxis_lite.runs.records.run_inputs import AllDatasets, RunInputs, build_all, build_run_inputs
+from praxis_lite.runs.sized_steps import SizedSteps
+from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import describe_slow_paths, find_slow_paths
-from praxis_lite.training.taps import step_taps
-from praxis_lite.training.task import SingleTask, TrainParams
+from praxis_lite.training.taps import StepTaps, step_taps
+from praxis_lite.training.task import SingleTask
+
+
+class RunPrograms(NamedTuple):
+  """The programs of a training run. They are free of mistakes that tracing finds.
+
+  Attributes:
+    tasks: the task on its mesh.
+    partitioned: the task for the batches of the training input.
+    steps: the train steps for all sizes of these batches.
+    answers: completes these batches with answers of the model; None if they need none.
+    evaluation: the programs of the inputs and the task files to evaluate.
+    metric_names: the names of the metrics of each of these that are single numbers, by its split.
+    watched: the metrics that decide which checkpoint is the best, and when to stop.
+  """
+
+  tasks: TaskOnMesh
+  partitioned: PartitionedTask
+  steps: SizedSteps
+  answers: AnswerSampling | None
+  evaluation: Sequence[InputProgram]
+  metric_names: dict[str, list[str]]
+  watched: Watched
 
 
 class TrainJob(NamedTuple):
@@ -70,24 +94,9 @@ class TrainJob(NamedTuple):
   lines: Sequence[str]
 
   @property
-  def settings(self) -> TrainParams:
-    """How the task is trained."""
-    return self.task.train
-
-  @property
-  def train_input(self) -> BaseInput:
-    """The training input."""
-    return self.inputs.training
-
-  @property
   def batch_struct(self) -> Struct:
     """The shapes and dtypes of the global batches of the training input."""
-    return self.train_input.batch_struct()
-
-  @property
-  def partitioned(self) -> PartitionedTask:
-    """The task on its mesh, for the batches of the training input."""
-    return self.programs.partitioned
+    return self.inputs.training.batch_struct()
 
 
 def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, startup: StartupTimes) -> TrainJob:
@@ -117,7 +126,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
 
   # ---- the programs
   taps = step_taps(task, options.tap) if options.tap else None
-  programs = trace_programs(task, mesh, inputs, keys.evaluate, directory, startup, taps)
+  programs = _trace_programs(task, mesh, inputs, keys.evaluate, directory, startup, taps)
   partitioned = programs.partitioned
   if options.check_replicas is not None and not options.elastic:
     check_has_replicas(partitioned.layout)
@@ -138,6 +147,49 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     loggers=loggers,
     lines=[*_describe(task, partitioned, fit, devices), *out, *left_out],
   )
+
+
+def _trace_programs(
+  jax_task: SingleTask,
+  mesh: Mesh,
+  inputs: RunInputs,
+  key: jax.Array,
+  directory: Path | None,
+  startup: StartupTimes,
+  taps: StepTaps | None = None,
+) -> RunPrograms:
+  """Traces the train step, and the steps that evaluate and decode inputs.
+
+  Args:
+    jax_task, mesh, inputs: the task, its mesh, which needs no devices, and the inputs.
+    key: PRNG key on the mesh for all but the train step.
+    directory: the run's directory; None for a run without one.
+    startup: gets the times of this.
+    taps: statistics that the train step reports; None reports none.
+
+  Raises:
+    UserError: a step cannot be traced, a task file cannot be used, or the config names a metric that there is not.
+  """
+  tasks = TaskOnMesh(jax_task, mesh, taps=taps)
+  partitioned, steps = tasks.taking(inputs.training), tasks.taking_sizes_of(inputs.training)
+  answers = tasks.answering(inputs.training, key, partitioned.train_step)
+  startup.mark('build')
+  partitioned.train_step.trace()
+  if answers is not None:
+    answers.trace()
+  evaluation: list[InputProgram] = [EvalProgram(tasks, data, key) for data in inputs.evaluation]
+  names = {}
+  for program in evaluation:
+    with prefix_errors(program.split):
+      names[program.split] = program.metric_names()
+  for data in inputs.decoded_in_training:
+    with prefix_errors(f'decode/{data.label}'):
+      tasks.taking(data).decode_step.trace()
+  startup.mark('trace')
+  questions = list(task_file_programs(tasks, inputs.config, directory, list(names)))
+  names |= {program.split: program.metric_names() for program in questions}
+  watched = watched_metrics(jax_task.train, names)
+  return RunPrograms(tasks, partitioned, steps, answers, [*evaluation, *questions], names, watched)
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
@@ -180,7 +232,7 @@ def check_configs(
         data = to_text({name: group for name, group in config.roots().items() if name != 'task'})
         built[data] = built.get(data) or build_all(config)
         inputs = build_run_inputs(config, task, None, built[data])
-        programs = trace_programs(task, mesh, inputs, jax.random.key(0), None, StartupTimes())
+        programs = _trace_programs(task, mesh, inputs, jax.random.key(0), None, StartupTimes())
         if metric is not None:
           _check_metric(metric, programs.metric_names)
       except UserError:

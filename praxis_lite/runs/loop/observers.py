@@ -80,22 +80,22 @@ def attach_observers(
   loggers: LoggersOfRun,
 ) -> Iterator[None]:
   """Adds the other observers of a run, and catches signals until the block ends."""
-  settings, options, watched = job.settings, job.options, job.programs.watched
+  settings, options, watched = job.task.train, job.options, job.programs.watched
   on_nonfinite, first_step = job.task.learner.on_nonfinite, start.step
-  describe, losses = job.train_input.examples_at, start.progress.losses
+  describe, losses = job.inputs.training.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
-  task, batch = job.partitioned, job.batch_struct
+  task, batch = job.programs.partitioned, job.batch_struct
   log = TrainLog(
     *(task, batch, console, writer, job.startup),
     first_step=first_step,
     observers=observers,
-    rows_after=job.train_input.rows_after,
+    rows_after=job.inputs.training.rows_after,
   )
-  every, layout = options.check_replicas, job.partitioned.layout
+  every, layout = options.check_replicas, job.programs.partitioned.layout
   replicas = [] if every is None else [ReplicaWatch(layout, every, job.corruption, first_step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
-    own: list[Hook] = [profiler, BadRecordLines(job.train_input), loggers]
+    own: list[Hook] = [profiler, BadRecordLines(job.inputs.training), loggers]
     if watched.best is not None:
       own.append(KeepBest(watched.best, start.checkpointer))
     if watched.stopping is not None:

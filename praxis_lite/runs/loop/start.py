@@ -63,8 +63,8 @@ def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) ->
   Raises:
     UserError: the copies, checkpoints or data cannot be used; nothing was written, unless a checkpoint is damaged.
   """
-  settings, options, startup, partitioned = job.settings, job.options, job.startup, job.partitioned
-  data, unlike = job.train_input.manifest(), ''
+  settings, options, startup, partitioned = job.task.train, job.options, job.startup, job.programs.partitioned
+  data, unlike = job.inputs.training.manifest(), ''
   newest, is_imported = _newest_checkpoint(job)
   startup.mark('trace')
   with observers.measure('restoring'):
@@ -81,7 +81,7 @@ def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) ->
         state, input_state, progress = _restore(job, copy, checkpointer)
       if options.restore_input and input_state is not None:
         unlike = _check_data(job, progress, data)
-        job.train_input.set_state(input_state)
+        job.inputs.training.set_state(input_state)
       startup.mark('restore')
     else:
       progress = NOTHING_KNOWN
@@ -103,11 +103,11 @@ def _base_of_checkpoints(
   job: TrainJob, checkpointer: Checkpointer, is_restored: bool, warm_start: WarmStart | None
 ) -> tuple[Base | None, str]:
   """Returns the checkpoint whose arrays those of this run leave out, or None, and a line about it, or ''."""
-  if not job.settings.init_from.store_changes_only:
+  if not job.task.train.init_from.store_changes_only:
     return None, ''
   if is_restored:
     return _base_of_newest(job, checkpointer)
-  if warm_start is None or job.settings.init_from.path is None:
+  if warm_start is None or job.task.train.init_from.path is None:
     raise ConfigError(
       'task.train.init_from.store_changes_only: checkpoints can leave out only what is in those of another run; set '
       'task.train.init_from.path, or set this to False'
@@ -124,7 +124,7 @@ def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | N
   if base is None:
     why = 'the newest one has all variables' if checkpointer.steps() else 'this run, restored from a copy, has none yet'
     return None, f'task.train.init_from.store_changes_only: checkpoints store all variables, because {why}'
-  saved, here = checkpointer.about()['variables'], array_records(job.partitioned.unpadded_state_shapes)
+  saved, here = checkpointer.about()['variables'], array_records(job.programs.partitioned.unpadded_state_shapes)
   constant = constant_variables(job.task.model, job.task.bind_learner())
   names = {name: there for name, there in base.names.items() if name in constant and saved[name] == here.get(name)}
   count = len(base.names) - len(names)
@@ -141,7 +141,7 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> st
   Raises:
     CheckpointError: some have changed, and the options do not accept that.
   """
-  changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
+  changed = join_by_host(gather_texts(job.inputs.training.changes_since(saved.data, data)))
   if not changed:
     return ''
   if job.options.accept_changed_data:
@@ -163,17 +163,17 @@ def _newest_checkpoint(job: TrainJob) -> tuple[int | None, bool]:
 
 def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
   """Returns the plan of a start from variables of another run or an import; None if the seed gives all of them."""
-  settings = job.settings.init_from
+  settings = job.task.train.init_from
   if is_imported and settings.path is None:
     settings = dataclasses.replace(settings, path=str(job.directory))
-  return WarmStart(settings, job.partitioned) if settings.path else None
+  return WarmStart(settings, job.programs.partitioned) if settings.path else None
 
 
 def _restore(
   job: TrainJob, copy: StateCopy | None, checkpointer: Checkpointer
 ) -> tuple[TrainState, dict[str, Any] | None, Progress]:
   """Returns the state, the state of the training input and the progress of a copy, or of the newest checkpoint."""
-  shapes, true_shapes = job.partitioned.state_shapes, job.partitioned.unpadded_state_shapes
+  shapes, true_shapes = job.programs.partitioned.state_shapes, job.programs.partitioned.unpadded_state_shapes
   if copy is not None:
     return copy.restore(shapes), copy.input_state, Progress.parse(copy.progress)
   state = checkpointer.restore(shapes, true_shapes, weights=job.task.model.abstract_init())

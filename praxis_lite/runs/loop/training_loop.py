@@ -63,7 +63,7 @@ class TrainingLoop:
   def compile(self) -> None:
     """Compiles the train step, and waits for the other processes."""
     with self.observers.measure('compiling'):
-      times = self.job.partitioned.train_step.compile()
+      times = self.job.programs.partitioned.train_step.compile()
       self.job.programs.steps.compile()
       if self.job.programs.answers is not None:
         self.job.programs.answers.compile()
@@ -99,7 +99,7 @@ class TrainingLoop:
       raise failure(self.feed.hints(run.task.model))
     if not self.stop.requested:
       self._run(self.job.programs.evaluation, run)
-      if self.job.settings.decode_interval_steps is not None:
+      if self.job.task.train.decode_interval_steps is not None:
         self._run(self.job.decoding, run)
     self.saver.finish(run)
 
@@ -107,7 +107,7 @@ class TrainingLoop:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
     if jax.process_count() == 1:  # Several processes check together, and only when something is due.
       self.directory.check()
-    settings, job = self.job.settings, self.job
+    settings, job = self.job.task.train, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
     for interval, act in (
       (settings.emergency_copies.every_n_steps, self.saver.copy),
@@ -124,7 +124,7 @@ class TrainingLoop:
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the step before."""
     partitioned, key = self.job.programs.steps.taking(batch), self.job.keys.train
-    if not is_logged(number, self.job.settings.log_interval_steps, self.job.settings.num_train_steps):
+    if not is_logged(number, self.job.task.train.log_interval_steps, self.job.task.train.num_train_steps):
       partitioned = partitioned.untapped
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
