@@ -52,7 +52,10 @@ def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> M
     'seconds': [[ACTIVITIES[name], value] for name, value in seconds.items() if value > 0],
     'between': max(between, 0.0),
     'attempts': [_attempt(attempt) for attempt in attempts],
-    'events': [_event(event) for event in _last_of_each_kind(events)],
+    'events': [
+      {'time': e.time, 'kind': e.kind.replace('_', ' '), 'step': e.step, 'text': e.text}
+      for e in _last_of_each_kind(events)
+    ],
     'hosts': _hosts(beats),
     'numHosts': len(beats),
   }
@@ -60,9 +63,7 @@ def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> M
 
 def _attempt(attempt: Attempt) -> Mapping[str, object]:
   lost = [event.text for event in attempt.events if event.kind == 'lost']
-  spent = sorted(
-    ((ACTIVITIES[name], value) for name, value in attempt.seconds.items() if value > 0), key=lambda x: -x[1]
-  )
+  spent = [(ACTIVITIES[name], value) for name, value in attempt.seconds.items() if value > 0]
   return {
     'began': attempt.began,
     'ended': attempt.ended,
@@ -73,10 +74,6 @@ def _attempt(attempt: Attempt) -> Mapping[str, object]:
     'seconds': sorted(spent, key=lambda part: -part[1]),
     'saves': [[event.time, event.step] for event in attempt.events if event.kind == 'saved'][-_MOST_EVENTS:],
   }
-
-
-def _event(event: RunEvent) -> Mapping[str, object]:
-  return {'time': event.time, 'kind': event.kind.replace('_', ' '), 'step': event.step, 'text': event.text}
 
 
 def _last_of_each_kind(events: Sequence[RunEvent]) -> Sequence[RunEvent]:

@@ -180,11 +180,11 @@ class DiagonalSsm(Mixer):
     placement = self._resolve(mapping, f'{self.path_name}.activation_split_dims_mapping.blnh', rank=4)
     spec = complete_spec(None if placement is None else placement.spec, 4)
 
-    def even(dim: int) -> tuple[str, ...]:
+    def dividing_axes(dim: int) -> tuple[str, ...]:
       axes = tuple(axis for axis in spec_axes(spec[dim]) if axis in sizes)
       return axes if u_BTNH.shape[dim] % math.prod(sizes[axis] for axis in axes) == 0 else ()
 
-    return even(0), even(2)
+    return dividing_axes(0), dividing_axes(2)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     dtype = jnp.promote_types(jnp.complex64, sum_dtype_of(self.fprop_dtype))

@@ -198,7 +198,7 @@ class QuantizedWeight:
     return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
-    dtype, by_kind = dtype or self.weight.dtype, self._by_kind(parts)
+    dtype, by_kind = dtype or self.weight.dtype, self._parts_by_kind(parts)
     if not self.has_input_scale:
       return self.format.dequantize(by_kind, self._num_last, dtype)
     return (self.format.dequantize(by_kind, self._num_last) / by_kind[INPUT_SCALE]).astype(dtype)
@@ -210,11 +210,11 @@ class QuantizedWeight:
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     if not self.has_input_scale:
       return x
-    scale = self._by_kind(parts)[INPUT_SCALE]
+    scale = self._parts_by_kind(parts)[INPUT_SCALE]
     return (x.astype(jnp.float32) / scale.reshape(scale.shape[: self.format.num_inputs])).astype(x.dtype)
 
   def _multiply(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
-    return self.format.multiply(x, self._by_kind(parts), self._num_last)
+    return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns what the parts of integers say for each entry of the weight.
@@ -222,13 +222,13 @@ class QuantizedWeight:
     Returns:
       'integers', from -2^(b-1) on for b bits, 'scale' and perhaps 'zero', counted like the integers.
     """
-    return self.format.spread(self._by_kind(parts), self._num_last)
+    return self.format.spread(self._parts_by_kind(parts), self._num_last)
 
   @property
   def _num_last(self) -> int:
     return self.weight.shape[self.format.group_axis(len(self.weight.shape))]
 
-  def _by_kind(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  def _parts_by_kind(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}
 
   def _name_of(self, kind: str) -> str:

@@ -202,14 +202,16 @@ class WeightFormat:
       multiply = functools.partial(jnp.tensordot, preferred_element_type=sums)
     y: jax.Array | float = 0
     for i in range(in_byte):
-      q = stored if in_byte == 1 else self._signed((stored >> jnp.uint8(i * self.bits)) & jnp.uint8(2**self.bits - 1))
+      q = (
+        stored if in_byte == 1 else self._to_signed((stored >> jnp.uint8(i * self.bits)) & jnp.uint8(2**self.bits - 1))
+      )
       y += multiply(x_by_byte[..., i], q.astype(x.dtype), self.num_inputs)
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
     wide = jnp.promote_types(dtype, jnp.float32)
     scale = parts[SCALE].reshape(parts[SCALE].shape[self.num_inputs :]).astype(wide)
     return (jnp.asarray(y).astype(wide) * scale).astype(dtype)
 
-  def _signed(self, q: jax.Array) -> jax.Array:
+  def _to_signed(self, q: jax.Array) -> jax.Array:
     """Returns integers of fewer than 8 bits, which are stored from 0 on, as int8 from -2^(b-1) on."""
     return q.astype(jnp.int8) - jnp.int8(2 ** (self.bits - 1))
 

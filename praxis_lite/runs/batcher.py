@@ -436,7 +436,7 @@ class Batcher:
       streams.append((request, request._add(jax.tree.map(lambda x, row=row: x[row], new))))
       added = request.ids[before:]
       self.statistics.new_tokens += len(added)
-      self._slots.note_read(row, (last + added)[: len(added)])  # The model has not read the last token yet.
+      self._slots.note_read(row, (last + added)[: len(added)])  # The model reads the last token in the next step.
       settings.lengths[row] += len(added)
       if request.is_done:
         self._release(request)

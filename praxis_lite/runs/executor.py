@@ -170,7 +170,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
     loop = TrainingLoop(job, directory, feed, saver, observers, stop, done_at, metrics)
-    what = job.task, path, dict(job.programs.partitioned.mesh.shape), job.batch_struct
+    what = job.task, path, dict(job.programs.partitioned.mesh.shape), job.inputs.training.batch_struct()
     run = Run(*what, total, first_step, start.state, results, save=lambda: saver.save(run), line=line)
     opened(attach_observers(observers, job, start, console, writer, saving, stop, loggers))
 
@@ -204,7 +204,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 def _advise(job: TrainJob) -> Iterator[str]:
   """Yields the lines of the option `advise`."""
   if job.options.advise is not None:
-    yield from job.options.advise(job.task, job.batch_struct)
+    yield from job.options.advise(job.task, job.inputs.training.batch_struct())
     job.startup.mark('check')
 
 

@@ -86,10 +86,10 @@ class StateToCopy(NamedTuple):
 
   step: int
   state: TrainState
-  input_state: InputState
+  input_state: InputState | None
   checkpoint: int
-  metrics: Sequence[dict[str, Any]]
-  progress: dict[str, Any]
+  metrics: Sequence[dict[str, Any]] = ()
+  progress: dict[str, Any] | None = None
 
 
 class StateCopy(Protocol):

@@ -1,6 +1,6 @@
 """Averages of the weights of a run over any share of it, computed afterwards from the averages in its checkpoints.
 
-The averages are those of `Learner.power_averages`; `training/learning/power_averages.py` says how they combine.
+`Learner.power_averages` makes the averages; `training/learning/power_averages.py` says how they combine.
 """
 
 from __future__ import annotations

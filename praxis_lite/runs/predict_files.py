@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.config import Config, field_names
+from praxis_lite.common.config import field_names
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line, prefix_errors
 from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
@@ -206,7 +206,7 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
       whole: dict[str, Any] = {field: file, 'is_training': False, 'shuffle': False, 'num_epochs': 1}
       whole |= {'split': None} if 'split' in (field_names(config) or ()) else {}
       return iter(config.clone(**whole).instantiate())
-  kinds = ', '.join(_name(config) for config in configs) or 'none'
+  kinds = ', '.join(getattr(config.__fn_or_cls__, '__name__', 'a function') for config in configs) or 'none'
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
 
 
@@ -222,7 +222,3 @@ def _image_batches(
       with prefix_errors(file), open(file, 'rb') as opened:
         images.append(reader.read_image(opened.read()))
     yield where, canonical_rows({'image': np.stack(images)}, 'image'), several
-
-
-def _name(config: Config) -> str:
-  return getattr(config.__fn_or_cls__, '__name__', 'a function')

@@ -19,7 +19,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import NestedDict, leaves, map_with_path, select
+from praxis_lite.common.trees import NestedDict, leaves, select
 from praxis_lite.models import quantize_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import quantize_streamed
@@ -87,7 +87,7 @@ def quantize_run(
       raise UserError(f'--out={directory} has checkpoints already; name another directory')
     try:
       state = TrainState(np.asarray(step, np.int32), variables, None, _averages(task, variables))
-      writer.save(step, state, _stored_shapes(state), None)
+      writer.save(step, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), None)
       writer.wait()
     except CheckpointError as error:
       if isinstance(error.__cause__, UserError):
@@ -135,7 +135,3 @@ def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:
   shapes = jax.tree.map(lambda weight: weight.as_struct(), task.model.abstract_init())
   averages = jax.eval_shape(task.bind_learner().init_ema, shapes)
   return None if averages is None else select(variables, leaves(averages).__contains__)
-
-
-def _stored_shapes(state: TrainState) -> TrainState:
-  return map_with_path(lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)

@@ -250,7 +250,7 @@ def _repeat_until(
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
-  """Raises UserError if, judging by its files, a run has not taken a step.
+  """Raises UserError if the files of a run show that it has not taken a step.
 
   The last step of a run that was interrupted may be missing from its files, so steps up to `log_interval_steps` after
   them are allowed.

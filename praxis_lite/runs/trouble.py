@@ -31,7 +31,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
-from praxis_lite.runs.records.json_lines import read_lines, write_lines
+from praxis_lite.runs.records.json_lines import read_json_lines, write_lines
 from praxis_lite.runs.records.lineage import forget_copies
 from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.training.steps import TrainStepOutput
@@ -83,7 +83,7 @@ class GoBack(BaseException):
 
 def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   """Returns the recorded troubles of a run, in order; skips damaged lines of the file."""
-  return read_lines(Path(directory, _FILE), _parse)
+  return read_json_lines(Path(directory, _FILE), _parse)
 
 
 def _parse(data: dict[str, Any]) -> Trouble:

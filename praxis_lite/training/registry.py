@@ -259,7 +259,7 @@ def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
 
 
 def _is_experiment(value: object) -> TypeGuard[type[BaseExperiment]]:
-  methods = ('task', 'datasets', 'validate')  # The last one is that of BaseExperiment.
+  methods = ('task', 'datasets', 'validate')  # The last one is BaseExperiment's.
   return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods)
 
 

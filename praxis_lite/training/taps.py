@@ -227,7 +227,8 @@ class StepTaps:
     """Returns the summaries of weights, and of what a step has added to them; variables have their true shapes."""
     summaries = self.summarize('weight', {path: node_at(before, path) for path in self.variables_of('weight')})
     updated = self.variables_of('update')
-    changes = {path: _difference(node_at(after, path), node_at(before, path)) for path in updated}
+    old, new = ({path: node_at(tree, path).astype(jnp.float32) for path in updated} for tree in (before, after))
+    changes = {path: new[path] - old[path] for path in updated}
     summaries |= self.summarize('update', changes)
     for path in updated:
       statistics, label = self._statistics('update', path), f'update({path_name(path)})'
@@ -258,10 +259,6 @@ def _is_meant(tap: Tap, name: str) -> bool:
   """Whether a tap means a point; '*' at the end does not stand for inputs, gradients, or what is only for taps."""
   special = next((end for end in _SPECIAL if name.endswith(end)), '')
   return tap.matches(name) and tap.pattern.endswith(special)
-
-
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-  return new.astype(jnp.float32) - old.astype(jnp.float32)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:

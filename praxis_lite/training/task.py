@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
 from praxis_lite.common.devices import start_devices
-from praxis_lite.common.errors import ConfigError, check_choice, prefix_errors
+from praxis_lite.common.errors import ConfigError, check_choice, check_range, prefix_errors
 from praxis_lite.common.files import is_url
 from praxis_lite.common.trees import path_name
 from praxis_lite.models.base import BaseModel
@@ -53,10 +53,8 @@ class EarlyStoppingParams(Configurable):
   def __post_init__(self) -> None:
     where = 'task.train.early_stopping'
     check_choice(f'{where}.mode', self.mode, MODES)
-    if self.patience is not None and self.patience < 1:
-      raise ConfigError(f'{where}.patience: expected at least 1 evaluation, or None, got {self.patience}')
-    if not self.min_delta >= 0:
-      raise ConfigError(f'{where}.min_delta: expected at least 0, got {self.min_delta}')
+    check_range(f'{where}.patience', self.patience, least=1)
+    check_range(f'{where}.min_delta', self.min_delta, least=0)
 
 
 class LossSpikeParams(Configurable):
@@ -78,11 +76,9 @@ class LossSpikeParams(Configurable):
   def __post_init__(self) -> None:
     where = 'task.train.loss_spike'
     check_choice(f'{where}.action', self.action, ('rollback', 'raise'))
-    if self.factor is not None and not self.factor > 1:
-      raise ConfigError(f'{where}.factor: expected more than 1, or None, got {self.factor}')
-    for name, least in (('steps', 1), ('window', 2)):
-      if getattr(self, name) < least:
-        raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
+    check_range(f'{where}.factor', self.factor, above=1)
+    check_range(f'{where}.steps', self.steps, least=1)
+    check_range(f'{where}.window', self.window, least=2)
 
 
 class EmergencyCopiesParams(Configurable):
@@ -107,13 +103,11 @@ class EmergencyCopiesParams(Configurable):
 
   def __post_init__(self) -> None:
     where = 'task.train.emergency_copies'
-    if self.every_n_steps is not None and self.every_n_steps < 1:
-      raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
+    check_range(f'{where}.every_n_steps', self.every_n_steps, least=1)
     if isinstance(self.directories, str) or not self.directories:
       raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
-    if self.peers < 0 or self.failure_domain < 1:
-      given = f'peers = {self.peers} and failure_domain = {self.failure_domain}'
-      raise ConfigError(f'{where}: expected peers of at least 0 and a failure_domain of at least 1, got {given}')
+    check_range(f'{where}.peers', self.peers, least=0)
+    check_range(f'{where}.failure_domain', self.failure_domain, least=1)
 
 
 class InitFromParams(Configurable):
@@ -221,11 +215,8 @@ class TrainParams(Configurable):
         f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '
         's3://bucket/runs/1, or None'
       )
-    if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
-      where = 'task.train.max_skipped_steps'
-      raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
-    if self.slow_step_factor is not None and not self.slow_step_factor > 1:
-      raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
+    check_range('task.train.max_skipped_steps', self.max_skipped_steps, least=0)
+    check_range('task.train.slow_step_factor', self.slow_step_factor, above=1)
     _build_sections(self, 'task.train', 'loss_spike', 'early_stopping', 'emergency_copies', 'init_from')
 
 

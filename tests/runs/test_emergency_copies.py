@@ -23,6 +23,7 @@ from praxis_lite.runs.cluster.copies_on_peers import CopiesOnPeers, failure_doma
 from praxis_lite.runs.cluster.copy_file import EmergencyCopy
 from praxis_lite.runs.cluster.emergency import EmergencyCopies
 from praxis_lite.runs.cluster.peers import PeerError, Peers
+from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.records.lineage import forget_copies
 
 POSITION = {'epoch': 1, 'position': 12}
@@ -49,7 +50,9 @@ def written(disk, layout, *steps, checkpoint=0, others=()):
   """Writes copies, whose arrays are drawn from their steps, as a process does that is then killed."""
   copies = opened(disk, layout, *others)
   for step in steps:
-    copies.write(step, random_state(layout, step, step), {**POSITION, 'of': step}, checkpoint, [{'step': step}])
+    copies.write(
+      StateToCopy(step, random_state(layout, step, step), {**POSITION, 'of': step}, checkpoint, [{'step': step}])
+    )
   copies.settle()
   return {int(file.name.split('.')[0]): file for file in disk.rglob('*.0')}
 
@@ -74,11 +77,11 @@ def test_the_newest_is_read_as_it_was_written_with_the_position_in_the_data(disk
 
 def test_there_is_a_whole_one_while_the_next_is_written_and_no_third(disk, layout, monkeypatch):
   copies = opened(disk, layout)
-  copies.write(2, random_state(layout), None, 0)
+  copies.write(StateToCopy(2, random_state(layout), None, 0))
   copies.close()
   with monkeypatch.context() as killed:
     killed.setattr(EmergencyCopies, '_write', lambda *args: None)
-    copies.write(4, random_state(layout), None, 0)
+    copies.write(StateToCopy(4, random_state(layout), None, 0))
     assert copies.settle().startswith('step 4: the emergency copy failed: it was not written; training goes on')
   (half,) = (file.with_name('4.0.incomplete') for file in disk.rglob('2.0'))
   half.write_bytes(b'half')
@@ -142,7 +145,7 @@ def test_a_full_disk_is_told_once_and_the_copy_before_stays(disk, layout):
   previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
   def write(step):
-    told.append(copies.write(step, random_state(layout, step, step), None, 0))
+    told.append(copies.write(StateToCopy(step, random_state(layout, step, step), None, 0)))
     copies._writing.join()
 
   try:
@@ -175,12 +178,9 @@ def test_a_directory_that_cannot_be_used_is_a_mistake(disk, layout, monkeypatch)
     opened(disk, layout)
 
 
-def test_without_directories_nothing_happens_and_after_the_run_nothing_is_left(disk, layout):
-  none = EmergencyCopies(disk.parent / 'run', (), *layout)
-  assert none.newest(0) == (None, '') and none.write(2, random_state(layout), None, 0) == ''
-  none.remove()
+def test_after_the_run_nothing_is_left(disk, layout):
   copies = opened(disk, layout)
-  copies.write(2, random_state(layout), None, 0)
+  copies.write(StateToCopy(2, random_state(layout), None, 0))
   copies.remove()
   assert os.listdir(disk / emergency._user_folder()) == []
 
@@ -270,7 +270,7 @@ def test_the_last_copy_that_is_on_all_peers_is_kept_until_a_newer_one_is(disk, l
   names = lambda: sorted(file.name for file in disk.rglob('*.0'))  # noqa: E731
   for step, is_there, kept in [(2, True, '2'), (4, False, '2 4'), (6, False, '2 6'), (8, True, '8')]:
     peers.is_there = is_there
-    copies.write(step, random_state(layout, step, step), None, 0)
+    copies.write(StateToCopy(step, random_state(layout, step, step), None, 0))
     assert bool(copies.settle()) == (step in (4, 8))
     assert names() == [f'{step}.0' for step in kept.split()]
 
@@ -280,7 +280,7 @@ def test_parts_of_two_starts_and_parts_of_another_step_are_not_taken_for_one_cop
   saves = []
   for seed in (1, 2):
     copies = opened(disk, layout)
-    copies.write(4, random_state(layout, seed, 4), POSITION, 0)
+    copies.write(StateToCopy(4, random_state(layout, seed, 4), POSITION, 0))
     copies.settle()
     saves.append(EmergencyCopy(next(disk.rglob('4.0'))))
   assert saves[0].save != saves[1].save and saves[1].save == copy_file.save_in(next(disk.rglob('4.0')))

@@ -19,6 +19,7 @@ import jax, jax.numpy as jnp
 from small_states import layout_on
 from praxis_lite.checkpoints import Checkpointer, checkpointer
 from praxis_lite.runs.cluster.emergency import EmergencyCopies
+from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.loop.saving import Saving
 directory, is_second = sys.argv[3], sys.argv[2] == '1'
 layout = layout_on(2, rows=200)  # What is shorter is stored inside of an index, which both read.
@@ -59,7 +60,7 @@ limit(resource.RLIM_INFINITY)
 save(10)
 copies = EmergencyCopies(directory, [os.environ['COPIES'] + sys.argv[2]], *layout)
 for step in (11, 12, 13):
-  copies.write(step, state_of(step), {'position': step}, 10)
+  copies.write(StateToCopy(step, state_of(step), {'position': step}, 10))
 if is_second:
   copies.close()
   next(file for folder in copies._folders for file in folder.iterdir() if file.name == '13.1').write_bytes(b'')

@@ -17,6 +17,7 @@ from praxis_lite.cli.main import main
 from praxis_lite.runs.cluster import emergency
 from praxis_lite.runs.cluster.object_store import ObjectStore
 from praxis_lite.runs.cluster.remote import RemoteRun
+from praxis_lite.runs.observer import StateToCopy
 
 PARTS = ('state', 'inputs', 'about')
 LAYOUT_ROWS = 12
@@ -151,7 +152,7 @@ def test_an_emergency_copy_that_was_renamed_is_not_used(tmp_path):
     return emergency.EmergencyCopies(tmp_path / 'run', [str(tmp_path / 'disk')], *layout)
 
   copies = opened()
-  copies.write(6, random_state(layout, 6, 6), {'position': 6}, 0)
+  copies.write(StateToCopy(6, random_state(layout, 6, 6), {'position': 6}, 0))
   copies.close()
   (file,) = tmp_path.glob('disk/*/*/*/6.0')
   file.rename(file.with_name('12.0'))
@@ -166,7 +167,7 @@ def test_parts_of_different_copies_on_the_hosts_are_not_one_copy(tmp_path, monke
     (tmp_path / name).mkdir()
   copies = emergency.EmergencyCopies(tmp_path / 'run', [str(tmp_path / 'disk')], *layout)
   for step in (4, 6):
-    copies.write(step, random_state(layout, step, step), {'position': step}, 0)
+    copies.write(StateToCopy(step, random_state(layout, step, step), {'position': step}, 0))
     copies.close()
   monkeypatch.setattr(emergency, 'gather_texts', lambda text: [text, text.replace('6:', '6:0')])
   copy, note = copies.newest(0)

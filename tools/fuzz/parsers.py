@@ -37,6 +37,7 @@ from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.runs.cluster.emergency import EmergencyCopies
 from praxis_lite.runs.cluster.object_store import ObjectStore
 from praxis_lite.runs.cluster.remote import RemoteRun
+from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.records import record, runs
 from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
 from praxis_lite.runs.records.metrics import SummaryWriter, read_results
@@ -407,7 +408,7 @@ def _copy() -> tuple[dict[str, Any], bytes]:
   """Returns the header of an emergency copy, without its checksum, and the bytes after it."""
   with tempfile.TemporaryDirectory() as name:
     copies, _ = _copies(Path(name))
-    copies.write(3, jax.device_put(_state(), _one_device_sharding()), _input().get_state(), 0)
+    copies.write(StateToCopy(3, jax.device_put(_state(), _one_device_sharding()), _input().get_state(), 0))
     copies.close()
     header, _, data = _file_of_copy(Path(name)).read_bytes().partition(b'\n')
   return {key: value for key, value in json.loads(header).items() if key != 'checksum'}, data

@@ -55,7 +55,7 @@ def kind_of_config(config: Mapping[str, Any]) -> AdapterKind:
 
 def kind_in_folder(folder: str | os.PathLike[str]) -> type[Adapter]:
   """Returns the kind of the adapters of a folder that peft has written: `Lora`, `Dora` or `Ia3`."""
-  return kind_of_config(read_config(folder)).adapter
+  return kind_of_config(read_adapter_config(folder)).adapter
 
 
 def kind_of_network(network: Layer) -> AdapterKind:
@@ -72,7 +72,7 @@ def kind_of_network(network: Layer) -> AdapterKind:
   return kinds[0]
 
 
-def read_config(folder: str | os.PathLike[str]) -> dict[str, object]:
+def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, object]:
   """Returns the content of adapter_config.json in a folder; raises UserError unless it describes supported adapters."""
   path = os.path.join(folder, CONFIG_FILE)
   if not os.path.isfile(path):
@@ -121,14 +121,9 @@ def make_config(
   base: str | None,
   fan_in_fan_out: bool,
 ) -> dict[str, object]:
-  """Returns the content of adapter_config.json.
+  """Returns the content of adapter_config.json for a model, of whose `network` some `weights` are `adapted`.
 
-  Args:
-    kind: that of all adapters.
-    model: the model, of whose `network` some `weights` are `adapted`.
-    declared: the declarations of the variables of the network.
-    base: name or path of the checkpoint without adapters.
-    fan_in_fan_out: whether modules store their weights as [in, out].
+  `declared` are the declarations of its variables, and `base` names the checkpoint without adapters.
   """
   modules = {module: weight for weight in adapted for module in modules_of(weight, declared)}
   others = {m for w in weights for m in modules_of(w, declared)} - modules.keys()
@@ -182,17 +177,12 @@ def adapters_of(
   modules: Mapping[AdaptableWeight, Sequence[str]],
   config: Mapping[str, Any],
 ) -> Iterator[Config]:
-  """Yields the configs of the adapters in a file.
+  """Yields the configs of the adapters in a file; raises ConfigError if there is no such adapter.
 
   Args:
-    kind: that of all adapters.
-    shapes: the shape of the first part of the adapter of each weight that has one.
-    names: the path of the layer of each weight below the model.
+    kind, config: the kind of all adapters, and the content of adapter_config.json.
+    shapes, names: the shape of the first part of the adapter of each weight that has one, and the path of its layer.
     modules: the names of the modules with each weight.
-    config: the content of adapter_config.json.
-
-  Raises:
-    ConfigError: our adapters cannot be set in the same way.
   """
   if 'scale' in kind.parts:
     if of_others := [modules[w][0] for w in shapes if w.name or w.is_table]:

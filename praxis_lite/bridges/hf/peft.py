@@ -22,7 +22,7 @@ from praxis_lite.bridges.hf.adapter_config import (
   kind_of_config,
   kind_of_network,
   make_config,
-  read_config,
+  read_adapter_config,
 )
 from praxis_lite.bridges.hf.adapter_weights import (
   PREFIX,
@@ -125,7 +125,7 @@ def read_adapter(
     ConfigError: the adapters are of another kind, have settings that ours do not have, or need `variables`.
     CheckpointError: files are missing or damaged, or their tensors do not fit the model.
   """
-  config = read_config(folder)
+  config = read_adapter_config(folder)
   file = os.path.join(folder, TENSORS_FILE)
   if not os.path.isfile(file):
     raise CheckpointError(f'{folder} has no {TENSORS_FILE}; save the adapter with peft as safetensors')

@@ -212,7 +212,7 @@ def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[
   """Yields (path, entry) of the lines of `value`."""
   entry, children = _parts(value, is_root)
   if entry is not None:
-    yield path, _without_secret(entry, value, path)
+    yield path, _hide_secret(entry, value, path)
   for key, child in children.items():
     yield from _entries(child, child_path(path, key))
 
@@ -225,8 +225,8 @@ def _changes(
   default_entry, defaults = _parts(default)
   if entry is not None and entry != default_entry:
     shown = default_entry or (' = ', format_value(default))
-    text = '' if default is _NOTHING else _without_secret(shown, default, path)[1]
-    yield path, _without_secret(entry, value, path), text
+    text = '' if default is _NOTHING else _hide_secret(shown, default, path)[1]
+    yield path, _hide_secret(entry, value, path), text
     if isinstance(value, Config):
       _, defaults = _parts(Config(target(value)))
   is_other_kind = isinstance(default, Config) and not isinstance(value, Config)
@@ -247,7 +247,7 @@ def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping
   return (' = ', format_value(value)), {}
 
 
-def _without_secret(entry: _Entry, value: object, path: str) -> _Entry:
+def _hide_secret(entry: _Entry, value: object, path: str) -> _Entry:
   is_left_out = isinstance(value, str) and value and is_secret(path)
   return (' = ', repr(LEFT_OUT)) if is_left_out else entry
 

@@ -84,7 +84,7 @@ class Beats:
     if not self._is_all:
       other = self._random.randrange(self._processes)
       for index in (self._next, other):
-        with contextlib.suppress(Exception):  # It has not written a beat yet.
+        with contextlib.suppress(Exception):  # No beat has been written so far.
           heard[index] = json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))
       for each in heard.values():
         # A beat is at most about one interval old, so that ages which go around never become younger than they are.

@@ -23,6 +23,7 @@ from praxis_lite.common.processes import gather_texts
 from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
 from praxis_lite.runs.cluster.peers import PeerError, Peers
 
+Reason = Callable[[EmergencyCopy], str]  # Says why a copy cannot be used; '' if it can.
 # How many bytes a process may take to list the parts that it holds.
 _MOST_HELD = 2000
 
@@ -55,17 +56,15 @@ class CopiesOnPeers:
         unsent.append(first_line(failure))
     self.unsent = '; '.join(unsent)
 
-  def fetch_missing(
-    self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Callable[[EmergencyCopy], str]
-  ) -> list[str]:
+  def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Reason) -> list[str]:
     """Gets this process's part of the newest copy whose parts all exist on some host; returns what did not work.
 
     Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
 
     Args:
-      copies: the copies of which this process has its part, by step; receives another one.
+      copies: the copies, by step, that this process has its part of; gets another one.
       oldest: only copies of later steps count.
-      reason_against: says why a copy cannot be used; '' if it can.
+      reason_against: see `Reason`.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):
@@ -97,14 +96,7 @@ class CopiesOnPeers:
     """Returns how far a process is after this one; the processes that lack a part begin with different holders."""
     return (process - self._process) % jax.process_count()
 
-  def _fetch(
-    self,
-    holder: int,
-    step: int,
-    save: str,
-    copies: dict[int, EmergencyCopy],
-    reason_against: Callable[[EmergencyCopy], str],
-  ) -> str:
+  def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Reason) -> str:
     """Gets this process's part of a copy from a process; returns why it cannot be used, or ''."""
     name = f'{step}.{self._process}'
     try:
@@ -122,20 +114,13 @@ class CopiesOnPeers:
 def join_peers(
   folder: Path, lineage: int, count: int, failure_domain: int, part_bytes: int
 ) -> tuple[CopiesOnPeers | None, str, int]:
-  """Connects the processes that send their parts to each other; all processes call this.
+  """Connects the processes that send parts of `part_bytes` to each other; all processes call this.
 
-  Args:
-    folder: where this process keeps its part, and the parts that it receives.
-    lineage: the lineage of the copies.
-    count, failure_domain: see `peers` and `failure_domain` of `EmergencyCopiesParams`.
-    part_bytes: the size of a part.
+  `count` and `failure_domain` are `peers` and `failure_domain` of `EmergencyCopiesParams`.
 
-  Returns:
-    The copies on peers, None if all processes have the same folder; a line about the network and memory that they take;
-    and the bytes that the processes with this folder keep at most.
-
-  Raises:
-    UserError: there are not enough failure domains for the peers.
+  Returns the copies on peers, None if all processes have the same folder; a line about the network and memory that they
+  take; and the bytes that the processes with this folder keep at most. Raises UserError if there are not enough failure
+  domains.
   """
   process, folders = jax.process_index(), folders_of_all(folder)
   if len(set(folders)) == 1:
@@ -190,7 +175,7 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 
 
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
-  """Returns the failure domain of each process: `size` successive processes, and whoever shares a folder with them.
+  """Returns the failure domain of each process: `size` successive processes, and those that share a folder with them.
 
   Args:
     folders: names the folder of each process, on all hosts.
@@ -220,7 +205,7 @@ def folders_of_all(folder: Path) -> list[str]:
 
 
 def _list_parts(held: dict[tuple[int, int], str]) -> str:
-  """Returns parts by their step and process as text: the newest, as many as fit into `_MOST_HELD` bytes."""
+  """Returns parts by their step and process as text: the newest that fit into `_MOST_HELD` bytes."""
   text = ''
   for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
     longer = f'{text} {step}.{process}:{save}'

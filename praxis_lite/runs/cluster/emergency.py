@@ -52,6 +52,7 @@ from praxis_lite.runs.cluster.copy_file import (
   shards_of,
 )
 from praxis_lite.runs.cluster.peers import INCOMPLETE
+from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
@@ -64,7 +65,7 @@ class EmergencyCopies:
 
   Args:
     job_log_dir: the run's directory, which all processes share.
-    directories: folders of this host. If there are none, no copies are made, and the methods do nothing.
+    directories: folders of this host, at least one.
     shapes: padded shapes of the state, with shardings.
     true_shapes: the shapes without padding.
     peers, failure_domain: see `EmergencyCopiesParams`.
@@ -98,21 +99,21 @@ class EmergencyCopies:
     run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
     self._homes = [user_path(directory) / _user_folder() / run for directory in directories]
     self._lineage_file = job_log_dir / LINEAGE
-    self._lineage = _lineage_in(self._lineage_file) if directories else 0
+    self._lineage = _lineage_in(self._lineage_file)
     self._folders = [home / str(self._lineage) for home in self._homes]
-    self._start = gather_texts(secrets.token_hex(8))[0] if directories else ''  # An id of this start of the run.
+    self._start = gather_texts(secrets.token_hex(8))[0]  # An id of this start of the run.
     for folder in self._folders:
       _make(folder, 2 * num_bytes(shapes))
       for other in folder.parent.iterdir():
         if other != folder:
           remove_all(other)
-    self._job_log_dir = KnownFolder(job_log_dir) if directories else None
+    self._job_log_dir = KnownFolder(job_log_dir)
     self._writing: threading.Thread | None = None
     self._step, self._error, self._told = 0, '', ''  # The last copy: its step, its error here, the reported error.
     self._on_peers = 0  # The step of the last copy that is on all peers.
     self._peers: CopiesOnPeers | None = None
     self.costs = ''
-    if peers and directories and jax.process_count() > 1:
+    if peers and jax.process_count() > 1:
       of_peers = self._folders[0], self._lineage, peers, failure_domain, num_bytes(shapes)
       self._peers, self.costs, in_folder = join_peers(*of_peers)
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
@@ -140,8 +141,6 @@ class EmergencyCopies:
         unfit.append(reason)
       else:
         copies[step] = copy
-    if not self._folders:
-      return None, ''
     if self._peers is not None:
       unfit += self._peers.fetch_missing(copies, checkpoint, lambda copy: self._reason_against(copy, checkpoint))
     told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
@@ -159,43 +158,19 @@ class EmergencyCopies:
     self._on_peers = step
     return copies.get(step), f'emergency copies that are not used: {join_by_host(why)}' if any(why) else ''
 
-  def write(
-    self,
-    step: int,
-    state: TrainState,
-    input_state: dict[str, Any] | None,
-    checkpoint: int,
-    metrics: Sequence[dict[str, Any]] = (),
-    progress: dict[str, Any] | None = None,
-  ) -> str:
+  def write(self, snapshot: StateToCopy) -> str:
     """Copies the arrays to the host, then writes them in the background; the state may be donated when this returns.
 
-    Args:
-      step, state: the padded state on the mesh, and its step.
-      input_state: `get_state()` of the training input after the batch of this step.
-      checkpoint: step of the newest checkpoint; 0 if there is none.
-      metrics: lines of metrics that could not be written to the disk.
-      progress: as in `Checkpointer.save`.
-
-    Returns:
-      A line to print if the previous copy failed, or is the first to succeed after a failure; otherwise ''.
+    Returns a line to print if the previous copy failed, or is the first to succeed after a failure; otherwise ''.
     """
-    if not self._folders:
-      return ''
     said = self.settle()
-    if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
+    if self._process == 0 and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # Restarts need this file to find copies; the next copy retries.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
-    of_run: dict[str, Any] = {
-      'step': step,
-      'checkpoint': checkpoint,
-      'input_state': input_state,
-      'metrics': list(metrics),
-    }
-    of_run |= {'progress': progress, 'start': self._start}
-    self._step, self._error = step, 'it was not written'
-    arguments = {**self._about, **of_run}, shards_of(state)
-    self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')
+    record = {**self._about, **snapshot._asdict(), 'start': self._start}
+    shards = shards_of(record.pop('state'))
+    self._step, self._error = snapshot.step, 'it was not written'
+    self._writing = threading.Thread(target=self._write, args=(record, shards), name='emergency_copy')
     self._writing.start()
     return said
 
@@ -263,7 +238,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Shards) -> None:
-    """Writes a copy to all directories, of which one must succeed, and sends it to the peers."""
+    """Writes a copy to all directories, and sends it to the peers; fails if it is written to no directory."""
     name, parts, errors = f'{record["step"]}.{self._process}', encode_copy(record, shards), []
     for folder in self._folders:
       incomplete = folder / f'{name}{INCOMPLETE}'

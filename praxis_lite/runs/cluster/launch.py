@@ -189,7 +189,7 @@ class Launcher:
         lost_before, lost = lost, self._lost_place(last)
         events = self._events_since(began)
         self._add_evidence(lost, last.code, events)
-        blamed = self._blamed()
+        blamed = self._places_to_replace()
         if is_faulty and not blamed and not self._can_leave_out_device():
           self._say(_AFTER_FAULT)
           return last.code
@@ -237,8 +237,8 @@ class Launcher:
     if lost >= 0:
       self._blame.add(Evidence(lost, f'lost ({exit_text(code)})'))
 
-  def _blamed(self) -> list[int]:
-    """Returns the indices of the processes whose places are blamed, as many as there are spares."""
+  def _places_to_replace(self) -> list[int]:
+    """Returns the indices of the first processes whose places are blamed, at most one for each spare."""
     return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
 
   def _replace_places(self, blamed: Sequence[int]) -> dict[int, str]:

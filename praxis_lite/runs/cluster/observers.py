@@ -83,7 +83,7 @@ class CopiesOnHosts(Observer):
       run.line(self._copies.costs)
 
   def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
-    said = '' if self._copies is None else self._copies.write(**snapshot._asdict())
+    said = '' if self._copies is None else self._copies.write(snapshot)
     if said:
       run.line(said)
 

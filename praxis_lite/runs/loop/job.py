@@ -13,7 +13,6 @@ from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
-from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
@@ -93,11 +92,6 @@ class TrainJob(NamedTuple):
   loggers: Sequence[Logger]
   lines: Sequence[str]
 
-  @property
-  def batch_struct(self) -> Struct:
-    """The shapes and dtypes of the global batches of the training input."""
-    return self.inputs.training.batch_struct()
-
 
 def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, startup: StartupTimes) -> TrainJob:
   """Builds the task, its mesh and its inputs, and traces its steps.
@@ -158,17 +152,9 @@ def _trace_programs(
   startup: StartupTimes,
   taps: StepTaps | None = None,
 ) -> RunPrograms:
-  """Traces the train step, and the steps that evaluate and decode inputs.
+  """Traces the train step, and the steps that evaluate and decode inputs; `key` is for all but the first.
 
-  Args:
-    jax_task, mesh, inputs: the task, its mesh, which needs no devices, and the inputs.
-    key: PRNG key on the mesh for all but the train step.
-    directory: the run's directory; None for a run without one.
-    startup: gets the times of this.
-    taps: statistics that the train step reports; None reports none.
-
-  Raises:
-    UserError: a step cannot be traced, a task file cannot be used, or the config names a metric that there is not.
+  The mesh needs no devices. Raises UserError if a step, a task file, or the name of a metric in the config is wrong.
   """
   tasks = TaskOnMesh(jax_task, mesh, taps=taps)
   partitioned, steps = tasks.taking(inputs.training), tasks.taking_sizes_of(inputs.training)

@@ -84,7 +84,7 @@ def attach_observers(
   on_nonfinite, first_step = job.task.learner.on_nonfinite, start.step
   describe, losses = job.inputs.training.examples_at, start.progress.losses
   trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
-  task, batch = job.programs.partitioned, job.batch_struct
+  task, batch = job.programs.partitioned, job.inputs.training.batch_struct()
   log = TrainLog(
     *(task, batch, console, writer, job.startup),
     first_step=first_step,

@@ -103,7 +103,7 @@ class TrainLog(Observer):
     return skipped.error if skipped.too_many or (is_over and skipped.most_steps) else None
 
   def add(self, step: int, out: TrainStepOutput, rows: int | None = None) -> None:
-    """Adds the outputs of step number `step`, which has just been dispatched, of a batch of so many rows.
+    """Adds the outputs of step number `step`, which has just been dispatched, of a batch of `rows` rows.
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """

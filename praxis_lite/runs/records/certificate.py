@@ -81,7 +81,7 @@ class MeasuredSteps(NamedTuple):
 
 
 class Certificate(NamedTuple):
-  """A prediction and its measurement. `measured` is None if the run has not logged enough steps."""
+  """A prediction and its measurement. `measured` is None if the run has logged too few steps."""
 
   predicted: Prediction
   measured: MeasuredSteps | None

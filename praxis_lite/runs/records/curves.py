@@ -45,7 +45,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
   def __getitem__(self, name: str) -> np.ndarray:
     if name not in self._names:
       raise KeyError(f'there is no metric {name!r}.{did_you_mean(name, self._names)} There are: {", ".join(self)}')
-    return np.array([_number(row.get(name)) for row in self._rows.values()], np.float64)
+    return np.array([row.get(name) for row in self._rows.values()], np.float64)  # None becomes NaN.
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._names)
@@ -94,7 +94,3 @@ def read_metrics(job_log_dir: str | os.PathLike[str]) -> MetricsTable:
     values = {f'{record["split"]}/{name}': value for name, value in record.get('metrics', {}).items()}
     rows.setdefault(record['step'], {}).update(values)
   return MetricsTable(rows)
-
-
-def _number(value: float | None) -> float:
-  return np.nan if value is None else value

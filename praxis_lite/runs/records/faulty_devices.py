@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 
 from praxis_lite.common.processes import broadcast_decision
-from praxis_lite.runs.records.json_lines import append_line, read_lines
+from praxis_lite.runs.records.json_lines import append_line, read_json_lines
 from praxis_lite.runs.records.seats import Seat
 
 FAULTY_DEVICES = 'faulty_devices.jsonl'
@@ -56,7 +56,9 @@ class FaultyDevice(NamedTuple):
 def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
   """Returns the record of a run, in order; skips damaged lines."""
   known = FaultyDevice._fields
-  return read_lines(directory / FAULTY_DEVICES, lambda data: FaultyDevice(**{n: data[n] for n in known if n in data}))
+  return read_json_lines(
+    directory / FAULTY_DEVICES, lambda data: FaultyDevice(**{n: data[n] for n in known if n in data})
+  )
 
 
 def record_faulty_devices(directory: Path, found: Sequence[FaultyDevice]) -> None:

@@ -22,7 +22,7 @@ from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.records.goodput import seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat
-from praxis_lite.runs.records.json_lines import append_line, read_lines
+from praxis_lite.runs.records.json_lines import append_line, read_json_lines
 
 HISTORY = 'history.jsonl'
 _MOST_TEXT = 500
@@ -101,7 +101,7 @@ def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[
 
 def read_history(directory: Path) -> list[RunEvent]:
   """Returns the events of a run in order; skips damaged lines."""
-  return sorted(read_lines(directory / HISTORY, _event), key=lambda event: event.time)
+  return sorted(read_json_lines(directory / HISTORY, _event), key=lambda event: event.time)
 
 
 def _event(data: Mapping[str, Any]) -> RunEvent:

@@ -1,4 +1,4 @@
-"""Files in a run's directory of which each line is JSON. Damaged lines are skipped, and long files lose old ones."""
+"""Files of JSON lines in a run's directory. Damaged lines are skipped, and long files lose old ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from praxis_lite.common.files import open_plain, open_plain_to_write, parse_json
 T = TypeVar('T')
 
 
-def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
+def read_json_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
   """Returns the lines of a file, none if it cannot be read, as `parse` makes them of JSON that anyone may have written.
 
   A line for which `parse` raises ValueError, TypeError, KeyError or AttributeError is left out.

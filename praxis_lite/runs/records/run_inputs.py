@@ -122,7 +122,7 @@ AllDatasets = tuple[Datasets, Datasets]  # Of `datasets()` and `decode_datasets(
 
 
 def build_all(config: ExperimentConfig) -> AllDatasets:
-  """Builds all inputs of an experiment; errors are those of `build_datasets`."""
+  """Builds all inputs of an experiment; raises what `build_datasets` raises."""
   return build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
 
 

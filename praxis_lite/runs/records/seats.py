@@ -9,7 +9,7 @@ PLACE = 'PRAXIS_LITE_PLACE'
 
 
 class Seat(NamedTuple):
-  """Where a process runs, whatever its index.
+  """Where a process runs, independent of its index.
 
   Attributes:
     host: the name of its host.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.common.trees import NestedDict, Path, leaves, merge, path_name, select, suggest_pattern
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import WeightHParams, is_dtype
@@ -90,8 +90,7 @@ class BaseLearner:
 
   def _check_common_fields(self) -> None:
     check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'rollback', 'ignore'))
-    if self.num_microbatches < 1:
-      raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
+    check_range('learner.num_microbatches', self.num_microbatches, least=1)
     if self.report_noise_scale and self.num_microbatches == 1:
       raise ConfigError(
         'learner.report_noise_scale: it compares the gradients of microbatches; set learner.num_microbatches, '

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
-from praxis_lite.training.learning.owner_costs import MatrixExchange, Traffic, plan_exchanges
-from praxis_lite.training.learning.owners import MatrixDims, Sides, SplitMatrix, Splits, square_specs
+from praxis_lite.training.learning.owner_costs import MatrixExchange, MatrixTraffic, plan_exchanges
+from praxis_lite.training.learning.owners import MatrixDims, PerSide, SplitMatrix, Splits, square_specs
 
 # Tree of variables -> the same tree, with the dimensions of each matrix, or None.
 DimsFunction: TypeAlias = Callable[[Any], Any]
@@ -48,7 +48,7 @@ def make_matrix_optimizer(
   name: str,
   matrices: DimsFunction | None,
   placement: str,
-  traffic: Traffic,
+  traffic: MatrixTraffic,
   learning_rate: jax.Array | float,
   matrix_decay: float,
   matrix_decay_mask: Any,
@@ -110,7 +110,7 @@ def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, Ma
 
 def square_arrays(
   params: object, dims: dict[Path, MatrixDims], largest: int, fill: Callable[[tuple[int, ...]], jax.Array]
-) -> Sides:
+) -> PerSide:
   """Returns a square array for each side of each matrix, up to a size; without one, `optax.MaskedNode`.
 
   Args:
@@ -124,17 +124,17 @@ def square_arrays(
     shape = SplitMatrix.make(x.shape, dims[path], ((),) * x.ndim).square_shapes()[side]
     return fill(shape) if shape[-1] <= largest else optax.MaskedNode()
 
-  return Sides(*(map_with_path(lambda path, x, side=side: make(path, x, side), params) for side in (0, 1)))
+  return PerSide(*(map_with_path(lambda path, x, side=side: make(path, x, side), params) for side in (0, 1)))
 
 
-def sides_by_path(squares: Sides) -> Sides:
+def sides_by_path(squares: PerSide) -> PerSide:
   """Returns the square arrays of each side by path; absent for a side that has none."""
-  return Sides(*map(leaves_by_path, squares))
+  return PerSide(*map(leaves_by_path, squares))
 
 
-def put_sides(squares: Sides, into: Sides) -> Sides:
+def put_sides(squares: PerSide, into: PerSide) -> PerSide:
   """The inverse of `sides_by_path`: `into` with other arrays."""
-  return Sides(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
+  return PerSide(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
 
 
 def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:

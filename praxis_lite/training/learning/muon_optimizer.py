@@ -29,8 +29,8 @@ from praxis_lite.training.learning.matrix_optimizer import (
   dims_by_path,
   make_matrix_optimizer,
 )
-from praxis_lite.training.learning.owner_costs import Traffic
-from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices
+from praxis_lite.training.learning.owner_costs import MatrixTraffic
+from praxis_lite.training.learning.owners import MatrixDims, Splits, change_matrices, dims_of_side
 
 
 class MuonState(NamedTuple):
@@ -86,7 +86,7 @@ def muon(
     return newton_schulz(x, ns_coeffs, ns_steps, eps)
 
   def scale(x: jax.Array, dims: MatrixDims, shape: Sequence[int]) -> jax.Array:
-    rows, columns = (math.prod(shape[d] for d in _tuple(side)) for side in dims)
+    rows, columns = (math.prod(shape[d] for d in dims_of_side(side)) for side in dims)
     factor = max(1.0, columns / rows) if consistent_rms is None else max(rows, columns) * consistent_rms**2
     return x * jnp.asarray(math.sqrt(factor), x.dtype)
 
@@ -116,7 +116,7 @@ def muon(
     'muon',
     matrices,
     placement,
-    Traffic(lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps)),
+    MatrixTraffic(lambda rows, columns: newton_schulz_flops(rows, columns, ns_steps)),
     learning_rate,
     weight_decay,
     weight_decay_mask,
@@ -139,7 +139,3 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
   """Returns the FLOPs of the products of `newton_schulz` for one matrix: of steps (4 m^2 n + 2 m^3)."""
   m, n = sorted((rows, columns))
   return steps * (4 * m * m * n + 2 * m**3)
-
-
-def _tuple(side: int | Sequence[int]) -> tuple[int, ...]:
-  return (side,) if isinstance(side, int) else tuple(side)

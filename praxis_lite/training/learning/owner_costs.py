@@ -58,7 +58,7 @@ class MatrixExchange:
     return f'{what}, {dealt} ({self.why}); {", and receives ".join(filter(None, (work, " and ".join(received))))}'
 
 
-class Traffic(NamedTuple):
+class MatrixTraffic(NamedTuple):
   """What an optimizer sends and computes for each matrix in a step.
 
   Attributes:
@@ -75,7 +75,7 @@ class Traffic(NamedTuple):
 
 
 def plan_exchanges(
-  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, traffic: Traffic
+  dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, traffic: MatrixTraffic
 ) -> list[MatrixExchange]:
   """Returns what each group of matrices costs in a step; none on one device, or if they are left to the compiler.
 

@@ -52,7 +52,7 @@ MatrixFunction: TypeAlias = Callable[[jax.Array], jax.Array]
 Arrays: TypeAlias = dict[Path, jax.Array]
 
 
-class Sides(NamedTuple):
+class PerSide(NamedTuple):
   """Something that belongs to the inputs and the outputs of matrices, such as square arrays."""
 
   inputs: Any
@@ -60,9 +60,9 @@ class Sides(NamedTuple):
 
 
 def is_square_array(path: Path, owner: Path) -> bool:
-  """Whether an array of an optimizer's state, whose path ends with that of its variable, belongs to one of `Sides`."""
+  """Whether an array of an optimizer's state, whose path ends with that of its variable, belongs to a `PerSide`."""
   before = path[: len(path) - len(owner)]
-  return before[-1:] in {(side,) for side in Sides._fields}
+  return before[-1:] in {(side,) for side in PerSide._fields}
 
 
 class MatrixBatch(NamedTuple):
@@ -81,7 +81,7 @@ class MatrixBatch(NamedTuple):
 BatchFunction: TypeAlias = Callable[[MatrixBatch], MatrixBatch]
 # What an optimizer has for its variables by name: arrays like the variables, and square arrays of their sides.
 Matrices: TypeAlias = dict[str, Arrays]
-Squares: TypeAlias = dict[str, Sides]
+Squares: TypeAlias = dict[str, PerSide]
 MatrixDims: TypeAlias = optax.contrib.MuonDimensionNumbers
 
 # Below this smaller side, computing a matrix on each device that has it takes less time than sending it: a product of
@@ -149,7 +149,7 @@ class SplitMatrix:
   @classmethod
   def make(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
     """Returns the matrices of a variable whose dimension i is split over `axes[i]`."""
-    sides = [tuple(d % len(shape) for d in _dims(side)) for side in (dims.reduction_axis, dims.output_axis)]
+    sides = [tuple(d % len(shape) for d in dims_of_side(side)) for side in (dims.reduction_axis, dims.output_axis)]
     batch = tuple(d for d in range(len(shape)) if d not in (*sides[0], *sides[1]))
 
     def side(dims: tuple[int, ...]) -> MatrixSide:
@@ -180,13 +180,13 @@ class SplitMatrix:
     back = sorted(range(len(shape)), key=lambda i: self.order[i])
     return x.reshape([shape[d] for d in self.order]).transpose(back)
 
-  def turn(self, sides: Sides) -> Sides:
+  def turn(self, sides: PerSide) -> PerSide:
     """Returns (inputs, outputs) as (rows, columns), and the reverse."""
-    return Sides(sides.outputs, sides.inputs) if self.is_turned else sides
+    return PerSide(sides.outputs, sides.inputs) if self.is_turned else sides
 
-  def square_shapes(self) -> Sides:
+  def square_shapes(self) -> PerSide:
     """Returns the shapes of the square arrays of all matrices of the variable."""
-    return self.turn(Sides(*((*self.batch.sizes, side.size, side.size) for side in (self.rows, self.columns))))
+    return self.turn(PerSide(*((*self.batch.sizes, side.size, side.size) for side in (self.rows, self.columns))))
 
   def count(self, sizes: Mapping[str, int]) -> int:
     """Returns the number of matrices, filled up, on each of the devices among which `batch` deals them out."""
@@ -261,7 +261,8 @@ def change_batches(
     return change_parts(given)
   specs, specs_of_squares = {path: splits.specs[path] for path in paths}, square_specs(dims, splits, placement, paths)
   of_squares = {
-    name: Sides(*({path: specs_of_squares[path] for path in side} for side in sides)) for name, sides in squares.items()
+    name: PerSide(*({path: specs_of_squares[path] for path in side} for side in sides))
+    for name, sides in squares.items()
   }
   in_specs, out_specs = (dict.fromkeys(matrices, specs), of_squares), (dict.fromkeys(returns, specs), of_squares)
   shapes = jax.tree.map(jnp.shape, (dict.fromkeys(returns, paths), squares))
@@ -310,7 +311,7 @@ def _change_groups(
   """Changes this device's parts of all variables; inside `shard_map`, unless there is one device."""
   matrices, squares = parts
   part_shapes = {path: x.shape for path, x in next(iter(matrices.values())).items()}
-  changed, changed_squares = defaultdict[str, Arrays](dict), {name: Sides({}, {}) for name in squares}
+  changed, changed_squares = defaultdict[str, Arrays](dict), {name: PerSide({}, {}) for name in squares}
   for group, members in groups:
     exchange = OwnerExchange(group, group.owner_axes(sizes, placement), sizes)
     of_matrices = {name: [m.to_batch(arrays[path]) for path, m in members.items()] for name, arrays in matrices.items()}
@@ -434,5 +435,6 @@ def axes_size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
   return math.prod(sizes[a] for a in axes)
 
 
-def _dims(side: int | Sequence[int]) -> tuple[int, ...]:
+def dims_of_side(side: int | Sequence[int]) -> tuple[int, ...]:
+  """Returns the dimensions of a variable that are one side of its matrices."""
   return (side,) if isinstance(side, int) else tuple(side)

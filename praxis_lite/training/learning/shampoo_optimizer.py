@@ -34,8 +34,8 @@ from praxis_lite.training.learning.matrix_optimizer import (
   square_arrays,
   update_statistics,
 )
-from praxis_lite.training.learning.owner_costs import Traffic
-from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
+from praxis_lite.training.learning.owner_costs import MatrixTraffic
+from praxis_lite.training.learning.owners import MatrixBatch, PerSide, Splits, change_batches
 
 GRAFTS = ('adam', 'sgd', 'none')
 
@@ -50,8 +50,8 @@ class ShampooState(NamedTuple):
   num_updates: jax.Array
   mu: Any
   nu: Any
-  statistics: Sides
-  roots: Sides
+  statistics: PerSide
+  roots: PerSide
 
 
 def shampoo(
@@ -153,7 +153,7 @@ def shampoo(
     'shampoo',
     matrices,
     placement,
-    Traffic(
+    MatrixTraffic(
       lambda m, n: shampoo_flops(m, n, refresh_every, largest_side), (2 + (graft == 'adam'), 1), (2, 2), largest_side
     ),
     learning_rate,

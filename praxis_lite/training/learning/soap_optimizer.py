@@ -38,8 +38,8 @@ from praxis_lite.training.learning.matrix_optimizer import (
   square_arrays,
   update_statistics,
 )
-from praxis_lite.training.learning.owner_costs import Traffic
-from praxis_lite.training.learning.owners import MatrixBatch, Sides, Splits, change_batches
+from praxis_lite.training.learning.owner_costs import MatrixTraffic
+from praxis_lite.training.learning.owners import MatrixBatch, PerSide, Splits, change_batches
 
 
 class SoapState(NamedTuple):
@@ -51,8 +51,8 @@ class SoapState(NamedTuple):
   num_updates: jax.Array
   mu: Any
   nu: Any
-  statistics: Sides
-  bases: Sides
+  statistics: PerSide
+  bases: PerSide
 
 
 def soap(
@@ -99,7 +99,7 @@ def soap(
 
   def change(batch: MatrixBatch, count: jax.Array) -> MatrixBatch:
     g, mu, nu = (batch.matrices[name] for name in ('g', 'mu', 'nu'))
-    bases = Sides(batch.rows.get('bases'), batch.columns.get('bases'))
+    bases = PerSide(batch.rows.get('bases'), batch.columns.get('bases'))
     nu = jnp.where(count > 0, b2 * nu + (1 - b2) * jnp.square(_rotate(g, bases)), nu)
     steps = jnp.maximum(count, 1).astype(jnp.float32)
     direction = _rotate(mu / (1 - b1**steps), bases) / (jnp.sqrt(nu / (1 - b2**steps)) + eps)
@@ -140,7 +140,7 @@ def soap(
     'soap',
     matrices,
     placement,
-    Traffic(lambda m, n: soap_flops(m, n, refresh_every, largest_side), (3, 2), (2, 2), largest_side),
+    MatrixTraffic(lambda m, n: soap_flops(m, n, refresh_every, largest_side), (3, 2), (2, 2), largest_side),
     learning_rate,
     weight_decay,
     weight_decay_mask,
@@ -157,13 +157,13 @@ def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -
   return sum(4 * 2 * rows * columns * side + (2 + 8 / 3) * side**3 / refresh_every for side in sides)
 
 
-def _rotate(x: jax.Array, bases: Sides) -> jax.Array:
+def _rotate(x: jax.Array, bases: PerSide) -> jax.Array:
   """Returns A^T x B; None for a side leaves it as it is."""
   x = x if bases.inputs is None else bases.inputs.mT @ x
   return x if bases.outputs is None else x @ bases.outputs
 
 
-def _rotate_back(x: jax.Array, bases: Sides) -> jax.Array:
+def _rotate_back(x: jax.Array, bases: PerSide) -> jax.Array:
   x = x if bases.inputs is None else bases.inputs @ x
   return x if bases.outputs is None else x @ bases.outputs.mT
 
