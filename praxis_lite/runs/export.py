@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from praxis_lite.common.errors import ConfigError, UserError, check_choice, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, check_choice, check_range, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import unless_unknown
@@ -107,9 +107,7 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
     if not values:
       raise ConfigError(f'{name}: expected at least one of {", ".join(choices)}')
   for name in ('batch_size', 'prompt_length', 'max_tokens'):
-    value = getattr(settings, name)
-    if value is not None and value < 1:
-      raise ConfigError(f'{name}: expected at least 1, got {value}')
+    check_range(name, getattr(settings, name), least=1)
   if settings.what == 'decode' and not (hasattr(model, 'prefill') and hasattr(model, 'extend_step')):
     raise ConfigError(
       f"task.model: {type(model).__name__} has no prefill and extend_step, so it cannot be exported as 'decode'; "

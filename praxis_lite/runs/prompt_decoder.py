@@ -12,7 +12,7 @@ import jax
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.values import describe_value
-from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.errors import ConfigError, DataError, UserError, check_range
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
@@ -273,8 +273,7 @@ class PromptDecoder:
         raise ConfigError(f'a prompt has {number_of(length, "token")}, and the model reads at most {most}; shorten it')
       return None, max_tokens or 1
     max_tokens = limits.max_tokens if max_tokens is None else max_tokens
-    if max_tokens < 1:
-      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
+    check_range('max_tokens', max_tokens, least=1)
     limits.check_fits(length, max_tokens)
     return limits, max_tokens
 

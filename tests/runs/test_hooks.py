@@ -196,7 +196,7 @@ def test_the_name_of_a_metric_tells_its_mode_or_a_mode_is_asked_for(tmp_path):
 
 
 SETTINGS = {
-  'patience': ({'patience': 0}, r'early_stopping\.patience: expected at least 1 evaluation, or None, got 0'),
+  'patience': ({'patience': 0}, r'early_stopping\.patience: expected at least 1, got 0'),
   'mode': ({'mode': 'low'}, r"early_stopping\.mode: expected 'auto', 'min' or 'max', got 'low'"),
   'delta': ({'min_delta': -1.0}, r'early_stopping\.min_delta: expected at least 0, got -1'),
 }

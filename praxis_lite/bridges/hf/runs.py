@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -198,62 +199,61 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   task.evaluate.max_batches = 100
   built = target(model)
   assert isinstance(built, type)
-  if issubclass(built, ClassificationModel | ImageFeatureModel | MaskedAutoencoder):
-    task.name = 'classifier'
-    if issubclass(built, MaskedAutoencoder):
-      task.name = 'masked_autoencoder'
-      task.train.learner.bprop_variable_exclusion = ('network.position.w', 'patch_decoder.position.w')
+  if issubclass(built, (*_OF_IMAGES, TwoTowerModel)):
     task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
-    return ExperimentConfig(task, image_datasets(model, checkpoint.folder), [])
-  tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
-  if issubclass(built, TwoTowerModel):
-    task.name = 'towers'
-    task.train.inputs_split_mapping['map_4d'] = (('replica', 'data'), None, None, None)
-    return ExperimentConfig(task, image_text_datasets(model, checkpoint.folder, tokenizer), [])
   if issubclass(built, SpeechToTextModel):
-    return _transcription_config(task, checkpoint, tokenizer)
-  if issubclass(built, EncoderDecoderModel):
-    task.name = 'seq2seq'
-    pairs = Config(SourceTargetInput, path=REQUIRED, source_len=_SOURCE_LEN, target_len=_TARGET_LEN, batch_size=8)
-    pairs.set(tokenizer_tpl=tokenizer, start_id=model.start_id, end_sources=True, truncate=True)
-    named = [pairs.clone(name='train', is_training=True), pairs.clone(name='validation')]
-    return ExperimentConfig(task, named, [])
-  if issubclass(built, MaskedLanguageModel | SequenceClassifier):
-    return ExperimentConfig(task, _datasets_of_encoder(model, built, tokenizer), [])
-  if issubclass(built, TextEncoder):
-    return ExperimentConfig(task, [], [])  # It has no loss, so it reads no data.
-  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
-  train = Config(TextInput, name='train', is_training=True, split='train')
-  validation = Config(TextInput, name='validation', split='validation')
-  fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
-  return ExperimentConfig(task, [d.set(tokenizer_tpl=tokenizer.clone(), **fields) for d in (train, validation)], [])
+    path = os.path.join(checkpoint.folder, GENERATION_FILE)
+    set_transcription(model, read_json(path) if os.path.isfile(path) else {})
+  task.name, fixed = next((about for kind, *about in _ABOUT_TASKS if issubclass(built, kind)), ('lm', ()))
+  if fixed:
+    task.train.learner.bprop_variable_exclusion = fixed
+  tokenizer = tokenizer_in(checkpoint.folder, assets) or Config(HfTokenizer, path=REQUIRED)
+  return ExperimentConfig(task, _datasets(model, built, checkpoint, tokenizer), [])
 
 
-def _transcription_config(task: Config, checkpoint: HfCheckpoint, tokenizer: Config) -> ExperimentConfig:
-  """Returns the config of a run that fine-tunes Whisper on recordings; its positions of sources stay as they are."""
-  task.name = 'speech'
-  task.train.learner.bprop_variable_exclusion = ('lm.encoder_position.w',)
-  model, path = task.model, os.path.join(checkpoint.folder, GENERATION_FILE)
-  set_transcription(model, read_json(path) if os.path.isfile(path) else {})
-  sizes = {'num_samples': model.frontend_tpl.window_length, 'sample_rate': model.frontend_tpl.sample_rate}
-  data = Config(RecordingInput, path=REQUIRED, tokenizer_tpl=tokenizer, batch_size=8, **sizes)
-  data.set(label_len=model.lm_tpl.position_tpl.max_len, prefix_ids=(model.start_id, *model.prefix_ids))
-  return ExperimentConfig(task, [data.clone(name='train', is_training=True), data.clone(name='validation')], [])
+_OF_IMAGES = (ClassificationModel, ImageFeatureModel, MaskedAutoencoder)
+# Of kinds of models: the name of the task, and the variables that are not trained, such as positions that are given.
+_ABOUT_TASKS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+  (MaskedAutoencoder, 'masked_autoencoder', ('network.position.w', 'patch_decoder.position.w')),
+  (_OF_IMAGES, 'classifier', ()),
+  (TwoTowerModel, 'towers', ()),
+  (SpeechToTextModel, 'speech', ('lm.encoder_position.w',)),
+  (EncoderDecoderModel, 'seq2seq', ()),
+)
 
 
-def _datasets_of_encoder(model: Config, built: type, tokenizer: Config) -> list[Config]:
-  """Returns text with hidden tokens for a masked language model, and texts with a class for a classifier."""
-  encoder = model.encoder_tpl
-  row_len = min(encoder.position_tpl.max_len - encoder.first_position, _ENCODER_LEN)
-  if issubclass(built, MaskedLanguageModel):
-    train = Config(MaskedTextInput, name='train', is_training=True, split='train')
-    validation = Config(MaskedTextInput, name='validation', split='validation')
-    fields: dict[str, object] = {'seq_len': row_len - 2}
+def _datasets(model: Config, built: type, checkpoint: HfCheckpoint, tokenizer: Config) -> list[Config]:
+  """Returns the training and validation data for a kind of model; none for a `TextEncoder`, which has no loss."""
+  if issubclass(built, _OF_IMAGES):
+    return image_datasets(model, checkpoint.folder)
+  if issubclass(built, TwoTowerModel):
+    return image_text_datasets(model, checkpoint.folder, tokenizer)
+  if issubclass(built, SpeechToTextModel):
+    sizes = {'num_samples': model.frontend_tpl.window_length, 'sample_rate': model.frontend_tpl.sample_rate}
+    prefix = (model.start_id, *model.prefix_ids)
+    data: Config = Config(RecordingInput, label_len=model.lm_tpl.position_tpl.max_len, prefix_ids=prefix, **sizes)
+  elif issubclass(built, EncoderDecoderModel):
+    data = Config(SourceTargetInput, source_len=_SOURCE_LEN, target_len=_TARGET_LEN)
+    data.set(start_id=model.start_id, end_sources=True, truncate=True)
+  elif issubclass(built, MaskedLanguageModel | SequenceClassifier):
+    encoder = model.encoder_tpl
+    row_len = min(encoder.position_tpl.max_len - encoder.first_position, _ENCODER_LEN)
+    if issubclass(built, MaskedLanguageModel):
+      data = Config(MaskedTextInput, seq_len=row_len - 2)
+    else:
+      style = 'roberta' if encoder.first_position else 'bert'
+      data = Config(LabelledTextInput, seq_len=row_len, truncate=True, pair_style=style)
+  elif issubclass(built, TextEncoder):
+    return []
   else:
-    train, validation = (Config(LabelledTextInput, name=name) for name in ('train', 'validation'))
-    train.is_training = True
-    fields = {'seq_len': row_len, 'truncate': True, 'pair_style': 'roberta' if encoder.first_position else 'bert'}
-  return [d.set(path=REQUIRED, tokenizer_tpl=tokenizer.clone(), batch_size=8, **fields) for d in (train, validation)]
+    values = checkpoint.config.values
+    length = values.get('max_position_embeddings') or values.get('n_positions') or _SEQ_LEN
+    data = Config(TextInput, seq_len=min(length, _SEQ_LEN))
+  data.set(path=REQUIRED, tokenizer_tpl=tokenizer, batch_size=8)
+  train, validation = data.clone(name='train', is_training=True), data.clone(name='validation')
+  if target(data) in (TextInput, MaskedTextInput):  # Both read a part of the same files.
+    train.split, validation.split = 'train', 'validation'
+  return [train, validation]
 
 
 _SEQ_LEN = 1024

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.common.config import REQUIRED, Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.training.learning.schedules import BaseSchedule, Schedule, to_schedule
 
 
@@ -68,8 +68,7 @@ class CycleSchedule(_Composed):
       raise ConfigError(
         f'CycleSchedule.steps: {len(self.schedules)} schedules need as many numbers of steps, got {len(self.steps)}'
       )
-    if min(self.steps) < 1:
-      raise ConfigError(f'CycleSchedule.steps: expected at least 1 each, got {tuple(self.steps)}')
+    check_range('CycleSchedule.steps', tuple(self.steps), least=1)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     in_cycle, end = jnp.asarray(step) % sum(self.steps), sum(self.steps)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, config_values, target
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 
 Schedule = Callable[[jax.Array | int], ArrayLike]
 
@@ -83,11 +83,10 @@ class BaseSchedule(Configurable):
       numbers = [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, int | float)]
       if not all(map(math.isfinite, numbers)):
         raise ConfigError(f'{type(self).__name__}.{field}: expected finite numbers, got {value}')
-      if field in self._not_negative and min(numbers, default=0) < 0:
-        raise ConfigError(f'{type(self).__name__}.{field}: expected at least 0, got {value}')
+    for field in self._not_negative:
+      check_range(f'{type(self).__name__}.{field}', getattr(self, field), least=0)
     for field in self._positive:
-      if not getattr(self, field) > 0:
-        raise ConfigError(f'{type(self).__name__}.{field}: expected more than 0, got {getattr(self, field)}')
+      check_range(f'{type(self).__name__}.{field}', getattr(self, field), above=0)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     """Returns the factor at `step`, a float32 scalar."""
