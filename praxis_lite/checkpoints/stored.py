@@ -260,13 +260,10 @@ def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: 
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid='ignore'):
       apart = np.where(same, 0.0, np.abs(a - b))
-    largest = max(largest, np.nan if not np.isfinite(apart).all() else float(apart.max(initial=0.0)), key=_nan_last)
+    here = float(apart.max(initial=0.0)) if np.isfinite(apart).all() else np.nan
+    largest = max(largest, here, key=lambda x: (np.isnan(x), x))
     scale = max(scale, float(np.abs(a[np.isfinite(a)]).max(initial=0.0)))
   return ArrayDifference(name, largest, largest / scale if scale else largest)
-
-
-def _nan_last(value: float) -> tuple[bool, float]:
-  return bool(np.isnan(value)), value
 
 
 def _state(leaves: dict[str, Any]) -> TrainState:

@@ -28,6 +28,7 @@ _FIXED = ('run', 'step', 'age', 'loss', 'best', _TIMES, _MEMORY)
 # A narrow terminal leaves out the first ones of these columns to show more fields.
 _LESS_IMPORTANT = (_MEMORY, _TIMES, 'loss', 'age', 'step')
 _FEW_FIELDS = 3
+_is_number = re.compile(r'-|-?[\d.]+(e[+-]?\d+)?').fullmatch
 
 
 def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool = False) -> None:
@@ -205,10 +206,6 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
 
 def _escape(text: str) -> str:
   return printable(text, one_line=True).replace('\\', '\\\\').replace('|', '\\|')
-
-
-def _is_number(text: str) -> bool:
-  return text == '-' or re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) is not None
 
 
 def name_below(folder: str, run: RunState) -> str:

@@ -116,12 +116,8 @@ def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, Hos
     tapped = {name: np.asarray(s.value) for name, s in result.summaries.items() if s.kind == 'scalar'}
     metrics[program.split] = {**result.metrics, **tapped}
     if is_primary_process():
-      lines = (f'  {name} {_format_layers(values)}' for name, values in tapped.items())
+      texts = {name: (significant_digits(x, 4) for x in values.ravel().tolist()) for name, values in tapped.items()}
+      lines = (f'  {name} {" ".join(of_layers)}' for name, of_layers in texts.items())
       for line in (program.result_line(model.step, result), *lines):
         print(printable(line), flush=True)
   return metrics
-
-
-def _format_layers(values: np.ndarray) -> str:
-  """Returns a statistic as text: one number, or one for each layer."""
-  return ' '.join(significant_digits(float(value), 4) for value in values.ravel())

@@ -127,12 +127,10 @@ def names_in_sources() -> list[str]:
   for folder in (os.path.join(os.path.dirname(os.path.dirname(__file__)), 'experiments'), os.path.abspath(_OWN)):
     for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
       module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
-      found |= {f'{module}.{c.name}' for c in _classes_in(file) if any(map(_registers, c.decorator_list))}
+      for c in _classes_in(file):
+        if 'register' in {ast.unparse(decorator).rpartition('.')[2] for decorator in c.decorator_list}:
+          found.add(f'{module}.{c.name}')
   return sorted(found)
-
-
-def _registers(decorator: ast.expr) -> bool:
-  return ast.unparse(decorator).rpartition('.')[2] == 'register'
 
 
 def full_name(experiment: type) -> str:

@@ -78,12 +78,13 @@ class CopiesOnPeers:
         name, _, save = word.partition(':')
         of_step, _, process = name.partition('.')
         holders.setdefault((int(of_step), save), {}).setdefault(int(process), []).append(holder)
-    whole = [copy for copy, parts in holders.items() if parts.keys() >= set(range(jax.process_count()))]
+    count = jax.process_count()
+    whole = [copy for copy, parts in holders.items() if parts.keys() >= set(range(count))]
     problems = []
     for step, save in sorted(whole, reverse=True):
       problem = ''
       if step not in copies or copies[step].save != save:
-        for holder in sorted(holders[step, save][self._process], key=self._distance):
+        for holder in sorted(holders[step, save][self._process], key=lambda n: (n - self._process) % count):
           problem = self._fetch(holder, step, save, copies, reason_against)
           if not problem:
             break
@@ -91,10 +92,6 @@ class CopiesOnPeers:
       if not any(gather_texts(problem)):
         break
     return problems
-
-  def _distance(self, process: int) -> int:
-    """Returns how far a process is after this one; the processes that lack a part begin with different holders."""
-    return (process - self._process) % jax.process_count()
 
   def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Reason) -> str:
     """Gets this process's part of a copy from a process; returns why it cannot be used, or ''."""

@@ -56,7 +56,6 @@ from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
 
-_UNSENT = 'the emergency copy is not on all peers: '
 _FIELD = 'task.train.emergency_copies'
 
 
@@ -187,15 +186,11 @@ class EmergencyCopies:
     if not failed and not unsent:
       self._on_peers = step
     self._remove(lambda other: other == step if failed else other < step and other != self._on_peers)
-    failed = failed or (unsent and f'{_UNSENT}{unsent}')
-    before, self._told = self._told, failed
-    if failed == before:
-      return ''
-    if not failed:
-      return f'step {step}: emergency copies are written again'
-    if failed.startswith(_UNSENT):
-      return f'step {step}: {failed}; training goes on'
-    return f'step {step}: the emergency copy failed: {failed}; training goes on, and the previous copy is kept'
+    problem = unsent and f'the emergency copy is not on all peers: {unsent}; training goes on'
+    if failed:
+      problem = f'the emergency copy failed: {failed}; training goes on, and the previous copy is kept'
+    before, self._told = self._told, problem
+    return '' if problem == before else f'step {step}: {problem or "emergency copies are written again"}'
 
   def remove(self) -> None:
     """Removes all copies, once the last checkpoint of the run is complete."""

@@ -49,11 +49,6 @@ class Address(NamedTuple):
   def __str__(self) -> str:
     return f'{",".join(self.names)}:{self.port}'
 
-  @classmethod
-  def parse(cls, text: str) -> Address:
-    names, _, port = text.rpartition(':')
-    return cls(names.split(','), int(port))
-
 
 class Peers:
   """The other processes of a run, as holders of copies. All processes make one together, and close it at the end.
@@ -72,8 +67,8 @@ class Peers:
     self._server = _Server(self._answer)
     token = gather_texts(secrets.token_hex(16))[0]
     self._token = token
-    own = str(Address(_host_names(), self._server.server_address[1]))
-    self._addresses = [Address.parse(text) for text in gather_texts(own)]
+    own = json.dumps([_host_names(), self._server.server_address[1]])
+    self._addresses = [Address(*json.loads(text)) for text in gather_texts(own)]
     self._thread = threading.Thread(target=self._server.serve_forever, name='emergency_peers', daemon=True)
     self._thread.start()
 

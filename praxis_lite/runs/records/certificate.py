@@ -190,8 +190,9 @@ def format_certificate(certificate: Certificate) -> str:
     parts.append(f'{text} {format_seconds(predicted.step_seconds)}{_within(predicted, measured)}')
     if predicted.step_seconds < _SHORT_SECONDS and measured.seconds > (predicted.most_seconds or 0.0):
       parts.append('the plan is of the device, and the host limits steps as short as these')
-  if certificate.memory is not None and measured is not None and not _is_little(predicted, measured):
-    memory = format_bytes(measured.device_peak or 0.0)
+  peak = 0.0 if measured is None else measured.device_peak or 0.0
+  if certificate.memory is not None and measured is not None and max(predicted.peak_bytes, peak) >= _LITTLE_MEMORY:
+    memory = format_bytes(peak)
     parts.append(f'memory {memory}, {certificate.memory:.2f} x the planned {format_bytes(predicted.peak_bytes)}')
   if not parts:
     return ''
@@ -199,10 +200,6 @@ def format_certificate(certificate: Certificate) -> str:
     parts.append(f'as planned, {communication}')
   how = 'formulas' if predicted.mode == 'analytic' else 'the compiled step'
   return f'planned by {how} for {predicted.topology}: {"; ".join(parts)}'
-
-
-def _is_little(predicted: Prediction, measured: MeasuredSteps) -> bool:
-  return max(predicted.peak_bytes, measured.device_peak or 0.0) < _LITTLE_MEMORY
 
 
 def format_communication(predicted: Prediction) -> str:

@@ -75,7 +75,8 @@ def compare_defaults(
   """
   recorded, now = fields_of(text), fields_of(to_text(roots))
   changed = {path: values for path, values in changed_fields(roots).items() if path not in edited}
-  used = {p: values for p, values in changed.items() if not (_is_below(p, changed) or _is_idle(p, now))}
+  below = {p for p in changed for end, character in enumerate(p) if character in '.[' and p[:end] in changed}
+  used = {p: values for p, values in changed.items() if not (p in below or _is_idle(p, now))}
   unused = {path: (recorded.get(path, '?'), now.get(path, '')) for path in other.unreadable}
   gone = {path: recorded.get(path, '') for path in other.gone}
   return OtherDefaults(used, unused, gone, {path: now.get(path, '') for path in other.new})
@@ -109,10 +110,6 @@ def _unset_fields(config: Config, path: str) -> Iterator[tuple[str, str, object]
 def _is_same_name(value: str, other: str) -> bool:
   """Whether two texts are names of something that may only have moved to another module."""
   return all(map(looks_like_reference, (value, other))) and value.rpartition('.')[2] == other.rpartition('.')[2]
-
-
-def _is_below(path: str, others: Collection[str]) -> bool:
-  return any(path[:end] in others for end, character in enumerate(path) if character in '.[')
 
 
 def _is_idle(path: str, fields: Mapping[str, str]) -> bool:
