@@ -23,7 +23,7 @@ from praxis_lite.common.processes import gather_texts
 from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
 from praxis_lite.runs.cluster.peers import PeerError, Peers
 
-Reason = Callable[[EmergencyCopy], str]  # Says why a copy cannot be used; '' if it can.
+Judge = Callable[[EmergencyCopy], str]  # Says why a copy cannot be used; '' if it can.
 # How many bytes a process may take to list the parts that it holds.
 _MOST_HELD = 2000
 
@@ -56,7 +56,7 @@ class CopiesOnPeers:
         unsent.append(first_line(failure))
     self.unsent = '; '.join(unsent)
 
-  def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Reason) -> list[str]:
+  def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
     """Gets this process's part of the newest copy whose parts all exist on some host; returns what did not work.
 
     Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
@@ -64,7 +64,7 @@ class CopiesOnPeers:
     Args:
       copies: the copies, by step, that this process has its part of; gets another one.
       oldest: only copies of later steps count.
-      reason_against: see `Reason`.
+      reason_against: see `Judge`.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):
@@ -93,7 +93,7 @@ class CopiesOnPeers:
         break
     return problems
 
-  def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Reason) -> str:
+  def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Judge) -> str:
     """Gets this process's part of a copy from a process; returns why it cannot be used, or ''."""
     name = f'{step}.{self._process}'
     try:
