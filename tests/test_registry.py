@@ -253,6 +253,19 @@ def test_a_failure_inside_a_library_is_located_in_the_users_own_code(workspace):
     registry.get('my_run.Mine')
 
 
+def test_summaries_are_those_of_the_sources_and_of_ones_own_modules(package, workspace, monkeypatch):
+  """Of one's own package also what its code registers in other ways, and what is wrong with it."""
+  made = f'{HEADER}registry.register(type("Made", (BaseExperiment,), dict(__module__=__name__)))\n'
+  write(workspace, {'my_experiments/made.py': made, 'my_experiments/broken.py': 'raise ValueError("oh no")\n'})
+  monkeypatch.setattr(registry, 'PACKAGES', ('praxis_lite.experiments', 'my_experiments'))
+  listed = registry.summaries()
+  problem = 'cannot import my_experiments.broken: ValueError: oh no (my_experiments/broken.py:1)'
+  assert listed.problems == [problem]
+  assert (listed.by_name['lm.Large'], listed.by_name['made.Made']) == ('Doc.', '')
+  assert {'my_experiments.lm.StdlibLm', 'experiments.lm.StdlibLm', 'vision.VitB16'} <= set(listed.by_name)
+  assert listed.by_name['experiments.lm.StdlibLm'].startswith('The default: ')
+
+
 def test_a_broken_module_hides_no_other_and_is_told(package, workspace):
   write(workspace, {'my_experiments/broken.py': '\nraise ValueError("oh no")\n'})
   assert registry.get('Mlp').__name__ == 'Mlp'

@@ -14,11 +14,9 @@ from praxis_lite.cli.command_flags import CommandFlags
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.training import registry
 
-  problems = registry.load_all()
+  by_name, problems = registry.summaries()
   wanted = values.match.lower()
-  classes = {registry.short_name(name): registry.get(name) for name in registry.names()}
-  rows = [(name, (experiment.__doc__ or '').strip().split('\n')[0]) for name, experiment in classes.items()]
-  rows = [row for row in rows if wanted in ' '.join(row).lower()]
+  rows = [row for row in by_name.items() if wanted in ' '.join(row).lower()]
   width = max((len(name) for name, _ in rows), default=0)
   for name, summary in rows:
     print(_cut(f'{name:<{width}}  {summary}'))

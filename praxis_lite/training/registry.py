@@ -21,6 +21,7 @@ import pkgutil
 import re
 import sys
 import zlib
+from collections.abc import Iterable
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
@@ -36,6 +37,7 @@ ExperimentT = TypeVar('ExperimentT', bound=type)
 # The packages whose modules `load_all` imports: the built-in one, and `experiments` in the working directory.
 _BUILT_IN, _OWN = 'praxis_lite.experiments', 'experiments'
 PACKAGES = (_BUILT_IN, _OWN)
+_BUILT_IN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'experiments')
 
 
 class _Entry(NamedTuple):
@@ -123,14 +125,42 @@ def names_in_sources() -> list[str]:
 
   Finds classes with the decorator `register` at the top level of modules, which is enough for shell completion.
   """
-  found: set[str] = set()
-  for folder in (os.path.join(os.path.dirname(os.path.dirname(__file__)), 'experiments'), os.path.abspath(_OWN)):
-    for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
-      module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
-      for c in _classes_in(file):
-        if 'register' in {ast.unparse(decorator).rpartition('.')[2] for decorator in c.decorator_list}:
-          found.add(f'{module}.{c.name}')
-  return sorted(found)
+  return sorted({*_in_sources(_BUILT_IN_FOLDER), *_in_sources(os.path.abspath(_OWN))})
+
+
+class Summaries(NamedTuple):
+  """The first lines of the docstrings of experiments by their short names, and why modules cannot be imported."""
+
+  by_name: dict[str, str]
+  problems: list[str]
+
+
+def summaries() -> Summaries:
+  """Returns the summaries of all experiments, sorted by full names, without importing JAX.
+
+  Those of this package are read from its sources. The user's own package is imported, so that experiments that its code
+  registers in other ways are there, and its mistakes too.
+  """
+  docs: dict[str, str] = {}
+  problems: list[str] = []
+  for package in dict.fromkeys(map(_canonical, PACKAGES)):
+    if package == _BUILT_IN:
+      docs |= {f'{package}.{name}': doc for name, doc in _in_sources(_BUILT_IN_FOLDER).items()}
+    else:
+      problems += _load(package)
+  docs |= {name: entry.experiment.__doc__ or '' for name, entry in _entries.items()}
+  return Summaries({short_name(name, docs): docs[name].strip().partition('\n')[0] for name in sorted(docs)}, problems)
+
+
+def _in_sources(folder: str) -> dict[str, str]:
+  """Returns the docstrings of the classes with the decorator `register` in a folder, by their module and name."""
+  found: dict[str, str] = {}
+  for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
+    module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
+    for c in _classes_in(file):
+      if 'register' in {ast.unparse(decorator).rpartition('.')[2] for decorator in c.decorator_list}:
+        found[f'{module}.{c.name}'] = ast.get_docstring(c) or ''
+  return found
 
 
 def full_name(experiment: type) -> str:
@@ -138,11 +168,14 @@ def full_name(experiment: type) -> str:
   return f'{_canonical(experiment.__module__)}.{experiment.__qualname__}'
 
 
-def short_name(name: str) -> str:
-  """Returns the shortest ending of a full name that no other experiment has; at least a module and a class."""
+def short_name(name: str, among: Iterable[str] | None = None) -> str:
+  """Returns the shortest ending of a full name that none `among` others has, by default of those registered.
+
+  It is at least a module and a class.
+  """
   parts = name.split('.')
   endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
-  return next((ending for ending in endings if len(_matches(ending)) == 1), name)
+  return next((ending for ending in endings if len(_matches(ending, among)) == 1), name)
 
 
 def load_all() -> list[str]:
@@ -150,15 +183,15 @@ def load_all() -> list[str]:
 
   Returns one line for each module that cannot be imported, which says what was raised, and where.
   """
-  problems = []
-  for package in dict.fromkeys(map(_canonical, PACKAGES)):
-    try:
-      problems += _load_package(import_module(package))
-    except UserError as error:
-      # The user may have no package of experiments.
-      if package == _BUILT_IN or not isinstance(error, MissingModuleError):
-        problems.append(str(error))
-  return problems
+  return [problem for package in dict.fromkeys(map(_canonical, PACKAGES)) for problem in _load(package)]
+
+
+def _load(package: str) -> list[str]:
+  try:
+    return _load_package(import_module(package))
+  except UserError as error:
+    # The user may have no package of experiments.
+    return [] if package != _BUILT_IN and isinstance(error, MissingModuleError) else [str(error)]
 
 
 def _load_package(package: ModuleType) -> list[str]:
@@ -176,8 +209,8 @@ def _load_package(package: ModuleType) -> list[str]:
   return problems
 
 
-def _matches(ending: str) -> list[str]:
-  return [full for full in _entries if f'.{full}'.endswith(f'.{ending}')]
+def _matches(ending: str, among: Iterable[str] | None = None) -> list[str]:
+  return [full for full in (_entries if among is None else among) if f'.{full}'.endswith(f'.{ending}')]
 
 
 def _canonical(module: str) -> str:

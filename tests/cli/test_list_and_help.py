@@ -66,7 +66,8 @@ def test_list_prints_each_registered_experiment_with_its_summary(capsys):
   lines = {name: summary.strip() for name, summary in zip(names, summaries)}
   registry.load_all()
   prefix = 'praxis_lite.experiments.'  # Other tests may have registered others.
-  assert all(lines[name.removeprefix(prefix)] for name in registry.names() if name.startswith(prefix))
+  built_in = {name.removeprefix(prefix): registry.get(name) for name in registry.names() if name.startswith(prefix)}
+  assert {name: lines[name] for name in built_in} == {name: c.__doc__.split('\n')[0] for name, c in built_in.items()}
   assert lines['lm.StdlibLm'].startswith('The default: a model of the Python standard library')
   assert err == ''
 
