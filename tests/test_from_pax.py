@@ -35,7 +35,8 @@ PRAXIS = """
   compute_attention_masks_for_fprop PipelinedTransformer StackedTransformer StackedTransformerRepeated Transformer
   TransformerFeedForward TransformerFeedForwardMoe VanillaBlock VanillaNet VisionTransformer VitEntryLayers
   VitExitLayers
-  MultiQueryDotProductAttention GroupedQueryAttention gpu_fast_attention FlaxModuleAdapter FlaxModuleAdapterBase glam
+  MultiQueryDotProductAttention OneHeadedAttentionProjection DotProductAttentionWithLPB
+  MultiQueryDotProductAttentionLPB GroupedQueryAttention gpu_fast_attention FlaxModuleAdapter FlaxModuleAdapterBase glam
   grok flaxformer_models mobilenet asr streaming sparsity chunk unchunk Einsum ArrayLookup fp8_ops injection chain
   copy_n_times add_residual apply_padding dict_to_args full_like log_args
 
@@ -48,7 +49,10 @@ PRAXIS = """
   PiecewiseSchedule CycleSchedule ContinuousSchedule
 
   Sgd ShardedSgd Adam Adagrad ShardedAdagrad Adafactor ShardedAdafactor HeroLion DistributedShampoo
-  ShardedDistributedShampoo ShardedStaticAccumulator
+  ShardedDistributedShampoo ShardedStaticAccumulator DynamicAccumulator
+
+  learning_rate lr_schedule l2_regularizer_weight l1_regularizer_weight skip_lp_1d_vectors decoupled_weight_decay
+  clip_gradient_norm_to_value clip_gradient_single_norm_to_value ema_decay ewc_regularizer_weight ewc_weight_per_var
 
   BeamSearchHParams parse_tokens beam_size tokens_per_beam length_norm_alpha FlatBeamSearchHParams
   GreedyDecoderHParams SampleDecoderHParams seqlen min_prefix_len eos_id min_decode_steps max_decode_steps

@@ -27,6 +27,8 @@ class Off(Layer):
 
   def setup(self):
     self.create_variable('w', WeightHParams((self.dims, self.dims)))
+    # As an average of a batch norm, whose dtype is not that of the layer.
+    self.create_variable('average', WeightHParams((self.dims,), dtype=jnp.float32), trainable=False)
     if self.dropout_tpl is not None:
       self.create_child('dropout', self.dropout_tpl)
 

@@ -28,7 +28,9 @@ def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tu
   with jax.enable_x64(True):
     config = to_float64(case.config)
     task = task_of(config, case.kind)
-    state = values_of_state(task, jax.tree.map(_array_to_float64, case.state.mdl_vars))
+    # Averages, such as those of batch norms, are float32 whatever the layer computes in.
+    declared = jax.tree.map(lambda weight: weight.dtype, task.model.abstract_init())
+    state = values_of_state(task, jax.tree.map(np.ndarray.astype, case.state.mdl_vars, declared))
     batch = jax.tree.map(_array_to_float64, case.batch)
     runner = Runner(case._replace(config=config, task=task, state=state, batch=batch), one_device)
     return runner.results(), [runner.results(seed) for seed in noise]
