@@ -61,10 +61,11 @@ class SpectrumAugmenter(Layer):
 
   def _draw_masks(self, size: int, count: int, length_B: jax.Array, most_B: jax.Array) -> jax.Array:
     """Returns bool [B, size], True inside of `count` masks of at most `most_B` places, among the first `length_B`."""
-    u_2BC = jax.random.uniform(self.next_prng_key(), (2, len(length_B), count), jnp.float32)
+    # Rows come first, so that rows that only fill up a batch change no draws of the others.
+    u_B2C = jax.random.uniform(self.next_prng_key(), (len(length_B), 2, count), jnp.float32)
     # A float32 below 1 times a whole number may round up to that number.
-    width_BC = jnp.minimum(jnp.floor(u_2BC[0] * (most_B[:, None] + 1)), most_B[:, None])
+    width_BC = jnp.minimum(jnp.floor(u_B2C[:, 0] * (most_B[:, None] + 1)), most_B[:, None])
     free_BC = length_B[:, None] - width_BC
-    start_BC = jnp.minimum(jnp.floor(u_2BC[1] * (free_BC + 1)), free_BC)[..., None]
+    start_BC = jnp.minimum(jnp.floor(u_B2C[:, 1] * (free_BC + 1)), free_BC)[..., None]
     at = jnp.arange(size)
     return jnp.any((at >= start_BC) & (at < start_BC + width_BC[..., None]), axis=1)

@@ -9,7 +9,9 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer
+from praxis_lite.models.masked_image_model import MaskedAutoencoder
 from praxis_lite.models.networks import LmT, find_network, is_a, stack_fields
+from praxis_lite.models.two_towers import TwoTowerModel
 
 
 def set_pipeline(
@@ -27,7 +29,8 @@ def set_pipeline(
   """Makes a model run its blocks in stages of a pipeline; changes the config in place, and returns it.
 
   Its variables are the same as for the scan over blocks, so checkpoints can be restored with and without a pipeline.
-  An encoder-decoder has two pipelines on the same stages, and the second one begins when the first one has ended.
+  An encoder-decoder, two towers and a masked autoencoder have two pipelines on the same stages, and the second one
+  begins when the first one has ended.
 
   Args:
     config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a `Repeat`,
@@ -42,15 +45,25 @@ def set_pipeline(
   fields: dict[str, Any] = {'num_stages': num_stages, 'num_microbatches': num_microbatches}
   fields |= {'microbatch_size': microbatch_size, 'circular_repeat': circular_repeat, 'stage_remat': stage_remat}
   fields |= {'batch_axes': batch_axes, 'gather_axes': gather_axes}
-  lm = find_network(config)
-  if not stack_fields(lm):
-    name = getattr(target(lm), '__name__', target(lm))
-    raise ConfigError(f'set_pipeline: a {name} has no stack of blocks that are all alike, so it has no stages')
-  pipelined = {stack: _to_stages(getattr(lm, stack), stack).set(**fields) for stack in stack_fields(lm)}
-  for stack in pipelined.values():
+  stacks = [(network, name) for network in _networks(config) for name in stack_fields(network)]
+  if not stacks:
+    network = target(find_network(config))
+    name = getattr(network, '__name__', network)
+    raise ConfigError(f'set_pipeline: {name} has no stack of blocks that are all alike, so it has no stages')
+  pipelined = [_to_stages(getattr(network, name), name).set(**fields) for network, name in stacks]
+  for (network, name), stack in zip(stacks, pipelined):
     stack.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
-  lm.set(**pipelined)
+    setattr(network, name, stack)
   return config
+
+
+def _networks(config: Config) -> list[Config]:
+  """Returns the configs of the networks whose stacks become stages."""
+  if is_a(config, TwoTowerModel):
+    return [config.image_tpl, config.text_tpl]
+  if is_a(config, MaskedAutoencoder):
+    return [config.network_tpl, config.patch_decoder_tpl]
+  return [find_network(config)]
 
 
 def _to_stages(repeated: Config, field: str) -> Config:

@@ -57,6 +57,12 @@ def test_a_key_draws_them_and_evaluation_has_none():
   assert (layer.apply({}, ONES)[0] == ONES).all()
 
 
+def test_rows_that_fill_up_a_batch_change_no_masks_of_others():
+  layer = Config(SpectrumAugmenter).instantiate()
+  seven, eight = (layer.apply({}, ONES[:rows], key=jax.random.key(0))[0] for rows in (7, 8))
+  np.testing.assert_array_equal(eight[:7], seven)
+
+
 @pytest.mark.parametrize('fields', [{'time_mask_max_ratio': 1.5}, {'freq_mask_count': -1}])
 def test_mistakes_are_named(fields):
   with pytest.raises(ConfigError, match=next(iter(fields))):

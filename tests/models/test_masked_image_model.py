@@ -18,7 +18,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers.masked_patches import choose_patches, normalize_patches, pixels_of_patches
-from praxis_lite.models import image_classifier, masked_autoencoder, set_sharding
+from praxis_lite.models import image_classifier, masked_autoencoder, set_pipeline, set_sharding
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.task import SingleTask
@@ -153,6 +153,17 @@ def on_one_device(kind):
 @pytest.mark.parametrize('kind, mesh', [('paper', (1, 2, 2, 2)), ('paper', (2, 1, 3, 1)), ('plain', (1, 1, 2, 3))])
 def test_a_step_on_a_mesh_that_divides_nothing_is_that_of_one_device(kind, mesh):
   (loss, variables), (expected, one) = after_a_step(kind, mesh), on_one_device(kind)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  assert_close(variables, one, 1e-5)
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder_in_stages_train_like_one_device():
+  deeper = {'decoder_layers': 3}
+  staged = set_sharding(config('paper', **deeper), batch_axes='data')
+  set_pipeline(staged, num_stages=2, num_microbatches=2, stage_axis='spare', batch_axes='data')
+  loss, variables = take_a_step(staged, batch_of(), (2, 1, 3, 1), rows='data')
+  expected, one = take_a_step(config('paper', **deeper), batch_of())
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   assert_close(variables, one, 1e-5)
 

@@ -187,7 +187,7 @@ def test_conformers_and_diffusion_transformers_in_stages_train_like_one_device(k
 
 
 def test_stacks_that_cannot_be_stages_are_named():
-  with pytest.raises(ConfigError, match='set_pipeline: a ResNet has no stack of blocks that are all alike'):
+  with pytest.raises(ConfigError, match='set_pipeline: ResNet has no stack of blocks that are all alike'):
     set_pipeline(resnet_classifier(num_classes=3), num_stages=2, num_microbatches=2)
   with pytest.raises(ConfigError, match='set_pipeline: encoder_tpl is the Config of StackedTransformer'):
     set_pipeline(config(repeat=False), num_stages=2, num_microbatches=2)

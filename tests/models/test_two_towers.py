@@ -13,7 +13,7 @@ from model_steps import assert_close, take_a_step
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import ArrayInput
-from praxis_lite.models import TwoTowerModel, set_sharding, transformer_encoder, vision_transformer
+from praxis_lite.models import TwoTowerModel, set_pipeline, set_sharding, transformer_encoder, vision_transformer
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.task import SingleTask
 
@@ -23,8 +23,8 @@ B, T, V = 5, 4, 11
 SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], np.int32)
 
 
-def config(kind='sigmoid', text_pooling='mean'):
-  sizes = {'num_layers': 1, 'num_heads': 3, 'hidden_dims': 10}
+def config(kind='sigmoid', text_pooling='mean', num_layers=1):
+  sizes = {'num_layers': num_layers, 'num_heads': 3, 'hidden_dims': 10}
   image = vision_transformer(image_size=(4, 6), patch_size=2, channels=1, model_dims=12, pooling='attention', **sizes)
   text = transformer_encoder(vocab_size=V, model_dims=9, max_len=T, style='pre_norm', num_token_types=0, **sizes)
   model = Config(TwoTowerModel, embedding_dims=7, image_tpl=image, text_tpl=text, text_pooling=text_pooling)
@@ -100,6 +100,18 @@ def after_a_step(kind, mesh=None):
 @functools.cache
 def on_one_device(kind):
   return after_a_step(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh, microbatches', [((2, 1, 2, 2), 2), ((3, 1, 1, 2), 3)])
+def test_towers_in_stages_train_like_one_device(mesh, microbatches):
+  """Three layers of each tower, and five rows, one of padding; the pairs of a batch are still compared with all."""
+  one = take_a_step(config('softmax', num_layers=3), batch_of())
+  staged = set_sharding(config('softmax', num_layers=3), batch_axes='data')
+  set_pipeline(staged, num_stages=mesh[0], num_microbatches=microbatches, stage_axis='spare', batch_axes='data')
+  loss, variables = take_a_step(staged, batch_of(), mesh, rows='data')
+  np.testing.assert_allclose(loss, one[0], rtol=1e-5)
+  assert_close(variables, one[1], 1e-5)
 
 
 @pytest.mark.slow_cases

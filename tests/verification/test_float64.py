@@ -106,6 +106,16 @@ def test_one_device_that_computes_something_else_each_time(monkeypatch):
   assert not found.is_right and 'network.w' in found.variables()
 
 
+def test_gradients_that_are_all_0_are_said_to_show_nothing(monkeypatch):
+  results = steps.Runner.results
+
+  def without_gradients(self, *args, **kwargs):
+    return {name: x * (name.what != 'gradient') for name, x in results(self, *args, **kwargs).items()}
+
+  monkeypatch.setattr(steps.Runner, 'results', without_gradients)
+  assert 'gradients of 5 rows of made-up inputs: all of them are 0' in verified(Config(Off)).not_compared
+
+
 def fail_on(monkeypatch, is_broken):
   results = steps.Runner.results
 

@@ -291,12 +291,15 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
 
 
 def _kinds_of_layers(small: SmallTask) -> set[str] | None:
-  """Returns the paths of the layers of a small task, all numbers as '0'; None if it cannot be built.
+  """Returns the paths of the layers of a small task, most numbers as '0'; None if it cannot be built.
 
-  Layers of a stack that is written out differ in their numbers only, so any depth has all of them.
+  Layers of a stack that is written out differ in their numbers only, so any depth has all of them. What is left of the
+  last turn, `rest_0`, `rest_1` and so on, are layers of other kinds.
   """
   try:
-    return {re.sub(r'\d+', '0', layer.path_name) for layer in small.config.instantiate().model.descendants()}
+    return {
+      re.sub(r'(?<!rest_)(?<!\d)\d+', '0', layer.path_name) for layer in small.config.instantiate().model.descendants()
+    }
   except Exception:  # As in `_is_valid`.
     return None
 

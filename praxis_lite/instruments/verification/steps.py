@@ -234,7 +234,8 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 
   Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that language models
   know get valid values: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
-  `weights` are zero.
+  `weights` are zero. Recordings have at least half of their samples, and few labels before the blanks, so that a model
+  of speech has enough frames for them.
   """
   ids = [
     getattr(layer, name, None)
@@ -244,7 +245,10 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
   ]
   most = min((n for n in ids if isinstance(n, int) and n > 1), default=2)
   rng = np.random.default_rng(seed)
+  blanks = [layer.__dict__['blank_id'] for layer in task.model.descendants() if 'blank_id' in layer.__dict__]
   lengths = {x.shape[1] for x in jax.tree.leaves(inputs) if len(x.shape) > 1}
+  sound = {'audio_lengths': 'audio', 'feature_lengths': 'features'}
+  recorded = {name: inputs[leaf].shape[1] for name, leaf in sound.items() if leaf in inputs}
 
   def value(path: Path, x: jax.ShapeDtypeStruct) -> np.ndarray:
     shape, name = x.shape, path[-1]
@@ -254,6 +258,10 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
       made = np.arange(shape[1]) - np.where(np.arange(shape[1]) >= _ends(shape), _ends(shape), 0)
     elif name == 'prompt_lengths':
       made = rng.integers(1, 1 + min(lengths, default=1), shape)
+    elif name in recorded:
+      made = rng.integers(recorded[name] // 2, recorded[name] + 1, shape)
+    elif name == 'labels' and blanks and len(shape) == 2:
+      made = np.where(np.arange(shape[1]) < max(1, shape[1] // 8), rng.integers(0, most, shape), blanks[0])
     elif name == 'weights':
       made = rng.uniform(0.5, 1.5, shape) * (rng.random(shape) < 0.9)
     elif np.issubdtype(x.dtype, np.integer):

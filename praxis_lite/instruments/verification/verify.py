@@ -316,6 +316,9 @@ class _Comparison:
         f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
       )
     self.compared.append(f'{case.kind} of {number_of(case.rows, "row")}{note}')
+    gradients = [x for name, x in expected.items() if name.what == 'gradient']
+    if gradients and not any(map(np.any, gradients)):
+      self.not_compared.append(f'{self.compared[-1]} of made-up inputs: all of them are 0')
     if isinstance(failure, UserError):
       raise failure
     if failure is not None:
