@@ -125,7 +125,7 @@ def names_in_sources() -> list[str]:
 
   Finds classes with the decorator `register` at the top level of modules, which is enough for shell completion.
   """
-  return sorted({*_in_sources(_BUILT_IN_FOLDER), *_in_sources(os.path.abspath(_OWN))})
+  return sorted({*_docs_in_sources(_BUILT_IN_FOLDER), *_docs_in_sources(os.path.abspath(_OWN))})
 
 
 class Summaries(NamedTuple):
@@ -145,14 +145,14 @@ def summaries() -> Summaries:
   problems: list[str] = []
   for package in dict.fromkeys(map(_canonical, PACKAGES)):
     if package == _BUILT_IN:
-      docs |= {f'{package}.{name}': doc for name, doc in _in_sources(_BUILT_IN_FOLDER).items()}
+      docs |= {f'{package}.{name}': doc for name, doc in _docs_in_sources(_BUILT_IN_FOLDER).items()}
     else:
       problems += _load(package)
   docs |= {name: entry.experiment.__doc__ or '' for name, entry in _entries.items()}
   return Summaries({short_name(name, docs): docs[name].strip().partition('\n')[0] for name in sorted(docs)}, problems)
 
 
-def _in_sources(folder: str) -> dict[str, str]:
+def _docs_in_sources(folder: str) -> dict[str, str]:
   """Returns the docstrings of the classes with the decorator `register` in a folder, by their module and name."""
   found: dict[str, str] = {}
   for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
