@@ -176,7 +176,15 @@ class _InputTaps(StepTaps):
     self.points = points
     self._with_gram = with_gram
 
-  def surround(self, surroundings: Surroundings, batch: Mapping[str, jax.Array]) -> Surroundings:
+  def surround(
+    self,
+    surroundings: Surroundings,
+    batch: Mapping[str, jax.Array],
+    probed: dict[str, Path] | None = None,
+    share: jax.Array | None = None,
+  ) -> Surroundings:
+    del probed, share  # Of taps of gradients.
+
     def names_wanted(name: str) -> Sequence[str]:
       return ('inputs',) if name in self.points else ()
 
