@@ -31,7 +31,7 @@ _POLL = 0.02
 # An option of Linux's prctl: orphans among the descendants of a process become its children.
 _SET_CHILD_SUBREAPER = 36
 _LENGTH = 8  # Bytes of a length or a process id in a message.
-_SERVE = 'from praxis_lite.runs.cluster.warm_start import serve; serve()'
+_CODE = 'from praxis_lite.runs.cluster.warm_start import fork_on_request; fork_on_request()'
 
 
 class WarmProcess:
@@ -87,7 +87,7 @@ class WarmStarter:
   def __init__(self, module: str, arguments: Sequence[str], imports: Sequence[str]):
     self._socket, theirs = socket.socketpair()
     self._socket.settimeout(_PATIENCE)
-    command = [sys.executable, '-c', _SERVE, module, json.dumps(list(imports)), *arguments]
+    command = [sys.executable, '-c', _CODE, module, json.dumps(list(imports)), *arguments]
     env = {**os.environ, 'PYTHONUNBUFFERED': '1'}
     self._importing = subprocess.Popen(command, env=env, stdin=theirs.fileno(), start_new_session=True)
     theirs.close()
@@ -129,7 +129,7 @@ class WarmStarter:
 # -------------------------------------------------------------------- in the importing process, and in those it forks
 
 
-def serve() -> None:
+def fork_on_request() -> None:
   """Imports, then forks for each message until the socket closes.
 
   In a forked process, this returns at the end of the module. `sys.argv` are the arguments of `WarmStarter`, and the
