@@ -103,7 +103,7 @@ def test_the_first_lines_of_train_name_them(monkeypatch):
   task, inputs = task_and_inputs(small_lm((1, 1, 1)))
   monkeypatch.setattr(job, 'accelerator_of', lambda kind: ACCELERATORS['h100'])
   partitioned = PartitionedTask(task, inputs, mesh=task.create_mesh(jax.devices()[:1]))
-  lines = list(job._describe(task, partitioned, inputs, '', None))
+  lines = list(job._describe(task, partitioned, '', None))
   (line,) = [line for line in lines if line.startswith('slow path: ')]
   assert 'layers, such as lm.' in line and 'products of float32' in line
 

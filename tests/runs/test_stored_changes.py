@@ -194,7 +194,8 @@ def job_of(trained, **variables):
   learner = types.SimpleNamespace(is_trained=lambda path: path_name(path) in trained)
   task = types.SimpleNamespace(model=model, bind_learner=lambda: learner)
   shapes = structs_of(state_of(**variables))
-  return types.SimpleNamespace(task=task, partitioned=types.SimpleNamespace(unpadded_state_shapes=shapes))
+  partitioned = types.SimpleNamespace(unpadded_state_shapes=shapes)
+  return types.SimpleNamespace(task=task, programs=types.SimpleNamespace(partitioned=partitioned))
 
 
 @pytest.mark.parametrize(
