@@ -3,6 +3,7 @@
 UPDATE_GOLDEN=1 python -m pytest tests/test_reference.py     writes the lists anew, from the docstrings
 """
 
+import importlib
 import os
 import pathlib
 import re
@@ -62,3 +63,10 @@ def test_the_page_lists_its_names(page, package):
     assert text == expected, 'names or docstrings have changed: UPDATE_GOLDEN=1 writes the lists anew'
   assert expected.count(HEAD) == expected.count(':::')
   assert not re.findall(r'^\| `\w+` \|  \|$', expected, re.MULTILINE), 'a name without a docstring'
+
+
+@pytest.mark.parametrize('package', ['layers', 'models', 'inputs', 'partitioning', 'training.learning'])
+def test_each_exported_name_is_on_a_page(package):
+  listed = {name for page in PAGES for name in re.findall(r'^        - (\w+)$', page.read_text(), re.MULTILINE)}
+  missing = set(importlib.import_module(f'praxis_lite.{package}').__all__) - listed
+  assert not missing, f'add {sorted(missing)} to the members of a page in docs/reference'

@@ -16,6 +16,26 @@ GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9
 
 
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs in addition to the published figures.
+
+  Attributes:
+    name: the name of the device.
+    cores: number of streaming multiprocessors.
+    clock_ghz, l2_bytes: clock in GHz, and bytes of the L2 cache.
+    shared_memory, threads, units: bytes of shared memory, most threads, and float32 units of a multiprocessor.
+  """
+
+  name: str
+  cores: int
+  clock_ghz: float
+  l2_bytes: int
+  shared_memory: int
+  threads: int
+  units: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
   """The published figures of one kind of accelerator.
@@ -35,6 +55,7 @@ class Accelerator:
     largest: sizes of the largest torus that is sold.
     devices_per_chip: JAX devices in a chip.
     capability: compute capability of a GPU of NVIDIA; None for other accelerators.
+    cuda: what the GPU compiler needs; None for other accelerators.
     source, network_source: sources of the figures.
   """
 
@@ -55,6 +76,7 @@ class Accelerator:
   largest: tuple[int, ...] = ()
   devices_per_chip: int = 1
   capability: tuple[int, int] | None = None
+  cuda: Cuda | None = None
 
   def peak(self, dtype: str) -> float:
     """Returns the operations per second of a JAX device for operands of a dtype; unlisted dtypes count as float32."""
@@ -137,11 +159,11 @@ def _tpu(row: str) -> Accelerator:
 
 # ---------------------------------------------------------------- GPU
 
-# Each row needs an entry in `_GPU_SOURCES`, and a line in `_CUDA` of `instruments/plan/targets.py`. Peaks in 1e12/s;
-# f32 is the peak of TF32, which XLA uses by default. Memory in GB; bandwidth, all links and the network of a chip in
-# GB/s; number of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce cards multiply
-# bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of
-# PCIe, through the host.
+# Each row needs an entry in `_GPU_DETAILS`, and each capability one in `_MULTIPROCESSORS`. Peaks in 1e12/s; f32 is the
+# peak of TF32, which XLA uses by default. Memory in GB; bandwidth, all links and the network of a chip in GB/s; number
+# of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce cards multiply bfloat16
+# and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of PCIe,
+# through the host.
 _GPU_FIGURES = """
                bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  capability  device kind
   a100-40       312     156    624       -   42.33     1555.2    300       25       8     8         8.0  a100 sxm4 40gb
@@ -158,23 +180,37 @@ _GPU_FIGURES = """
   rtx6000ada  364.2   182.1  728.5   728.5    50.9        960     32    3.125       8     8         8.9  rtx 6000 ada
 """
 _DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
-_GPU_SOURCES = {
-  'a100-40': f'NVIDIA A100 data sheet{_DEVICE}',
-  'a100': f'NVIDIA A100 data sheet{_DEVICE}',
-  'h100': f'NVIDIA H100 data sheet, SXM{_DEVICE}',
-  'h200': f'NVIDIA H200 data sheet{_DEVICE}',
-  'b200': f'NVIDIA DGX B200 data sheet{_DEVICE}',
-  'gb200': f'NVIDIA GB200 NVL72 specifications{_DEVICE}',
-  'l4': 'NVIDIA L4 data sheet; memory not checked',
-  'l40s': 'NVIDIA L40S data sheet; memory not checked',
-  'rtx3090': 'NVIDIA Ampere GA102 whitepaper; not checked',
-  'rtx4090': 'NVIDIA Ada whitepaper; memory not checked',
-  'rtx5090': 'NVIDIA RTX Blackwell whitepaper; peaks of bfloat16 and int8 not checked',
-  'rtx6000ada': 'NVIDIA Ada whitepaper for professional cards; not checked',
+# By name: the system whose network the figures have ('' if the network is assumed); streaming multiprocessors, clock in
+# GHz, MiB of the L2 cache and the name of the device, which XLA's compiler needs; and the source of the figures.
+_GPU_DETAILS = {
+  'a100-40': ('DGX A100', 108, 1.41, 40, 'NVIDIA A100-SXM4-40GB', f'NVIDIA A100 data sheet{_DEVICE}'),
+  'a100': ('DGX A100', 108, 1.41, 40, 'NVIDIA A100-SXM4-80GB', f'NVIDIA A100 data sheet{_DEVICE}'),
+  'h100': ('DGX H100', 132, 1.98, 50, 'NVIDIA H100 80GB HBM3', f'NVIDIA H100 data sheet, SXM{_DEVICE}'),
+  'h200': ('DGX H200', 132, 1.98, 50, 'NVIDIA H200', f'NVIDIA H200 data sheet{_DEVICE}'),
+  'b200': ('DGX B200', 148, 1.965, 126.5, 'NVIDIA B200', f'NVIDIA DGX B200 data sheet{_DEVICE}'),
+  'gb200': ('GB200 NVL72', 152, 2.062, 129.25, 'NVIDIA GB200', f'NVIDIA GB200 NVL72 specifications{_DEVICE}'),
+  'l4': ('', 58, 2.04, 48, 'NVIDIA L4', 'NVIDIA L4 data sheet; memory not checked'),
+  'l40s': ('', 142, 2.52, 96, 'NVIDIA L40S', 'NVIDIA L40S data sheet; memory not checked'),
+  'rtx3090': ('', 82, 1.695, 6, 'NVIDIA GeForce RTX 3090', 'NVIDIA Ampere GA102 whitepaper; not checked'),
+  'rtx4090': ('', 128, 2.52, 72, 'NVIDIA GeForce RTX 4090', 'NVIDIA Ada whitepaper; memory not checked'),
+  'rtx5090': (
+    *('', 170, 2.407, 96, 'NVIDIA GeForce RTX 5090'),
+    'NVIDIA RTX Blackwell whitepaper; peaks of bfloat16 and int8 not checked',
+  ),
+  'rtx6000ada': (
+    *('', 142, 2.505, 96, 'NVIDIA RTX 6000 Ada Generation'),
+    'NVIDIA Ada whitepaper for professional cards; not checked',
+  ),
 }
-_GPU_SYSTEMS = {
-  **dict.fromkeys(('a100-40', 'a100'), 'DGX A100'),
-  **{'h100': 'DGX H100', 'h200': 'DGX H200', 'b200': 'DGX B200', 'gb200': 'GB200 NVL72'},
+# KiB of shared memory, threads and float32 units of a streaming multiprocessor, by compute capability (CUDA C++
+# Programming Guide, "Compute Capabilities").
+_MULTIPROCESSORS = {
+  '8.0': (164, 2048, 64),
+  '8.6': (100, 1536, 128),
+  '8.9': (100, 1536, 128),
+  '9.0': (228, 2048, 128),
+  '10.0': (228, 2048, 128),
+  '12.0': (100, 1536, 128),
 }
 
 
@@ -183,12 +219,15 @@ def _gpu(row: str) -> Accelerator:
   name, bf16, f32, int8, float8, *figures, capability, kind = row.split(maxsplit=12)
   major, minor = map(int, capability.split('.'))
   memory, bandwidth, links, network, domain, host = map(float, figures)
-  peaks, system = _peaks(bf16, f32, int8, float8), _GPU_SYSTEMS.get(name)
+  peaks = _peaks(bf16, f32, int8, float8)
+  system, cores, clock, l2_mib, device_name, source = _GPU_DETAILS[name]
+  shared_kib, threads, units = _MULTIPROCESSORS[capability]
   return Accelerator(
     name=name,
     kind='gpu',
     device_kinds=(kind,),
     capability=(major, minor),
+    cuda=Cuda(device_name, cores, clock, int(l2_mib * 2**20), shared_kib << 10, threads, units),
     peaks={**peaks, 'f16': peaks['bf16']},
     memory=memory * _GIGA,
     bandwidth=bandwidth * _GIGA,
@@ -196,7 +235,7 @@ def _gpu(row: str) -> Accelerator:
     domain=int(domain),
     chips_per_host=int(host),
     network=network * _GIGA,
-    source=_GPU_SOURCES[name],
+    source=source,
     network_source=f'NVIDIA {system}: one {8 * network:.0f} Gb/s adapter for each GPU'
     if system
     else 'assumed: 200 Gb/s for a host of 8',

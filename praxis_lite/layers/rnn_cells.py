@@ -40,11 +40,13 @@ class CellActivationSplit(ActivationSplit):
 
 
 class RnnCell(Layer):
-  """Base of the cells.
+  """Base of the cells. A state is a dict of arrays [B, ...], zeros at first.
 
-  A state is a dict of arrays [B, ...], zeros at first.
+  A new kind of cell names its gates in `gate_names` and defines `step`. A cell whose state has more than the output `m`
+  also defines `state_sizes`. The base declares the weights `w_in` [I, G, H], `w_state` [O, G, H] and `b` [G, H].
 
   Attributes:
+    gate_names: names of the G gates, in the order of the weights; each kind of cell has its own.
     num_input_nodes: I.
     num_output_nodes: O.
     zo_prob: probability that an entry of the state keeps its value (zoneout; Krueger et al., 2016). In evaluation the
@@ -53,7 +55,7 @@ class RnnCell(Layer):
     weight_split_dims_mapping: `wt`, [I, H]; all weights are split alike along H.
   """
 
-  _gates: ClassVar[tuple[str, ...]] = ()
+  gate_names: ClassVar[tuple[str, ...]] = ()
 
   num_input_nodes: int = REQUIRED
   num_output_nodes: int = REQUIRED
@@ -71,7 +73,7 @@ class RnnCell(Layer):
 
   def setup(self) -> None:
     self._check_range('zo_prob', least=0, below=1)
-    I, G, H, O = self.num_input_nodes, len(self._gates), self.hidden_size, self.num_output_nodes  # noqa: E741
+    I, G, H, O = self.num_input_nodes, len(self.gate_names), self.hidden_size, self.num_output_nodes  # noqa: E741
     for name, dims, axis in (('w_in', I, 0), ('w_state', O, None)):
       weight = WeightHParams(
         (dims, G, H),
@@ -84,7 +86,7 @@ class RnnCell(Layer):
 
   def _declare_gates(self, name: str, init: WeightInit) -> None:
     weight = WeightHParams(
-      (len(self._gates), self.hidden_size),
+      (len(self.gate_names), self.hidden_size),
       init=init,
       tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, None, 1),
       collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
@@ -122,7 +124,7 @@ class RnnCell(Layer):
     """
     raise NotImplementedError
 
-  def _project_state(self, weights: Weights, state: CellState) -> jax.Array:
+  def project_state(self, weights: Weights, state: CellState) -> jax.Array:
     """Returns the part of the gates that depends on the state, [B, G, H]."""
     w_OGH = weights['w_state']
     m_BO = state['m'].astype(w_OGH.dtype)
@@ -140,7 +142,7 @@ class LstmCellSimple(RnnCell):
     output_nonlinearity: whether m is computed from tanh(c); False uses c itself.
   """
 
-  _gates: ClassVar[tuple[str, ...]] = ('i', 'g', 'f', 'o')
+  gate_names: ClassVar[tuple[str, ...]] = ('i', 'g', 'f', 'o')
 
   num_hidden_nodes: int = 0
   cell_value_cap: float | None = 10.0
@@ -164,8 +166,8 @@ class LstmCellSimple(RnnCell):
     return {'m': self.num_output_nodes, 'c': self.hidden_size}
 
   def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
-    gates_BGH = self._add_bias(weights, to_sum_dtype(projected_BGH) + self._project_state(weights, state))
-    of = dict(zip(self._gates, jnp.moveaxis(gates_BGH, 1, 0)))
+    gates_BGH = self._add_bias(weights, to_sum_dtype(projected_BGH) + self.project_state(weights, state))
+    of = dict(zip(self.gate_names, jnp.moveaxis(gates_BGH, 1, 0)))
     forget = jax.nn.sigmoid(of['f'] + self.forget_gate_bias)
     admit = 1 - forget if 'g' not in of else jax.nn.sigmoid(of['g'])
     c_BH = forget * state['c'] + admit * jnp.tanh(of['i'])
@@ -183,7 +185,7 @@ class LstmCellSimple(RnnCell):
 class CifgLstmCellSimple(LstmCellSimple):
   """An LSTM whose input gate is 1 - the forget gate (Greff et al., 2015)."""
 
-  _gates = ('i', 'f', 'o')
+  gate_names = ('i', 'f', 'o')
 
 
 class LayerNormalizedLstmCellSimple(LstmCellSimple):
@@ -211,7 +213,7 @@ class GruCell(RnnCell):
   The bias of n_m is the variable `b_state`.
   """
 
-  _gates = ('r', 'z', 'n')
+  gate_names = ('r', 'z', 'n')
 
   def setup(self) -> None:
     super().setup()
@@ -225,7 +227,7 @@ class GruCell(RnnCell):
 
   def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
     r_x, z_x, n_x = jnp.moveaxis(to_sum_dtype(projected_BGH) + weights['b'], 1, 0)
-    r_m, z_m, n_m = jnp.moveaxis(self._project_state(weights, state), 1, 0)
+    r_m, z_m, n_m = jnp.moveaxis(self.project_state(weights, state), 1, 0)
     update = jax.nn.sigmoid(z_x + z_m)
     candidate = jnp.tanh(n_x + jax.nn.sigmoid(r_x + r_m) * (n_m + weights['b_state']))
     return {'m': update * state['m'] + (1 - update) * candidate}

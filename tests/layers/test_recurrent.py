@@ -53,6 +53,7 @@ def by_hand(cell, config, weights, row):
       m = z * m + (1 - z) * np.tanh(from_x[2] + w['b'][2] + r * (from_m[2] + w['b_state']))
       out.append(m)
       continue
+    assert isinstance(config, LstmCellSimple), f'by_hand lacks the formula of the cell {cell!r}: add it above'
     gates = from_x + from_m
     if cell == 'normalized':
       gates = (gates - gates.mean(1, keepdims=True)) / np.sqrt(gates.var(1, keepdims=True) + 1e-8) * w['ln_scale']

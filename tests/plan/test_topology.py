@@ -1,5 +1,6 @@
 """Topologies by name, and the figures of their chips."""
 
+import pathlib
 import re
 
 import pytest
@@ -97,13 +98,15 @@ def test_a_device_is_known_by_its_kind_and_its_peak_is_that_of_its_mfu(target, k
 @pytest.mark.parametrize('target', TARGETS.values(), ids=TARGETS)
 def test_figures_are_in_their_units_and_have_a_source(target):
   assert target.source and target.network_source
-  assert 1e9 <= target.network <= target.link <= target.bandwidth <= 1e13
-  assert 2**30 < target.memory < 2**38
+  assert 1e9 <= target.network <= target.link <= target.bandwidth <= 1e13, 'are these bytes per second?'
+  assert 2**30 < target.memory < 2**40, 'is the memory in bytes?'
   assert target.peak('bf16') >= target.peak('f32') > 0
   assert target.peak('bf16') / target.device_bandwidth < 1000
   if target.kind == 'gpu':
     text = gpu_target_config(target)
     assert f'core_count: {target.cuda.cores} ' in text
+    guide = pathlib.Path(__file__).parents[2] / 'docs' / 'planning.md'
+    assert re.search(rf'\b{target.name}\b', guide.read_text()), f'the table in docs/planning.md lacks {target.name}'
     assert text.count('{') == text.count('}')
 
 

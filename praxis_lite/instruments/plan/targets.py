@@ -69,32 +69,6 @@ def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
   return _CPU
 
 
-@dataclasses.dataclass(frozen=True)
-class Cuda:
-  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs in addition to the published figures."""
-
-  cores: int  # Streaming multiprocessors.
-  clock_ghz: float
-  l2_bytes: int
-  name: str
-
-
-_CUDA = {
-  'a100-40': Cuda(108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-40GB'),
-  'a100': Cuda(108, 1.41, 40 << 20, 'NVIDIA A100-SXM4-80GB'),
-  'h100': Cuda(132, 1.98, 50 << 20, 'NVIDIA H100 80GB HBM3'),
-  'h200': Cuda(132, 1.98, 50 << 20, 'NVIDIA H200'),
-  'b200': Cuda(148, 1.965, 132644864, 'NVIDIA B200'),
-  'gb200': Cuda(152, 2.062, 135528448, 'NVIDIA GB200'),
-  'l4': Cuda(58, 2.04, 48 << 20, 'NVIDIA L4'),
-  'l40s': Cuda(142, 2.52, 96 << 20, 'NVIDIA L40S'),
-  'rtx3090': Cuda(82, 1.695, 6 << 20, 'NVIDIA GeForce RTX 3090'),
-  'rtx4090': Cuda(128, 2.52, 72 << 20, 'NVIDIA GeForce RTX 4090'),
-  'rtx5090': Cuda(170, 2.407, 96 << 20, 'NVIDIA GeForce RTX 5090'),
-  'rtx6000ada': Cuda(142, 2.505, 96 << 20, 'NVIDIA RTX 6000 Ada Generation'),
-}
-
-
 # Lengths and widths of the units for products of TPUs (Google Cloud documentation); of others, 128.
 _LARGE_UNITS = {'v6e': 256, '7x': 256}
 
@@ -105,11 +79,9 @@ class Target(Accelerator):
 
   Attributes:
     efficiency: the shares of its figures that programs reach.
-    cuda: properties for the GPU compiler; None for other accelerators.
   """
 
   efficiency: Efficiency
-  cuda: Cuda | None = None
 
   @property
   def grouped_share(self) -> float:
@@ -130,7 +102,7 @@ class Target(Accelerator):
 
 def _target(accelerator: Accelerator) -> Target:
   figures = {field.name: getattr(accelerator, field.name) for field in dataclasses.fields(Accelerator)}
-  return Target(**figures, efficiency=_assume_efficiency(accelerator), cuda=_CUDA.get(accelerator.name))
+  return Target(**figures, efficiency=_assume_efficiency(accelerator))
 
 
 TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerator in ACCELERATORS.items()}
@@ -146,33 +118,20 @@ def find_target(name: str) -> Target:
   return TARGETS[accelerator_name(name)]
 
 
-# Shared memory, threads and float32 units of a streaming multiprocessor, by compute capability (CUDA C++ Programming
-# Guide, "Compute Capabilities"). A block may use all of the shared memory except 1 KiB.
-_MULTIPROCESSOR = {
-  (8, 0): (164 << 10, 2048, 64),
-  (8, 6): (100 << 10, 1536, 128),
-  (8, 9): (100 << 10, 1536, 128),
-  (9, 0): (228 << 10, 2048, 128),
-  (10, 0): (228 << 10, 2048, 128),
-  (12, 0): (100 << 10, 1536, 128),
-}
-
-
 def gpu_target_config(target: Target) -> str:
   """Returns the properties of a GPU that XLA's compiler needs, as a GpuTargetConfigProto in text form."""
   cuda = target.cuda
   assert cuda is not None and target.capability is not None, target.name
-  shared, threads, units = _MULTIPROCESSOR[target.capability]
   major, minor = target.capability
   info = {
     'threads_per_block_limit': 1024,
     'threads_per_warp': 32,
     'shared_memory_per_block': 48 << 10,
-    'shared_memory_per_core': shared,
-    'shared_memory_per_block_optin': shared - 1024,
-    'threads_per_core_limit': threads,
+    'shared_memory_per_core': cuda.shared_memory,
+    'shared_memory_per_block_optin': cuda.shared_memory - 1024,  # A block may use all but 1 KiB.
+    'threads_per_core_limit': cuda.threads,
     'core_count': cuda.cores,
-    'fpus_per_core': units,
+    'fpus_per_core': cuda.units,
     'block_dim_limit_x': 2**31 - 1,
     'block_dim_limit_y': 2**16 - 1,
     'block_dim_limit_z': 2**16 - 1,
