@@ -155,7 +155,8 @@ def read_loss_goal(job: PlanJob) -> LossGoal:
   """Returns the tokens that the planned model needs for --loss, by the law of the finished runs in --runs.
 
   Raises:
-    UserError: the runs do not tell the law, their vocabulary is another, or the model does not reach the loss.
+    UserError: the runs do not determine the law, they have another vocabulary than the model, or the model cannot reach
+      the loss.
   """
   from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
   from praxis_lite.instruments.plan.loss_goal import tokens_to_reach

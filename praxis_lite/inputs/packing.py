@@ -140,9 +140,9 @@ def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None
     row_length: T; None means P.
 
   Returns:
-    A batch for `LanguageModel.decode`: `ids`, [R, S P], `prompt_lengths`, [R, S], where 0 is no prompt, and `packing`,
-    [R, T], the index in its row of `ids` of each token that is read, or -1. And the index of each prompt among the R S
-    results, [n].
+    The batch for `LanguageModel.decode`, and the index of each prompt among the R S results, [n]. The batch has
+    `ids`, [R, S P]; `prompt_lengths`, [R, S], 0 where a row has fewer than S prompts; and `packing`, [R, T], which says
+    for each token that is read where it is in its row of `ids`, with -1 for padding.
 
   Raises:
     DataError: there is no prompt, one is empty, or one is longer than T.

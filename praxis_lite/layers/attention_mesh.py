@@ -125,7 +125,10 @@ class AttentionMesh:
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns what `kernel_split` does; if the length is split too, no split, and an obstacle if heads need `blnh`."""
+    """Returns the result of `kernel_split` if the length is not split.
+
+    Otherwise returns None, and why the kernel cannot be used: the field `blnh` is not set; '' if it is.
+    """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
     undeclared = f'needs {self.path}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'

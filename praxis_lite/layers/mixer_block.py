@@ -73,7 +73,7 @@ class MixerBlock(TransformerBlock):
     self.mixer.init_decode_state(batch_size, max_len)
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *rows: Any) -> jax.Array:
-    """Returns [B, T, D] for the next tokens; `rows` are further arguments of the `extend_step` of the mixer."""
+    """Returns [B, T, D] for the next tokens; passes `rows` on to the `extend_step` of the mixer."""
     x_BTD = self._add_mixer(x_BTD, lambda x: self.mixer.extend_step(x, pos_BT, *rows))
     return self._add_feed_forward(x_BTD, pos_BT < 0)
 

@@ -173,7 +173,7 @@ class _CodebookQuantizer(Quantizer):
     self.create_variable('codebook', codebook, trainable=trainable)
 
   def _group_dims(self) -> int:
-    """Returns E."""
+    """Returns E, the dims of a code; raises ConfigError if the groups do not divide the input dims."""
     self._check_range('num_groups', 'input_dims', least=1)
     if self.input_dims % self.num_groups:
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide input_dims, {self.input_dims}')
@@ -199,7 +199,7 @@ class _CodebookQuantizer(Quantizer):
 
 
 def nearest_codes(z: jax.Array, codebook_GVE: jax.Array) -> jax.Array:
-  """Returns the codes with the least squared distance, [..., G] int32, the lowest of several, for z [..., G, E]."""
+  """Returns the codes nearest to z [..., G, E], int32 [..., G]. If several are equally near, returns the lowest."""
   products = jnp.einsum('...ge,gve->...gv', z, codebook_GVE, precision=_HIGHEST)
   distances = jnp.sum(jnp.square(codebook_GVE), axis=-1) - 2 * products
   return jnp.argmin(distances, axis=-1).astype(jnp.int32)

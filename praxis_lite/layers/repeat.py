@@ -288,7 +288,7 @@ class Repeat(Layer):
 
 
 def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a layer in the form of `Repeat.unstack_for_decoding` for all `Repeat`s in it."""
+  """Returns the variables of a layer, in which `Repeat.unstack_for_decoding` has been applied to each `Repeat`."""
   if isinstance(layer, Repeat):
     return layer.unstack_for_decoding(variables)
   return {

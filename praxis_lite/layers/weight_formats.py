@@ -212,7 +212,7 @@ class WeightFormat:
     return (jnp.asarray(y).astype(wide) * scale).astype(dtype)
 
   def _to_signed(self, q: jax.Array) -> jax.Array:
-    """Returns integers of fewer than 8 bits, which are stored from 0 on, as int8 from -2^(b-1) on."""
+    """Returns stored values, 0 ... 2^b - 1 for b bits, as the int8 values that they mean, -2^(b-1) ... 2^(b-1) - 1."""
     return q.astype(jnp.int8) - jnp.int8(2 ** (self.bits - 1))
 
   def spread(self, parts: Mapping[str, jax.Array], num_last: int) -> dict[str, jax.Array]:

@@ -77,7 +77,7 @@ def rows_of_both(batch: NestedDict) -> dict[str, jax.Array]:
 
 
 def split_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns what belongs to the chosen and to the rejected answers, [B, ...] each, of [2 B, ...]."""
+  """Splits [2 B, ...], in which a rejected answer follows each chosen one; returns both parts, [B, ...] each."""
   both = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
   return both[:, 0], both[:, 1]
 

@@ -105,7 +105,7 @@ class PolicyModel(ReferencedModel):
     return decoded.metrics(prompt_lengths_B > 0), decoded._asdict()
 
   def compute_predictions(self, batch: NestedDict) -> PolicyTokens:  # type: ignore[override]
-    """Returns what the loss reads of each token."""
+    """Returns the values of each token that the loss needs."""
     rows = {name: batch[name] for name in ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')}
     log_probs_BT = self.log_probs_of_labels(rows)
     reference_BT = jnp.zeros_like(log_probs_BT)

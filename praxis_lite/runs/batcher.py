@@ -488,7 +488,11 @@ def check_setting(name: str, of_decode: Collection[str]) -> None:
 
 
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:
-  """Returns a model's sampler, the size of its vocabulary and a length; raises ConfigError if it has no batcher."""
+  """Returns the sampler, the size of the vocabulary, and the most tokens of a row: `max_length`, if given.
+
+  Raises:
+    ConfigError: a batcher cannot decode this model, or `max_length` is more than the model sees at once.
+  """
   model = tasks.jax_task.model
   sources = model.prompts_are_sources and type(model).decode is EncoderDecoderModel.decode
   if not isinstance(model, LanguageModel) or not (sources or type(model).decode is LanguageModel.decode):

@@ -36,7 +36,11 @@ class DraftStatistics:
     return self.tokens / max(self.passes, 1)
 
   def add(self, decoded: Mapping[str, Any]) -> None:
-    """Adds the counts of what was decoded: arrays by name, [rows] each. Each token is a pass without a draft."""
+    """Adds the counts of what was decoded.
+
+    Args:
+      decoded: arrays by name, [rows] each. If `num_passes` is missing, nothing was guessed, so each token took a pass.
+    """
     self.tokens += int(np.sum(decoded['lengths']))
     self.passes += int(np.sum(decoded.get('num_passes', decoded['lengths'])))
     self.drafted += int(np.sum(decoded.get('num_drafted', 0)))

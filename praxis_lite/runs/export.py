@@ -318,7 +318,7 @@ def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], var
 
 
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
-  """Whether a function, which cannot be traced with a symbolic batch size, can be traced with a batch size of 2."""
+  """Whether a function can be traced with a batch size of 2; called if it cannot be with a symbolic batch size."""
   known = {
     n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
   }

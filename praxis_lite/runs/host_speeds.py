@@ -69,7 +69,7 @@ class HostSpeeds:
 
   Attributes:
     own: what this process has measured last.
-    slowest: the index of the slowest process, and how many times the median of the others its product takes.
+    slowest: the index of the slowest process, and the ratio of its time for a product to the median of the others.
   """
 
   def __init__(self) -> None:

@@ -103,7 +103,7 @@ class WarmStart:
     return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
 
   def base(self, learner: BoundLearner) -> Base:
-    """Returns the checkpoint as the base of a run whose variables start from it: those that training does not change.
+    """Returns the base of a run that starts from the checkpoint: the variables that training does not change.
 
     Raises:
       ConfigError: training changes all variables.

@@ -8,13 +8,14 @@ w_i:
 
 If there are several losses, each has weights of its own.
 
-The gradients g_i of k microbatches also tell how noisy a gradient is (McCandlish et al., 2018). If s is the variance of
-the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many,
+The gradients g_i of k microbatches also tell how noisy a gradient is (McCandlish et al., 2018). Let s be the variance
+of the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many
+rows. Then, in expectation,
 
     P = mean of |g_i|^2 by weight = |G|^2 + k s / W        Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
 
-so s = W (P - Q) / (k - 1) and |G|^2 = (k Q - P) / (k - 1), on the mean over steps. The noise scale is s / |G|^2: the
-batch size at which noise and signal are equal.
+so s = W (P - Q) / (k - 1) and |G|^2 = (k Q - P) / (k - 1), with means of P and Q over steps. The noise scale
+is s / |G|^2: the batch size at which noise and signal are equal.
 
 Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
 scaled by n w_d / W, where W is the sum of all w_d. Then the mean of losses and gradients over devices is exactly that

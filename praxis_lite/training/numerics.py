@@ -56,8 +56,8 @@ def compare_gradients(
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.
-    ConfigError: there is nothing to compare with. One device has too little memory, or there are several hosts; and the
-      other partitioning does not support this task, or draws different random numbers.
+    ConfigError: the step can be computed neither on one device, because it has too little memory or there are several
+      hosts, nor by the other partitioning, because that does not support this task or draws different random numbers.
   """
   found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)

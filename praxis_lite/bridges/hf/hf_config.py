@@ -99,11 +99,11 @@ class HfConfig:
   def rotary(self, share: float | None = None) -> Config[RotaryPositions]:
     """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    If `rope_parameters` differ by the kind of a layer, layers with full attention have these.
+    If `rope_parameters` differ by the kind of a layer, returns those of layers with full attention.
 
     Args:
-      share: the share of the dims of a head that they rotate if the file does not say it; None for families that rotate
-        all.
+      share: the default share of the dims of a head that are rotated, for files that do not name it; None if the family
+        always rotates all dims.
     """
     given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'

@@ -69,7 +69,7 @@ def stack_pairs(theirs: str, stack: str, *, has_key_bias: bool = True) -> list[P
 
 
 def block_pairs(theirs: str, ours: str, attention: str) -> list[Pair]:
-  """Returns the pairs of a block of BERT without its norms, which ViT has too; `attention` is their name of Q, K, V."""
+  """Returns the pairs of a block of BERT or ViT, without norms. `attention` is the module with Q, K and V."""
   pairs = out_projection_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
   for name in ('query', 'key', 'value'):
     pairs += projection_pairs(f'{theirs}{attention}.{name}', f'{ours}attention.{name}')

@@ -123,7 +123,7 @@ class Mamba2Family(Family):
 
 
 def _limits(hf: HfConfig) -> tuple[float, float]:
-  """Returns the bounds of steps; transformers writes infinity as such, or as {"__float__": "Infinity"}."""
+  """Returns the least and greatest time step. Infinity is a number, or {"__float__": "Infinity"}, in config.json."""
   values = hf['time_step_limit']
   if not isinstance(values, list | tuple) or len(values) != 2:
     raise ConfigError(f'{hf.where}: time_step_limit = {values!r}; expected two numbers')

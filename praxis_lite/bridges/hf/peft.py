@@ -224,7 +224,7 @@ def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDic
 
 
 def _their_lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns (1 + m) |W|, which peft stores."""
+  """Returns the magnitude vector that peft stores: (1 + m) |W|, where m is our variable `magnitude`."""
   magnitude = node_at(variables, weight.path_of('magnitude'))
   m = magnitude.read(whole_box(magnitude.shape)) if isinstance(magnitude, StreamedArray) else np.asarray(magnitude)
   return ((1 + m.astype(np.float32)) * _lengths(weight, variables, declared)).astype(np.float32)

@@ -36,7 +36,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Extent(NamedTuple):
-  """What a tensor has in one of the dimensions from which it is made: entries of a variable, and others around them.
+  """One factor of a dimension of a tensor: the entries of a variable, and how many entries of others surround them.
 
   Attributes:
     axis: the dimension of the variable; None if the variable has a single entry here, and no dimension.

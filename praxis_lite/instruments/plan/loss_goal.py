@@ -17,9 +17,9 @@ class LossGoal(NamedTuple):
 
   Attributes:
     loss: the loss.
-    tokens: the tokens that the law says.
-    least, most: their range, by fits to resampled losses; `most` may be infinite.
-    notes: the law, and how far it is stretched, as lines.
+    tokens: the number of tokens that reach this loss by the law.
+    least, most: the range of this number, by fits to resampled losses; `most` may be infinite.
+    notes: lines about the law, and how far it is extrapolated.
   """
 
   loss: float

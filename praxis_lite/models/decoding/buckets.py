@@ -15,12 +15,13 @@ _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
 
 
 class _ChunkSizes(NamedTuple):
-  """Limits of the number of tokens in a chunk.
+  """How many tokens of a prompt are read at once.
 
   Attributes:
-    chunks: how many chunks a prompt has that takes all slots, if the other limits allow that.
-    least, most: the fewest and the most tokens of a row.
-    most_of_all_rows: the most tokens of all rows together, but `least` of each are allowed; None sets no limit.
+    chunks: into how many chunks a prompt as long as the cache is cut, within the limits below.
+    least, most: the limits of the number of tokens of one row in a chunk.
+    most_of_all_rows: limit of the tokens of all rows in a chunk together; None sets no limit. Each row may have `least`
+      tokens even if that exceeds it.
   """
 
   chunks: int

@@ -274,7 +274,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _one_line_errors(file: str) -> Iterator[None]:
-  """Turns whatever error a package for object stores raises into one of one line."""
+  """Turns any error of a package for object stores into an error with a message of one line."""
   try:
     yield
   except Exception as error:

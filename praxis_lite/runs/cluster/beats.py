@@ -95,7 +95,10 @@ class Beats:
 
   @property
   def idle_anywhere(self) -> float:
-    """Seconds since any process made progress, as far as this one knows; with several groups some beats too many."""
+    """Seconds since any process made progress, as far as this one knows.
+
+    With several groups, the value is up to a few intervals of beats too large, because processes hear of others late.
+    """
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:

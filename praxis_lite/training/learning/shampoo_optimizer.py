@@ -82,8 +82,9 @@ def shampoo(
     ridge: this share of the largest eigenvalue is added to all.
     refresh_every: number of steps after which roots are computed again.
     largest_side: sides that are larger keep no statistics.
-    graft: whose norm each matrix of the update has: 'adam', or 'sgd', that is of the momentum; 'none' keeps its own.
-    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
+    graft: which norm each matrix of the update gets: 'adam', that of Adam's update; 'sgd', that of the momentum; 'none'
+      keeps its own.
+    weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
     adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
     placement, matrices: as in `muon`.
 

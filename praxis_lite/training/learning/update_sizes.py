@@ -200,7 +200,7 @@ def _is_of_optax(config: Config) -> bool:
 
 
 def _small(weight: WeightHParams) -> np.ndarray:
-  """Returns entries of a small variable of the same rank, far from zero."""
+  """Returns the entries, far from zero, of a small variable with the rank of the given one."""
   shape = tuple(range(3, 3 + len(weight.shape)))
   draws = np.random.default_rng(1)
   return (draws.uniform(0.5, 1.5, shape) * draws.choice([-1.0, 1.0], shape)).astype(np.float32)
