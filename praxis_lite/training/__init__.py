@@ -36,6 +36,7 @@ if TYPE_CHECKING:
   from praxis_lite.training.steps import (
     decode_step as decode_step,
     eval_step_single_learner as eval_step_single_learner,
+    loss_and_gradients as loss_and_gradients,
     train_step_single_learner as train_step_single_learner,
   )
 
@@ -50,6 +51,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     'get_partitioned_spmd_model_decode_fn partition_spmd_model',
     'praxis_lite.training.preferences': 'train_policy train_preferences train_rewards',
     'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpad',
-    'praxis_lite.training.steps': 'decode_step eval_step_single_learner train_step_single_learner',
+    'praxis_lite.training.steps': 'decode_step eval_step_single_learner loss_and_gradients train_step_single_learner',
   },
 )
