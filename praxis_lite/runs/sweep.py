@@ -89,15 +89,22 @@ def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
 class FinishedPoints:
   """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`.
 
-  A part of a sweep, such as (3, 8), the third of eight, writes `sweep.3-of-8.json`, and reads those of all parts.
+  A part of a sweep, such as (3, 8), the third of eight, writes its points to `sweep.3-of-8.json`, and reads those of all
+  parts. Of a point in several files, the file that was written last counts.
   """
 
   def __init__(self, folder: Path, part: tuple[int, int] | None = None):
     self._path = folder / (f'sweep.{part[0]}-of-{part[1]}.json' if part else _FINISHED)
+    self._own: dict[str, str] = {}
     self._digests: dict[str, str] = {}
-    for path in sorted({*folder.glob('sweep.*-of-*.json'), folder / _FINISHED}):
+    files = []
+    for path in {*folder.glob('sweep.*-of-*.json'), folder / _FINISHED}:
       with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        self._digests |= parse_json(read_plain(path))['finished']
+        files.append((path.stat().st_mtime_ns, path.name, dict(parse_json(read_plain(path))['finished'])))
+    for _, name, digests in sorted(files, key=lambda file: file[:2]):
+      self._digests |= digests
+      if name == self._path.name:
+        self._own = digests
 
   def has(self, point: Point, config: str) -> bool:
     """Whether a point is finished with this config, which is given as text."""
@@ -105,7 +112,9 @@ class FinishedPoints:
 
   def add(self, point: Point, config: str) -> None:
     self._digests[point.name] = digest_of(config)
-    replace_file(self._path, json.dumps({'finished': self._digests}, indent=1) + '\n')
+    # Another part may be writing the points that are not in this file.
+    self._own = {name: self._digests[name] for name in (*self._own, point.name)}
+    replace_file(self._path, json.dumps({'finished': self._own}, indent=1) + '\n')
 
 
 def digest_of(text: str) -> str:

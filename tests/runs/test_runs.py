@@ -254,6 +254,21 @@ def test_finished_points_are_those_with_the_same_config(tmp_path):
   assert not FinishedPoints(tmp_path).has(a, 'config')
 
 
+def test_points_that_parts_of_a_sweep_have_finished_count_once_their_config_changes(tmp_path):
+  a, b = points('a', 'b')
+  for point in (a, b):
+    FinishedPoints(tmp_path).add(point, 'first')
+  for config in ('second', 'third'):
+    parts = FinishedPoints(tmp_path, (1, 2)), FinishedPoints(tmp_path, (2, 2))  # Two jobs begin together.
+    for part, point in zip(parts, (a, b)):
+      assert not part.has(point, config)
+      part.add(point, config)
+    for reader in (FinishedPoints(tmp_path, (1, 2)), FinishedPoints(tmp_path, (2, 2)), FinishedPoints(tmp_path)):
+      assert reader.has(a, config) and reader.has(b, config) and not reader.has(a, 'first')
+  FinishedPoints(tmp_path).add(a, 'fourth')
+  assert FinishedPoints(tmp_path, (1, 2)).has(a, 'fourth') and FinishedPoints(tmp_path, (2, 2)).has(b, 'third')
+
+
 def test_a_process_that_cannot_be_started_is_an_error(tmp_path):
   with pytest.raises(OSError):
     run_points(points('a'), tmp_path, lambda p: ['/no/such/program'], parallel=1, ended=lambda *a: None)
