@@ -15,6 +15,7 @@ from praxis_lite.checkpoints import Checkpointer, saved_steps
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, UserError, first_lines
 from praxis_lite.common.files import user_path
 from praxis_lite.common.jax_internals import UnknownJax, reading
+from praxis_lite.common.statistics import bin_edges
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.runs.determinism import bit_differences
@@ -131,18 +132,30 @@ def replay_taps(
 
   Args:
     config, job_log_dir, step, seed, line: as for `replay`.
-    tap: the statistics, as in 'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`.
+    tap: the statistics, as in 'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`. Histograms are
+      numbers of values in the bins of `common/statistics.py`.
 
   Raises:
     ConfigError: a tap has another form, or matches nothing.
     UserError: the step cannot be reached, as for `replay`.
   """
   partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line, tap=tap)
+  assert partitioned.taps is not None
+  for text in partitioned.taps.left_out:
+    line(text)
   found = finish_summaries(jax.device_get(partitioned.train_step(state, prng_key, batch).summaries))
-  statistics = {name: np.asarray(found[name].value) for name in sorted(found) if found[name].kind == 'scalar'}
+  statistics = {name: np.asarray(found[name].value) for name in sorted(found) if found[name].kind in ('scalar', 'bins')}
   for name, value in statistics.items():
-    line(f'{name} {np.array2string(value, precision=4, max_line_width=10**6)}')
+    is_histogram = found[name].kind == 'bins'
+    text = _describe_bins(value) if is_histogram else np.array2string(value, precision=4, max_line_width=10**6)
+    line(f'{name} {text}')
   return statistics
+
+
+def _describe_bins(counts: np.ndarray) -> str:
+  """Returns the bins of a histogram that have values: the largest value of each, and how many there are."""
+  edges = np.where(np.arange(counts.size) == counts.size // 2, 0, bin_edges())
+  return ', '.join(f'to {edges[i]:.4g}: {counts[i]:.0f}' for i in np.flatnonzero(counts))
 
 
 def compare_with_checkpoint(

@@ -75,9 +75,14 @@ def test_a_step_that_is_replayed_has_the_statistics_of_the_run(trained, capsys):
   lines = [json.loads(line) for line in (directory / 'metrics.jsonl').read_text().splitlines()]
   logged = next(line['metrics'] for line in lines if line['split'] == 'train' and line['step'] == 2)
   found = replay_taps(config, directory, 2, 0, TAPS)
+  counts = found.pop('hidden/hist')
+  out = capsys.readouterr().out
+  in_bins = re.search(r'^hidden/hist to (?:-?[\d.e+-]+: \d+(?:, to )?)+$', out, re.MULTILINE)
+  assert in_bins and sum(map(int, re.findall(r': (\d+)', in_bins[0]))) == counts.sum() > 0
+  assert int(re.search(r'to 0: (\d+)', in_bins[0])[1]) / counts.sum() == pytest.approx(float(found['hidden/frac_zero']))
   assert {name: float(x) for name, x in found.items()} == pytest.approx({name: logged[name] for name in found})
   assert {'hidden.grad/rms', 'update(hidden.w)/ratio'} <= found.keys()
-  assert re.search(r'^hidden/rms 0\.\d+$', capsys.readouterr().out, re.MULTILINE)
+  assert re.search(r'^hidden/rms 0\.\d+$', out, re.MULTILINE)
   with pytest.raises(ConfigError, match='matches no layer that the step calls'):
     replay_taps(config, directory, 2, 0, 'hiden:rms')
 

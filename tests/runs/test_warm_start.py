@@ -109,3 +109,13 @@ def test_a_launcher_goes_on_without_it(imports, module, monkeypatch, capfd):
   assert is_without == (imports == ['no_such_module']), lines
   if is_without:
     assert 'each imports by itself' in ''.join(lines) and 'no_such_module' in capfd.readouterr().err
+
+
+def test_a_kernel_without_subreapers_is_an_error_before_a_process_starts(starter, monkeypatch):
+  class Kernel:
+    def prctl(self, option, value):
+      return -1
+
+  monkeypatch.setattr('praxis_lite.runs.cluster.warm_start.ctypes.CDLL', lambda name: Kernel())
+  with pytest.raises(OSError, match='adopt'):
+    starter.start({'TASK': 'fail'})

@@ -99,12 +99,13 @@ class WarmStarter:
       environment: variables in addition to those of this process.
 
     Raises:
-      OSError: the importing process has ended, or does not answer.
+      OSError: the importing process has ended, or does not answer; or the kernel has no subreapers.
     """
     message = json.dumps(dict(environment)).encode()
-    reader, writer = os.pipe()
     prctl = ctypes.CDLL(None).prctl
-    prctl(_SET_CHILD_SUBREAPER, 1)
+    if prctl(_SET_CHILD_SUBREAPER, 1):  # Some containers have a kernel of their own.
+      raise OSError('the kernel does not let a process adopt others')
+    reader, writer = os.pipe()
     try:
       socket.send_fds(self._socket, [len(message).to_bytes(_LENGTH, 'big')], [writer])
       self._socket.sendall(message)
