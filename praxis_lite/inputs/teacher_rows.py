@@ -12,17 +12,16 @@ N examples, T length, K tokens of the teacher.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
-from praxis_lite.common.errors import DataError
-from praxis_lite.common.files import parse_json, user_path
+from praxis_lite.common.errors import DataError, check_range, first_line
+from praxis_lite.common.files import parse_json, parse_json_line, user_path
 from praxis_lite.inputs.files import read_file
 from praxis_lite.inputs.rows import Rows
 
-_FIELDS = ('ids', 'teacher_ids', 'teacher_log_probs')
+_FIELDS = {'ids': np.int32, 'teacher_ids': np.int32, 'teacher_log_probs': np.float32}
 
 
 def read_teacher_rows(path: str, seq_len: int) -> Rows:
@@ -37,18 +36,25 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
     int32, and `teacher_log_probs`, [N, T, K] float32.
 
   Raises:
-    DataError: the folder is not complete, or not one of a teacher, or rows have different numbers of tokens.
+    DataError: the folder is not complete or damaged, or not one of a teacher, or rows have different numbers of tokens.
+    ConfigError: `seq_len` is less than 1.
   """
+  check_range('seq_len', seq_len, least=1)
   examples = [example for file in _complete_parts(user_path(path)) for example in _read_part(file)]
   if not examples:
     raise DataError(f'{path} has no rows that could be taught')
-  K = len(examples[0]['teacher_ids'][0])
+  K = examples[0]['teacher_ids'].shape[1]
   rows: Rows = {name: np.zeros((len(examples), seq_len), np.int32) for name in ('ids', 'labels', 'segment_ids')}
   rows['segment_pos'] = np.tile(np.arange(seq_len, dtype=np.int32), (len(examples), 1))
   rows['weights'] = np.zeros((len(examples), seq_len), np.float32)
   rows['teacher_ids'] = np.zeros((len(examples), seq_len, K), np.int32)
   rows['teacher_log_probs'] = np.zeros((len(examples), seq_len, K), np.float32)
   for n, example in enumerate(examples):
+    if example['teacher_ids'].shape[1] != K:
+      raise DataError(
+        f'{path}: expected {K} tokens of the teacher in each row, as in the first, got '
+        f'{example["teacher_ids"].shape[1]} in row {n + 1}'
+      )
     size = min(len(example['ids']) - 1, seq_len)
     rows['ids'][n, :size], rows['labels'][n, :size] = example['ids'][:size], example['ids'][1 : size + 1]
     rows['weights'][n, :size] = rows['segment_ids'][n, :size] = 1
@@ -62,7 +68,10 @@ def _complete_parts(folder: Path) -> list[Path]:
   plan = folder / 'plan.json'
   if not plan.is_file():
     raise DataError(f'{folder} has no plan.json; expected a folder that `praxis-lite predict --output` has written')
-  number = len(parse_json(read_file(str(plan), str(folder)))['shards'])
+  try:
+    number = len(parse_json(read_file(str(plan), str(folder)))['shards'])
+  except (ValueError, TypeError, KeyError) as error:
+    raise DataError(f'{plan} is damaged, {type(error).__name__}: {first_line(error)}') from None
   parts = [folder / f'part-{i:05d}.jsonl' for i in range(number)]
   if missing := [part.name for part in parts if not part.is_file()]:
     raise DataError(
@@ -72,15 +81,29 @@ def _complete_parts(folder: Path) -> list[Path]:
   return parts
 
 
-def _read_part(file: Path) -> list[dict[str, list]]:
-  """Returns the examples of a file that have a label; rows that failed have none."""
+def _read_part(file: Path) -> list[dict[str, np.ndarray]]:
+  """Returns the examples of a file that have a label, as arrays; rows that failed have none."""
   found = []
   for number, line in enumerate(read_file(str(file), str(file.parent)).splitlines(), 1):
-    example = json.loads(line)
-    if 'error' in example:
+    where = f'{file}, line {number}'
+    try:
+      example = parse_json_line(line)
+    except ValueError as error:
+      raise DataError(f'{where}: {error}') from None
+    if isinstance(example, dict) and 'error' in example:
       continue
-    if any(name not in example for name in _FIELDS):
-      raise DataError(f'{file}, line {number}: expected {", ".join(_FIELDS)}, as --what=teach writes them')
-    if len(example['ids']) > 1:
-      found.append(example)
+    if not isinstance(example, dict) or any(name not in example for name in _FIELDS):
+      raise DataError(f'{where}: expected {", ".join(_FIELDS)}, as --what=teach writes them')
+    if np.size(example['ids']) < 2:
+      continue
+    try:
+      arrays = {name: np.asarray(example[name], kind) for name, kind in _FIELDS.items()}
+    except (ValueError, TypeError, OverflowError) as error:
+      raise DataError(f'{where}: {first_line(error)}') from None
+    shapes = [list(x.shape) for x in arrays.values()]
+    if [len(shape) for shape in shapes] != [1, 2, 2] or shapes[1] != shapes[2] or shapes[1][0] != shapes[0][0] - 1:
+      raise DataError(f'{where}: {", ".join(_FIELDS)} of shapes {shapes}; expected [N], [N - 1, K] and [N - 1, K]')
+    if not np.isfinite(arrays['teacher_log_probs']).all():
+      raise DataError(f'{where}: teacher_log_probs has NaN or infinities; the teacher has diverged, or K is too large')
+    found.append(arrays)
   return found

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child
 from praxis_lite.common.errors import ConfigError
@@ -112,12 +113,20 @@ class DistilledModel(LanguageModel):
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if a batch lacks the stored probabilities that the model needs, or does not fit it."""
-    if self.teacher_tpl is None and 'labels' in batch and 'teacher_ids' not in batch:
+    stored = [name for name in ('teacher_ids', 'teacher_log_probs') if name in batch]
+    if self.teacher_tpl is None and 'labels' in batch and len(stored) < 2:
       raise ConfigError(
         f'{data.label}: its batches have no probabilities of a teacher, and task.model.teacher_tpl is None; read what '
         '`praxis-lite predict --what=teach` has written, by read_teacher_rows, or set teacher_tpl'
       )
     super().check_input(data, batch)
+    if self.teacher_tpl is None and 'teacher_ids' in stored:
+      ids = np.asarray(batch['teacher_ids'])
+      if (most := int(ids.max(initial=0))) >= self.lm.vocab_size:
+        raise ConfigError(
+          f'{data.label}: its teacher_ids go up to {most}, but task.model.vocab_size is {self.lm.vocab_size}; a teacher '
+          'has the tokens of the model that learns from it'
+        )
 
   def compute_predictions(self, batch: NestedDict) -> DistilledTokens:  # type: ignore[override]
     """Returns what the loss reads of each token."""

@@ -209,7 +209,13 @@ def test_a_learner_that_would_train_the_teacher_is_an_error():
 
 def test_what_a_model_with_stored_probabilities_needs():
   model = train_distillation(Config(SingleTask, model=lm()), None).model
-  with pytest.raises(ConfigError, match=r'its batches have no probabilities of a teacher'):
-    model.instantiate().check_input(ArrayInput(name='train', arrays=batch_of(), batch_size=B), batch_of())
+  for batch in (batch_of(), {**batch_of(), 'teacher_ids': stored_batch()['teacher_ids']}):
+    with pytest.raises(ConfigError, match=r'its batches have no probabilities of a teacher'):
+      model.instantiate().check_input(ArrayInput(name='train', arrays=batch, batch_size=B), batch)
+  batch = stored_batch()
+  model.instantiate().check_input(ArrayInput(name='train', arrays=batch, batch_size=B), batch)
+  batch['teacher_ids'][0, 0, 0] = V
+  with pytest.raises(ConfigError, match=rf'train: its teacher_ids go up to {V}, but task.model.vocab_size is {V}'):
+    model.instantiate().check_input(ArrayInput(name='train', arrays=batch, batch_size=B), batch)
   with pytest.raises(ConfigError, match=r'temperature: 2.0, and probabilities are stored at the temperature 1'):
     model.set(temperature=2.0).instantiate()
