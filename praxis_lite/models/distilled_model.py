@@ -124,8 +124,8 @@ class DistilledModel(LanguageModel):
       ids = np.asarray(batch['teacher_ids'])
       if (most := int(ids.max(initial=0))) >= self.lm.vocab_size:
         raise ConfigError(
-          f'{data.label}: its teacher_ids go up to {most}, but task.model.vocab_size is {self.lm.vocab_size}; a teacher '
-          'has the tokens of the model that learns from it'
+          f'{data.label}: its teacher_ids go up to {most}, but task.model.vocab_size is {self.lm.vocab_size}; a '
+          'teacher has the tokens of the model that learns from it'
         )
 
   def compute_predictions(self, batch: NestedDict) -> DistilledTokens:  # type: ignore[override]

@@ -83,6 +83,8 @@ def _fill(reader: MaskedTextInput, ids: np.ndarray, logits_TV: np.ndarray) -> di
   logits_TV[:, [*tokenizer.control_ids, reader.mask]] = -np.inf
   logits_TV[:, tokenizer.vocab_size :] = -np.inf
   for place in np.flatnonzero(ids == reader.mask):
+    if np.isnan(logits_TV[place]).any():
+      raise DataError('the model computes NaN for a hidden token; it has diverged, so choose an earlier step')
     p_V = np.exp(logits_TV[place] - logits_TV[place].max())
     p_V /= p_V.sum()
     best = np.argsort(-p_V, kind='stable')[:_CHOICES]

@@ -89,8 +89,8 @@ def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
 class FinishedPoints:
   """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`.
 
-  A part of a sweep, such as (3, 8), the third of eight, writes its points to `sweep.3-of-8.json`, and reads those of all
-  parts. Of a point in several files, the file that was written last counts.
+  A part of a sweep, such as (3, 8), the third of eight, writes its points to `sweep.3-of-8.json`, and reads those of
+  all parts. Of a point in several files, the file that was written last counts.
   """
 
   def __init__(self, folder: Path, part: tuple[int, int] | None = None):
