@@ -21,7 +21,7 @@ from praxis_lite.common.files import local_path
 
 # Together these import what `train` imports sooner or later. None of them starts a device.
 _IMPORTS = (
-  *('praxis_lite.cli.train_plan', 'praxis_lite.instruments.explain'),
+  *('praxis_lite.cli.train', 'praxis_lite.cli.train_plan', 'praxis_lite.instruments.explain'),
   *('praxis_lite.runs.cluster.distributed', 'praxis_lite.runs.cluster.observers'),
   *('praxis_lite.checkpoints.orbax.handlers', 'praxis_lite.experiments.lm'),
 )
