@@ -5,6 +5,7 @@ I input dims, O output dims.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -78,3 +79,13 @@ def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> 
     tensor_split_dims_mapping=split,
     collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
   )
+
+
+def draw_bias(layer: Layer, fan_in: int) -> None:
+  """In `setup` of its parent: the bias `b` of a layer begins uniform within 1 / sqrt(fan_in), not at zero.
+
+  Inputs of zeros then do not give zeros. A norm multiplies the gradient by a vector of zeros by 1 / sqrt(epsilon). A
+  layer without a bias is left as it is.
+  """
+  if (bias := layer._weights.get('b')) is not None:
+    layer._weights['b'] = dataclasses.replace(bias, init=WeightInit.Uniform(fan_in**-0.5))

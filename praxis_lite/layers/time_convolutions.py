@@ -19,7 +19,7 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.causal_conv import sum_windows
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.images import Conv2D
-from praxis_lite.layers.linears import Linear, bias_weight
+from praxis_lite.layers.linears import Linear, bias_weight, draw_bias
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, Norm
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -151,6 +151,8 @@ class ConvolutionModule(Layer):
 class ConvSubsampling(Layer):
   """A quarter of the frames: 3 x 3 convolutions with stride 2 over time and frequency, then a linear layer.
 
+  Biases begin uniform within 1 / sqrt(fan in), so that frames that SpecAugment sets to 0 are not 0 for later norms.
+
   Attributes:
     input_dims: M.
     output_dims: D.
@@ -186,6 +188,8 @@ class ConvSubsampling(Layer):
       frequencies = -(-frequencies // 2)
     features = frequencies * (self.channels[-1] if self.channels else 1)
     self.create_child('proj', self.proj_tpl.clone(input_dims=features, output_dims=self.output_dims))
+    for layer, fan_in in zip((*self.conv, self.proj), (*(9 * inputs for _, _, inputs, _ in shapes), features)):
+      draw_bias(layer, fan_in)
 
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Returns frames, [B, U, D], and their paddings, [B, U], or None if there were none.

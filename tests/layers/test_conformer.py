@@ -119,6 +119,14 @@ def built(form):
   return layer, drawn_variables(layer.abstract_init())
 
 
+@pytest.mark.parametrize('channels', [(), (2, 3)])
+def test_hidden_frames_do_not_begin_as_zeros(channels):
+  """Norms would multiply their gradients by 1e3 each."""
+  layer = Config(ConvSubsampling, input_dims=M, output_dims=D, channels=channels).instantiate()
+  hidden, _ = layer.apply(layer.init(jax.random.key(0)), jnp.zeros((1, 8, M)))[0]
+  assert np.all(np.std(hidden, axis=-1) > 0.05)
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize('form', FORMS)
 def test_padded_rows_have_the_states_of_their_frames_alone(form):
