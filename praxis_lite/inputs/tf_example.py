@@ -77,15 +77,26 @@ def _values(feature: Any, where: str) -> np.ndarray:
 
 
 def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
-  """Yields a serialized record for each example in dimension 0 of the arrays, or in lists of bytes."""
-  for values in zip(*map(_column, rows.values()), strict=True):
+  """Yields a serialized record for each example in dimension 0 of the arrays, or in lists of bytes or texts.
+
+  Raises:
+    DataError: a column has other values than numbers, bytes and texts.
+  """
+  for values in zip(*(_column(name, column) for name, column in rows.items()), strict=True):
     yield serialized_example(dict(zip(rows, values)))
 
 
-def _column(values: np.ndarray | Sequence[Any]) -> np.ndarray | Sequence[bytes]:
-  """Returns a column as an array, but bytes as they are: NumPy would cut off zeros at their end."""
-  is_bytes = not isinstance(values, np.ndarray) and any(isinstance(value, bytes) for value in values)
-  return values if is_bytes else np.asarray(values)
+def _column(name: str, values: np.ndarray | Sequence[Any]) -> np.ndarray | Sequence[bytes]:
+  """Returns a column as an array, but texts as UTF-8, and bytes as they are: NumPy would cut off zeros at their end."""
+  if len(values) and all(isinstance(value, str | bytes) for value in values):
+    return [value.encode() if isinstance(value, str) else value for value in values]
+  try:
+    column = np.asarray(values)
+  except ValueError:  # Examples of different shapes.
+    column = np.asarray(None)
+  if column.dtype.kind in 'OUSc':
+    raise DataError(f'{name}: expected numbers of one shape for all examples, bytes, or texts')
+  return column
 
 
 def serialized_example(example: Mapping[str, np.ndarray | bytes]) -> bytes:

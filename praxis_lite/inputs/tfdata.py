@@ -355,7 +355,10 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
-  """Writes arrays, with examples in dimension 0, or lists of bytes as `tf.train.Example`s for `TFRecordInput`."""
+  """Writes arrays, with examples in dimension 0, or lists of bytes or texts, as `tf.train.Example`s for TFRecordInput.
+
+  Raises DataError if a column has other values.
+  """
   tf = import_tensorflow('write another format')
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):

@@ -8,6 +8,7 @@ import pytest
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.inputs import ImageRecordInput, write_tfrecords
+from praxis_lite.inputs.tf_example import serialized_examples
 
 HEIGHT, WIDTH = 6, 8
 
@@ -194,3 +195,15 @@ def test_operations_of_rand_augment_are_those_of_numpy():
   np.testing.assert_array_equal(run('rotate', 3.0, image=square), np.rot90(square))
   cut = run('cutout', 0.5 / 0.36, image=np.zeros((8, 8, 3), np.uint8))
   np.testing.assert_array_equal(np.argwhere(cut[..., 0] == 128), [[i, j] for i in (3, 4, 5) for j in (3, 4, 5)])
+
+
+@pytest.mark.parametrize('texts', [['a', 'bc', 'é\0'], np.array(['a', 'bc', 'é']), [b'a', 'bc', b'']])
+def test_columns_of_texts_are_stored_as_utf8(texts):
+  encoded = [x.encode() if isinstance(x, str) else x for x in texts]
+  assert list(serialized_examples({'x': texts})) == list(serialized_examples({'x': encoded}))
+
+
+@pytest.mark.parametrize('values', [[None, 'a'], [[1], [1, 2]], ['a', 1], [1j]])
+def test_columns_of_other_values_are_named(values):
+  with pytest.raises(DataError, match='x: expected numbers of one shape for all examples, bytes, or texts'):
+    list(serialized_examples({'x': values}))
