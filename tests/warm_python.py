@@ -29,7 +29,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from typing import Any
 
@@ -113,30 +112,21 @@ def serve() -> None:
   path = [folder for folder in sys.path if folder not in own_path]
   for module in MODULES:
     importlib.import_module(module)
+  from praxis_lite.runs.cluster.warm_start import fork_orphan  # Not before the path is known.
+
   gc.freeze()
   while True:
     length, streams, *_ = socket.recv_fds(asked, 8, 3)
     if not length:
       os._exit(0)
     wanted = json.loads(asked.recv(int.from_bytes(length, 'big'), socket.MSG_WAITALL))
-    pid_from, pid_to = os.pipe()
-    between = os.fork()
-    if not between:
-      between = os.getpid()
-      child = os.fork()
-      if child:
-        os.write(pid_to, child.to_bytes(8, 'big'))
-        os._exit(0)
-      for fd in (pid_from, pid_to):
-        os.close(fd)
+    pid = fork_orphan()
+    if not pid:
       asked.close()
-      while os.getppid() == between:
-        time.sleep(0.001)
       become(wanted, streams, path)
       return run(*wanted['args'])
-    os.waitpid(between, 0)
-    asked.sendall(os.read(pid_from, 8))
-    for fd in (pid_from, pid_to, *streams):
+    asked.sendall(pid.to_bytes(8, 'big'))
+    for fd in streams:
       os.close(fd)
 
 

@@ -146,7 +146,7 @@ def fork_on_request() -> None:
     if not length:
       return
     environment = json.loads(asked.recv(int.from_bytes(length, 'big'), socket.MSG_WAITALL))
-    pid = _fork_orphan()
+    pid = fork_orphan()
     if not pid:
       asked.close()
       _become(environment, outputs[0])
@@ -157,7 +157,7 @@ def fork_on_request() -> None:
     asked.sendall(pid.to_bytes(_LENGTH, 'big'))
 
 
-def _fork_orphan() -> int:
+def fork_orphan() -> int:
   """Forks a process whose parent becomes the nearest subreaper above; returns its id, and 0 in the new process."""
   reader, writer = os.pipe()
   between = os.fork()
