@@ -250,7 +250,7 @@ def test_children_from_one_template_and_from_a_list():
     'stack_0': {'s': (4,)},
     'stack_1': {'s': (5,)},
   }
-  assert [name for name, _ in layer.children()] == ['left', 'right', 'stack_0', 'stack_1']
+  assert [name for name, _ in layer.named_children()] == ['left', 'right', 'stack_0', 'stack_1']
   assert layer.stack[1].path_name == 'stack_1'
 
 
@@ -759,7 +759,7 @@ def test_a_declared_child_is_no_hyperparameter():
 
   layer = build(Declares)
   assert isinstance(layer.first, Scale) and [type(each) for each in layer.others] == [Scale, Scale]
-  assert [name for name, _ in layer.children()] == ['first', 'others_0', 'others_1']
+  assert [name for name, _ in layer.named_children()] == ['first', 'others_0', 'others_1']
   assert not {'first', 'others', 'absent'} & set(field_names(Declares))
   with pytest.raises(UnknownFieldError, match=r"has no field 'first'"):
     Config(Declares, first=Config(Scale))

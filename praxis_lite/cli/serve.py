@@ -48,7 +48,7 @@ def _run(values: flags.FlagValues) -> int:
     print(f'note: prompts and answers are tokens: {error}', file=sys.stderr)
     tokenizer = None
   if folders:
-    model = model.with_adapters(_read_adapters(folders, model, values.trust))
+    model = model.attach_adapters(_read_adapters(folders, model, values.trust))
   batcher = model.batcher(
     rows=values.rows,
     max_length=values.max_length,

@@ -16,7 +16,7 @@ import jax
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import format_axes
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.runs.observer import InputState, Observer, Run
+from praxis_lite.runs.observer import Observer, Run
 from praxis_lite.runs.records.certificate import (
   PLAN_FILE,
   Certificate,
@@ -27,7 +27,6 @@ from praxis_lite.runs.records.certificate import (
   read_prediction,
   write_prediction,
 )
-from praxis_lite.training.steps import TrainStepOutput
 
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
@@ -48,10 +47,11 @@ class PlanOfRun(Observer):
   def __init__(self, file: str | None = None):
     self._file = file
     self._given = None if file is None else read_prediction(Path(file))
-    self._has_trained = False
+    self._first_step = 0
 
   def on_start(self, run: Run) -> None:
     """Raises UserError if the given prediction is of another mesh or other chips."""
+    self._first_step = run.step
     if self._given is None:
       return
     mesh = {axis: size for axis, size in self._given.mesh.items() if size > 1}
@@ -63,11 +63,8 @@ class PlanOfRun(Observer):
     if is_primary_process():
       write_prediction(run.directory / PLAN_FILE, self._given)
 
-  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
-    self._has_trained = True
-
   def on_end(self, run: Run) -> None:
-    if not is_primary_process() or not self._has_trained or run.ended_by not in _NORMAL_ENDS:
+    if not is_primary_process() or run.step == self._first_step or run.ended_by not in _NORMAL_ENDS:
       return
     try:
       measured = measure_steps(run.directory)

@@ -161,7 +161,7 @@ class Repeat(Layer):
   def abstract_init(self) -> NestedDict:
     split = (self._stack_mapping or (None,))[0]
     tree: NestedDict = {}
-    for name, layer in self.children():
+    for name, layer in self.named_children():
       below = layer.abstract_init()
       if layer in self._blocks:
         below = jax.tree.map(lambda w: w.repeat(self._rounds, split, self._stack_field), below)
@@ -205,7 +205,7 @@ class Repeat(Layer):
     """
     if not self._decodes_unrolled:
       return variables
-    names = {name for name, layer in self.children() if layer in self._blocks}
+    names = {name for name, layer in self.named_children() if layer in self._blocks}
     turns = range(self._rounds)
     by_turn = {
       n: {str(t): jax.tree.map(lambda x, t=t: x[t], variables[n]) for t in turns} for n in names & set(variables)
@@ -293,5 +293,5 @@ def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
     return layer.unstack_for_decoding(variables)
   return {
     **variables,
-    **{n: unstack_for_decoding(below, variables[n]) for n, below in layer.children() if n in variables},
+    **{n: unstack_for_decoding(below, variables[n]) for n, below in layer.named_children() if n in variables},
   }

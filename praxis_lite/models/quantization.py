@@ -42,7 +42,7 @@ def change_variables(
   layer: Layer, variables: NestedDict, change: Callable[[Layer, NestedDict], NestedDict]
 ) -> NestedDict:
   """Returns `change(layer, variables)` for a layer and all layers below it, from the lowest ones up."""
-  children = dict(layer.children())
+  children = dict(layer.named_children())
   below = {
     name: change_variables(children[name], value, change) if name in children else value
     for name, value in variables.items()

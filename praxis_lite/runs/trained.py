@@ -128,7 +128,7 @@ class TrainedModel:
     mesh = format_axes(self.tasks.mesh.shape)
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
-  def with_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
+  def attach_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
     """Returns a model with the same variables and several adapters, from which the requests of a `batcher` choose.
 
     Args:
@@ -139,7 +139,7 @@ class TrainedModel:
     """
     own = self.config.task.model
     if own.adapters:
-      raise ConfigError('with_adapters: the model has adapters already; merge them, or start from the model without')
+      raise ConfigError('attach_adapters: the model has adapters already; merge them, or start from the model without')
     config = dataclasses.replace(self.config, task=self.config.task.clone())
     config.task.model, variables = combine_adapters(own, adapters)
     tasks = TaskOnMesh.make_for_inference(config.task.instantiate(), self.tasks.mesh)

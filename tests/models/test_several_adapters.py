@@ -112,7 +112,7 @@ def test_requests_of_a_batcher_use_their_own_adapters(mesh):
   tasks = TaskOnMesh.make_for_inference(task.instantiate(), create_device_mesh(mesh, None, AXES))
   stored = tasks.layout.mdl_vars.to_mesh(of_base)
   plain = TrainedModel(ExperimentConfig(task, [], []), tasks, stored, np.int32(3), seed=1)
-  model = plain.with_adapters({name: (add_adapters(base(), *rules), own[name]) for name, rules in RULES.items()})
+  model = plain.attach_adapters({name: (add_adapters(base(), *rules), own[name]) for name, rules in RULES.items()})
   batcher = model.batcher(rows=2, max_length=16, tokens_per_step=4, chunk=4)
   requests = [batcher.submit(prompt, adapter=name, temperature=0.0, max_tokens=8) for prompt, name in PROMPTS]
   batcher.run(requests)
@@ -125,8 +125,8 @@ def test_requests_of_a_batcher_use_their_own_adapters(mesh):
     batcher.submit([1], adapter='three')
   with pytest.raises(ConfigError, match=r'kept_prefixes = 2; with several adapters, set it to 0'):
     model.batcher(rows=2, max_length=16, kept_prefixes=2)
-  with pytest.raises(ConfigError, match=r'with_adapters: the model has adapters already'):
-    model.with_adapters({})
+  with pytest.raises(ConfigError, match=r'attach_adapters: the model has adapters already'):
+    model.attach_adapters({})
 
 
 def test_a_request_names_its_adapter_as_its_model():

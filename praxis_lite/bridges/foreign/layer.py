@@ -89,7 +89,7 @@ class Variables(Layer):
   def read(self) -> NestedDict:
     """In a call: returns the values, as nested as they are declared."""
     own = {name: self._read_weight(name, self._read_dtype(weight)) for name, weight in self._weights.items()}
-    return own | {name: child.read() for name, child in self.children() if isinstance(child, Variables)}
+    return own | {name: child.read() for name, child in self.named_children() if isinstance(child, Variables)}
 
   def update(self, path: Path, value: jax.Array) -> None:
     """In a call: sets the new value of the variable at `path` below this layer."""
@@ -165,7 +165,7 @@ class ForeignLayer(Layer):
         does not see all rows: under `partitioning='shard_map'`, or in a pipeline that fills up a microbatch.
     """
     self._check_sees_all_rows()
-    read = {name: child.read() for name, child in self.children() if isinstance(child, Variables)}
+    read = {name: child.read() for name, child in self.named_children() if isinstance(child, Variables)}
     values = {path: node_at(read, path) for path in self._declared}
     with self._named_errors('raised an error'):
       outputs, updated = self.run(values, args, kwargs)

@@ -127,7 +127,7 @@ def _kind(layer: Layer) -> type[Layer]:
 
 def layer_at(network: Layer, path: Path) -> Layer:
   for name in path:
-    network = dict(network.children())[name]
+    network = dict(network.named_children())[name]
   return network
 
 

@@ -175,7 +175,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
   Blocks correspond by number, whether or not they are repeated by a scan; other layers correspond by name.
   """
-  children, of_theirs = dict(ours.children()), dict(theirs.children())
+  children, of_theirs = dict(ours.named_children()), dict(theirs.named_children())
   for name in ('transformer', 'encoder', 'decoder'):
     one, other = children.get(name), of_theirs.get(name)
     if isinstance(one, _STACKS) and isinstance(other, _STACKS):

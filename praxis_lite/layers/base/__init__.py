@@ -296,14 +296,14 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   # ---------------------------------------------------------------- structure
 
-  def children(self) -> Iterator[tuple[str, Layer]]:
+  def named_children(self) -> Iterator[tuple[str, Layer]]:
     """Yields (name, child) in the order of creation, including the children in lists."""
     yield from self._children.items()
 
   def descendants(self) -> Iterator[Layer]:
     """Yields this layer and all layers below it, parents first."""
     yield self
-    for _, child in self.children():
+    for _, child in self.named_children():
       yield from child.descendants()
 
   if TYPE_CHECKING:  # Type checkers accept calls of a child of any class, and reject attributes that do not exist.
@@ -343,7 +343,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       weight: WeightHParams = tree[key]
       shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
       yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
-    for key, child in self.children():
+    for key, child in self.named_children():
       yield from (f'  {line}' for line in child._lines(key, tree.get(key, {})))
 
   # ---------------------------------------------------------------- variables
@@ -353,7 +353,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     tree: NestedDict = {}
     for name, weight in self._weights.items():
       tree |= {name: weight} if name not in self._stored else self._stored[name].parts
-    for name, child in self.children():
+    for name, child in self.named_children():
       if below := child.abstract_init():
         tree[name] = below
     return tree
@@ -368,7 +368,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       dtype = self._read_dtype(self._weights[name])
       if dtype is not None and jnp.issubdtype(tree[name].dtype, jnp.floating):
         tree[name] = tree[name].astype(dtype)
-    return tree | {name: child.cast_variables(tree[name]) for name, child in self.children() if name in tree}
+    return tree | {name: child.cast_variables(tree[name]) for name, child in self.named_children() if name in tree}
 
   def init(self, key: jax.Array) -> NestedDict:
     """Returns initial values of all variables, each drawn with `key` folded with the variable's path.
