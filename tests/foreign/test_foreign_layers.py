@@ -422,6 +422,7 @@ def test_it_computes_in_bfloat16_with_float32_weights(library):
   assert {p: x.dtype for p, x in leaves(side.updates).items()} == kept
 
 
+@pytest.mark.slow
 def test_building_a_layer_starts_no_device():
   """Otherwise `verify` and `--devices` could not choose the devices any more."""
   code = f"""

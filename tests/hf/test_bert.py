@@ -244,6 +244,7 @@ def test_an_imported_classifier_trains_on_labelled_texts(tmp_path):
   assert read_model(tmp_path / 'out').model.num_classes == 3
 
 
+@pytest.mark.slow
 def test_an_imported_model_without_a_head_predicts_features_and_is_exported(tmp_path, capsys):
   folder, config, tensors = make(tmp_path / 'source', 'bert_bare')
   run = tmp_path / 'run'

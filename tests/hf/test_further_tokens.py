@@ -37,6 +37,7 @@ def make(folder, with_modules=True, said=1, **tensors):
   return write(folder, config, shapes(with_modules), **tensors)
 
 
+@pytest.mark.slow
 def test_modules_are_read_and_written_with_their_copies_of_the_tables(tmp_path):
   source = make(tmp_path / 'source', **copies())
   model, variables = read_model(source)

@@ -242,6 +242,7 @@ class InMemory(StreamedArray):
     return self.value[box]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'model_type, adapter',
   [

@@ -107,6 +107,7 @@ def test_names_that_transformers_5_writes_are_read(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read_model(tmp_path / other).variables, plain)
 
 
+@pytest.mark.slow
 def test_models_of_ours_are_written_and_read_again(tmp_path):
   sizes = {'image_size': 6, 'patch_size': 3, 'model_dims': 8, 'num_layers': 2, 'num_heads': 2, 'decoder_layers': 1}
   model = masked_autoencoder(**sizes, decoder_dims=8, decoder_heads=2, positions='learned').instantiate()

@@ -81,6 +81,7 @@ def test_gray_images_and_jpegs(tmp_path):
   np.testing.assert_array_equal(to_bytes(single[0]), gray[:, 1:7])
 
 
+@pytest.mark.slow
 def test_crops_and_flips_are_drawn_by_seed_epoch_and_image(path):
   fields = {'is_training': True, 'shuffle': False, 'crop_area': (1.0, 1.0), 'crop_aspect': (WIDTH / HEIGHT,) * 2}
   stream = config(path, **fields).instantiate()
@@ -101,6 +102,7 @@ def test_crops_and_flips_are_drawn_by_seed_epoch_and_image(path):
   assert not np.array_equal(first, images(path, **random, seed=1))
 
 
+@pytest.mark.slow
 def test_a_crop_is_a_part_of_the_image(tmp_path):
   """An image whose pixels say where they are: channel 0 grows with the row, channel 1 with the column."""
   rows, columns = np.mgrid[0:40, 0:60]

@@ -123,7 +123,11 @@ CONCRETE = sorted(
 )
 
 
-@pytest.fixture(params=CONCRETE)
+# It reads pictures as `ImageRecordInput` does, and texts beside them; tests/inputs/test_image_texts.py has quick tests.
+_SLOW = ('ImageTextRecordInput',)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CONCRETE])
 def config(request, paths):
   return _case(request.param, paths)
 

@@ -52,6 +52,7 @@ def gptq_by_hand(form, w, gram):
   return found
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('form', FORMS, ids=lambda form: form.name)
 def test_gptq_is_its_loop_and_better_than_rounding(form):
   x, w = rows_and_weight(unused=(2, 20))

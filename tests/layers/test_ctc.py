@@ -112,6 +112,7 @@ def test_mistakes_of_a_search_are_named():
       ctc_beam_search(logits, paddings, **fields)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('shape', [(3, 1), (2, 2)], ids=str)
 def test_gradients_on_a_mesh_equal_one_device(shape):
   """Rows over an axis of 3 beside one of a single device, and over 2 beside an unused one; bfloat16 logits too."""

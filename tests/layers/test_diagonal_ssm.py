@@ -48,6 +48,7 @@ def by_hand(v, x, num_heads):
   return np.array(out)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('num_heads', [1, 4, 12], ids=['S5', 'heads', 'S4D'])
 def test_both_forms_are_the_recurrence(num_heads):
   """Values for an odd length and for one token; all gradients of one form are those of the other."""

@@ -74,6 +74,7 @@ def test_scales_are_vectors_for_mup_and_muon(adapter, in_shape, out_shape):
   assert node_at(matrix_dims({path: weight}, shapes), path) is None
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('adapter', [Config(Dora, rank=2), Config(Ia3)], ids=['dora', 'ia3'])
 def test_a_model_begins_as_it_was_and_is_the_same_when_merged(adapter):
   sizes = {'vocab_size': 37, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 15, 'use_bias': True}

@@ -53,6 +53,7 @@ def results(compute, tokens, state):
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(arrays, state)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'B, T, chunk, at_once, groups, packed',
   [

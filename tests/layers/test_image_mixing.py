@@ -25,6 +25,7 @@ def mix(images=IMAGES, do_eval=False, **alphas):
   return np.asarray(image), np.asarray(share)
 
 
+@pytest.mark.slow
 def test_mixup_is_a_mean_of_two_images_by_their_shares():
   image, share = mix(mixup_alpha=1.0)
   assert share[6] == 1  # The image before it is padding.
@@ -44,6 +45,7 @@ def test_cutmix_puts_a_box_of_the_image_before_into_an_image():
   assert share[6] == 1 and 0.4 < share.mean() < 0.95
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
   'alphas', [{'mixup_alpha': 0.5}, {'cutmix_alpha': 1.0}, {'mixup_alpha': 0.5, 'cutmix_alpha': 1.0}]
 )

@@ -137,6 +137,7 @@ def test_a_prompt_may_be_read_in_parts():
   assert jax.tree.map(jnp.shape, side.decode_state) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.slow
 def test_a_pattern_in_a_scan_is_the_layers_one_by_one():
   pattern, segment_ids = (block(ff_tpl=None), attention_block()), np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
   stacked = Config(StackedTransformer, layers_tpl=pattern, num_layers=5).instantiate()
@@ -164,6 +165,7 @@ def objective(y):
   return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('shape, groups', [((1, 3, 1), 1), ((2, 1, 3), 2)])
 def test_heads_over_an_axis_equal_one_device(shape, groups):
   """Axes of 3 and unused ones, two rows, 4 heads over 3 devices."""
@@ -173,6 +175,7 @@ def test_heads_over_an_axis_equal_one_device(shape, groups):
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('length, packed', [(9, True), (10, False)])
 def test_a_length_over_an_axis_of_three_equals_one_device(length, packed):
   """States pass between three devices, whose parts of 10 tokens are not even, beside two for heads."""

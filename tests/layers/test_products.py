@@ -20,6 +20,7 @@ def random(*shape):
   return RNG.standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('name', ['int8', 'int4', 'int2'])
 @pytest.mark.parametrize('rows, inputs, outputs', [((2, 3), (9,), (5,)), ((0,), (3, 5), (2, 4)), ((1,), (2, 8), (1,))])
 def test_integers_are_multiplied_before_they_are_scaled(name, rows, inputs, outputs):
@@ -91,6 +92,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('layer', LAYERS)
 @pytest.mark.parametrize('fields', [{}, {'format': 'int4'}, {'group_size': 3}, {'symmetric': False}, {'format': 'nf4'}])
 def test_inputs_in_int8_meet_stored_integers(layer, fields):

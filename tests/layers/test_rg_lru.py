@@ -90,6 +90,7 @@ def griffin_stack():
   return Config(RepeatedTransformer, layers_tpl=(block, block.clone(), attention), num_layers=4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('config', [rg_lru, griffin_stack])
 def test_decoding_equals_one_pass(config):
   layer = config().set(name='stack').instantiate()

@@ -76,6 +76,7 @@ def stack(cls, **residual):
   return Config(cls, layers_tpl=block, num_layers=3).instantiate()
 
 
+@pytest.mark.slow
 def test_a_transformer_whose_branches_are_dropped():
   """At a rate near 1, rows pass unchanged; in evaluation, and with a rate of 0, nothing changes."""
   x = np.random.default_rng(0).standard_normal((6, 3, 4)).astype(np.float32)

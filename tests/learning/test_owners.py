@@ -30,6 +30,7 @@ def after_steps(optimizer: Config, weights: Any, steps: int = 3) -> Any:
   return params
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', [{}, {'nesterov': False, 'consistent_rms': 0.2, 'weight_decay': 0.1, 'beta': 0.9}])
 def test_muon_is_that_of_optax(fields: dict[str, Any]) -> None:
   weights = declarations()

@@ -109,6 +109,7 @@ def assert_updates(optimizer: Config, by_hand: Any) -> None:
       )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(('refresh_every', 'largest'), [(2, 100), (10, 100), (1, 4), (1, 3)])
 def test_soap_is_a_loop_over_matrices(refresh_every: int, largest: int) -> None:
   """Sides above `largest` keep no statistics: one of the sides at 4, and both at 3, which leaves Adam."""

@@ -78,6 +78,7 @@ def test_an_interval_far_from_the_best_is_told():
   assert advise_interval(hopeless, 60.0, 300.0) == ''
 
 
+@pytest.mark.slow
 def test_the_figures_and_the_page_of_a_plan_have_the_best_interval(tmp_path, capsys):
   figures, page = tmp_path / 'figures.json', tmp_path / 'page.html'
   command = ['plan', '--exp=lm_sizes.Llama8B', '--topology=h100:8x8', '--nocompile', '--tokens=1e13']

@@ -157,6 +157,7 @@ def test_a_command_plans_requests(capsys):
   assert '--search is about train steps; leave it out, or --inference' in capsys.readouterr().err
 
 
+@pytest.mark.slow_cases
 def test_a_page_has_the_times_of_prompts_and_of_tokens(plan):
   data = page_data(plan, 'x')
   (first, first_seconds, *_), (later, later_seconds, *_) = data['headline']['times']

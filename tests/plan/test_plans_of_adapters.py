@@ -15,6 +15,7 @@ RANK = 4
 ADAPTERS = LAYERS * RANK * (4 * (D + HEADS * DIMS) + 3 * (D + HIDDEN))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('topology, mesh', [('h100:1x1', (1, 1, 1)), ('h100:1x8', (2, 2, 2))])
 def test_frozen_weights_have_no_slots(topology, mesh):
   whole, tuned = small_lm(mesh), small_lm(mesh)

@@ -41,6 +41,7 @@ def test_without_noise_the_size_is_that_of_the_law(exact):
   assert 6 * found.parameters * found.tokens == pytest.approx(1e20)
 
 
+@pytest.mark.slow
 def test_the_command_prints_runs_law_and_sizes(folder, tmp_path, capsys):
   picture = tmp_path / 'scaling.svg'
   arguments = [str(folder), '--flops=1e15,1e16', '--prices=h100=2', f'--svg={picture}']

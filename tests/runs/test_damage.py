@@ -33,6 +33,7 @@ def files_of(directory, step):
   return sorted(p for p in (directory / 'checkpoints' / str(step)).rglob('*') if p.is_file())
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_noticed_wherever_it_changes_what_is_restored(saved):
   """Bits of every file: restoring fails, or returns what was saved, with the position in the input."""
   directory, layout = saved

@@ -307,6 +307,7 @@ def test_of_many_parts_the_newest_are_told_whole():
     assert words[0].startswith('1001.' if count > 100 else '1000.')
 
 
+@pytest.mark.slow
 def test_a_transfer_that_goes_on_slowly_is_not_ended_and_every_name_of_a_peer_is_tried(tmp_path, monkeypatch):
   """40 MiB at 20 MiB/s, with a time limit of one second for each block."""
   monkeypatch.setattr(peers_module, '_TIMEOUT_S', 1.0)

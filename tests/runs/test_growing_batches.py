@@ -168,6 +168,7 @@ def losses_by_hand(initial):
     w, v = w - 0.05 * rows['x'].T @ of_hidden, v - 0.05 * hidden.T @ (2 / size * error)
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_steps_of_each_size_resumes_and_repeats_with_the_same_bits_on_a_mesh(tmp_path):
   whole = run_train(growing(3), tmp_path / 'whole')
   for steps in (1, 3, STEPS):

@@ -175,6 +175,7 @@ def test_hosts_that_only_could_not_communicate_blame_no_place_and_leave_out_no_h
   assert job.run() == 75 and 'goes on with' not in job.text
 
 
+@pytest.mark.slow
 def test_another_place_with_the_same_index_is_not_lost_twice(tmp_path):
   """Place 1 is lost twice, then place 2, which has its index, once; one more spare is left."""
   job = python(
@@ -216,6 +217,7 @@ def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
   assert 'twice, so the job goes on with 1 process' in job.text and 'host 0: alone' in job.text
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fate', ['moved', 'deleted', 'never filled'])
 def test_a_job_whose_directory_is_not_where_it_was_is_not_started_again(fate, tmp_path):
   """Started again, it would begin anew there. An empty directory is removed by a run that has written nothing."""

@@ -150,6 +150,7 @@ def test_a_store_that_fails_costs_no_training(url, tmp_path, undisturbed, capsys
   assert steps(url) == [6, 8]
 
 
+@pytest.mark.slow
 def test_a_copy_of_before_the_run_went_back_is_not_gone_on_from(url, tmp_path, undisturbed):
   run_train(mirrored(url), tmp_path, seed=7)
   for step in (6, 8):  # As `go_back` does.

@@ -69,6 +69,7 @@ def test_constant_variables_are_their_own_average(count):
   assert found[0.05][1] < 1e-6 and found[0.28][1] > 0.5
 
 
+@pytest.mark.slow
 def test_a_loaded_run_takes_an_average_of_any_width(tmp_path):
   config = tiny_run(3, num_train_steps=9, save_interval_steps=1, max_to_keep=20, learner={'power_averages': (0.1, 0.2)})
   run_train(config, tmp_path)
@@ -97,6 +98,7 @@ def test_a_loaded_run_takes_an_average_of_any_width(tmp_path):
     run_train(tiny_run(learner={'power_averages': (0.1, 0.1)}), tmp_path / 'other')
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_leaves_an_average_what_the_weights_are(tmp_path):
   learner = {'power_averages': (0.05, 0.1), 'learning_rate': 0.0}
   run_train(tiny_run(num_train_steps=3, save_interval_steps=1, max_to_keep=3, learner=learner), tmp_path)

@@ -317,6 +317,7 @@ def test_a_step_that_is_not_finite_is_not_saved_where_the_directory_is_now(tmp_p
   assert not (tmp_path / 'run').exists() and saved_steps(tmp_path / 'moved') in ([], [5])
 
 
+@pytest.mark.slow
 def test_files_that_a_failed_save_writes_late_do_not_make_the_directory_anew(tmp_path, monkeypatch):
   """As TensorStore does, which goes on writing after the first error of a save."""
   directory, real = tmp_path / 'run', Checkpointer.wait_until_complete

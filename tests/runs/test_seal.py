@@ -44,6 +44,7 @@ def verified(directory, capsys):
   return code, capsys.readouterr().out
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('parts', [c for n in (1, 2, 3) for c in itertools.combinations(PARTS, n)], ids='-'.join)
 def test_parts_of_two_steps_are_not_one_checkpoint(tmp_path, capsys, parts):
   layout = save(tmp_path, 1, 3, 6)

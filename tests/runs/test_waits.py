@@ -405,6 +405,7 @@ def test_a_sweep_ends_after_sigterm_though_a_point_is_stopped(code, tmp_path, mo
   assert ended == [7 if code == '7' else -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_log_is_collected_though_a_process_keeps_its_pipe(capfd):
   with native_log.collected_log() as log:
     child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])

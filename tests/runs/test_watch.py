@@ -208,6 +208,7 @@ def test_a_launch_that_is_refused_leaves_the_heartbeats_of_the_one_before(tmp_pa
   assert json.loads(file.read_text())['goodput'] == json.loads(before)['goodput']
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('shared_programs')
 def test_a_run_that_saves_nothing_keeps_the_time_of_its_last_save(tmp_path):
   run_train(tiny_run(1), tmp_path)
