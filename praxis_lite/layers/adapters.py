@@ -1,6 +1,6 @@
 r"""Residual adapters: small bottlenecks between the layers of a trained model (Houlsby et al., 2019).
 
-They learn new tasks while everything else is left as it is: `learner.bprop_variable_inclusion = r'.*\.adapter\..*'`.
+To train only the adapters on a new task, set `learner.bprop_variable_inclusion = r'.*\.adapter\..*'`.
 
 D model dims, F bottleneck dims, K tasks.
 """
@@ -32,8 +32,9 @@ class AdapterActivationSplit(ActivationSplit):
 class MultitaskResidualAdapter(Layer):
   """y = x + f(norm(x) W_down + b_down) W_up + b_up, with weights for each of K tasks.
 
-  The weights and biases of the way out begin at 0, and so y = x at first. All tasks are computed for each token, and
-  then one is chosen. This needs no weights for each token, and costs little as long as K F is not much more than D.
+  `up_w` and `up_b` begin at 0, so y = x at first. Each token is computed with the weights of all tasks, and the result
+  of its own task is selected. This avoids gathering weights for each token, and costs little as long as K F is not much
+  more than D.
 
   Attributes:
     input_dims: D.
@@ -41,8 +42,8 @@ class MultitaskResidualAdapter(Layer):
     num_tasks: K.
     activation: name of f.
     norm_tpl: template of the child `norm`; None disables it.
-    weight_split_dims_mapping: `wt`, [K, D, F], of `down_w`; `up_w`, [K, F, D], and the biases, [K, F] and [K, D], are
-      split accordingly.
+    weight_split_dims_mapping: `wt` splits `down_w`, [K, D, F]; `up_w`, [K, F, D], and the biases, [K, F] and [K, D],
+      are split accordingly.
   """
 
   input_dims: int = REQUIRED
@@ -74,12 +75,12 @@ class MultitaskResidualAdapter(Layer):
 
     Args:
       x: [..., D], such as [B, T, D].
-      tasks: integers in [0, K), of the shape of the first dimensions of x, such as [B] or [B, T]; the result of another
-        number is NaN. May be None if K is 1.
+      tasks: the task of each token or row, an integer in [0, K), of the shape of the first dimensions of x, such as [B]
+        or [B, T]; any other number gives NaN. None is allowed only if K is 1.
       add_residual: False leaves out the first summand, x.
 
     Raises:
-      ConfigError: there are several tasks and no `tasks`, or these have the wrong shape.
+      ConfigError: K is more than 1 and `tasks` is None, or `tasks` has the wrong shape.
     """
     x = x.astype(self.fprop_dtype)
     if tasks is None and self.num_tasks > 1:

@@ -20,9 +20,8 @@ from praxis_lite.layers.blocks import OffsetBias
 class AlibiBias(Layer):
   """bias_n = -slope_n |query position - key position| (Press et al., 2022).
 
-  The slopes are 2^(-8 n / N) for n = 1 ... N if N is a power of two. Otherwise the
-  first heads have the slopes of the next smaller power of two, and the rest every other slope of the next larger one,
-  as in the authors' code.
+  The slopes are 2^(-8 n / N) for n = 1 ... N if N is a power of two. Otherwise, as in the authors' code, the first
+  heads have the slopes for the next smaller power of two, and the others every other slope for the next larger one.
 
   Attributes:
     num_heads: N.

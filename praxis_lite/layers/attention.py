@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped heads, causal or not: in one pass, or token by token with a cache.
+"""Multi-head attention, also with grouped heads, causal or not: in one pass, or token by token with a cache.
 
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
@@ -47,9 +47,10 @@ from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# Slots of a cache that a single token reads at once on accelerators: there, few operations matter more than few slots.
+# The most cache slots that a single token reads at once on accelerators, where fewer operations matter more than fewer
+# slots.
 _MOST_SLOTS = 4096
-# Fields that make no sense if queries attend to other sequences.
+# Fields that cross attention does not support.
 _OF_ONE_SEQUENCE = (
   *('combine_qkv', 'causal', 'sliding_window', 'local_chunk'),
   *('rotary_tpl', 'relative_bias_tpl', 'value_residual_tpl'),
@@ -71,7 +72,8 @@ class MultiHeadAttention(AttentionHeads):
       in packed rows, chunks begin where sequences begin. None does not cut them.
     use_bias: whether queries, keys and values have biases.
     use_out_bias: whether the output has a bias; None means the same as `use_bias`.
-    use_key_bias: whether keys have one, which changes no result; None means the same as `use_bias`.
+    use_key_bias: whether keys have a bias; None means the same as `use_bias`. Without rotary positions and norms of
+      keys, it cancels in the softmax.
     combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
     proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: template of the child `out`.
@@ -85,27 +87,27 @@ class MultiHeadAttention(AttentionHeads):
     per_dim_scale_tpl: template of the child `per_dim_scale`, which multiplies queries after rotary positions, such as
       `PerDimScale`; None disables it.
     value_residual_tpl: template of the child `value_residual`, a `ValueResidual`, which mixes the values with those of
-      the first layer of a stack; None disables it. The stack gives the layer these.
+      the first layer of a stack; None disables it. The stack passes those to each layer as `first_values`.
     gate_output: whether the results of heads are multiplied by the sigmoid of a projection of the inputs, the child
-      `output_gate`, before `out` (Qwen3-Next). Its weight is split like that of queries, and it has biases if they do.
-    use_sinks: whether each head has a learned logit that takes part in the softmax and has no value, the variable
-      `sinks` [N], zeros at first (attention sinks of GPT-OSS; OpenAI, 2025). A head can so attend to nothing. It is
-      split like the heads of the weights.
+      `output_gate`, before `out` (Qwen3-Next). Its weight is split like that of queries, and it has a bias if they do.
+    use_sinks: whether the softmax of each head has a further, learned logit without a value, so that the head can
+      attend to nothing (attention sinks of GPT-OSS; OpenAI, 2025). The variable `sinks`, [N], begins at 0 and is split
+      like the heads of the weights.
     dropout_rate: share of the attention probabilities that is dropped in training.
     scale, logit_soft_cap, block_size: see `dot_product_attention`.
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
       fused kernel for NVIDIA GPUs, 'tokamax' has others for them, and 'splash' is for TPUs; 'auto' chooses one of
       these, see `choose_attention`.
-      Decoding is dense, or in pages; on TPUs, 'auto' and 'splash' compute a single token by the kernel of
-      `decode_kernel.py` where it can.
+      Decoding is dense, or page by page; on TPUs, 'auto' and 'splash' use the kernel of `decode_kernel.py` for a single
+      token where it is supported.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
       does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
     context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the
       heads. See `context_parallel.py`.
     cache_dtype: dtype of keys and values in the cache; int8 stores a scale with each vector; None means `fprop_dtype`.
-    cache_page_size: number of cache slots that decoding reads at once. It reads only pages that contain tokens. On GPU
-      and TPU, where each page takes some 20 small operations, a single token reads up to 4,096 slots at once, and so
-      do several tokens of a prompt if there are at most 2**26 logits.
+    cache_page_size: number of cache slots that decoding reads at once; pages without tokens are not read. On GPU and
+      TPU, where each page takes some 20 small operations, a single token reads up to 4,096 slots at once, and so do
+      several tokens of a prompt if there are at most 2**26 logits.
     weight_split_dims_mapping: `wt`, [D, N, H]: how the weights of queries, keys and values are split; the output's
       weight, [N, H, D], is split along the same dimensions.
   """
@@ -167,14 +169,14 @@ class MultiHeadAttention(AttentionHeads):
       kv_BSD: the sequences that are attended to; None means `x_BTD` itself.
       segment_ids: [B, T] int32, 0 for padding; positions attend within their segment. None means one segment without
         padding.
-      kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments do not mask.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments restrict nothing.
       segment_pos: [B, T] int32, positions in the segment; None means 0, 1, 2, ...
       prefix_lengths: [B] int32, the length of the prefix of each row to which all positions of the row attend
         (prefix-LM), also if `causal`. None disables it.
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
         makes attention dense.
       logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a
-        function of positions. Layers that share a bias get it so; a layer with its own has `relative_bias_tpl`.
+        function of positions. Use it for a bias that several layers share; `relative_bias_tpl` sets a layer's own one.
       first_values: [B, T, K, H], the `first_values` of the first layer, with `value_residual_tpl`.
     """
     self._check_one_bias(logit_bias)
@@ -200,11 +202,11 @@ class MultiHeadAttention(AttentionHeads):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> AttentionMask:
-    """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
+    """Returns which keys each query attends to. A subclass may restrict it: `super().attention_mask(**rows) & ...`.
 
-    `__call__` passes its own arguments, and the mask's `allows` then receives indices in the row. In
-    decoding, the only argument is `prefix_lengths`, `allows` receives positions in the sequence, and the mask must have
-    no arrays of queries or keys.
+    `__call__` passes its own arguments, and the mask's `allows` then receives indices in the row. In decoding, the only
+    argument is `prefix_lengths`, `allows` receives positions in the sequence, and the mask must have no arrays of
+    queries or keys.
     """
     mask = make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
     if self.local_chunk is not None:
@@ -212,7 +214,7 @@ class MultiHeadAttention(AttentionHeads):
     return mask
 
   def _checked_mask(self, **rows: jax.Array | None) -> AttentionMask:
-    """Returns `attention_mask(**rows)`; raises a `ConfigError` if that of a subclass cannot be used."""
+    """Returns `attention_mask(**rows)`; raises a `ConfigError` if a subclass returns a mask that cannot be used."""
     where = name_method(self, self.path_name, 'attention_mask')
     check_arguments(self.attention_mask, where, rows)
     mask = self.attention_mask(**rows)
@@ -249,10 +251,10 @@ class MultiHeadAttention(AttentionHeads):
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
       prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
         that reads the prompt must contain the whole prefix. None disables it.
-      logit_bias: a function of positions, which is added to the logits; its own positions are not used.
-      first_values: see `__call__`; the cache keeps mixed values.
-      packed: where tokens of prompts are; the cache, which is empty, has a row for each prompt. None says that each row
-        has tokens of its own.
+      logit_bias: a bias as a function of positions, added to the logits; its `query_pos` and `key_pos` are ignored.
+      first_values: see `__call__`; the cache stores the values after mixing.
+      packed: where the tokens of each prompt are in packed rows; the cache must be empty, with a row for each prompt.
+        None means that row b of `x_BTD` belongs to row b of the cache.
     """
     self._check_one_bias(logit_bias)
     if not self.causal:
@@ -277,7 +279,7 @@ class MultiHeadAttention(AttentionHeads):
     mask: AttentionMask,
     first_BTKH: jax.Array | None = None,
   ) -> jax.Array:
-    """Keeps the cache with these tokens appended; returns the results of attention, [B, T, N, H]."""
+    """Appends these tokens to the cache, and stores it; returns the results of attention, [B, T, N, H]."""
     heads = self._mix_values(self._project(x_BTD, x_BTD, pos_BT), first_BTKH)
     context_BTNH, cache = cached.extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
@@ -286,7 +288,7 @@ class MultiHeadAttention(AttentionHeads):
   def _read_packed(
     self, x_RTD: jax.Array, pos_RT: jax.Array, packed: PackedPrompts, first_RTKH: jax.Array | None
   ) -> jax.Array:
-    """Attends in one pass, and writes the tokens of each prompt to the row of its cache."""
+    """Attends in one pass, and writes the tokens of each prompt to its own row of the cache."""
     heads = self._mix_values(self._project(x_RTD, x_RTD, pos_RT), first_RTKH)
     key, value = (packed.unpack(x) for x in self._entries_of(x_RTD, pos_RT, heads))
     self._keep(self._cached_attention().write(read_cache(self), key, value, packed.row_pos))
@@ -295,7 +297,7 @@ class MultiHeadAttention(AttentionHeads):
     return self._attend(heads, mask, pos_RT, None, None, gate_BTNH=self._gate(x_RTD))
 
   def _entries_of(self, x_BTD: jax.Array, pos_BT: jax.Array, heads: QueryKeyValue) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values that the cache keeps of tokens with these heads."""
+    """Returns what the cache stores of these tokens: keys and values."""
     return heads[1:]
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
@@ -318,7 +320,7 @@ class MultiHeadAttention(AttentionHeads):
     )
 
   def _cache_kernel_split(self, num_rows: int | None) -> tuple[RowSplit | None, str]:
-    """Returns how a kernel that reads the cache is mapped over the mesh, and why it cannot be."""
+    """Returns how a kernel that reads the cache is mapped over the mesh; and why it cannot be, or ''."""
     if self.implementation not in ('auto', 'splash'):
       return None, f"is chosen by 'auto' and 'splash', and {self.path_name}.implementation is {self.implementation!r}"
     return self._mesh.cache_kernel_split(self.num_heads, self._cache_heads[0], num_rows)
@@ -339,7 +341,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Divides logits by the growth of the dims of a head, unless the smaller model has another `scale`."""
+    """Divides the factor of the logits by the growth of H over the smaller model, unless `scale` differs from its."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer
@@ -400,7 +402,7 @@ class MultiHeadAttention(AttentionHeads):
     context_BTNH = dot_product_attention(
       *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
     )
-    # All but dense attention tag the values that they keep; see `remat.py` for cuDNN's kernel.
+    # All implementations but the dense one tag the values that the backward pass needs; see `remat.py` for cuDNN's.
     remark = f'attention is {name}: {reason}'
     return self._output(context_BTNH, gate_BTNH, split, remark=remark, tagged=name != 'dense')
 

@@ -162,7 +162,7 @@ class AttentionHeads(Layer):
     return self._split_heads((query_BTNH, key_BSKH, value_BSKH), split)
 
   def _mix_values(self, heads: QueryKeyValue, first_BSKH: jax.Array | None) -> QueryKeyValue:
-    """Returns queries, keys and values, with values of the first layer in the latter if the layer says so."""
+    """Returns queries, keys and values; the first layer's values are mixed into them if there is a `value_residual`."""
     if self.value_residual_tpl is None:
       return heads
     if first_BSKH is None:
@@ -195,7 +195,7 @@ class AttentionHeads(Layer):
     )
 
   def _gate(self, x_BTD: jax.Array, split: SequenceSplit | None = None) -> jax.Array | None:
-    """Returns the factors of the results of attention, [B, T, N, H], split like these; None without a gate."""
+    """Returns the gate, by which the results of attention are multiplied, [B, T, N, H]; None if there is no gate."""
     if not self.gate_output:
       return None
     logits_BTNH = self.shard(self.output_gate(x_BTD), self._context_mapping(split))
@@ -217,7 +217,7 @@ class AttentionHeads(Layer):
 
     Args:
       context_BTNH: results of attention.
-      gate_BTNH: what `_gate` returns.
+      gate_BTNH: the result of `_gate`.
       split: how the mesh splits their length; None if it does not.
       remark: how the results were computed, for `explain`.
       tagged: whether the results already have the tag 'context'.

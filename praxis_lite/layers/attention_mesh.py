@@ -91,8 +91,8 @@ class AttentionMesh:
   def kernel_split(self, num_heads: int, num_kv_heads: int, num_rows: int | None = None) -> tuple[RowSplit | None, str]:
     """Returns how the mesh splits rows and heads for a kernel that the compiler cannot split, and an obstacle.
 
-    The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. Without an
-    obstacle, no split means that each device has its part already. Axes that split neither rows nor heads hold copies.
+    The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. If both are empty,
+    each device has its part already. Mesh axes that split neither rows nor heads hold copies.
 
     Args:
       num_heads, num_kv_heads: N and K. Heads divide evenly if each kv head, repeated if necessary, is on one device.
@@ -127,7 +127,7 @@ class AttentionMesh:
   ) -> tuple[RowSplit | None, str]:
     """Returns the result of `kernel_split` if the length is not split.
 
-    Otherwise returns None, and why the kernel cannot be used: the field `blnh` is not set; '' if it is.
+    If it is split, returns None and an obstacle: '' if the field `blnh` is set, which the kernel needs.
     """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
@@ -137,7 +137,7 @@ class AttentionMesh:
   def cache_kernel_split(
     self, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns what `kernel_split` does, for a kernel that also reads a cache of keys and values where it is."""
+    """Returns the result of `kernel_split` for a kernel that also reads a cache of keys and values in place."""
     split, obstacle = self.kernel_split(num_heads, num_kv_heads, num_rows)
     if obstacle or split is None:
       return split, obstacle
@@ -147,7 +147,7 @@ class AttentionMesh:
     return split, self._cache_obstacle(split, num_kv_heads)
 
   def _cache_obstacle(self, split: RowSplit, num_kv_heads: int) -> str:
-    """Returns why a kernel split like this cannot read a cache where it is, as the end of a sentence; '' if it can."""
+    """Returns why a kernel with this split cannot read a cache in place, as the end of a sentence; '' if it can."""
     sizes, field = unmapped_axes(), f'{self.path}.activation_split_dims_mapping.blkh'
     placement = self.resolve(self.blkh, field)
     if placement is None:

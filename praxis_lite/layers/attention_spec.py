@@ -43,11 +43,11 @@ DEFAULT_SPEC = AttentionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class LogitBias:
-  """A bias on logits as a function of positions, which attention calls for each pair of blocks. A tree of arrays.
+  """A bias on logits as a function of positions, which attention calls for each pair of blocks. It is a pytree.
 
   Attributes:
     fn: the function.
-    params: its first argument, a tree of arrays, which has gradients.
+    params: its first argument, a tree of arrays, for which gradients are computed.
     query_pos: int32 [B, T] or [1, T]; None means the index in the row.
     key_pos: int32 [B, S] or [1, S]; None if and only if `query_pos` is None.
   """
@@ -66,7 +66,7 @@ class LogitBias:
 
 @dataclasses.dataclass(frozen=True)
 class ProbabilityDropout:
-  """Dropout on the probabilities of attention. A tree of arrays.
+  """Dropout on the probabilities of attention. It is a pytree.
 
   Attributes:
     rate: share of the probabilities that becomes 0; the others are scaled by 1 / (1 - rate).
@@ -99,7 +99,7 @@ class Heads(NamedTuple):
 
 
 class Integers(NamedTuple):
-  """The arrays without gradients: those of the mask, positions of the bias, and seeds of dropout."""
+  """The arrays without gradients: arrays of the mask, positions of the bias, and seeds of dropout."""
 
   mask: AttentionMask
   query_pos: jax.Array | None = None
@@ -112,7 +112,7 @@ def argument_specs(
 ) -> tuple[Heads, Integers]:
   """Returns the specs of the arguments if these mesh axes split rows, lengths and heads.
 
-  An array [1, ...], which holds for all rows, is not split over the axes of rows.
+  An array [1, ...], which all rows share, is not split over the axes of rows.
   """
 
   def spec(x: jax.Array, rank: int = 3) -> PartitionSpec:

@@ -27,7 +27,8 @@ from praxis_lite.layers.position_limit import check_length
 class WindowLogMel(LogMel):
   """Features of windows of one length: y = max(x, largest x - 8) / 4 + 1, for x the log-mel features to base 10.
 
-  Silence fills the window, and counts as sound. Features of a `LogMel` are of natural logarithms and any length.
+  Shorter recordings are filled with silence, which is not marked as padding. A `LogMel`, by contrast, takes any length
+  and natural logarithms.
 
   Attributes: those of `LogMel`, with other defaults, and
     window_length: samples of a window, 30 s at 16 kHz.
@@ -53,10 +54,10 @@ class WindowLogMel(LogMel):
 
     Args:
       x_BN: samples, at most `window_length`.
-      paddings: [B, N], nonzero for padding after the samples, which may hold any values; None means there is none.
+      paddings: [B, N], nonzero for padding after the samples, which may hold any values; None means no padding.
 
     Raises:
-      ConfigError: there are more samples.
+      ConfigError: there are more than `window_length` samples.
     """
     N = x_BN.shape[1]
     if self.window_length < N:
@@ -72,12 +73,12 @@ class WindowLogMel(LogMel):
 
 
 class AudioStem(Layer):
-  """Two convolutions over time, of width 3; the second one halves the frames.
+  """Two convolutions over time, of width 3; the second one halves the number of frames.
 
   Attributes:
     input_dims: M.
     output_dims: D.
-    activation: name of the activation after each.
+    activation: name of the activation after each convolution.
     conv_tpl: template of the children `conv_0` and `conv_1`.
     activation_split_dims_mapping: `out`, [B, ceil(S / 2), D].
   """
@@ -106,11 +107,11 @@ class AudioStem(Layer):
 class AudioEncoderDecoder(TransformerEncoderDecoder):
   """An encoder that reads features of sound, and a decoder that writes text.
 
-  Sources are features, [B, S, M] floats, instead of tokens. All of them are read, also silence.
+  Sources are features, [B, S, M] floats, instead of tokens. The encoder reads all frames, including silence.
 
   Attributes: the same as for `TransformerEncoderDecoder`, and
     num_mels: M.
-    stem_tpl: template of the child `stem`, from features to what the encoder reads.
+    stem_tpl: template of the child `stem`, which turns features into inputs of the encoder's blocks.
   """
 
   num_mels: int = REQUIRED
@@ -128,7 +129,7 @@ class AudioEncoderDecoder(TransformerEncoderDecoder):
     """Returns the encoder's result, [B, ceil(S / 2), D], for features, [B, S, M].
 
     Raises:
-      ConfigError: there are segments, or more frames than positions.
+      ConfigError: segments are given, or there are more frames than positions.
     """
     if segment_ids is not None or segment_pos is not None:
       raise ConfigError(f'{self.path_name}: a row is one window of sound; it has no segments')
@@ -138,5 +139,5 @@ class AudioEncoderDecoder(TransformerEncoderDecoder):
     return self.shard(self._finish(self.encoder(x_BSD, **self._bias('encoder', x_BSD.shape[1])), 'encoder_norm'))
 
   def init_decode_state(self, source_ids_BS: jax.Array, source_segment_ids: jax.Array | None, max_len: int) -> None:
-    """Reads features, [B, S, M], and allocates caches of `max_len` slots; all frames count, whatever the segments."""
+    """Reads features, [B, S, M], and allocates caches of `max_len` slots. Ignores the segments: all frames are read."""
     super().init_decode_state(source_ids_BS, None, max_len)

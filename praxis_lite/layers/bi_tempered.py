@@ -1,11 +1,11 @@
-"""The bi-tempered logistic loss: cross entropy that is bounded, of a softmax with heavy tails (Amid et al., 2019).
+"""The bi-tempered logistic loss: a bounded cross entropy for a softmax with heavy tails (Amid et al., 2019).
 
     log_t(x) = (x^(1 - t) - 1) / (1 - t)            log_1 = log
     exp_t(x) = max(1 + (1 - t) x, 0)^(1 / (1 - t))  exp_1 = exp
 
-The tempered softmax is p_v = exp_t2(logits_v - z), where z makes the sum 1. With t1 < 1 the loss of an example is at
-most about 1 / (1 - t1), so labels that are wrong by much do less harm. With t2 > 1, probabilities fall slower, which
-does the same for labels that are wrong near the boundary. Both are 1 in the usual cross entropy.
+The tempered softmax is p_v = exp_t2(logits_v - z), where z makes the sum 1. With t1 < 1, the loss of an example is at
+most about 1 / (1 - t1), which limits the harm of wrong labels far from the decision boundary. With t2 > 1,
+probabilities fall more slowly, which limits the harm of wrong labels near the boundary. Cross entropy has t1 = t2 = 1.
 
 V classes.
 """
@@ -47,9 +47,9 @@ def tempered_exp(x: jax.Array, t: Temperature) -> jax.Array:
 def tempered_softmax(logits: jax.Array, t: Temperature) -> jax.Array:
   """Returns probabilities [..., V] in float32 for logits [..., V]; t is a scalar above 0.
 
-  Newton's method finds z as the root of log_t(sum_v exp_t(logits_v - z)). This is a convex function of z, and a line if
-  all logits are equal, so that few steps suffice, and none goes too far. The last step is differentiated, which gives z
-  the gradient of the root.
+  Newton's method finds z as the root of log_t(sum_v exp_t(logits_v - z)). As a function of z, this is convex, and
+  linear if all logits are equal. So a few steps suffice, and none overshoots. Only the last step is differentiated,
+  which gives z the gradient of the root.
   """
   logits = to_sum_dtype(logits)
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -74,7 +74,7 @@ def bi_tempered_loss(
 
   Args:
     logits: [..., V] of any float dtype.
-    labels: [...] integers in [0, V), others give NaN; or targets [..., V], floats that sum to 1.
+    labels: [...] integers in [0, V), where any other number gives NaN; or targets [..., V], floats that sum to 1.
     t1: temperature of the logarithm, less than 2.
     t2: temperature of the softmax, more than 0.
     label_smoothing: e; the target is (1 - e) times the label, plus e / V for each class.
@@ -95,15 +95,15 @@ def _power(x: jax.Array, exponent: Temperature) -> jax.Array:
 
 
 class BiTemperedLoss(Layer):
-  """`bi_tempered_loss`, whose temperatures may move from 1, the usual cross entropy, to t1 and t2 in training.
+  """`bi_tempered_loss`, whose temperatures may change during training from 1 (cross entropy) to t1 and t2.
 
   Attributes:
     t1: temperature of the logarithm, at least 0 and less than 2; the loss is bounded if it is less than 1.
     t2: temperature of the softmax, above 0; tails are heavy if it is more than 1.
     label_smoothing: see `bi_tempered_loss`.
-    start_step, end_step: temperatures are 1 before the one, and t1 and t2 from the other on; 0 for the latter uses t1
-      and t2 at once. Evaluations always do. Steps are calls in training, counted in the variable `count`, so each
-      microbatch is one.
+    start_step, end_step: temperatures are 1 before `start_step`, and t1 and t2 from `end_step` on. If `end_step` is 0,
+      they are always t1 and t2, as in evaluations. Steps are calls in training, counted in the variable `count`, so
+      each microbatch counts as one.
   """
 
   t1: float = 1.0
@@ -142,7 +142,7 @@ class BiTemperedLoss(Layer):
 
 
 class BiTemperedSoftmax(ClassLogits):
-  """logits = x w (+ b), and their bi-tempered loss: a `softmax_tpl` for models of noisy labels.
+  """logits = x w (+ b), and their bi-tempered loss: a `softmax_tpl` for models trained on noisy labels.
 
   Attributes: those of `ClassLogits`, and
     loss_tpl: template of the child `loss`.

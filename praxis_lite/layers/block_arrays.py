@@ -45,15 +45,15 @@ def pick_block(blocks: T, i: jax.Array) -> T:
 
 
 def put_block(blocks: T, block: T, i: jax.Array) -> T:
-  """Returns a tree of arrays with block `i` of each replaced."""
+  """Returns a tree of arrays `blocks` in which block `i` of each array is replaced."""
   return jax.tree.map(lambda x, y: _put_entry(0)(x, y, i), blocks, block)
 
 
 @functools.cache
 def _put_entry(dim: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns `dynamic_update_index_in_dim` for a dimension, which under `vmap` stays one if all have the same index.
+  """Returns `dynamic_update_index_in_dim` for `dim`, which stays one under `vmap` if the index is not batched.
 
-  JAX would make a scatter of it, which the partitioner cannot split inside of a `shard_map` over some of the mesh axes.
+  JAX would turn it into a scatter, which the partitioner cannot split in a `shard_map` over only some mesh axes.
   """
 
   @jax.custom_batching.custom_vmap
@@ -140,7 +140,7 @@ def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
 
 
 def block_indices(length: int, size: int) -> np.ndarray:
-  """Returns [I, size] indices of a row in blocks; -1 beyond its end."""
+  """Returns the indices of a row, cut into blocks: [I, size], with -1 beyond the end of the row."""
   index = np.arange(-(-length // size) * size, dtype=np.int32).reshape(-1, size)
   return np.where(index < length, index, -1)
 

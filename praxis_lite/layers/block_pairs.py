@@ -28,7 +28,7 @@ class BlockPairs(NamedTuple):
 
   table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
   used: int | jax.Array
-  flags: jax.Array | None = None  # [P], False for pairs that data empties; None if the mask knows of no such data.
+  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if data empties none.
   masked: bool = True  # Whether a pair may be partly masked.
   expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
 
@@ -39,8 +39,8 @@ def needed_pairs(
   """Returns the pairs of blocks that the mask does not empty completely.
 
   If the indices are NumPy arrays, the table and the number of iterations are static. Otherwise they depend on data and
-  on the device; if the compiler may split the rows, all pairs are returned then, because it may put communication of
-  all devices into the loop over them.
+  on the device. If the compiler may split the rows, the number of iterations must be the same on all devices, because
+  the compiler may put collectives into the loop; then all pairs are returned.
 
   Args:
     mask: the mask, with its arrays in blocks.
@@ -77,7 +77,7 @@ def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
 
 
 def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns [I, J] bool, which pairs of blocks are needed by their indices; and what the mask knows of them."""
+  """Returns which pairs of blocks are needed by their indices, [I, J] bool; and what the mask knows about them."""
   exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
   return exists if allowed.by_index is None else exists & allowed.by_index, allowed
 

@@ -43,7 +43,7 @@ class OffsetBias(Protocol):
   """A bias on logits by the positions of queries and keys; hashable. See `positions.BucketedBias`."""
 
   def __call__(self, params: Any, query_pos: jax.Array, key_pos: jax.Array, /) -> jax.Array:
-    """Returns [B, N, Q, S] of positions [B, Q] and [B, S], or [1, N, Q, S] of [1, Q] and [1, S]."""
+    """Returns [B, N, Q, S] for positions [B, Q] and [B, S], or [1, N, Q, S] for [1, Q] and [1, S]."""
     ...
 
 
@@ -133,7 +133,7 @@ def add_sinks(sums: Sums, sinks: jax.Array) -> Sums:
 
 
 def finish_sums(sums: Sums, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-  """Returns (output, lse), also of sinks if there are any; a query that has seen no key has output 0."""
+  """Returns (output, lse), with the sinks included if there are any; a query that has seen no key has output 0."""
   if sinks is not None:
     sums = add_sinks(sums, sinks)
   seen = sums.m > 0.5 * MASKED
@@ -168,9 +168,9 @@ def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) ->
 def sum_sink_gradients(
   sinks: jax.Array | None, out: jax.Array, lse: jax.Array, do: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
-  """Returns the gradients of sinks [N] of results out [B, N, T, H], lse [B, N, T] and the gradient of `out`.
+  """Returns the gradients of the sinks, [N], summed over `axes`, the mesh axes that split the queries.
 
-  They are summed over `axes`, the mesh axes that split the queries.
+  The arrays are the results, [B, N, T, H], `lse`, [B, N, T], and the gradient of the results.
   """
   if sinks is None:
     return None
@@ -259,7 +259,7 @@ def _pick_mask(mask: AttentionMask, pairs: BlockPairs, i: jax.Array, j: jax.Arra
 def _compute_logits(
   formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array | float]:
-  """Returns the float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative (1, or that of the cap)."""
+  """Returns the float32 logits [B, K, G, Q, S] of a pair of blocks, and the derivative of the cap (1 without a cap)."""
   logits = formula.scale * _product('BKGQH,BKSH->BKGQS', query.x, key.k)
   slope: jax.Array | float = 1.0
   if formula.soft_cap is not None:

@@ -2,7 +2,7 @@
 
 Logits exist only for one block of queries and one block of keys at a time. For the backward pass, only queries, keys,
 values, the output, and one number for each query are kept, and the blocks are computed again (Dao et al., 2022). The
-arithmetic is in `blocks.py`. Pairs of blocks that are fully masked are skipped, so causal attention takes half of the
+arithmetic is in `blocks.py`. Pairs of blocks that are fully masked are skipped, so causal attention takes half the
 time, and the time of a sliding window is linear in the length.
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
@@ -154,8 +154,8 @@ def largest_block(mask: AttentionMask, rows: int) -> int:
 
   Args:
     mask: the mask.
-    rows: the product of batch size and number of heads on one device. In an exported program it may be symbolic, and
-      counts as many.
+    rows: the product of batch size and number of heads on one device. It may be symbolic, in an exported program, and
+      then counts as many.
   """
   size, behind = _LARGEST_BLOCK, split_offsets(mask)[0].behind
   if behind is not None:
@@ -199,7 +199,9 @@ def compute_context(
   heads: Heads,
   integers: Integers,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the result of a forward pass and what its backward pass needs besides, both tagged 'context' for `remat`.
+  """Returns the results of a forward pass and the other values that its backward pass needs, tagged 'context'.
+
+  `remat` recognizes these values by the tag.
 
   Args:
     local: the pass on the rows and heads of a device.
