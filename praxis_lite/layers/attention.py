@@ -169,7 +169,7 @@ class MultiHeadAttention(AttentionHeads):
       kv_BSD: the sequences that are attended to; None means `x_BTD` itself.
       segment_ids: [B, T] int32, 0 for padding; positions attend within their segment. None means one segment without
         padding.
-      kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments restrict nothing.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments do not restrict attention.
       segment_pos: [B, T] int32, positions in the segment; None means 0, 1, 2, ...
       prefix_lengths: [B] int32, the length of the prefix of each row to which all positions of the row attend
         (prefix-LM), also if `causal`. None disables it.
@@ -341,7 +341,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Divides the factor of the logits by the growth of H over the smaller model, unless `scale` differs from its."""
+    """Divides the smaller model's factor of logits by the growth of H, unless this model has another `scale`."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer
@@ -402,7 +402,7 @@ class MultiHeadAttention(AttentionHeads):
     context_BTNH = dot_product_attention(
       *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
     )
-    # All implementations but the dense one tag the values that the backward pass needs; see `remat.py` for cuDNN's.
+    # All implementations except 'dense' tag what the backward pass needs; see `remat.py` for cuDNN's kernel.
     remark = f'attention is {name}: {reason}'
     return self._output(context_BTNH, gate_BTNH, split, remark=remark, tagged=name != 'dense')
 

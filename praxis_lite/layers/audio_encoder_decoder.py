@@ -27,8 +27,8 @@ from praxis_lite.layers.position_limit import check_length
 class WindowLogMel(LogMel):
   """Features of windows of one length: y = max(x, largest x - 8) / 4 + 1, for x the log-mel features to base 10.
 
-  Shorter recordings are filled with silence, which is not marked as padding. A `LogMel`, by contrast, takes any length
-  and natural logarithms.
+  Shorter recordings are filled with silence, which is not marked as padding. A `LogMel`, by contrast, takes recordings
+  of any length, and its logarithms are natural.
 
   Attributes: those of `LogMel`, with other defaults, and
     window_length: samples of a window, 30 s at 16 kHz.

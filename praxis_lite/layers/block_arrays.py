@@ -51,9 +51,9 @@ def put_block(blocks: T, block: T, i: jax.Array) -> T:
 
 @functools.cache
 def _put_entry(dim: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns `dynamic_update_index_in_dim` for `dim`, which stays one under `vmap` if the index is not batched.
+  """Returns `dynamic_update_index_in_dim` for `dim`; under `vmap`, with an index that is not batched, it stays one.
 
-  JAX would turn it into a scatter, which the partitioner cannot split in a `shard_map` over only some mesh axes.
+  JAX would make it a scatter, which the partitioner cannot split in a `shard_map` over only some mesh axes.
   """
 
   @jax.custom_batching.custom_vmap

@@ -4,7 +4,7 @@ The cost depends on the number of cached tokens, not on the size of the cache, f
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
 is read in steps of a page, so that no array has the size prompt length x cache length.
 
-On TPUs, the kernel of `decode_kernel.py` computes attention of a single token where it can.
+On TPUs, the kernel of `decode_kernel.py` computes attention of a single token where it is supported.
 
 B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -33,8 +33,8 @@ from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
-_KERNEL_FROM = 256  # Slots of a cache from which on a single token is computed by the kernel.
-_MOST_LOGITS = 2**26  # Numbers, float32, that several tokens may have at once where `most_slots` is set.
+_KERNEL_FROM = 256  # The fewest slots of a cache with which the kernel computes a single token.
+_MOST_LOGITS = 2**26  # The most float32 logits that several tokens may have at once if `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
 
@@ -45,14 +45,14 @@ class CachedAttention:
   dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
-  # Slots that a single token may read at once, if more than `page_size`; and several tokens with few logits, see
-  # `_MOST_LOGITS`.
+  # The most slots that a single token reads at once, if more than `page_size`. Several tokens may read as many if they
+  # have few logits, see `_MOST_LOGITS`.
   most_slots: int = 0
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
-  has_values: bool = True  # False if the values are the keys, which are stored once.
-  # Returns how a kernel is mapped over the mesh, for a number of rows or None, and why it cannot be.
+  has_values: bool = True  # False if the keys are also the values, and stored only once.
+  # (number of rows, or None) -> how the mesh splits a kernel; and why the kernel cannot run, or ''.
   kernel_split: Callable[[int | None], tuple[RowSplit | None, str]] = lambda rows: (None, '')
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
@@ -61,7 +61,7 @@ class CachedAttention:
     if self.window is not None:
       slots = min(max_len, self.window)
     elif self.page_size is not None and max_len > self.page_size:
-      pages = -(-max_len // max(self.most_slots, self.page_size))  # Of a single token; each has several of a prompt.
+      pages = -(-max_len // max(self.most_slots, self.page_size))  # For a single token; each has several prompt pages.
       slots = -(-max_len // (pages * self.page_size)) * pages * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
     no_token = jnp.full((batch_size, slots), -1, jnp.int32)
@@ -79,7 +79,8 @@ class CachedAttention:
     """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
 
     Args:
-      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens; no values if not `has_values`.
+      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens; values are only used if
+        `has_values`.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
       mask: which positions each token attends to, among the cached and the new tokens.
@@ -184,14 +185,14 @@ class CachedAttention:
     return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
 
   def _page(self, query_BTNH: jax.Array, slots: int) -> int:
-    """Returns how many slots are read at once, a divisor of `slots`; for a prompt, a page, which limits its logits."""
+    """Returns how many slots are read at once, a divisor of `slots`; a prompt reads at most a page, to limit logits."""
     if self.page_size is None or slots <= self.page_size or self._fits_at_once(query_BTNH, slots):
       return slots
     most = max(self.most_slots, self.page_size) if query_BTNH.shape[1] == 1 else self.page_size
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
-    """Whether the logits of all queries and slots are few. A GPU would wait for the host in each turn of a loop."""
+    """Whether all logits are few enough to be computed without a loop, in whose iterations a GPU waits for the host."""
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
@@ -232,7 +233,7 @@ class CachedAttention:
   def _attend_by_page(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
   ) -> jax.Array:
-    """Computes attention with an online softmax over the pages with tokens; plans expect this number of `pages`."""
+    """Computes attention with an online softmax over the pages with tokens; plans assume that these are `pages`."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
@@ -256,7 +257,7 @@ class CachedAttention:
 
 
 def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
-  """Returns bool [B, T, S], True for taken slots, whose positions are at least 0, that the mask allows."""
+  """Returns bool [B, T, S], True where the slot holds a token (its position is at least 0) and the mask allows it."""
   return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))
 
 

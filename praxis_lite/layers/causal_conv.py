@@ -1,4 +1,4 @@
-"""CausalConv: a short convolution over time, of each channel on its own, in one pass or token by token.
+"""CausalConv: a short convolution over time of each channel separately, in one pass or token by token.
 
     y_t = sum over w of  filter_w * x_(t - W + 1 + w)  + bias
 
@@ -29,7 +29,7 @@ class CausalConv(Layer):
     shape: the dimensions of the channels, such as (D,) or (N, H).
     kernel_size: W, at least 2.
     use_bias: whether there is a bias.
-    weight_split_dims_mapping: `wt`, [W, *shape], of the filter; the bias is split as its last dimensions.
+    weight_split_dims_mapping: `wt`, [W, *shape], of the filter; the bias is split like its last dimensions.
     activation_split_dims_mapping: `out`, [B, T, *shape]; also of the window, [B, W - 1, *shape].
   """
 
@@ -57,7 +57,7 @@ class CausalConv(Layer):
 
     Args:
       x: [B, T, ...].
-      segment_ids: [B, T] int32; a token sees only those of its own segment. None means that a row is one segment.
+      segment_ids: [B, T] int32; a token sees only tokens of its own segment. None means that a row is one segment.
     """
     window = jnp.zeros((x.shape[0], self.kernel_size - 1, *self.shape), x.dtype)
     return self._convolve(jnp.concatenate([window, x], axis=1), segment_ids)
@@ -67,7 +67,7 @@ class CausalConv(Layer):
     self._keep(jnp.zeros((batch_size, self.kernel_size - 1, *self.shape), self.fprop_dtype))
 
   def extend_step(self, x: jax.Array, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, ...] for the next tokens, and keeps the last ones of each row.
+    """Returns [B, T, ...] for the next tokens, and stores the last W - 1 tokens of each row.
 
     Args:
       x: [B, T, ...].
@@ -102,13 +102,12 @@ def sum_windows(
 ) -> jax.Array:
   """Returns the sum over w of filters[w] * x[:, w : w + T], [B, T, ...] in the dtype of sums.
 
-  These products of shifted sequences, which XLA fuses, also work if rows and channels are split.
+  The products of shifted sequences, which XLA fuses, also work if rows and channels are split.
 
   Args:
     x: [B, W - 1 + T, ...].
     filters: [W, ...].
-    is_seen: of w, which entries of the sequence that begins at w count, as an array that is broadcast to it; None means
-      all.
+    is_seen: w -> which entries of x[:, w : w + T] count, as an array that broadcasts to them; None means all.
   """
   T = x.shape[1] - len(filters) + 1
   x, filters = to_sum_dtype(x), to_sum_dtype(filters)

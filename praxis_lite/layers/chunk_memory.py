@@ -31,7 +31,7 @@ from praxis_lite.layers.masks import (
 
 
 class ChunkMemory(AttentionMask):
-  """Allows keys from `memory` positions before the beginning of the query's chunk on, also those after the query."""
+  """Allows the keys from `memory` positions before the query's chunk onward, even those after the query."""
 
   chunk: int
   memory: int
@@ -51,7 +51,7 @@ class ChunkMemory(AttentionMask):
 
 
 class _PositionsFrom(AttentionMask):
-  """Allows keys whose position is at least a number that each query has."""
+  """Allows keys whose position is at least `first_BT`, the limit of the query."""
 
   first_BT: jax.Array = query_array()
   key_pos_BS: jax.Array = key_array()
@@ -64,10 +64,11 @@ class MemoryAttention(MultiHeadAttention):
   """Self-attention with the memory of a Transformer-XL; see the top of this file.
 
   A row of the data holds several chunks of a text in order. A token attends to the tokens of its chunk up to itself,
-  and to the last `memory_length` tokens before the chunk. As in the paper, no gradient flows into the memory: that of a
-  loss in a chunk ends at its beginning, except by the weights that make keys and values of the memory. So a stack of
-  these layers computes the same as the recurrence over chunks, for all chunks of a row at once; the memory is empty
-  where a row, or a segment of a packed row, begins. Evaluation and decoding need no gradients, and only mask.
+  and to the last `memory_length` tokens before the chunk. As in the paper, no gradient flows into the memory: the loss
+  in a chunk has no gradient with respect to earlier inputs, only with respect to the weights that compute keys and
+  values from them. So a stack of these layers computes the same as the recurrence over chunks, but all chunks of a row
+  at once. The memory is empty where a row, or a segment of a packed row, begins. Evaluation and decoding need no
+  gradients, so there the memory is only a mask.
 
   In training, keys and values of a row are computed twice, once without gradients, and attention is dense.
 
@@ -115,7 +116,7 @@ class MemoryAttention(MultiHeadAttention):
     first_values: jax.Array | None = None,
     **others: jax.Array | None,
   ) -> jax.Array:
-    """Does what `__call__` does, with gradients that end at the beginning of a chunk."""
+    """Returns the result of `__call__` in training, where gradients stop at the beginning of a chunk."""
     if logit_bias is not None:
       raise ConfigError(f'{self.path_name}.chunk_length: layers with a memory take no shared bias; set it to None')
     rules = self._checked_mask(

@@ -11,7 +11,7 @@
       dw[:, chunk]   = x^T g
       dx            += g w[:, chunk]^T
 
-This takes one more product of x and w than with whole logits. The operands of products have the dtype of x; the sums,
+This takes one more product of x and w than a loss of whole logits. The operands of products have the dtype of x; sums,
 the log-sum-exp and dx are in float32. Sums of dw and dx over devices are in their own dtypes, as in other layers.
 
 If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
@@ -45,9 +45,10 @@ from praxis_lite.sharding.mesh import memory_of_single_gpu
 from praxis_lite.sharding.padding import pad_to
 from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
-# If the logits of a device have at least this size, in bytes, 'auto' cuts the classes into this number of chunks, each
-# of at least this many classes. A single GPU holds logits up to this share of its memory: with them, a step of 1.3B
-# parameters took 4 % less time on an H100, and three quarters of their size more memory; see docs/benchmarks.md.
+# 'auto' cuts the classes into `_AUTO_CHUNKS` chunks of at least `_AUTO_LEAST` classes, if the logits of a device have
+# at least `_AUTO_BYTES` bytes. A single GPU holds whole logits up to `_SHARE_OF_GPU` of its memory: on an H100, a step
+# of 1.3B parameters was 4 % faster with them, and needed three quarters of their size more memory; see
+# docs/benchmarks.md.
 _AUTO_BYTES = 2**28
 _SHARE_OF_GPU = 1 / 12
 _AUTO_CHUNKS = 16
@@ -92,7 +93,7 @@ class ClassChunks:
 
   @property
   def spec(self) -> PartitionSpec:
-    """How w, as parts, is split."""
+    """The spec of w, cut into parts."""
     parts, dims = axes_to_entry(self.axes), axes_to_entry(self.dims_axes)
     return PartitionSpec(parts, None, dims) if self.classes_first else PartitionSpec(parts, dims, None)
 
@@ -112,14 +113,14 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
-    """Whether each device may hold w, as parts, and its gradient with D gathered: they are small beside the logits."""
+    """Whether each device may hold w, as parts, and its gradient with D gathered: both are small next to the logits."""
     if not self.dims_axes:
       return True
     own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
     return w.size // self.num_parts * w.dtype.itemsize <= own_rows * self.part_size
 
   def row_parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns into how many parts devices split each dimension of rows; () if they split none, or one unevenly."""
+    """Returns the number of parts of each dimension of rows on the mesh; () if none is split, or one unevenly."""
     parts = tuple(_num_parts(unmapped_mesh_axes(entry)) for entry in self.rows or ())
     return parts if any(n > 1 for n in parts) and not any(size % n for size, n in zip(shape, parts)) else ()
 
@@ -141,7 +142,7 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
   Args:
     num_classes: V.
-    num_rows: number of labels. In an exported program it may be symbolic, and counts as many.
+    num_rows: number of labels. It may be symbolic, in an exported program, and then counts as many.
     axes: mesh axes that split the classes.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -155,8 +156,8 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 def usual_chunk_size(part_size: int) -> int:
   """Returns the size of chunks for 'auto': large enough for a matrix unit, small enough to save memory.
 
-  A size that divides the classes evenly is preferred to a round number: then no last chunk repeats classes, which every
-  chunk would have to check for.
+  A size that divides the classes evenly is preferred to a round number. Otherwise the last chunk would repeat classes,
+  and every chunk would have to check for repeated ones.
   """
   size = -(-part_size // _AUTO_CHUNKS)
   if part_size % _AUTO_CHUNKS == 0 and size % 8 == 0 and size >= _AUTO_LEAST:
@@ -183,7 +184,7 @@ def chunked_cross_entropy(
   Args:
     x: [..., D] in the dtype to compute in.
     w: [D, V], or [V, D] if `chunks.classes_first`; its gradient has its dtype.
-    b: [V], or None.
+    b: [V]; None means no bias.
     labels: [...] integers.
     chunks: how the classes are cut.
   """
@@ -291,7 +292,7 @@ def _backward(
   dx = chunks.split(dx, axes_to_entry(chunks.axes), ..., UNCONSTRAINED)
   first = dx, own.zeros_like(w), None if b is None else jnp.zeros_like(b)
   (dx, dw, db), _ = jax.lax.scan(step, first, _steps(chunks))
-  # Without the barrier, the compiler may send dw at the end of the backward pass, and keep all of it until then.
+  # Without the barrier, the compiler may delay the sums of dw to the end of the backward pass, and keep all parts.
   dx, dw = jax.lax.optimization_barrier((_add_up(dx.astype(x.dtype), 1), own.sum(dw)))
   return dx, dw, db, None
 
@@ -300,7 +301,10 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 class _OwnRows(NamedTuple):
-  """Gradients of w, [P..., S, D, C] or [P..., S, C, D], from the rows of each device; `parts`, [P...], may be ()."""
+  """The gradients of w from the rows of each device, [P..., S, D, C] or [P..., S, C, D].
+
+  `parts`, [P...], are the parts of each dimension of rows on the mesh; () if w's gradient is summed at once.
+  """
 
   chunks: ClassChunks
   parts: tuple[int, ...]
@@ -310,7 +314,7 @@ class _OwnRows(NamedTuple):
     return len(self.parts)
 
   def product(self, gradient: jax.Array, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns the gradient of a chunk from that of its logits, [..., S, C], and x, [..., D]."""
+    """Returns the gradient of a chunk of w from the gradient of its logits, [..., S, C], and x, [..., D]."""
     _, weights = _layout(self.chunks)
     if not self.parts:
       return jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dtype)
@@ -329,7 +333,7 @@ class _OwnRows(NamedTuple):
     return with_sharding_constraint(_add_up(dw, self.rank), self.chunks.spec) if self.parts else dw
 
   def _cut(self, x: jax.Array, *others: object) -> jax.Array:
-    """Cuts each dimension of rows into the parts of the devices and their rows; `others` splits other dimensions."""
+    """Cuts each dimension of rows into (parts, rows of a part); `others` is the spec of the other dimensions."""
     sizes = [size for whole, parts in zip(x.shape, self.parts) for size in (parts, whole // parts)]
     spec = [entry for of_rows in self.chunks.rows or () for entry in (of_rows, None)]
     return with_sharding_constraint(x.reshape(*sizes, *x.shape[self.rank :]), PartitionSpec(*spec, *others))

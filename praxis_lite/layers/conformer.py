@@ -37,7 +37,7 @@ class ConformerBlock(Layer):
     attention_tpl: template of the child `attention`: with rotary positions, or with a `relative_bias_tpl` instead of
       the `rotary_tpl`. Its `sliding_window` or `local_chunk` makes it local.
     conv_tpl: template of the child `convolution`.
-    dropout_tpl: template of the child `residual_dropout`, on what feed-forward layers and attention add.
+    dropout_tpl: template of the child `residual_dropout`, on the results of feed-forward layers and attention.
     activation_split_dims_mapping: `out`, [B, T, D].
   """
 
@@ -78,11 +78,11 @@ class ConformerBlock(Layer):
     self.create_child('residual_dropout', self.dropout_tpl)
 
   def __call__(self, x_BTD: jax.Array, *, paddings: jax.Array | None = None) -> jax.Array:
-    """Returns [B, T, D]. Frames of padding are not seen by others, and their own results mean nothing.
+    """Returns [B, T, D]. Frames do not see frames of padding, whose own results are undefined.
 
     Args:
       x_BTD: the residual stream.
-      paddings: [B, T], nonzero for padding; None means that there is none.
+      paddings: [B, T], nonzero for padding; None means no padding.
     """
     segments_BT = None if paddings is None else (paddings == 0).astype(jnp.int32)
     x_BTD = self.shard(x_BTD + 0.5 * self.scale_branch(self.residual_dropout(self.ff_in(self.ff_in_norm(x_BTD)))))
@@ -104,7 +104,7 @@ class ConformerEncoder(Layer):
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     kernel_size: width of the convolutions of the blocks.
     causal: whether no frame sees later ones.
-    subsampling_tpl: template of the child `subsampling`, which makes U frames of T.
+    subsampling_tpl: template of the child `subsampling`, which reduces T frames to U.
     dropout_tpl: template of the child `input_dropout`.
     stack_tpl: template of the child `stack`, a `Repeat` of blocks.
     activation_split_dims_mapping: `out`, [B, U, D].
@@ -143,11 +143,11 @@ class ConformerEncoder(Layer):
     self.create_child('stack', stack)
 
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the states, [B, U, D], and their paddings, [B, U], or None if there were none.
+    """Returns the states, [B, U, D], and their paddings, [B, U]; these are None if `paddings` is None.
 
     Args:
       x_BTM: features.
-      paddings: [B, T], nonzero for padding after the frames; None means that there is none.
+      paddings: [B, T], nonzero for padding after the frames; None means no padding.
     """
     x_BUD, paddings = self.subsampling(x_BTM, paddings)
     return self.shard(self.stack(self.shard(self.input_dropout(x_BUD)), paddings=paddings)), paddings

@@ -1,6 +1,7 @@
 """Context parallelism: attention of sequences that are split over a mesh axis.
 
-Two methods, both in `jax.shard_map`, both with the memory of blockwise attention, on TPUs by splash attention:
+There are two methods. Both run in `jax.shard_map`, and need no more memory than blockwise attention, or splash
+attention on TPUs:
 
     ring         each device keeps its queries, and blocks of keys and values are sent around a ring of devices, by one
                  collective-permute each (Liu et al., 2023). The backward pass sends them again, with their gradients.

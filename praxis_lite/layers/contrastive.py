@@ -38,7 +38,7 @@ class ContrastiveOutput(NamedTuple):
 
   Attributes:
     loss: [B] float32, in nats.
-    correct: [B] bool, whether no text has a larger logit than its own, for the image of each row.
+    correct: [B] bool, whether no text has a larger logit than the text of the row, for the image of the row.
   """
 
   loss: jax.Array
@@ -46,7 +46,7 @@ class ContrastiveOutput(NamedTuple):
 
 
 class ContrastiveActivationSplit(ActivationSplit):
-  """`out`: losses, [B]; `logits`: those of a chunk of texts, [B, C]."""
+  """`out`: losses, [B]; `logits`: logits of a chunk of texts, [B, C]."""
 
   logits: SplitDimsMapping = None
 
@@ -54,15 +54,15 @@ class ContrastiveActivationSplit(ActivationSplit):
 class ContrastiveLoss(Layer):
   """The softmax loss of CLIP (Radford et al., 2021), or the sigmoid loss of SigLIP (Zhai et al., 2023).
 
-  Its variables are `log_scale` and, with 'sigmoid', `bias`, numbers.
+  Its variables are the scalars `log_scale` and, with 'sigmoid', `bias`.
 
   Attributes:
     kind: 'softmax' or 'sigmoid'.
-    chunk_size: C, texts whose logits are computed at a time; None computes all at once.
-    initial_scale: the first factor of products of embeddings; None means 1 / 0.07 with 'softmax', and 10 with
+    chunk_size: C, the number of texts whose logits are computed at a time; None computes all at once.
+    initial_scale: the initial factor of products of embeddings; None means 1 / 0.07 with 'softmax', and 10 with
       'sigmoid'.
-    initial_bias: the first bias of 'sigmoid'.
-    activation_split_dims_mapping: `out`: losses, [B]; `logits`: those of a chunk, [B, C].
+    initial_bias: the initial bias of 'sigmoid'.
+    activation_split_dims_mapping: `out`: losses, [B]; `logits`: logits of a chunk, [B, C].
   """
 
   kind: str = 'softmax'
@@ -86,11 +86,11 @@ class ContrastiveLoss(Layer):
 
     Args:
       image_BE, text_BE: embeddings, usually of norm 1.
-      weights_B: weights of the pairs; those of weight 0, such as padding, are no negatives of others, and their own
-        losses are finite. None means all are 1.
+      weights_B: weights of the pairs. Pairs of weight 0, such as padding, are not negatives of other pairs, and their
+        own losses are 0; other weights are not applied here. None means all are 1.
 
     Raises:
-      ConfigError: rows are split by `shard_map`, where a device sees only its own.
+      ConfigError: a `shard_map` splits the rows, so that a device sees only its own ones.
     """
     if self.surroundings.manual_axes:
       raise ConfigError(
@@ -121,7 +121,7 @@ class ContrastiveLoss(Layer):
     else:
       loss_B = sum_B
     loss_B = jnp.where(is_pair_B, loss_B, 0)
-    # Equal texts have nearly equal logits.
+    # Equal texts have nearly equal logits, and do not count as wrong.
     return ContrastiveOutput(self.shard(loss_B), own_B >= most_B - 1e-4)
 
   def _read_chunk(
@@ -132,7 +132,7 @@ class ContrastiveLoss(Layer):
     carry: tuple[jax.Array, jax.Array],
     chunk: tuple[jax.Array, jax.Array, jax.Array],
   ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Returns the largest logit of each row so far and its sum, and the log-sum-exp of each column of this chunk."""
+    """Returns the running maximum and sum of each row, and the log-sum-exp of each column of this chunk."""
     text_CE, is_pair_C, number_C = chunk
     most_B, sum_B = carry
     logits_BC = self.shard(jnp.einsum('be,ce->bc', image_BE, text_CE) + bias, 'logits')

@@ -1,7 +1,7 @@
 """ConvNeXt: a network of depthwise convolutions and feed-forward layers (Liu et al., 2022).
 
     block       y = x + scale * ff(norm(depthwise(x)))
-    network     mean over the image of the blocks of all stages, then a norm
+    network     norm of the mean over the image, after the blocks of all stages
 
 Patches of 4 x 4 begin the first stage; a norm and a convolution of 2 x 2 that halves the image begin the others.
 
@@ -27,13 +27,13 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection,
 
 
 class ConvNeXtBlock(Layer):
-  """A depthwise convolution, a norm and a feed-forward layer beside the residual stream, see above.
+  """A residual branch of a depthwise convolution, a norm and a feed-forward layer, see above.
 
   Attributes:
     dims: D.
     kernel_size: height and width of the filters.
     hidden_dims: hidden dims of the feed-forward layer; None means 4 D.
-    activation: that of the feed-forward layer.
+    activation: name of the activation of the feed-forward layer.
     initial_scale: initial value of the variable `scale`, [D]; None leaves the scale out.
     conv_tpl: template of the child `depthwise`.
     norm_tpl: template of the child `norm`.
@@ -97,11 +97,11 @@ class ConvNeXt(Layer):
     patch_size: height and width of the patches; pixels that do not fill a patch are left out.
     stage_dims: D of each stage.
     stage_depths: number of blocks of each stage.
-    activation: that of the blocks.
-    stochastic_depth: probability with which training leaves out the branch of the last block, for each image; that of
-      the others grows evenly from 0 at the first one.
+    activation: name of the activation of the blocks.
+    stochastic_depth: probability with which training leaves out the branch of the last block, for each image; the
+      probability grows linearly from 0 at the first block.
     conv_tpl: template of the children `patches`, and `down_0`, `down_1`, ..., which halve the image.
-    norm_tpl: template of the children `patch_norm`, and `down_norm_0`, `down_norm_1`, ..., before they do.
+    norm_tpl: template of the children `patch_norm`, and `down_norm_0`, `down_norm_1`, ..., before `down_0`, ...
     block_tpl: template of the children `blocks_0`, `blocks_1`, ...
     global_pooling_tpl: template of the child `global_pooling`.
     final_norm_tpl: template of the child `final_norm`, of the features.
@@ -157,7 +157,7 @@ class ConvNeXt(Layer):
     """Returns features [B, F] of images [B, H, W, C]; `weights` are not used.
 
     Raises:
-      ConfigError: images are not [B, H, W, C], or too small to be halved so often.
+      ConfigError: images are not [B, H, W, C], or too small to be halved by all stages.
     """
     check_channels(self, self.channels, x_BHWC)
     x_BHWD = self.patch_norm(self.patches(x_BHWC.astype(self.fprop_dtype)))

@@ -23,8 +23,8 @@ COVERED = 'covered'  # In the decode state, [B, S] float32: how much targets hav
 class CrossAttention(MultiHeadAttention):
   """Attention of targets to sources, such as the output of an encoder (Vaswani et al., 2017).
 
-  It is called with `x_BTD`, the targets, and `kv_BSD`, the sources. Sources have no positions here: their encoder has
-  put these into them. So `causal`, `sliding_window`, `local_chunk`, `rotary_tpl` and `relative_bias_tpl` are not
+  It is called with `x_BTD`, the targets, and `kv_BSD`, the sources. It adds no positions, because the encoder has
+  already added them. So `causal`, `sliding_window`, `local_chunk`, `rotary_tpl` and `relative_bias_tpl` are not
   supported, nor is `combine_qkv`. A `context_axis` splits the lengths of both targets and sources.
 
   Attributes: the same as for `MultiHeadAttention`.
@@ -43,7 +43,7 @@ class CrossAttention(MultiHeadAttention):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> AttentionMask:
-    """Returns which sources a target attends to: those of its segment, or without segments of targets, all but padding.
+    """Returns the mask: a target attends to the sources of its segment, or without one, to all but padding.
 
     The arguments are the same as for `__call__`; positions and prefixes have no effect.
     """
@@ -56,7 +56,7 @@ class CrossAttention(MultiHeadAttention):
 
     Args:
       kv_BSD: the sources, one in each row.
-      kv_segment_ids: [B, S] int32, 0 for padding; None means that there is none.
+      kv_segment_ids: [B, S] int32, 0 for padding; None means no padding.
     """
     B, S, _ = kv_BSD.shape
     key_BSKH, value_BSKH = self.key(kv_BSD), self.value(kv_BSD)
@@ -70,7 +70,7 @@ class CrossAttention(MultiHeadAttention):
     self._keep(cached.write(empty, self.shard(key_BSKH, 'blkh'), self.shard(value_BSKH, 'blkh'), pos_BS))
 
   def attend_to_source(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, D] for the next targets, from the keys and values that `read_source` has kept.
+    """Returns [B, T, D] for the next targets, from the keys and values that `read_source` has stored.
 
     Args:
       x_BTD: the next token (T = 1) or tokens of each target.
@@ -90,7 +90,7 @@ class CrossAttention(MultiHeadAttention):
     return self._output(context_BTNH, self._gate(x_BTD))
 
   def _attention_to_each(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
-    """Returns how much the targets attend to each token of the sources: sums of means over heads, [B, S] float32."""
+    """Returns how much the targets attend to each source token, averaged over heads, summed over targets, [B, S]."""
     key_BSKH, _ = cache.read(query_BTNH.dtype)
     is_source_B11S = (cache.pos >= 0)[:, None, None, :]
     probs_BKGTS = attention_probs(query_BTNH, key_BSKH, is_source_B11S, None, self._sinks(), self._spec())
@@ -99,7 +99,7 @@ class CrossAttention(MultiHeadAttention):
 
 
 def place_targets(state: NestedDict, num_slots: int) -> NestedDict:
-  """Returns what `place_caches` does, for the caches of targets only; those of sources stay as they are."""
+  """Returns the state with the caches of targets placed, see `place_caches`; caches of sources stay as they are."""
   return place_caches(state, num_slots, _CHILD)
 
 
@@ -107,7 +107,7 @@ def start_coverage(state: NestedDict) -> NestedDict:
   """Returns a decode state in which all `CrossAttention` layers count how much targets attend to each source token.
 
   Args:
-    state: what `init_decode_state` of a decoder has made.
+    state: the decode state that `init_decode_state` of a decoder makes.
   """
   for place in places_of_caches(state):
     if place[-1] == _CHILD:
@@ -117,7 +117,7 @@ def start_coverage(state: NestedDict) -> NestedDict:
 
 
 def read_coverage(state: NestedDict, num_layers: int) -> jax.Array:
-  """Returns the mean over layers of what they have counted since `start_coverage`, [B, S]; infinity for padding.
+  """Returns the coverage counted since `start_coverage`, averaged over layers, [B, S]; infinity for padding.
 
   Args:
     state: the decode state.

@@ -1,8 +1,8 @@
-"""Connectionist temporal classification: labels of a sequence without the times at which they occur (Graves, 2006).
+"""Connectionist temporal classification: learns labels without the times at which they occur (Graves, 2006).
 
-A path has a symbol in each frame: a label or the blank. Repeated symbols are one, and blanks are left out, so the paths
-a a - b, a - - b and - a b b all read "ab". The probability of labels is the sum over all of their paths, and an
-alignment is the most probable one of these.
+A path has a symbol in each frame: a label or the blank. Repeated symbols are merged, and then blanks removed, so the
+paths a a - b, a - - b and - a b b all read "ab". The probability of labels is the sum over all of their paths, and an
+alignment is the most probable of these paths.
 
 B batch, T frames, U labels, V symbols, S = 2 U + 1 states of a path: a blank, label 0, a blank, label 1, ..., a blank.
 """
@@ -22,8 +22,8 @@ class CtcAlignment(NamedTuple):
 
   Attributes:
     ids: [B, T] int32, the symbol in each frame; the blank in frames of padding and in rows without a path.
-    label_index: [B, T] int32, which label of the row it is; -1 for a blank.
-    log_prob: [B] float32, the logarithm of its probability; -inf if there are too few frames for the labels.
+    label_index: [B, T] int32, the index in the row of the frame's label; -1 for a blank.
+    log_prob: [B] float32, the logarithm of the path's probability; -inf if there are too few frames for the labels.
   """
 
   ids: jax.Array
@@ -39,7 +39,7 @@ def ctc_loss(
   *,
   blank_id: int = 0,
 ) -> jax.Array:
-  """Returns -log p(labels), [B] float32, in nats. Frames and labels of padding may hold any values, also NaN.
+  """Returns -log p(labels), [B] float32, in nats. Frames and labels of padding may hold any values, even NaN.
 
   A row with too few frames for its labels has no path, and a loss of about 1e5; see `ctc_frames_needed`.
 
@@ -50,7 +50,7 @@ def ctc_loss(
     label_paddings_BU: nonzero for padding after the labels.
     blank_id: the symbol that is the blank.
   """
-  import optax  # Only those who call this need it.
+  import optax  # Only this function needs it.
 
   logits_BTV = jnp.where(paddings_BT[..., None] != 0, 0, logits_BTV.astype(jnp.float32))
   labels_BU, label_paddings_BU = _clear_labels(labels_BU, label_paddings_BU, blank_id)
@@ -107,7 +107,7 @@ def ctc_alignment(
   scores_B2 = jnp.take_along_axis(score_BS, ends_B2, axis=1)
   end_B1 = jnp.take_along_axis(ends_B2, jnp.argmax(scores_B2, axis=1)[:, None], axis=1)
   log_prob_B = jnp.max(scores_B2, axis=1)
-  # Without frames, the path before the first one is the whole path: that of no labels.
+  # A path without frames has only its start, and no labels.
   is_possible_B = (log_prob_B > _IMPOSSIBLE / 2) & (has_frames_B1 | (num_labels_B1 == 0))[:, 0]
 
   def backward(state_B1: jax.Array, step_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,12 +132,12 @@ def _insert_blanks(labels_BU: jax.Array, blank_id: int) -> jax.Array:
 
 
 def _shift(x_BS: jax.Array, count: int, fill: float) -> jax.Array:
-  """Returns x with `count` entries `fill` before its first one, and without its last ones."""
+  """Returns x moved by `count` along its last dimension, with `fill` in the first entries."""
   return jnp.pad(x_BS, ((0, 0), (count, 0)), constant_values=fill)[:, : x_BS.shape[1]]
 
 
 def _clear_labels(labels_BU: jax.Array, paddings_BU: jax.Array, blank_id: int) -> tuple[jax.Array, jax.Array]:
-  """Returns labels, blanks where there is padding, and paddings, 0 or 1, both with at least one column."""
+  """Returns labels, with blanks for padding, and paddings, 0 or 1; both have at least one column."""
   is_padding_BU = paddings_BU != 0
   labels_BU = jnp.where(is_padding_BU, blank_id, labels_BU).astype(jnp.int32)
   if labels_BU.shape[1]:

@@ -1,8 +1,8 @@
-"""Labels from the logits of a CTC model: those of the best path, or the best ones by a prefix beam search.
+"""Decodes labels from the logits of a CTC model: by the best path, or by a prefix beam search.
 
-The probability of labels is the sum over all of their paths. The search keeps the K best beginnings of labels, the
-prefixes, with the probabilities of their paths that end in a blank and of those that do not (Hannun et al., 2014). With
-K as large as the number of all prefixes, it is exact.
+The probability of labels is the sum over all of their paths. The search keeps the K most probable prefixes of labels,
+each with two probabilities: of its paths that end in a blank, and of the others (Hannun et al., 2014). If K is as large
+as the number of all prefixes, the search is exact.
 
 B batch, T frames, V symbols, K prefixes, L the largest number of labels.
 """
@@ -21,10 +21,11 @@ class CtcHypotheses(NamedTuple):
   """Labels that a decoder has found.
 
   Attributes:
-    ids: [B, K, L] int32, the best first; the blank after the last label. After `ctc_greedy_decode`, [B, T].
-    lengths: [B, K] int32, the number of labels; or [B].
-    log_probs: [B, K] float32, the logarithm of the probability of the labels, for a beam that is narrow a lower bound;
-      -inf where there are fewer hypotheses. After `ctc_greedy_decode`, [B], that of the path.
+    ids: [B, K, L] int32, the most probable first, filled with blanks after the last label; [B, T] from
+      `ctc_greedy_decode`.
+    lengths: [B, K] int32, the number of labels; [B] from `ctc_greedy_decode`.
+    log_probs: [B, K] float32, the logarithm of the probability of the labels, or a lower bound of it if the beam is
+      narrow; -inf where there are fewer hypotheses. From `ctc_greedy_decode`, [B], that of the path.
   """
 
   ids: jax.Array
@@ -33,7 +34,7 @@ class CtcHypotheses(NamedTuple):
 
 
 class _Beam(NamedTuple):
-  """Prefixes, [B, K, L], their lengths, [B, K], and log probabilities of their paths by the last symbol, [B, K]."""
+  """Prefixes, [B, K, L], with their lengths and the log probabilities of their paths by last symbol, all [B, K]."""
 
   ids: jax.Array
   lengths: jax.Array
@@ -42,7 +43,7 @@ class _Beam(NamedTuple):
 
 
 def ctc_greedy_decode(logits_BTV: jax.Array, paddings_BT: jax.Array, *, blank_id: int = 0) -> CtcHypotheses:
-  """Returns the labels of the most probable path: the best symbol of each frame, once for each run of it.
+  """Returns the labels of the most probable path: the best symbol of each frame, without repetitions and blanks.
 
   Args:
     logits_BTV: logits of the symbols in each frame.
@@ -105,7 +106,7 @@ def ctc_beam_search(
   frames = jnp.moveaxis(jax.nn.log_softmax(clean_BTV), 1, 0), is_frame_BT.T
   end, _ = jax.lax.scan(step, start, frames)
   score_BK = jnp.logaddexp(end.blank, end.label)
-  # The beam is sorted, except that a row without frames has only its start.
+  # `top_k` has sorted the beam, except in a row without frames, whose only hypothesis is the first.
   return CtcHypotheses(end.ids, end.lengths, score_BK)
 
 
@@ -119,14 +120,14 @@ def _extend(beam: _Beam, log_probs_BV: jax.Array, blank_id: int) -> _Beam:
   has_last_BK = beam.lengths > 0
   of_last_BK = jnp.where(has_last_BK, jnp.take_along_axis(log_probs_BV, last_BK, axis=1), -jnp.inf)
 
-  # A label after itself is a new one only if a blank is between.
+  # A label that repeats the last one is a new label only after a blank.
   symbols_V = jnp.arange(V)
   repeats_BKV = has_last_BK[..., None] & (symbols_V == last_BK[..., None])
   grown_BKV = jnp.where(repeats_BKV, beam.blank[..., None], total_BK[..., None]) + log_probs_BV[:, None]
   may_grow_BKV = (symbols_V != blank_id) & (beam.lengths < L)[..., None]
   grown_BKV = jnp.where(may_grow_BKV, grown_BKV, -jnp.inf)
 
-  # Prefix j may be prefix i with one more label. Their paths are then of the same prefix, j.
+  # Prefix i with one more label may be prefix j. Its paths are then added to those of prefix j.
   at_L = jnp.arange(L)
   equal_BKKL = beam.ids[:, :, None] == beam.ids[:, None]  # [B, i, j, L]
   equal_BKK = jnp.all(equal_BKKL | (at_L >= beam.lengths[:, :, None, None]), axis=-1)

@@ -18,12 +18,12 @@ from praxis_lite.sharding.weights import SplitDimsMapping
 
 
 def read_cache(layer: Layer) -> KVCache:
-  """Returns the cache that an attention layer has kept in its decode state."""
+  """Returns the cache that an attention layer has stored in its decode state."""
   return KVCache(**{name: layer.get_decode_state(name) for name in KVCache._fields})
 
 
 def keep_cache(layer: Layer, cache: KVCache, mapping: SplitDimsMapping | str) -> None:
-  """Keeps a cache in the decode state of an attention layer, with its vectors, [B, S, K, H], split over the mesh."""
+  """Stores a cache in the decode state of an attention layer, with its vectors, [B, S, K, H], split over the mesh."""
 
   def split_slots(x_BKSH: jax.Array) -> jax.Array:
     return jnp.swapaxes(layer.shard(jnp.swapaxes(x_BKSH, 1, 2), mapping), 1, 2)
@@ -36,7 +36,7 @@ def keep_cache(layer: Layer, cache: KVCache, mapping: SplitDimsMapping | str) ->
 
 
 def places_of_caches(state: object) -> list[Path]:
-  """Returns the paths of the KV caches in a decode state, whose nodes have the fields of `KVCache` as names."""
+  """Returns the paths of the KV caches in a decode state: the nodes whose children are the fields of a `KVCache`."""
   paths = leaves_by_path(state).keys()
   places = [path[:-1] for path in paths if path[-1:] == ('pos',)]
   return [place for place in places if all((*place, name) in paths for name in ('key', 'slot'))]
@@ -46,12 +46,12 @@ def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | Non
   """Returns a decode state without tokens in which all KV caches are placed, see `kv_cache.py`.
 
   Args:
-    state: what `init_decode_state` has made.
+    state: the decode state that `init_decode_state` makes.
     num_slots: the largest number of tokens of a row.
     layers_of_sources: the name of layers whose caches stay as they are, because they hold sources, which do not grow.
 
   Raises:
-    ConfigError: a layer has another state than a KV cache, which cannot go back to an earlier token.
+      ConfigError: a layer has a state that is not a KV cache, so it cannot go back to an earlier token.
   """
   places = places_of_caches(state)
   for path in leaves_by_path(state):

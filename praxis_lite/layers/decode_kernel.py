@@ -1,12 +1,12 @@
 """Attention of one token to the slots of a cache on TPUs, by a kernel that reads the pages with tokens once.
 
-The kernel reads the cache where it is: stacks of layers too, with the slots in any order and with gaps. It takes which
-slots are seen as an array, so it has all masks. For each row, it reads the pages from the first seen slot to the last.
-(The kernels for pages in JAX take neither gaps nor sinks, and the one with windows has keys and values in one array,
-so a cache would be copied for each token.)
+The kernel reads the cache in place, also from a stack of layers, and with the slots in any order and with gaps. The
+seen slots are an array, so any mask can be used. For each row, it reads the pages from the first seen slot to the last.
+(JAX's own kernels for pages support neither gaps nor sinks, and the one that supports windows needs keys and values in
+one array, so a cache would be copied for each token.)
 
-The kernel has no backward pass. If something is differentiated, plain attention runs instead; it keeps the logits of
-one token for all rows.
+The kernel has no backward pass. Its derivative is computed by plain attention, which keeps the logits of one token for
+all rows.
 
 L layers of a loop, B batch, S slots, P slots of a page, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -28,7 +28,7 @@ from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import axes_to_entry
 
 LANES = 128
-_MOST_SLOTS, _MOST_BYTES = 1024, 2**20  # Of a page, and of its keys in all heads: four such arrays are on the chip.
+_MOST_SLOTS, _MOST_BYTES = 1024, 2**20  # Of a page, and of its keys in all heads; four such arrays are on chip at once.
 
 
 def attend_by_kernel(
@@ -84,7 +84,7 @@ def _attend(
   first_B = jnp.argmax(has_BI, axis=1).astype(jnp.int32)
   end_B = jnp.where(jnp.any(has_BI, axis=1), pages - jnp.argmax(has_BI[:, ::-1], axis=1), first_B).astype(jnp.int32)
 
-  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # After the last page, the same one: nothing is fetched.
+  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # Stays at the last page, so nothing more is fetched.
     return jnp.maximum(jnp.minimum(first[b] + i, end[b] - 1), 0)
 
   def vectors(b: Any, i: Any, layer: Any, first: Any, end: Any) -> Any:
@@ -188,7 +188,7 @@ def _kernel(
   K, P, _ = key_KPH.shape
 
   @pl.when(i == 0)
-  def _begin() -> None:  # A sink is a key of value 0.
+  def _begin() -> None:  # A sink counts as a key with the value 0.
     top_KG1[...] = sinks_KG1[...]
     total_KG1[...] = jnp.where(sinks_KG1[...] > MASKED, 1.0, 0.0)
     sum_KGV[...] = jnp.zeros_like(sum_KGV)
@@ -200,7 +200,7 @@ def _kernel(
     for k in range(K):
       query_GH = query_KGH[k]
       key_PH, value_PV = key_KPH[k].astype(query_GH.dtype), value_KPV[k].astype(query_GH.dtype)
-      if num_slots % P:  # Behind the end of the cache there may be anything, also what is not finite.
+      if num_slots % P:  # Beyond the end of the cache, the page may hold anything, even NaN.
         value_PV = jnp.where(slot_P1 < num_slots, value_PV, jnp.zeros_like(value_PV))
       logits_GP = formula.scale * _product(query_GH, key_PH, 1)
       if formula.soft_cap is not None:

@@ -3,8 +3,8 @@
     state_t = exp(decay_t) state_(t-1) + rate_t key_t (value_t - exp(decay_t) state_(t-1)^T key_t)^T        [S, H]
     out_t   = state_t^T query_t                                                                             [H]
 
-A token so replaces what the state has under its key, by the share `rate`. With total_i, the sum of the decays up to
-token i of a chunk, what token i writes, w_i, depends on what earlier ones have written:
+So a token replaces, by the share `rate`, what the state holds under its key. Let total_i be the sum of the decays up to
+token i of a chunk. What token i writes, w_i, depends on what earlier tokens have written:
 
     w_i + rate_i sum over j < i of  (key_i . key_j) exp(total_i - total_j) w_j
         = rate_i (value_i - exp(total_i) state^T key_i)
@@ -44,7 +44,7 @@ class DeltaTokens(NamedTuple):
     decay: [B, T, N], at most 0, in the dtype of sums.
     rate: [B, T, N], from 0, which writes nothing, to 1, in the dtype of sums.
     key, query: [B, T, G, S]; keys have a length of at most 1.
-    starts: [B, T] bool, at which tokens a segment starts, so that the state before it is forgotten; None: at none.
+    starts: [B, T] bool, where a segment starts, so that the state before it is forgotten; None means nowhere.
   """
 
   value: jax.Array
@@ -55,19 +55,19 @@ class DeltaTokens(NamedTuple):
   starts: jax.Array | None = None
 
 
-# How many chunks are prepared at once. With more, starting operations takes less time, and they need more memory.
+# How many chunks are prepared at once. More chunks make fewer and larger operations, and need more memory.
 _CHUNKS_AT_ONCE = 16
 
 
 class _Chunk(NamedTuple):
-  """What passes a state through a chunk.
+  """What a chunk does to a state; L and M are tokens of the chunk, and P = 2 L.
 
   Attributes:
-    own_BNLH: what its tokens write if the state before it is zero, in the dtype of sums.
-    from_state_BNPS: L vectors to multiply the state by for what tokens do not write because of it, then L for outputs.
-    weights_BNLM: of what token M writes, in the output of token L.
-    key_BNMS: keys of what is written, in the state after the chunk.
-    kept_BN: of the state before the chunk, after it.
+    own_BNLH: what tokens write if the state before the chunk is zero, in the dtype of sums.
+    from_state_BNPS: vectors that the state is multiplied by: L for what tokens write less because of it, L for outputs.
+    weights_BNLM: the factor of what token M writes, in the output of token L.
+    key_BNMS: the vector by which what token M writes enters the state after the chunk.
+    kept_BN: the factor of the state before the chunk, in the state after it.
   """
 
   own_BNLH: jax.Array
@@ -106,7 +106,7 @@ def scan_delta_rule(
 
 
 def _prepare(tokens: DeltaTokens) -> _Chunk:
-  """Returns what does not depend on the state."""
+  """Returns the parts of a chunk that do not depend on the state."""
   value_BMNH, decay_BLN, rate_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   L, N, dtype, sums = *value_BMNH.shape[1:3], value_BMNH.dtype, sum_dtype(value_BMNH)
   decay = ChunkDecay.compute(decay_BLN, starts_BL)
@@ -132,7 +132,7 @@ def _prepare(tokens: DeltaTokens) -> _Chunk:
 
 
 def _pass_on(state_BNSH: jax.Array, chunk: _Chunk, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Returns the state after a chunk, and the outputs in it, [B, N, L, H] in a dtype."""
+  """Returns the state after a chunk, and the outputs in the chunk, [B, N, L, H] in `dtype`."""
   sums = chunk.own_BNLH.dtype
 
   def product(formula: str, one: jax.Array, other: jax.Array) -> jax.Array:

@@ -34,11 +34,12 @@ class DifferentialAttention(MultiHeadAttention):
   """Attention whose heads subtract the results of two softmaxes; see the top of this file.
 
   Attributes:
-    num_heads: N, the number of softmaxes, twice that of heads. Heads 1 and 2, 3 and 4, ... of a group are subtracted.
+    num_heads: N, the number of softmaxes, twice the number of differences. Query heads that share a value form a group
+      of 2 G; in a group, head G + g is subtracted from head g.
     num_kv_heads: K, the number of keys, an even divisor of N; None means N.
     dims_per_head: H; None means D / N.
-    lambda_init: the part of lambda that is not learned. The paper has 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1, ..., and
-      finds 0.8 as good.
+    lambda_init: the part of lambda that is not learned. The paper uses 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1, ...,
+      and finds 0.8 equally good.
     head_norm_tpl: template of the child `head_norm`, which normalizes each difference over its 2 H dims.
     others: see `MultiHeadAttention`.
   """
@@ -60,11 +61,11 @@ class DifferentialAttention(MultiHeadAttention):
     return N // 2, 2 * H
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
-    # Queries have zeros in H further dims.
+    # The scale is explicit, because queries have H more dims, which are zeros.
     return AttentionSpec(self.logit_scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _scale_queries(self, query_BTNH: jax.Array) -> jax.Array:
-    """Returns [B, T, N, 2 H]: queries of a first softmax with zeros after them, those of a second one after zeros."""
+    """Returns [B, T, N, 2 H]: queries of a first softmax, followed by zeros, or of a second one, preceded by zeros."""
     B, T, N, H = query_BTNH.shape
     query_BTM2G1H = super()._scale_queries(query_BTNH).reshape(B, T, self._kv_heads[0], 2, -1, 1, H)
     half_212 = jnp.eye(2, dtype=query_BTNH.dtype)[:, None, :, None]

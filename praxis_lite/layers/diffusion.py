@@ -1,4 +1,4 @@
-"""Diffusion and flow matching: how images become noise, what a network predicts, and samplers that go back.
+"""Diffusion and flow matching: schedules that turn images into noise, what a network predicts, and samplers.
 
     x_t = alpha(t) x + sigma(t) noise,  t from 0 to 1
 
@@ -8,7 +8,7 @@
                al., 2020, in continuous time)
     'flow'     1 - t, t                                                  (flow matching, Lipman et al., 2023)
 
-    prediction   what it is
+    prediction   target of the network
     'epsilon'    noise
     'v'          alpha noise - sigma x, if alpha^2 + sigma^2 = 1         (Salimans and Ho, 2022)
     'velocity'   noise - x, which is dx_t / dt of 'flow'
@@ -32,11 +32,11 @@ SCHEDULES = ('cosine', 'linear', 'flow')
 PREDICTIONS = ('epsilon', 'v', 'velocity')
 SAMPLERS = ('ddim', 'ancestral', 'euler', 'heun')
 _BETAS = (0.1, 20.0)
-_TINY = 1e-4  # Estimates are divided by alpha, or by this if alpha is less.
+_TINY = 1e-4  # The least divisor of estimates: they are divided by the larger of this and alpha.
 
 
 def check_process(schedule: str, prediction: str, where: str) -> None:
-  """Raises ConfigError if there is no such schedule or prediction, or they do not fit; `where` names their owner."""
+  """Raises ConfigError, which names `where`, if the schedule or the prediction is unknown, or they do not fit."""
   check_choice(f'{where}.schedule', schedule, SCHEDULES)
   check_choice(f'{where}.prediction', prediction, PREDICTIONS)
   fitting = {'v': ('cosine', 'linear'), 'velocity': ('flow',)}.get(prediction, SCHEDULES)
@@ -64,7 +64,7 @@ def add_noise(x: jax.Array, noise: jax.Array, t: jax.Array, schedule: str) -> ja
 
 
 def prediction_target(x: jax.Array, noise: jax.Array, t: jax.Array, schedule: str, prediction: str) -> jax.Array:
-  """Returns what the network should predict, [B, ...]; arguments as in `add_noise`."""
+  """Returns what the network should predict, [B, ...]; the arguments are the same as for `add_noise`."""
   if prediction == 'epsilon':
     return noise
   if prediction == 'velocity':
@@ -82,7 +82,8 @@ def estimates(
     output, x_t: what the network predicts, and its input, [B, ...].
     t: [B] or a scalar.
     schedule, prediction: see the top of this file.
-    limit: the largest absolute value of the estimate of x; the noise is then what remains. None sets no limit.
+    limit: the largest absolute value of the estimate of x; the noise then follows from x_t and the bounded x. None
+      sets no limit.
   """
   alpha, sigma = (_expand_rows(c, x_t) for c in signal_and_noise(t, schedule))
   if prediction == 'epsilon':
@@ -113,7 +114,7 @@ def sample(
       'ddim'       x_s = alpha_s x + sigma_s noise, of the estimates at t                      (Song et al., 2021)
       'ancestral'  draws x_s given x_t and the estimate of x, as DDPM does
       'euler'      x_s = x_t + (s - t) dx_t/dt, with dx_t/dt = alpha' x + sigma' noise of the estimates at t
-      'heun'       as 'euler', with the mean of dx/dt at t and, after an 'euler' step, at s; the last step is 'euler'
+      'heun'       like 'euler', with the mean of dx/dt at t and, after an 'euler' step, at s; the last step is 'euler'
 
   Args:
     predict: (x_t, t scalar) -> what the network predicts, [B, ...].
@@ -123,7 +124,7 @@ def sample(
     schedule, prediction, limit: see `estimates`.
   """
   check_choice('sampler', sampler, SAMPLERS)
-  # With alpha = 0 at t = 1, the noise that the network predicts says nothing about x.
+  # At t = 1, alpha is 0, so the noise that the network predicts says nothing about x.
   first = 0.999 if prediction == 'epsilon' and schedule != 'linear' else 1.0
   # At t = 0, the derivative of sigma of 'linear' is infinite.
   times = jnp.asarray(np.linspace(first, 0, num_steps + 1), jnp.float32)
@@ -160,5 +161,5 @@ def sample(
 
 
 def _expand_rows(c: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns coefficients [B] as [B, 1, ...] of the rank of x; scalars as they are."""
+  """Returns coefficients [B] as [B, 1, ...], with the rank of x; scalars are returned unchanged."""
   return c.reshape(*c.shape, *(1,) * (x.ndim - 1)) if c.ndim else c

@@ -1,4 +1,4 @@
-"""DiT: a transformer of the patches of an image that a time and a class modulate (Peebles and Xie, 2023).
+"""DiT: a transformer of image patches, conditioned on a time and a class (Peebles and Xie, 2023).
 
     c = time(t) + classes(class)
     shift, scale, gate = linear(silu(c)), for attention and for the feed-forward layer, from zero weights (adaLN-zero)
@@ -64,7 +64,7 @@ class TimeEmbedding(Layer):
 
 
 class ModulatedBlock(Layer):
-  """A transformer block whose sublayers a condition shifts, scales and gates: see the top of this file.
+  """A transformer block whose sublayers are shifted, scaled and gated by a condition: see the top of this file.
 
   Attributes:
     input_dims: D.
@@ -109,7 +109,7 @@ class ModulatedBlock(Layer):
 
 
 class DiffusionTransformer(Layer):
-  """Predicts something of the shape of a noisy image from the image, its time and its class.
+  """Predicts an array of the shape of a noisy image, such as its noise, from the image, its time and its class.
 
   Attributes:
     image_channels: C.
@@ -117,7 +117,7 @@ class DiffusionTransformer(Layer):
     model_dims: D, a multiple of 4.
     num_layers, num_heads: of the transformer.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
-    num_classes: number of classes; one more, with this number, stands for no class. 0 disables classes.
+    num_classes: number of classes; the class `num_classes` itself stands for no class. 0 disables classes.
     patch_tpl, out_tpl: templates of the children `patch`, from P^2 C to D, and `out`, which begins at zero.
     position_tpl: template of the child `position`, called with the row and the column of each patch.
     time_tpl, class_tpl: templates of the children `time` and `classes`.
@@ -174,10 +174,10 @@ class DiffusionTransformer(Layer):
     Args:
       x_BHWC: noisy images.
       t_B: times from 0 to 1.
-      class_B: int32 classes, with `num_classes`; that number stands for no class.
+      class_B: int32 classes; None if and only if `num_classes` is 0. `num_classes` stands for no class.
 
     Raises:
-      ConfigError: the patch size does not divide the height and the width, or C is another number.
+      ConfigError: the patch size does not divide the height and the width, or images do not have C channels.
     """
     shape, size = x_BHWC.shape, self.patch_size
     if len(shape) != 4 or shape[1] % size or shape[2] % size or shape[3] != self.image_channels:

@@ -54,7 +54,7 @@ class DispatchPlan(NamedTuple):
 
 
 def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> DispatchPlan:
-  """Returns the plan of E C slots; slot e C + c is slot c of expert e. Expert number E means none: it has no slots."""
+  """Returns the plan of E C slots; slot e C + c is slot c of expert e. Expert number E means no expert and no slot."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
   place = by_expert.rank - by_expert.starts.at[by_expert.experts].get(mode='clip')
   fits = (by_expert.experts < num_experts) & (place < capacity)
@@ -75,7 +75,7 @@ def expert_choice_plan(tokens_EC: jax.Array) -> DispatchPlan:
 
 
 def plan_of_rows(plans: DispatchPlan, num_choices: int, capacity: int) -> DispatchPlan:
-  """Returns one plan, with slots ordered by expert and then by row, for the stacked plans of B rows of E C slots.
+  """Returns the stacked plans of B rows, of E C slots each, as one plan with slots ordered by expert, then by row.
 
   Args:
     plans: [B, ...].
@@ -103,7 +103,7 @@ def dispatch(x_ND: jax.Array, plan: DispatchPlan) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def combine(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> jax.Array:
-  """Returns [N, D]: for each token, the sum over the slots of its choices; zero if it has none."""
+  """Returns [N, D]: for each token, the sum over the slots of its choices; zero for a token without slots."""
   if plan.slot_of_choice is None:
     zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
     return zeros.at[plan.token_of_slot].add(to_sum_dtype(slots_MD), mode='drop').astype(slots_MD.dtype)
@@ -112,7 +112,7 @@ def combine(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> jax.Arr
 
 
 def _dispatch_fwd(x_ND: jax.Array, plan: DispatchPlan) -> tuple[jax.Array, tuple[DispatchPlan, jax.Array]]:
-  # Residuals are arrays: an empty one carries the number of tokens.
+  # Residuals must be arrays, so an empty array carries the number of tokens.
   return dispatch(x_ND, plan), (plan, jnp.zeros((x_ND.shape[0], 0)))
 
 

@@ -1,9 +1,9 @@
-"""DoRA: updates of low rank that change directions of weights, and a factor for each output (Liu et al., 2024).
+"""DoRA: updates of low rank that change only the directions of weights, and learned magnitudes (Liu et al., 2024).
 
     y = x (W + s A B) (1 + m) |W| / |W + s A B| + b      m [*O]; | | is the norm over the inputs of each output
 
-In the paper, the learnt magnitude of an output starts as |W|. Here m is its relative change, which starts at 0, so that
-it suits weights that come from another run.
+In the paper, the learned magnitude of an output starts as |W|. Here m is its relative change, which starts at 0, so
+that it need not be computed from weights that come from another run.
 
 I input dims, O output dims, R rank.
 """
@@ -43,7 +43,7 @@ class DoraLayer(LoraLayer):
     self.create_variable('dora_magnitude', weight)
 
   def _scale_output(self, y: jax.Array) -> jax.Array:
-    """In a call: returns the layer's output, given that with LoRA alone."""
+    """In a call: returns the layer's output, given its output `y` with LoRA only."""
     bias = self.theta.b if 'b' in self._weights else jnp.zeros((), y.dtype)
     return ((y - bias) * self._factor() + bias).astype(y.dtype)
 

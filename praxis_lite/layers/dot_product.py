@@ -79,7 +79,7 @@ class AttentionCase(NamedTuple):
   soft_cap: bool = False
   dropout: bool = False
   sinks: bool = False  # Whether each head has a logit without a key.
-  only_float32: str = ''  # The kind of the devices if kernels have no bfloat16 on it, such as 'TPU v3'.
+  only_float32: str = ''  # The kind of the devices, such as 'TPU v3', if their kernels have no bfloat16; otherwise ''.
   excludes_self: bool = False  # Whether limits of the mask exclude the index of the query itself.
   splash_obstacle: str = ''  # What in the mask prevents splash attention, as the end of a sentence.
   mesh_obstacle: str = ''  # What in the mesh prevents splash attention and tokamax's kernels, as the end of a sentence.
@@ -99,7 +99,9 @@ class AttentionCase(NamedTuple):
     """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes.
 
     Args:
-      dtype, lengths, dims_per_head: that of the queries; T and S; H.
+      dtype: dtype of the queries.
+      lengths: T and S.
+      dims_per_head: H.
       mask: the mask.
       array_bias: whether there is a bias as an array.
       mesh_obstacle: why the mesh prevents kernels that the compiler cannot split; see `AttentionMesh.kernel_split`.
@@ -178,7 +180,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
 
 
 def many_logits(platform: str) -> int:
-  """Returns the number of logits of a head from which on 'auto' does not choose dense attention."""
+  """Returns the least number of logits of a head for which 'auto' does not choose dense attention."""
   return _MANY_LOGITS_ON_CPU if platform == 'cpu' else _MANY_LOGITS
 
 
@@ -259,7 +261,7 @@ _OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {
   'tokamax': _tokamax_obstacle,
   'splash': _splash_obstacle,
 }
-# The fused kernels of each platform, in the order in which 'auto' asks them; and what reasons call them.
+# The fused kernels of each platform, in the order in which 'auto' considers them; and their names in reasons.
 _KERNELS: dict[str, tuple[Kernel, ...]] = {'gpu': ('cudnn', 'tokamax'), 'tpu': ('splash',)}
 _LIBRARY_KERNELS = {'cudnn': "cuDNN's kernel", 'tokamax': "tokamax's", 'splash': 'the fused kernel'}
 
@@ -406,8 +408,8 @@ def attention_entropy(
 ) -> jax.Array:
   """Returns the entropy of the probabilities of each query, in nats, [B, T, N]; no gradient flows through it.
 
-  It is computed densely, however attention is. What a sink takes is one more probability. Arguments are as for
-  `dot_product_attention`.
+  It is computed densely, whatever computes attention. The probability of a sink counts as one more. The arguments are
+  the same as for `dot_product_attention`.
   """
   query_BTNH, key_BSKH = jax.lax.stop_gradient((query_BTNH, key_BSKH))
   (B, T, N, _), S = query_BTNH.shape, key_BSKH.shape[1]
@@ -421,7 +423,7 @@ def attention_entropy(
 
 
 def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-  """Returns the probabilities of the keys. Without a sink, those of a query sum to 1."""
+  """Returns the probabilities of the keys. Without a sink, the probabilities of a query sum to 1."""
   sinks_KG1 = group_sinks(sinks_N, logits_BKGTS.shape[1])
   if sinks_KG1 is None:
     return jax.nn.softmax(logits_BKGTS, axis=-1)

@@ -66,7 +66,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D) of a table; with a smaller model, that of its table, since vectors do not grow with the width."""
+  """Returns sqrt(D) of a table. If there is a smaller model, D is that of its table: vectors do not grow with width."""
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
 
@@ -96,9 +96,9 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
   if exchange is None or not exchange.is_less:
     table_VD = layer.shard(layer.theta.w, wt.pick(0, None), '' if exchange is None else f'gathered {exchange.remark}')
     return layer.shard(scale_vectors(lookup_rows(table_VD, ids, style)), field)
-  # Nothing sends this table, so it may be in float32, in which the gradients of all ids are added up.
+  # This table is not communicated, so it may be in float32, and so the gradients of all ids are summed in float32.
   table_VD = layer.shard(to_sum_dtype(layer._read_weight('w', None)), wt)
-  own_ids = with_sharding_constraint(ids, exchange.of_own_ids)  # Otherwise, XLA might gather what they come from.
+  own_ids = with_sharding_constraint(ids, exchange.of_own_ids)  # Otherwise, XLA might gather what ids come from.
   y = lookup_rows(table_VD, with_sharding_constraint(own_ids, exchange.of_ids)).astype(layer.fprop_dtype)
   y = with_sharding_constraint(y, exchange.of_vectors)
   sent = Exchange('exchange of looked-up vectors', _TABLE, exchange.axes, by_compiler=True, kinds=('all-to-all',))
@@ -111,16 +111,16 @@ _TABLE = 'weight_split_dims_mapping.wt'  # The field that splits a table.
 class LookupExchange(NamedTuple):
   """How devices exchange vectors of ids instead of gathering the table.
 
-  Some axes split D of the table, and also the ids. Along these axes, each device takes the ids of all, looks up its own
-  dims of their vectors, and sends to each device the vectors of its ids: one all-to-all. The gradients go back in the
-  same way, and are added to the table where it is.
+  Some axes split D of the table, and also the ids. Along these axes, each device gathers the ids of all devices, looks
+  up its own dims of their vectors, and sends to each device the vectors of its ids: one all-to-all. The gradients go
+  back in the same way, and are added to the table in place.
 
   Attributes:
-    axes: these axes.
-    of_own_ids: split of the ids [...] as of the vectors after the exchange.
-    of_ids, of_vectors: splits of the ids, and of the vectors [..., D], in the lookup.
+    axes: the axes that split D and the ids.
+    of_own_ids: spec of the ids [...], split like the vectors after the exchange.
+    of_ids, of_vectors: specs of the ids, and of the vectors [..., D], in the lookup.
     is_less: whether a pass sends fewer bytes than a gather of the table, and the exchange divides evenly.
-    remark: the bytes that both send.
+    remark: text with the axes, and the bytes of the exchange and of the gather.
   """
 
   axes: tuple[str, ...]
@@ -159,7 +159,7 @@ def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange
   remark = f'over {"+".join(axes)}, {both}{"" if is_even else "; the vectors are not split evenly"}'
   of_ids[dim] = of_ids[dim][: -len(axes)]
   if of_classes and any(of_ids) and ids.size <= 2 * V:
-    return None  # Of so few ids, a guard would give all to each device; see `guard_lookup`.
+    return None  # A guard would copy so few ids to each device; see `guard_lookup`.
   entries = [axes_to_entry(own) for own in of_ids]
   of_vectors = PartitionSpec(*entries, axes_to_entry(axes))
   is_less, rows = is_even and exchanged < gathered, PartitionSpec(*vectors.spec[:-1])

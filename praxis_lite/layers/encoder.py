@@ -44,7 +44,7 @@ class TransformerEncoder(Layer):
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     use_bias: whether all layers that support biases have them; None leaves this to their templates.
-    causal: whether tokens attend only to themselves and to earlier ones, as those of texts in CLIP do.
+    causal: whether tokens attend only to themselves and to earlier ones, as in the text encoder of CLIP.
     embedding_tpl: template of the child `embedding`; with a `SharedEmbeddingSoftmax`, a head that predicts tokens can
       use its table.
     position_tpl: template of the child `position`, which is added to the embeddings; None disables it.
@@ -142,22 +142,21 @@ class TransformerEncoder(Layer):
 
   @property
   def max_positions(self) -> int | None:
-    """How many positions a segment has; None for any number."""
+    """The most positions that a segment can have; None means any number."""
     limit = self.position_limit
     return None if limit is None else limit.num_positions
 
   @property
   def position_limit(self) -> PositionLimit | None:
-    """How many positions a segment has, and which field says so; None for any number."""
+    """The most positions that a segment can have, and the field that says so; None means any number."""
     table = None if self.position_tpl is None else self.position
     return limit_of_table(f'{self.path_name}.position_tpl', table, self.first_position)
 
 
 class HeadTransform(Layer):
-  """y = norm(f(x W + b)): what stands between the states of an encoder and a softmax.
+  """y = norm(f(x W + b)), between the states of an encoder and a softmax.
 
-  BERT has one with GELU and LayerNorm before it predicts tokens, and one with tanh and no norm, its pooler, before it
-  classifies.
+  BERT predicts tokens with GELU and LayerNorm here, and classifies with tanh and no norm (its pooler).
 
   Attributes:
     dims: D, of x and of y.

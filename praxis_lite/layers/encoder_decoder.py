@@ -124,7 +124,7 @@ class TransformerEncoderDecoder(Layer):
     decoder_embedding_tpl: template of the child `decoder_embedding`; with None, targets have the embedding of sources.
     position_tpl: template of the children `encoder_position` and `decoder_position`, which are added to the embeddings;
       None disables them.
-    encoder_position_tpl: template of `encoder_position` if it is another one; None means `position_tpl`.
+    encoder_position_tpl: template of `encoder_position` if it has its own; None means `position_tpl`.
     first_position: the position of the first token; BART counts from 2, and leaves the first vectors unused.
     embedding_norm_tpl: template of the children `encoder_embedding_norm` and `decoder_embedding_norm`, norms of the sum
       of embeddings and positions; None disables them.
@@ -230,13 +230,13 @@ class TransformerEncoderDecoder(Layer):
 
     Args:
       source_ids_BS: int32 tokens of the sources.
-      ids_BT: int32 tokens that the decoder reads: a token to start with, and then those of the target.
+      ids_BT: int32 tokens that the decoder reads: a start token, and then the tokens of the target.
       labels_BT: int32, the token that follows each of them.
       weights_BT: weights of the labels in auxiliary losses; None means all are 1.
       source_segment_ids: int32 [B, S], 0 for padding; tokens attend within their segment. None means that each row is
         one source without padding.
       source_segment_pos: int32 [B, S], position of a token in its source; None means 0, 1, 2, ...
-      segment_ids: int32 [B, T], 0 for padding; targets attend within their segment, and to the source of this number.
+      segment_ids: int32 [B, T], 0 for padding; targets attend within their segment, and to the source with this number.
         None means that each row is one target, which attends to all of its row of sources but padding.
       segment_pos: int32 [B, T], position of a token in its target; None means 0, 1, 2, ...
     """
@@ -278,7 +278,7 @@ class TransformerEncoderDecoder(Layer):
     segment_ids: jax.Array | None,
     segment_pos: jax.Array | None,
   ) -> jax.Array:
-    """Returns what the softmax gets, [B, T, D]; `source` is the encoder's result and its segments."""
+    """Returns the inputs of the softmax, [B, T, D]; `source` is the encoder's result and its segments."""
     if segment_pos is None:
       check_length(self.position_limit, ids_BT.shape[1])
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, segment_pos)
@@ -346,24 +346,24 @@ class TransformerEncoderDecoder(Layer):
 
   @property
   def max_positions(self) -> int | None:
-    """How many positions a target has; None for any number."""
+    """The most positions that a target can have; None means any number."""
     limit = self.position_limit
     return None if limit is None else limit.num_positions
 
   @property
   def max_source_positions(self) -> int | None:
-    """How many positions a source has; None for any number."""
+    """The most positions that a source can have; None means any number."""
     limit = self.source_position_limit
     return None if limit is None else limit.num_positions
 
   @property
   def position_limit(self) -> PositionLimit | None:
-    """How many positions a target has, and which field says so; None for any number."""
+    """The most positions that a target can have, and the field that says so; None means any number."""
     return self._limit('decoder_position')
 
   @property
   def source_position_limit(self) -> PositionLimit | None:
-    """How many positions a source has, and which field says so; None for any number."""
+    """The most positions that a source can have, and the field that says so; None means any number."""
     return self._limit('encoder_position')
 
   def _limit(self, position: str) -> PositionLimit | None:
@@ -381,5 +381,5 @@ def _attends_in_blocks(attention: MultiHeadAttention) -> bool:
 
 
 def _blocks(stack: Layer) -> Iterator[TransformerBlock]:
-  """Yields the blocks of a stack, a repeated one once."""
+  """Yields the blocks of a stack, and a repeated block once."""
   return (layer for layer in stack.descendants() if isinstance(layer, TransformerBlock))

@@ -43,14 +43,14 @@ class ExpertMlp:
     """Returns the outputs of experts, [..., D].
 
     Args:
-      weights: `up` and `down`, with gates `gate`, [E, D, F] or [E, F, D]; and if there are biases, `up_bias` and so on.
+      weights: `up`, `down` and, if experts are gated, `gate`, [E, D, F] or [E, F, D]; with biases, also `up_bias`, ...
       product: the product of rows and weights.
       rows: [..., D].
     """
     return self.multiply(weights, product, self.compute_hidden(weights, product, rows), 'down')
 
   def compute_hidden(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
-    """Returns the inputs of the weights `down`, [..., F]; arguments as for a call."""
+    """Returns the inputs of the weights `down`, [..., F]; the arguments are the same as for a call."""
     multiply = functools.partial(self.multiply, weights, product)
     fn, limit = get_activation(self.activation), self.hidden_limit
     up = checkpoint_name(multiply(rows, 'up'), 'ffn_up')

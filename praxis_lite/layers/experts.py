@@ -90,7 +90,7 @@ class DeviceExperts(NamedTuple):
   stage_axes: tuple[str, ...] = ()  # In the stages of a pipeline, the mesh axes that split them, evenly.
 
   def grouped_product(self, sizes: jax.Array) -> RowProduct:
-    """Returns the function that multiplies rows [M, I], which are sorted by expert; `sizes` are the rows of each."""
+    """Returns the function that multiplies rows [M, I], sorted by expert; `sizes` are the rows of each expert."""
 
     def product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
       outputs = grouped_matmul(rows, weights, sizes, self.grouped_matmul, self.stage_axes)
@@ -157,7 +157,7 @@ def dropless(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
-  """Returns floats `x`, of shape `true`, with zeros up to `shape`, for a `shard_map` that takes equal parts.
+  """Returns floats `x`, of shape `true`, padded with zeros to `shape`, because a `shard_map` takes equal parts.
 
   The gradient is a slice. JAX's own gradient is a pad that crops, for which the guards would gather the array.
   """
@@ -179,7 +179,7 @@ pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec
 def sum_outputs(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """Inside `shard_map` without `check_vma`: sums an output over axes that do not split it.
 
-  The gradient of such an output arrives in equal shares, which JAX's own rule would add up by communication.
+  Each device gets an equal share of the gradient of such an output; JAX's own rule would sum these by communication.
   """
   return jax.lax.psum(x, axes)
 

@@ -10,7 +10,7 @@ leading bit, e4m3 has 3 bits and e5m2 has 2, so the relative rounding error is u
 distributed entries is off by 4 % of its own size, and its gradients by 6 %. Computing a scale from the current values
 takes one more pass over an array than using the values of earlier steps (delayed scaling), but needs no state.
 
-GPUs of compute capability 8.9 and above have such products; elsewhere XLA computes them in a wider format.
+GPUs of compute capability 8.9 and above support such products; elsewhere XLA computes them in a wider format.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
 def _dot(
   a: Quantized, b: Quantized, contracting: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
 ) -> jax.Array:
-  # Devices add up their parts of a product in its dtype. A bfloat16 has the range of a float32; a float16 has not.
+  # Devices add up their parts of a product in its dtype. The range of float16 is too small; bfloat16 has float32's.
   summed = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
   product = jax.lax.dot_general(a[0], b[0], (contracting, ((), ())), preferred_element_type=summed)
   return (product * (a[1] * b[1])).astype(dtype)

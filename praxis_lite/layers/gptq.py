@@ -1,16 +1,16 @@
-"""GPTQ: values of a weight that are chosen one input after the other, so that later ones make up for the errors.
+"""GPTQ: rounds a weight one input after the other, and changes the remaining inputs to compensate for the errors.
 
     minimize  sum_o d_o' G d_o       d = w - rounded w, G = sum x x' over the rows x of calibration
 
     for i in inputs, those with the largest G_ii first:
       q_i = the nearest values of w_i
       e   = (w_i - rounded w_i) / U_ii
-      w_j = w_j - U_ij e             for all inputs j that are left; U'U = (G + damping)^-1, U upper triangular
+      w_j = w_j - U_ij e             for all remaining inputs j; U'U = (G + damping)^-1, U upper triangular
 
-(Frantar et al., 2023.) Scales and zero points are those of rounding to nearest, whatever the order. An input that
-is always 0 is rounded to nearest, and so is a weight that has seen no rows.
+(Frantar et al., 2023.) Scales and zero points are the same as for rounding to nearest. An input that is always 0 is
+rounded to nearest, and so is a weight that has seen no rows.
 
-I all inputs, O all outputs of one weight.
+I all inputs (for one index of *J), O all outputs of one weight.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 
 from praxis_lite.layers.weight_formats import WeightFormat
 
-_DAMPING = 0.01  # Of the mean of the diagonal, as in the paper.
-_BLOCK = 128  # Inputs after which the errors are spread over all that are left.
+_DAMPING = 0.01  # Relative to the mean of the diagonal, as in the paper.
+_BLOCK = 128  # Inputs after which the errors are spread over all remaining inputs.
 
 
 class Compensation(NamedTuple):
@@ -56,7 +56,7 @@ def compensation(gram_II: np.ndarray) -> Compensation:
 
 @functools.partial(jax.jit, static_argnums=0)
 def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> dict[str, jax.Array]:
-  """Returns what `form.quantize` does for a weight [*J, I, *O], with values that GPTQ chooses."""
+  """Returns the arrays of `form.quantize` for a weight [*J, I, *O], with values that GPTQ chooses."""
   num_outputs = int(np.prod(w.shape[w.ndim - form.num_outputs :]))
 
   def choose(w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The compute capability of the GPUs that a program is for, which kernels ask."""
+"""The compute capability of the GPUs that a program is for, on which the choice of kernels depends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.sharding.mesh import ask_device
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere.
-# Those whose multiprocessors have at least 164 KiB of shared memory; others have 100 KiB.
+# Capabilities with at least 164 KiB of shared memory for each multiprocessor; others have 100 KiB.
 LARGE_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0)})
 
 
 def compute_capability() -> tuple[int, int] | None:
-  """Returns the compute capability of the ambient mesh's GPUs, or of this machine's; None for GPUs not of NVIDIA.
+  """Returns the compute capability of the ambient mesh's GPUs, or of this machine's; None for GPUs of other makers.
 
-  If the chip is not known, it is the oldest one that the kernels take.
+  On a machine without GPUs, and if the chip of the mesh is not known, it is `OLDEST_CAPABILITY`.
   """
   known = ask_device(_capability_of)
   if known is not None:

@@ -4,7 +4,8 @@ Each program of a kernel computes a tile of the result. In `multiply`, a tile ha
 ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12;
 docs/benchmarks.md compares the times of both. The kernels of tokamax 0.0.17 need other packages.
 
-JAX 0.12 deprecates the part of Pallas that compiles by Triton. A release without it takes 'blocks', and says so.
+JAX 0.12 deprecates the part of Pallas that compiles by Triton. On a release without it, 'blocks' is used instead, and
+the reason says so.
 
 M rows, G groups, K dims that are summed over, N dims of the output.
 """
@@ -78,7 +79,7 @@ class _Table(NamedTuple):
 
 
 def _table_of_tiles(starts: jax.Array, ends: jax.Array, size: int, most: int) -> _Table:
-  """Returns the tiles of all groups, with `size` rows each; `most` of them, the last ones empty."""
+  """Returns a table of `most` tiles of `size` rows, first the tiles of all groups, and then empty ones."""
   counts = -(-(ends - starts) // size)
   last = jnp.cumsum(counts)
   tile = jnp.arange(most, dtype=jnp.int32)
@@ -171,11 +172,11 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int) -> Tiles:
-  """Returns sizes of tiles, by measurements on an H100, that are not larger than needed.
+  """Returns the sizes of tiles that were fast on an H100, made smaller for small operands.
 
   Args:
     dtype: dtype of the operands.
-    rows, columns, summed: rows of a result's average group, its columns, and dims that are summed over.
+    rows, columns, summed: the rows of an average group, the columns of the result, and the dims that are summed over.
   """
   wide = 4 // jnp.dtype(dtype).itemsize
   if rows < 64 or columns <= 128:

@@ -39,7 +39,7 @@ from praxis_lite.sharding.mesh import device_kind, platform
 
 ProductMethod = Literal['xla', 'blocks', 'triton']
 IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
-# Tag of the results for rematerialisation: in a jaxpr, a loop does not look like a product.
+# Tags the results for rematerialisation, because a loop in a jaxpr does not look like a product.
 GROUPED_PRODUCT = 'grouped_product'
 # The fewest and the most rows of a block, by platform. Within these limits, a block is as large as an average group:
 # small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop
@@ -50,7 +50,7 @@ _ROWS_OF_OTHER_BLOCKS = (32, 256)
 _KERNEL_DTYPES = ('float32', 'bfloat16', 'float16')
 _FEWEST_KERNEL_ROWS = 16
 
-# By plans of 8 and 64 groups; see docs/planning-figures.md.
+# From plans with 8 and 64 groups; see docs/planning-figures.md.
 _COST_OF_BLOCKS = '1.5 to 4 times'
 
 _Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -123,7 +123,7 @@ def _why_no_kernel(case: ProductCase) -> str:
 @functools.cache
 def _why_no_kernel_for(chip: str) -> str:
   """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
-  del chip  # What is lowered depends on it.
+  del chip  # Only for the cache: the result depends on it.
   if (capability := compute_capability()) is None:
     return "'triton' takes GPUs of NVIDIA"
   if capability < OLDEST_CAPABILITY:
@@ -133,7 +133,7 @@ def _why_no_kernel_for(chip: str) -> str:
   try:
     multiply = _kernels().multiply
     jax.jit(multiply, static_argnums=3).trace(rows, weights, sizes, False).lower(lowering_platforms=('cuda',))
-  except Exception as error:  # Of whatever a release of JAX raises whose Pallas differs.
+  except Exception as error:  # A JAX release with another Pallas may raise anything.
     return f"'triton' fails on this JAX: {first_line(error)}"
   return ''
 
@@ -157,7 +157,7 @@ def grouped_matmul(
 
   Args:
     rows_MK: floats; one group after the other.
-    weights_GKN: floats. Integers and floats of 8 bits, which quantized weights have, become floats of the rows' dtype.
+    weights_GKN: floats; 8-bit integers and floats, as in quantized weights, are converted to the dtype of the rows.
     sizes_G: integers, the number of rows in each group; at most M in sum.
     implementation: one of `IMPLEMENTATIONS`.
     stage_axes: in the stages of a pipeline, which are mapped by the innermost `vmap`, the mesh axes that split them,
@@ -174,7 +174,7 @@ def grouped_matmul(
   method = choose_grouped_matmul(implementation, case=case).name
   if method == 'xla' or export.is_symbolic_dim(rows_MK.shape[0]):  # Sizes of blocks depend on the number of rows.
     return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G)
-  if not (rows_MK.size and weights_GKN.size):  # Neither has groups of rows.
+  if not (rows_MK.size and weights_GKN.size):  # The methods below need a row and a group.
     return jnp.zeros((rows_MK.shape[0], weights_GKN.shape[2]), dtype)
   method = 'blocks' if len(sizes_G) == 1 else method  # One group is a plain product.
   limits = _ROWS_OF_BLOCKS.get(platform(), _ROWS_OF_OTHER_BLOCKS)
@@ -184,7 +184,7 @@ def grouped_matmul(
 
 
 class _Block(NamedTuple):
-  """R rows from `start` on; those from `first` to before `end` belong to the block's group."""
+  """R rows, beginning at `start`; those from `first` to before `end` belong to the block's group."""
 
   start: jax.Array  # All are int32.
   first: jax.Array
@@ -198,12 +198,12 @@ class _Block(NamedTuple):
 
 
 class _Groups(NamedTuple):
-  """The groups of V products with M rows each, numbered through like their rows, and the number of rows of a block."""
+  """The groups of V products with M rows each; groups and rows are numbered through all products."""
 
   sizes: jax.Array  # int32
   ends: jax.Array  # int32, the end of the rows of each group.
   num_rows: int  # V M.
-  rows: int  # R.
+  rows: int  # R, the number of rows of a block.
 
   @classmethod
   def make(cls, sizes_VG: jax.Array, M: int, form: _Form) -> _Groups:
@@ -229,13 +229,13 @@ class _Groups(NamedTuple):
     return jax.lax.fori_loop(0, number, lambda i, carry: body(with_rows[i], counts[with_rows[i]], carry), init)
 
   def loop_over_blocks(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any, V: int) -> Any:
-    """Runs `body(group, place in the group, carry)` as often as the blocks of any groups of V products may need.
+    """Runs `body(group, place in the group, carry)` as often as V products may need at most, whatever their groups.
 
-    Blocks that these groups do not have come last, after the end of the last group.
+    The iterations that these groups do not need come last, with places after the end of the last group.
     """
     counts = self.counts()
     ends, M, G = jnp.cumsum(counts), self.num_rows // V, len(counts) // V
-    filled = min(M, G)  # Groups of n rows need (n - 1) // rows + 1 blocks: most of all if no group is empty.
+    filled = min(M, G)  # Groups of n rows need (n - 1) // rows + 1 blocks, and most in sum if no group is empty.
     most = V * ((M - filled) // self.rows + filled)
     block = jnp.arange(most, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(block[:, None] >= ends, axis=1, dtype=jnp.int32), V * G - 1)
@@ -335,7 +335,7 @@ def _run_sum(left_VMK: jax.Array, right_VMN: jax.Array, sizes_VG: jax.Array, *, 
 
 
 def _keep_rows(rows_VMK: jax.Array, sizes_V1: jax.Array) -> jax.Array:
-  """Returns the rows of the only group, and zeros for those after it."""
+  """Returns the rows of the only group, with zeros in place of the rows after it."""
   return jnp.where(jnp.arange(rows_VMK.shape[1])[:, None] < sizes_V1[:, :, None], rows_VMK, 0)
 
 
@@ -351,7 +351,7 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 
 
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
-  """Runs `run`, with a `vmap` that makes V larger, so that its loops run one after the other and not in lockstep."""
+  """Runs `run`. A `vmap` of it makes V larger, so that its loops run one after the other and not in lockstep."""
 
   @custom_vmap
   def folding(*arrays: jax.Array) -> jax.Array:
@@ -360,7 +360,7 @@ def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> 
   @folding.def_vmap
   def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
     batch = [x if split else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, split in zip(arrays, in_batched)]
-    if {*unmapped_axes()} - {*form.stage_axes}:  # The mesh may split the new dimension, but not after a reshape.
+    if {*unmapped_axes()} - {*form.stage_axes}:  # The mesh may split the new dimension, which a reshape would hide.
       return jax.vmap(functools.partial(run, form=form._replace(method='blocks', fixed_trips=True)))(*batch), True
 
     def run_batch(*batch: jax.Array) -> jax.Array:
@@ -377,7 +377,7 @@ def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> 
   return folding(*arrays)
 
 
-# The names of these two functions are in the jaxpr, where FLOPs are counted by them.
+# FLOPs are counted by the names that these two functions have in the jaxpr.
 @functools.partial(jax.jit, static_argnums=3)
 def grouped_product(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, form: _Form) -> jax.Array:
   return _fold_batch(_run_multiply, form, (rows_VMK, weights_VGKN, sizes_VG))

@@ -1,4 +1,4 @@
-"""GroupedMixer: what mixers share whose heads read keys and queries in groups: projections, convolutions, and rates.
+"""GroupedMixer: the projections, convolutions and rates of mixers whose heads share keys and queries in groups.
 
     value = f(conv(x W_v)) [N, H],  key = f(conv(x W_k)) [G, S],  query = f(conv(x W_q)) [G, S]
     step = softplus(x W_s + bias) [N]
@@ -47,11 +47,11 @@ class GroupedMixer(Mixer):
     activation: name of f; see `activations.py`.
     step_range: the least and the largest step at the start of training; steps are drawn between them.
     chunk_size: tokens of a chunk, in which the cost is quadratic; see `state_space.py`.
-    proj_tpl: template of the children `value`, `key`, `query` and `step`, and of those of the subclass by head.
+    proj_tpl: template of the children `value`, `key`, `query` and `step`, and of the subclass's projections by head.
     conv_tpl: template of the children `value_conv`, `key_conv` and `query_conv`.
     out_tpl: template of the child `out`.
     weight_split_dims_mapping: `wt`, [D, N, H]; the convolutions, the output and the variables [N] are split along the
-      same dimensions. `groups`, [D, G, S].
+      same dimensions. `groups`, [D, G, S], of the projections to keys and queries.
     activation_split_dims_mapping: `blnh`, [B, T, N, H]; `out`, [B, T, D].
   """
 
@@ -87,7 +87,7 @@ class GroupedMixer(Mixer):
   def _create_parts(
     self, key_dims: int, by_head: Mapping[str, tuple[int, ...]], *, use_bias: bool = False, use_conv_bias: bool = False
   ) -> None:
-    """Checks the sizes, and creates what all subclasses have.
+    """Checks the sizes, and creates the children and variables that all subclasses have.
 
     Args:
       key_dims: S.
@@ -126,7 +126,7 @@ class GroupedMixer(Mixer):
     self.create_variable(name, weight)
 
   def _check_steps(self, field: str, low: float, high: float, are_right: bool) -> None:
-    """Raises a `ConfigError` if the values of a field are wrong."""
+    """Raises a `ConfigError` about `field`, the least and the largest step, unless `are_right`."""
     if not are_right:
       raise ConfigError(
         f'{self.path_name}.{field}: expected two numbers, the least and the largest step, got {(low, high)}'

@@ -1,4 +1,4 @@
-"""IA3: a learnt factor for each output, or input, of a frozen layer (Liu et al., 2022).
+"""IA3: a learned factor for each output, or input, of a frozen layer (Liu et al., 2022).
 
     y = (x W + b) l, l [*O]      or, of the inputs      y = (x l) W + b, l [*I]
 
@@ -111,8 +111,8 @@ class Ia3(Adapter):
 
   Attributes:
     layers: see `Adapter`; linear layers and projections.
-    of_inputs: regex, or several, that match those of these layers whose inputs are scaled, instead of their outputs;
-      except for the default, each must match one.
+    of_inputs: regex, or several, for the layers whose inputs are scaled instead of their outputs; except for the
+      default, each regex must match one of these layers.
     dtype: storage dtype of the factors; None uses that of the layer.
   """
 
@@ -139,7 +139,7 @@ class Ia3(Adapter):
 
   @property
   def further_patterns(self) -> dict[str, tuple[str, ...]]:
-    # `layers` may name no layer that the default matches.
+    # The default need not match, because `layers` may exclude what it is for.
     return {} if self.of_inputs == _OF_INPUTS else {'of_inputs': self._of_inputs}
 
   def adapt_at(self, name: str, config: Config) -> Config:

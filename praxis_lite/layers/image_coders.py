@@ -46,7 +46,9 @@ class ConvResidual(Layer):
 
 
 class ImageEncoder(Layer):
-  """Halves an image S times: a convolution with stride 2 and an activation each time, then a residual one, then 1 x 1.
+  """Halves an image S times, each time by a convolution with stride 2 and an activation; then projects it to latents.
+
+  Between the two are `num_blocks` residual blocks, and a residual 3 x 3 convolution, `mix`.
 
   Attributes:
     image_channels: C.
@@ -83,7 +85,7 @@ class ImageEncoder(Layer):
     """Returns latents [B, H / 2^S, W / 2^S, D].
 
     Raises:
-      ConfigError: 2^S does not divide H and W, or the image has other channels.
+      ConfigError: 2^S does not divide H and W, or the image does not have C channels.
     """
     check_image(self.path_name, x_BHWC.shape, self.image_channels, len(self.channels))
     activate, x = get_activation(self.activation), x_BHWC.astype(self.fprop_dtype)
@@ -95,7 +97,7 @@ class ImageEncoder(Layer):
 
 
 class ImageDecoder(Layer):
-  """Doubles a grid of latents S times: a convolution to four times the channels each time, which become 2 x 2 pixels.
+  """Doubles a grid of latents S times: each time, a convolution makes 4 channels for one, which become 2 x 2 pixels.
 
   Attributes:
     input_dims: D.
@@ -154,7 +156,7 @@ def to_patches(x_BHWC: jax.Array, size: int) -> jax.Array:
 
 
 def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int) -> None:
-  """Raises ConfigError if images [B, H, W, C] have other channels, or sizes that cannot be halved so often."""
+  """Raises ConfigError if images [B, H, W, C] do not have these channels, or cannot be halved so often."""
   if len(shape) != 4 or shape[-1] != channels or any(size % 2**halvings for size in shape[1:3]):
     raise ConfigError(
       f'{where}: expected images [B, H, W, {channels}] whose height and width are multiples of {2**halvings}, got the '

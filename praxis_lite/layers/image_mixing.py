@@ -20,11 +20,11 @@ from praxis_lite.layers.precision import to_sum_dtype
 
 
 class MixedImages(NamedTuple):
-  """Images that each contain a part of the one before.
+  """Images, each mixed with a part of the one before it in the batch.
 
   Attributes:
     image: [B, h, w, C], at least float32.
-    share: [B] in the same dtype, the share of its own image; 1 for a row that is not mixed.
+    share: [B] in the same dtype, the share of the row's own image; 1 for a row that is not mixed.
   """
 
   image: jax.Array
@@ -32,7 +32,7 @@ class MixedImages(NamedTuple):
 
 
 class ImageMixing(Layer):
-  """Mixes each image of a batch with the one before, by one of two ways that each row draws; training only.
+  """Mixes each image of a batch with the one before it, by mixup or CutMix, drawn for each row; in training only.
 
   Attributes:
     mixup_alpha: both parameters of the Beta distribution of the share in mixup; 0 disables mixup.
@@ -78,9 +78,9 @@ class ImageMixing(Layer):
 
 
 def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
-  """Returns the rows with which rows are mixed: those before them.
+  """Returns for each row the row that it is mixed with: the one before it.
 
-  The first row gets the last row whose weight is not 0, so that filler rows at the end of a batch change nothing.
+  For the first row, it is the last row whose weight is not 0, so that filler rows at the end of a batch change nothing.
 
   Args:
     x_B: [B, ...], such as images or labels.
@@ -94,7 +94,7 @@ def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
 
 
 def _boxes(key: jax.Array, share_B: jax.Array, height: int, width: int) -> jax.Array:
-  """Returns bool [B, h, w]: boxes of 1 - share of the area around random middles, without what is outside."""
+  """Returns bool [B, h, w]: boxes of 1 - share of the area around random centers, cropped to the image."""
   middles_B2 = jax.random.uniform(key, (*share_B.shape, 2))  # The numbers of a row do not depend on later rows.
   half_B = jnp.sqrt(1 - share_B) / 2
 

@@ -35,11 +35,11 @@ class Conv2D(Layer):
     filter_shape: (height, width, C, O).
     strides: along the height and the width.
     dilations: distance in the image between neighbouring entries of the filter.
-    padding: 'SAME' gives the size of the image divided by the stride; 'VALID' pads nothing; 'SYMMETRIC' pads as many
-      zeros before as after the image, half of the reach of the filter, as networks of PyTorch do.
+    padding: 'SAME' gives the size of the image divided by the stride; 'VALID' pads nothing; 'SYMMETRIC' pads the same
+      number of zeros on both sides of the image, half of the reach of the filter, as networks of PyTorch do.
     groups: number of groups of channels that are convolved separately; C counts the channels of all groups.
     use_bias: whether there is a bias.
-    weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split as its last dimension.
+    weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split like its last dimension.
     activation_split_dims_mapping: `out`, [B, H, W, O]. Height and width are gathered before the convolution and split
       after it, because XLA computes convolutions of split images wrongly.
   """
@@ -86,12 +86,12 @@ class Conv2D(Layer):
     return self.shard(y_BHWO)
 
   def _filters(self) -> jax.Array:
-    """Returns what the image is convolved with, [height, width, C / groups, O]."""
+    """Returns the filters, [height, width, C / groups, O]."""
     return self.theta.w
 
 
 class Pooling(Layer):
-  """The maximum or the mean of each channel in each window; a mean leaves out the padding of the image.
+  """The maximum or the mean of each channel in each window; a mean does not count the padding of the image.
 
   Attributes:
     kind: 'max' or 'mean'.
@@ -144,7 +144,7 @@ def _check_window(layer: Conv2D | Pooling, field: str, window: Sequence[int], x_
 
 
 def _to_lax(padding: str, window: Sequence[int]) -> str | list[tuple[int, int]]:
-  """Returns the padding of height and width as `jax.lax` takes it."""
+  """Returns the padding of height and width in the form of `jax.lax`."""
   return [((size - 1) // 2,) * 2 for size in window] if padding == 'SYMMETRIC' else padding
 
 

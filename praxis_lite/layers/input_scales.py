@@ -1,17 +1,17 @@
-"""Scales of inputs: the weights of an input are multiplied by its scale before rounding, and the layer divides by it.
+"""Scales of inputs: weights are multiplied by the scale of their input before rounding, and the layer divides inputs.
 
     y = sum_i (x_i / s_i) (s_i w_i)
 
-    AWQ            s_i = m_i^a, m_i = mean |x_i|; of 21 numbers a from 0 to 1, the one with the smallest sum of squared
-                   errors of y over the rows of calibration: inputs that matter are rounded more finely
+    AWQ            s_i = m_i^a, m_i = mean |x_i|; a is the one of 21 numbers from 0 to 1 with the smallest sum of
+                   squared errors of y over the rows of calibration. So inputs that matter are rounded more finely
                    (Lin et al., 2024)
-    SmoothQuant    s_i = sqrt(max |x_i| / max_o |w_io|): inputs and weights are as large as each other, so that both can
-                   be rounded to int8 (Xiao et al., 2023, with their alpha = 0.5)
+    SmoothQuant    s_i = sqrt(max |x_i| / max_o |w_io|) makes inputs and weights equally large, so that both can be
+                   rounded to int8 (Xiao et al., 2023, with their alpha = 0.5)
 
 For SmoothQuant, an input that is always 0, or has no weights but 0, has the scale 1. Without rows, all scales are 1.
 Squared errors need G = sum x x' only: for d = w - rounded w, they are sum_o d_o' G d_o.
 
-I all inputs, O all outputs of one weight.
+I all inputs (for one index of *J), O all outputs of one weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from praxis_lite.layers.weight_formats import WeightFormat
 
 _POWERS = np.linspace(0, 1, 21)
-_SMALLEST = 1e-4  # Of the largest m_i.
+_SMALLEST = 1e-4  # Relative to the largest m_i.
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,7 +1,7 @@
-"""Products of matrices with operands in int8: a scale for each row of the inputs, by its current values.
+"""Products of matrices with operands in int8: each row of the inputs has a scale, computed from its current values.
 
     q(x) = round(x / s_x),  s_x = max |x| / 127      of each row; in the same way s_w of each output of the weight
-    y    = s_x s_w (q(x) . q(w))                     summed in int32, of up to 2^17 products
+    y    = s_x s_w (q(x) . q(w))                     summed in int32, up to 2^17 products at a time
     dx   = g . (s_w q(w))^T,  dw = (s_x q(x))^T . g  in the dtype of x: as if nothing were rounded (straight-through)
 
 A product of normally distributed entries is off by 1 % of its own size. Weights that are stored in integers with a
@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 _LARGEST = 127
-_MOST_SUMMED = 1 << 17  # Products of integers from -128 to 127 and from -127 to 127 whose sum fits into int32.
+_MOST_SUMMED = 1 << 17  # So many products of integers from -128 to 127 and from -127 to 127 fit into int32 when summed.
 T = TypeVar('T')
 
 
 class Int8Rows(NamedTuple):
-  """Arrays in int8, and the scales of their rows, with dimensions of size 1 for those that share a scale."""
+  """Arrays in int8, and the scales of their rows, of size 1 along the dimensions whose entries share a scale."""
 
   values: jax.Array
   scale: jax.Array
@@ -71,13 +71,14 @@ int8_tensordot.defvjp(_forward, _backward)
 def multiply_rows_in_int8(
   x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]
 ) -> jax.Array:
-  """Returns `multiply(x, weight)`, with x rounded to int8; its gradients are those of `multiply`.
+  """Returns `multiply(x, weight)` with x rounded to int8, and the gradients of `multiply` without rounding.
 
   Args:
     x: [..., *I].
-    weight: arrays.
+    weight: a tree of arrays.
     axes: number of dimensions I, whose entries share a scale.
-    multiply: a function that is linear in x; it takes x or its integers, and returns [..., *O], of integers in float32.
+    multiply: a function that is linear in x and returns [..., *O]; it also takes x in integers, and then returns
+      float32.
   """
   of_x = quantize_rows(x, _last(x, axes))
   return _scale_rows(multiply(of_x.values, weight), of_x, axes).astype(x.dtype)

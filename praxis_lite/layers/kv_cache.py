@@ -3,8 +3,8 @@
     growing   every row takes the next T slots. Padding leaves slots empty; the next tokens take the slots that are
               empty in all rows
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
-    placed    the token at position p is in slot p of its row, also with a window. So rows may have different lengths,
-              and a row may go back: tokens that are read again replace those of their positions; none sees later ones
+    placed    the token at position p is in slot p of its row, even with a window. So rows may have different lengths,
+              and a row may go back: new tokens replace those of their positions, and do not see later ones
 
 Entries may be stored in int8: each vector has a scale, max |x| / 127.
 
@@ -26,17 +26,17 @@ from praxis_lite.common.errors import ConfigError
 class KVCache(NamedTuple):
   """The slots of a cache, or new tokens that are not written yet.
 
-  In a cache, the slots of a head are contiguous, as the products of attention need them. New tokens have the layout in
+  In a cache, the slots of a head are contiguous, which the products of attention need. New tokens have the layout in
   which the layer computes them, [B, T, K, H].
 
   Attributes:
     key, value: [B, K, S, H], in the dtype of the cache. A value of None means that the values are the keys.
     pos: [B, S] int32 position of the token in each slot; -1 for an empty slot.
-    slot: the number of slots taken, in a growing cache; None for new tokens. In a placed cache [B]: how many first
-      slots of each row the last tokens may attend to.
+    slot: in a growing cache, the number of slots taken; in a placed cache, [B], the number of first slots of each row
+      that the last tokens may attend to. None for new tokens.
     key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
-    turn: int32, the number of the layer in a loop; all arrays then begin with the dimension L. None for the cache of a
-      single layer.
+    turn: int32, the number of the layer in a loop over layers; all arrays then begin with the dimension L. None for the
+      cache of a single layer.
   """
 
   key: jax.Array
@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
   turn: jax.Array | None = None
 
   def unstack(self) -> KVCache:
-    """Returns only the cache of this layer from the stack."""
+    """Returns the cache of this layer from the stack."""
     turn = self.turn
     if turn is None:
       return self
@@ -97,7 +97,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """How many first slots of this layer may have tokens that the last ones attend to."""
+    """The number of first slots of this layer that may hold tokens to which the last ones attend."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 
@@ -109,7 +109,7 @@ def check_cache_dtype(path: str, dtype: DTypeLike | None) -> None:
 
 
 def to_entries(key_BTKH: jax.Array, value_BTKH: jax.Array | None, pos_BT: jax.Array, dtype: DTypeLike) -> KVCache:
-  """Returns tokens in the form in which a cache of this dtype stores them; without values, the keys are the values."""
+  """Returns tokens as a cache of this dtype stores them; if `value_BTKH` is None, the keys are the values."""
 
   def entries(vectors_BTKH: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return _quantize(vectors_BTKH) if jnp.dtype(dtype) == jnp.int8 else (vectors_BTKH.astype(dtype), None)
@@ -133,7 +133,7 @@ def append_tokens(cache: KVCache, new: KVCache) -> KVCache:
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
   if cache.is_placed:
-    seen_B = jnp.max(new.pos, axis=1) + 1  # Of a row that is padding, nothing is looked at.
+    seen_B = jnp.max(new.pos, axis=1) + 1  # 0 for a row of padding, which attends to nothing.
     return write_to_ring(cache, new)._replace(slot=seen_B if turn is None else cache.slot.at[turn].set(seen_B))
   slot = cache.slot if turn is None else cache.slot[turn]
   taken: jax.Array | int = 1
@@ -187,7 +187,7 @@ def join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def axis_of_slots(rank: int, rank_of_pos: int = 2) -> int:
-  """Returns the dimension of slots in an array of a cache, or of stacked caches, given the ranks of it and of `pos`.
+  """Returns the dimension of slots in an array of a cache, or of stacked caches, given its rank and that of `pos`.
 
   In one cache, the arrays are positions [B, S], scales [B, K, S], and vectors [B, K, S, H].
   """

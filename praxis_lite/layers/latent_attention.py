@@ -5,12 +5,12 @@
     query = [x W_q without its last P dims, rotate(the last P)]         from x, or from a latent vector of its own
     out = softmax(query . key / sqrt(H)) . value  W_o
 
-Training computes keys and values of all heads. Decoding does not, because W_k and W_v can be applied on the other side:
+Training computes keys and values of all heads. Decoding applies W_k to queries and W_v to results instead:
 
     query . key = [query W_k^T, rotated query] . [c, r]                 one key [R + P] for all heads, which is cached
     sum of p value = (sum of p c) W_v
 
-So a token takes R + P numbers of the cache, however many heads there are, and the first R of them are its value.
+So a token takes R + P numbers of the cache for any number of heads, and the first R of them are its value.
 
 B batch, T length, S length of the cache, D model dims, N heads, H dims of queries and keys, P of these rotary, V dims
 of values, R latent dims.
@@ -44,16 +44,15 @@ class LatentAttention(MultiHeadAttention):
   """Multi-head latent attention (DeepSeek-V2, 2024).
 
   `num_kv_heads`, `combine_qkv`, `qk_norm_tpl`, `per_dim_scale_tpl`, `value_residual_tpl` and cross attention are not
-  supported. `use_bias`
-  gives biases to `latent` and `query_latent` only, as in DeepSeek's models. The entry of `blkh` for heads does not
-  split the cache, which has one head.
+  supported. `use_bias` gives biases to `latent` and `query_latent` only, as in DeepSeek's models. The entry of `blkh`
+  for heads does not split the cache, which has one head.
 
   Attributes:
     latent_dims: R.
     query_latent_dims: dims of the latent vector of queries; None computes queries from the input itself.
     dims_per_head: H, including the rotary dims; None means D / N.
     rotary_dims: P; 0 needs `rotary_tpl` to be None.
-    value_dims: V, at most H; None means H. In training, values of fewer dims are filled up to H.
+    value_dims: V, at most H; None means H. In training, values of fewer dims are padded to H.
     latent_norm_tpl: template of the norms of both latent vectors.
     others: see `MultiHeadAttention`. `weight_split_dims_mapping.wt`, [D, N, H], also splits [D, R] and [R, N, H].
   """
@@ -113,7 +112,7 @@ class LatentAttention(MultiHeadAttention):
   # ---------------------------------------------------------------- parts
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
-    # A cached key has other dims.
+    # The scale is explicit, because a cached key does not have H dims.
     return AttentionSpec(self.logit_scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _queries(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
@@ -127,7 +126,7 @@ class LatentAttention(MultiHeadAttention):
     return jnp.concatenate([plain_BTNh, self.rotary(turned_BTNP, pos_BT)], axis=-1)
 
   def _parts(self, query_BTNH: jax.Array) -> list[jax.Array]:
-    """Returns the dims of queries that know no positions, and the rotary ones."""
+    """Returns the dims of queries without positions, and the rotary dims."""
     return jnp.split(query_BTNH, [query_BTNH.shape[-1] - self.rotary_dims], axis=-1)
 
   def _latents(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> tuple[jax.Array, jax.Array]:

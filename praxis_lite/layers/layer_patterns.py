@@ -1,4 +1,4 @@
-"""LayerPatterns: the layers below a model that a rule, such as an adapter, is for, as regexes of their paths."""
+"""LayerPatterns: regexes of paths that select the layers of a model for a rule, such as an adapter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LayerPatterns(Configurable):
   """Base of rules for some layers of a model.
 
   Attributes:
-    layers: regex, or several, that match whole paths of layers below the model; None means all that the rule can
-      be for.
+    layers: regex, or several, that match whole paths of layers below the model; None means all layers that the rule
+      supports.
   """
 
   layers: str | tuple[str, ...] | None = None

@@ -45,7 +45,7 @@ class Linear(Layer):
     output_dims: O.
     use_bias: whether there is a bias.
     matmul: 'fprop', the product is in `fprop_dtype`; 'fp8' or 'int8', its operands are in 8 bits; see `products.py`.
-    weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
+    weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split like the last dimension.
   """
 
   product_weights: ClassVar[Mapping[str, str]] = {'w': 'in'}
@@ -82,9 +82,9 @@ def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> 
 
 
 def draw_bias(layer: Layer, fan_in: int) -> None:
-  """In `setup` of its parent: the bias `b` of a layer begins uniform within 1 / sqrt(fan_in), not at zero.
+  """In `setup` of its parent: initializes the bias `b` of a layer uniformly within 1 / sqrt(fan_in), not to zero.
 
-  Inputs of zeros then do not give zeros. A norm multiplies the gradient by a vector of zeros by 1 / sqrt(epsilon). A
+  So inputs of zeros do not give vectors of zeros, through which a norm would multiply gradients by 1 / sqrt(epsilon). A
   layer without a bias is left as it is.
   """
   if (bias := layer._weights.get('b')) is not None:

@@ -12,7 +12,7 @@ from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, Known, S
 
 
 class LocalChunks(AttentionMask):
-  """Allows keys with the same whole number of `chunk`s before them as the query; it knows which blocks it empties."""
+  """Allows keys in the chunk of the query: the chunk of index i is i // `chunk`."""
 
   chunk: int
 
@@ -45,7 +45,7 @@ def local_chunks(
   if pos_BT is None:
     return LocalChunks(chunk)
   ids_BT = jnp.maximum(pos_BT, 0) // chunk
-  if segment_ids is not None and key_segment_ids is not None:  # Joined, because kernels take ids once.
+  if segment_ids is not None and key_segment_ids is not None:  # One mask, because kernels take only one kind of ids.
     most = jnp.max(ids_BT, axis=1, keepdims=True, initial=0) + 1
     return Segments(segment_ids * most + ids_BT, key_segment_ids * most + ids_BT)
   return Segments(ids_BT, ids_BT)

@@ -23,7 +23,7 @@ from praxis_lite.layers.precision import to_sum_dtype
 
 MEL_SCALES = ('htk', 'slaney')
 WINDOWS = ('hann', 'hamming', 'povey', 'rectangular')
-# Slaney's scale is linear up to 1 kHz, 3 / 200 mels for a hertz, and then has 27 mels for each factor of 6.4.
+# Slaney's scale is linear up to 1 kHz, 3 / 200 mels for each hertz, and then has 27 mels for each factor of 6.4.
 _KNEE_HZ, _KNEE_MEL, _MELS_PER_E = 1000.0, 15.0, 27.0 / np.log(6.4)
 
 
@@ -32,18 +32,18 @@ class LogMel(Layer):
 
   Attributes:
     sample_rate: samples in a second.
-    frame_length, frame_step: L and the distance of frames, in samples; 25 ms and 10 ms at 16 kHz.
-    fft_length: length of the transform, of frames with zeros after them; None is the next power of 2.
+    frame_length, frame_step: L, and the distance between frames, in samples; 25 ms and 10 ms at 16 kHz.
+    fft_length: length of the transform, to which frames are padded with zeros; None means the next power of 2.
     window: 'hann', 'hamming', 'povey' (Hann's to the power of 0.85, as in Kaldi) or 'rectangular'. Hann's and
       Hamming's are periodic, as in most front ends; Povey's is symmetric.
-    power: of the absolute values of the spectrum: 2 for power, 1 for magnitude.
-    preemphasis: subtracts that share of the sample before from each sample of a frame; 0 disables it.
+    power: exponent of the absolute values of the spectrum: 2 for power, 1 for magnitude.
+    preemphasis: the share of the previous sample that is subtracted from each sample of a frame; 0 disables it.
     num_mels: M.
-    low_hz, high_hz: where the first band begins and the last one ends; None is half of the sample rate.
+    low_hz, high_hz: where the first band begins and the last one ends; None means half of the sample rate.
     mel_scale: 'htk' is 2595 log10(1 + f / 700); 'slaney' is linear up to 1 kHz and logarithmic above.
     unit_area: whether all bands have the same area (Slaney's norm) instead of the same height, 1.
     centered: whether frame t is around sample t * frame_step, with the sound reflected at both of its ends, as in
-      librosa; otherwise it begins there, and all of it is inside.
+      librosa; otherwise it begins there, and lies inside the sound.
     floor: the smallest energy; smaller ones are raised to it before the logarithm.
     normalize: whether each band has mean 0 and variance 1 over the frames of its row.
     activation_split_dims_mapping: `out`, [B, T, M].
@@ -86,15 +86,15 @@ class LogMel(Layer):
   def __call__(self, x_BN: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns the features, [B, T, M], 0 in frames of padding, and their paddings, [B, T] int32, 0 or 1.
 
-    T is 1 + (N - L) // frame_step, or 1 + N // frame_step if `centered`. A frame with a sample of padding is padding;
-    if `centered`, one whose middle is more than the length of the sound.
+    T is 1 + (N - L) // frame_step, or 1 + N // frame_step if `centered`. A frame is padding if it contains a sample of
+    padding; if `centered`, only if its center is after the end of the sound.
 
     Args:
       x_BN: samples.
-      paddings: [B, N], nonzero for padding after the samples, which may hold any values; None means there is none.
+      paddings: [B, N], nonzero for padding after the samples, which may hold any values; None means no padding.
 
     Raises:
-      ConfigError: the samples are fewer than those of a frame.
+      ConfigError: there are fewer than L samples, and not `centered`.
     """
     B, N = x_BN.shape
     if not self.centered and self.frame_length > N:
@@ -118,7 +118,7 @@ class LogMel(Layer):
     return self.shard(y_BTM), 1 - is_frame_BT.astype(jnp.int32)
 
   def _centered_frames(self, samples_BN: jax.Array, length_B1: jax.Array) -> jax.Array:
-    """Returns frames [B, T, L] around their samples, of sound that is reflected at the first and last one."""
+    """Returns frames [B, T, L] around their samples; the sound is reflected at its first and its last sample."""
     N = samples_BN.shape[1]
     starts_T = np.arange(1 + N // self.frame_step) * self.frame_step - self.frame_length // 2
     at_K = np.abs(starts_T[:, None] + np.arange(self.frame_length)).reshape(-1)

@@ -44,9 +44,9 @@ class Adapter(LayerPatterns):
 
   # What can have this adapter, for messages.
   adaptable: ClassVar[str] = 'linear layers, projections, experts and tables of embeddings'
-  # For the classes of layers that can have this adapter: the class of those that do.
+  # Classes of layers that can have this adapter, and the classes of the same layers with it.
   adapted: ClassVar[Mapping[type[Layer], type[Layer]]] = {}
-  # Those that have it only if a regex matches them.
+  # Classes of layers that get it only if a regex matches them.
   only_if_named: ClassVar[frozenset[type[Layer]]] = frozenset({Embedding})
 
   @property
@@ -64,11 +64,11 @@ class Adapter(LayerPatterns):
     return self.matches(name)
 
   def adapt(self, config: Config) -> Config:
-    """Returns the config of a layer with this adapter, for the config of one that can have it."""
+    """Returns the config of a layer with this adapter, given its config without one."""
     raise NotImplementedError
 
   def adapt_at(self, name: str, config: Config) -> Config:
-    """Like `adapt`, for the layer of this path below the model, if that matters."""
+    """Like `adapt`, for adapters that depend on the layer's path below the model."""
     del name
     return self.adapt(config)
 
@@ -78,7 +78,7 @@ class Adapter(LayerPatterns):
 
 
 class AdaptedLayer(Layer):
-  """Base of the layers with an adapter. Before it, they name the class without one, whose defaults they keep."""
+  """Base of the layers with an adapter. They name the class without one before this base, and so keep its defaults."""
 
   @classmethod
   def base_class(cls) -> type[Layer]:
@@ -100,7 +100,7 @@ class AdaptedLayer(Layer):
     return tuple(self._weights[name].shape)
 
   def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:
-    """Returns the variables of the layer without an adapter that computes the same.
+    """Returns variables with which the layer without an adapter computes the same.
 
     Args:
       variables: the variables of this layer and those below it, in their true shapes; layers that repeat this one may
@@ -223,7 +223,7 @@ class _LoraExpertMlp(ExpertMlp):
 
 
 class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
-  """A `MoeFeedForward` whose experts have updates of low rank, each its own.
+  """A `MoeFeedForward` in which each expert has an update of low rank.
 
   The variables are `up_lora_a`, [E, D, R], `up_lora_b`, [E, R, F], and so on for `gate` and `down`.
 
@@ -277,8 +277,8 @@ class Lora(Adapter):
   """Updates of low rank for linear layers, projections of attention, experts, and tables of embeddings.
 
   Attributes:
-    layers: see `Adapter`. An update of a table of embeddings has to be asked for. The softmax of a model, convolutions
-      and routers have no updates.
+    layers: see `Adapter`. A table of embeddings has an update only if a regex matches it. The softmax of a model,
+      convolutions and routers have no updates.
     rank: R.
     alpha: an update is multiplied by alpha / R.
     rank_stabilized: multiply by alpha / sqrt(R) instead (rsLoRA; Kalajdzievski, 2023).

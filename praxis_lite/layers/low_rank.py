@@ -33,17 +33,17 @@ class LowRankWeightSplit(SplitMapping):
 class LowRankUpdate(Layer):
   """y = scale (dropout(x) A) B, which is 0 at first (Hu et al., 2021).
 
-  In the update of a table of embeddings, A begins at 0 and B is random, so that a step changes only rows of ids that it
-  has seen.
+  In the update of a table of embeddings, A begins at 0 and B is random, so that a step changes only the rows of the ids
+  that it has seen.
 
   Attributes:
     in_shape: trailing dimensions of the input.
     out_shape: trailing dimensions of the output.
     rank: R.
     scale: factor of the product.
-    is_table: whether the input is ids, and A a table [V, R] of a vector for each.
-    num_adapters: how many pairs A and B there are, [K, *in_shape, R] and [K, R, *out_shape], of which each row of a
-      batch uses one, or none: `surroundings.adapters` says which. None: one pair, for all rows.
+    is_table: whether the input is ids, and A is a table with a vector for each id, [V, R].
+    num_adapters: K, the number of pairs [K, *in_shape, R] and [K, R, *out_shape] of A and B. Each row of a batch uses
+      the pair that `surroundings.adapters` names for it, or none. None means one pair, shared by all rows.
     dropout_tpl: template of the child `dropout`, on the input; not applied to ids.
     weight_split_dims_mapping: `a`, [*in_shape, R], and `b`, [R, *out_shape]; the updated layer derives them from the
       mapping of its weight.
@@ -99,7 +99,7 @@ class LowRankUpdate(Layer):
     return self.shard(jnp.tensordot(of_rank * self.scale, self.theta.b, axes=1))
 
   def _call_by_row(self, x: jax.Array) -> jax.Array:
-    """Returns what each row's own adapter does, for x [B, ..., *in_shape]."""
+    """Returns the update of each row by its own adapter, for x [B, ..., *in_shape]."""
     rows_B = self.surroundings.adapters
     if not self.do_eval:
       raise ConfigError(f'{self.path_name}: several adapters are for decoding; train each of them by itself')
@@ -111,7 +111,7 @@ class LowRankUpdate(Layer):
         f'{self.path_name}: {len(rows_B)} rows have an adapter, and the layer is called with an array of {x.shape}; '
         'several adapters need rows as the first dimension'
       )
-    # A number that is neither -1 nor that of an adapter gives NaN.
+    # A number that is neither -1 nor the number of an adapter gives NaN.
     number_B = jnp.where(rows_B < 0, jnp.where(rows_B == -1, 0, len(self.theta.a)), rows_B)
     a_of_rows, b_of_rows = (jnp.take(w, number_B, axis=0, mode='fill') for w in (self.theta.a, self.theta.b))
     factor_B = jnp.where(rows_B < 0, 0, self.scale).astype(x.dtype)
@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns a mapping with dimensions before it that are not split."""
+  """Returns a mapping with further dimensions in front, which are not split."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))
@@ -155,7 +155,7 @@ def split_update(
 
 
 def derived_split(wt: DeclaredSplit, path: str) -> DeclaredSplit:
-  """Returns a mapping whose sources say that it is derived from that of the weight of the layer at `path`."""
+  """Returns a mapping whose sources say that it is derived from the mapping of the weight of the layer at `path`."""
   return DeclaredSplit(wt, [f'{source}, derived from the weight of {path}' for source in wt.sources])
 
 

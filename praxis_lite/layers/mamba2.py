@@ -36,7 +36,7 @@ from praxis_lite.sharding.weights import (
 
 
 class GatedRMSNorm(Layer):
-  """y = norm(x * silu(gate)) * scale, where each group of heads is normalized together.
+  """y = norm(x * silu(gate)) * scale, where the heads of a group are normalized together.
 
   Attributes:
     num_heads: N.
@@ -83,7 +83,7 @@ class Mamba2(GroupedMixer):
     use_bias: whether the projections have biases.
     use_conv_bias: whether the convolutions have biases.
     step_limits: bounds of the steps.
-    norm_tpl: template of the child `norm`, which is split as the heads are.
+    norm_tpl: template of the child `norm`, which is split like the heads.
     activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, and states
       pass from part to part, see `state_parts.py`.
   """

@@ -1,7 +1,7 @@
-"""Checks a mask before attention uses it: the shapes of its arrays, and for kinds of a user's own, what methods return.
+"""Checks a mask before attention uses it: the shapes of its arrays, and what methods of a user's own classes return.
 
-Attention in blocks cuts arrays and broadcasts results, so it would compute something else than dense attention, without
-an error, from arrays of another length or from results without a dimension for the keys.
+Attention in blocks cuts arrays and broadcasts results. With arrays of another length, or results without a dimension
+for the keys, it would silently compute something else than dense attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_mask(mask: AttentionMask, batch: int, query_len: int, key_len: int) ->
   """Raises ConfigError if an array of a mask does not fit B rows of T queries and S keys, or a method returns no mask.
 
   Args:
-    mask: the mask; what it consists of is checked one by one.
+    mask: the mask; the parts of a composed mask are checked one by one.
     batch, query_len, key_len: B, T and S.
   """
   for leaf in mask_leaves(mask):

@@ -1,4 +1,4 @@
-"""Patches of images that a network sees, and a decoder that predicts the others (MAE, He et al., 2022).
+"""Masked autoencoders (MAE, He et al., 2022): patches that an encoder sees, and a decoder that predicts all patches.
 
 B batch, h and w height and width of an image, C channels, T patches, K patches that are seen, E dims of the encoder,
 D dims of the decoder, P numbers in a patch.
@@ -35,7 +35,7 @@ class SeenPatches(NamedTuple):
 
   Attributes:
     numbers: [B, K] int32, the numbers of the patches that are seen.
-    places: [B, T] int32, the place of each patch in `numbers`; K or more for those that are hidden.
+    places: [B, T] int32, the place of each patch in `numbers`; K or more for hidden patches.
     is_hidden: [B, T] bool.
   """
 
@@ -45,7 +45,7 @@ class SeenPatches(NamedTuple):
 
 
 def choose_patches(noise_BT: jax.Array, count: int) -> SeenPatches:
-  """Returns the `count` patches of each row that have the least noise; with random noise, they are random ones."""
+  """Returns the `count` patches of each row that have the least noise; random noise chooses random patches."""
   order_BT = jnp.argsort(noise_BT, axis=1)
   places_BT = jnp.argsort(order_BT, axis=1)
   return SeenPatches(order_BT[:, :count], places_BT, places_BT >= count)
@@ -57,7 +57,7 @@ def take_tokens(x_BTD: jax.Array, numbers_BK: jax.Array) -> jax.Array:
 
 
 def pixels_of_patches(image_BhwC: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
-  """Returns the numbers in each patch, [B, T, P], row by row; pixels that do not fill a patch are left out."""
+  """Returns the pixel values of each patch, [B, T, P], row by row; pixels that do not fill a patch are left out."""
   height, width = patch_size
   rows, columns = grid_size((image_BhwC.shape[1], image_BhwC.shape[2]), patch_size)
   B, C = image_BhwC.shape[0], image_BhwC.shape[-1]
@@ -66,7 +66,7 @@ def pixels_of_patches(image_BhwC: jax.Array, patch_size: tuple[int, int]) -> jax
 
 
 def normalize_patches(x_BTP: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-  """Returns (x - mean(x)) / sqrt(var(x) + epsilon) of each patch, where the variance is over P - 1."""
+  """Returns (x - mean(x)) / sqrt(var(x) + epsilon) for each patch; the variance is a sum divided by P - 1."""
   x_BTP = to_sum_dtype(x_BTP)
   y_BTP = x_BTP - jnp.mean(x_BTP, axis=-1, keepdims=True)
   variance = jnp.sum(jnp.square(y_BTP), axis=-1, keepdims=True) / max(1, x_BTP.shape[-1] - 1)
@@ -80,7 +80,7 @@ class PatchDecoderSplit(ActivationSplit):
 
 
 class PatchDecoder(Layer):
-  """Predicts all patches of an image from the states of those that an encoder has seen.
+  """Predicts all patches of an image from the states of the patches that an encoder has seen.
 
       tokens = [embed(class token), embed(state) or mask_token for each patch, plus its position]
       y      = pixels(final_norm(blocks(tokens)))
@@ -94,8 +94,8 @@ class PatchDecoder(Layer):
     patch_dims: P.
     has_class_token: whether the first state belongs to a class token.
     embed_tpl: template of the child `embed`.
-    position_tpl: template of the child `position`: sinusoids, with which the class token has no position; or
-      `LearnedPositions`, also of the class token, which is the first.
+    position_tpl: template of the child `position`: sinusoids, where the class token has no position; or
+      `LearnedPositions`, whose first position is that of the class token.
     transformer_tpl: template of the child `transformer`; its attention is never causal.
     final_norm_tpl: template of the child `final_norm`.
     pixels_tpl: template of the child `pixels`.

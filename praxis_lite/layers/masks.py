@@ -3,7 +3,7 @@
     Causal() & SlidingWindow(512)                               up to the query's own position, and less than 512 away
     (Causal() | Prefix(lengths_B)) & Segments(ids_BT, ids_BT)   prefix-LM on packed rows
 
-A mask is a tree of arrays, so it can pass through transforms. Attention uses three methods, and knows no kind by name:
+A mask is a pytree, so it can pass through transforms. Attention uses three of its methods:
 
     allows        the mask of given queries and keys, as an array
     some_allowed  in which pairs of blocks some key may be allowed; attention skips the other pairs
@@ -101,7 +101,7 @@ class Known:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask(abc.ABC):
-  """Which keys a query attends to. Subclasses become frozen dataclasses and trees of arrays.
+  """Which keys a query attends to. Subclasses become frozen dataclasses and pytrees.
 
   Fields declared by `query_array`, `key_array` or `row_array` are arrays; other fields of a subclass are static.
   """
@@ -119,7 +119,7 @@ class AttentionMask(abc.ABC):
 
     Args:
       query_T, key_S: indices in the row, in the same order as the arrays of this mask; or indices of each row, [B, T]
-        and [B, S]. In decoding they are positions in the sequence. Results for negative ones are not used.
+        and [B, S]. In decoding they are positions in the sequence. Results for negative indices are not used.
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:
@@ -272,7 +272,7 @@ class SlidingWindow(OffsetMask):
 
 
 class FunctionMask(AttentionMask):
-  """Allows the keys for which a function of indices is True; it knows nothing about blocks.
+  """Allows the keys for which a function of indices is True; attention cannot skip blocks because of it.
 
   Attributes:
     fn: (indices [..., T, 1] of queries, indices [..., 1, S] of keys) -> bool [..., T, S].
@@ -429,7 +429,7 @@ def has_array_mask(mask: AttentionMask) -> bool:
 
 
 def has_causal(mask: AttentionMask) -> bool:
-  """Whether a mask is causal, or contains a causal mask, like that of a prefix-LM."""
+  """Whether a mask is causal, or contains a causal mask, like the mask of a prefix-LM."""
   return any(isinstance(leaf, OffsetMask) and leaf.ahead == 0 for leaf in mask_leaves(mask))
 
 

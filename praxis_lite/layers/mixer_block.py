@@ -1,4 +1,4 @@
-"""MixerBlock: a transformer block with a recurrence in the place of attention.
+"""MixerBlock: a transformer block with a recurrence in place of attention.
 
     pre-norm     x = x + mixer(norm(x));  x = x + ff(norm(x))
 
@@ -31,7 +31,7 @@ class MixerBlock(TransformerBlock):
     ff_tpl: template of the child `ff`; None leaves out the feed-forward layer, as in Mamba-2.
     norm_tpl: template of the children `mixer_norm` and `ff_norm`, and with 'primer_hybrid' of `mixer_out_norm` and
       `ff_out_norm`.
-    num_heads, num_kv_heads, dims_per_head, attention_tpl: not used. A stack gives all its blocks these sizes.
+    num_heads, num_kv_heads, dims_per_head, attention_tpl: not used; a stack sets them for blocks of all classes.
     others: see `TransformerBlock`.
   """
 

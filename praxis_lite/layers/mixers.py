@@ -1,4 +1,4 @@
-"""Mixer: the base of layers that mix the tokens of a row by a recurrence, in the place of attention.
+"""Mixer: the base of layers that mix the tokens of a row by a recurrence, in place of attention.
 
 B batch, T length, D model dims.
 """
@@ -36,8 +36,8 @@ class Mixer(Layer):
   """
 
   causal: ClassVar[bool] = True
-  _passes_states: ClassVar[bool] = False  # Whether it scans the parts of a split length on their own.
-  _state_split: ClassVar[tuple[int | None, ...]] = (0, 2)  # Which dimensions of `blnh` split those of the state.
+  _passes_states: ClassVar[bool] = False  # Whether it scans the parts of a split length separately.
+  _state_split: ClassVar[tuple[int | None, ...]] = (0, 2)  # The dimensions of `blnh` that the state is split like.
 
   input_dims: int = REQUIRED
 
@@ -65,11 +65,11 @@ class Mixer(Layer):
     Args:
       x_BTD: rows of tokens.
       segment_ids: [B, T] int32; each segment starts with an empty state. None means that a row is one segment.
-      segment_pos: not used, because the order of tokens is all that a recurrence knows of positions.
+      segment_pos: not used, because a recurrence depends only on the order of tokens.
       prefix_lengths: must be None.
 
     Raises:
-      ConfigError: `prefix_lengths` are given, but a recurrence cannot see later tokens.
+      ConfigError: `prefix_lengths` is not None; a recurrence cannot see later tokens.
     """
     del segment_pos
     self._refuse_prefixes(prefix_lengths)
@@ -93,11 +93,11 @@ class Mixer(Layer):
     return self.mix(x_BTD, None, pos_BT)
 
   def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
-    """Returns [B, T, D]: in one pass, or with positions, for the next tokens of rows with a state."""
+    """Returns [B, T, D] for whole rows, or with positions, for the next tokens of rows that have a decode state."""
     raise NotImplementedError
 
   def _keep(self, state: jax.Array) -> None:
-    """In decoding: keeps the state, [B, N, ...], split as `blnh` says."""
+    """In decoding: stores the state, [B, N, ...], split as `blnh` says."""
     split = pick_entries(self.activation_split_dims_mapping.blnh, *self._state_split)
     self.update_decode_state('state', self.shard(state, split))
 
@@ -113,12 +113,12 @@ class Mixer(Layer):
     return () if placement is None else spec_axes(placement.spec[1])
 
   def _num_parts(self) -> int:
-    """In a call: returns in how many parts the mesh splits the length."""
+    """In a call: returns the number of parts into which the mesh splits the length."""
     sizes, manual = jax.sharding.get_abstract_mesh().shape, self.surroundings.manual_axes
     return math.prod(sizes.get(axis, 1) for axis in self._length_axes() if axis not in manual)
 
   def _shard_parts(self, x: jax.Array, letters: tuple[str, ...]) -> jax.Array:
-    """Splits an array whose dimensions are rows, B, parts of the length, P, and heads, N, as `blnh` says."""
+    """Splits an array as `blnh` says; `letters` name its dimensions: B rows, P parts of the length, N heads."""
     places = {'B': 0, 'P': 1, 'N': 2, '': None}
     return self.shard(x, pick_entries(self.activation_split_dims_mapping.blnh, *(places[letter] for letter in letters)))
 
@@ -131,5 +131,5 @@ class Mixer(Layer):
 
 
 def pick_entries(split: SplitDimsMapping, *dims: int | None) -> SplitDimsMapping:
-  """Returns these entries of a mapping, and None for None, as `DeclaredSplit.pick` does; None without a mapping."""
+  """Returns a mapping with these entries of another one, and None for None; returns None without a mapping."""
   return split.pick(*dims) if isinstance(split, DeclaredSplit) else None

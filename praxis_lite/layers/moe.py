@@ -82,7 +82,7 @@ class ExpertOutputs(NamedTuple):
   """The results of experts for this device's tokens."""
 
   y: jax.Array  # [B, T, D].
-  load: jax.Array  # [B, 1, E] float32, number of tokens of a row that chose an expert, or that it chose.
+  load: jax.Array  # [B, 1, E] float32, number of tokens of a row that chose the expert, or that the expert chose.
   dropped: jax.Array  # [B, 1] float32, number of these choices without a slot, or of tokens that no expert chose.
 
 
@@ -105,9 +105,9 @@ class MoeFeedForward(Layer):
     activation: name of f; see `activations.py`.
     use_bias: whether the products of experts have biases, the variables `gate_bias` and `up_bias`, [E, F], and
       `down_bias`, [E, D]. They are split like the same dimensions of the weights.
-    hidden_limit: with gates, the input of f is cut above at this limit, and x W_up at both sides (GPT-OSS); None
-      disables it.
-    up_offset: with gates, a constant that is added to x W_up after the cut; 1 in GPT-OSS.
+    hidden_limit: with gates, the input of f is clipped from above at this limit, and x W_up on both sides (GPT-OSS);
+      None disables it.
+    up_offset: with gates, a constant that is added to x W_up after clipping; 1 in GPT-OSS.
     router_tpl: template of the child `router`, which computes scores, chooses, and balances the load.
     dispatch: 'dropless' or 'capacity'.
     capacity_factor: with 'capacity', C = capacity_factor * K * T / E.
@@ -336,7 +336,7 @@ class MoeFeedForward(Layer):
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
   def _stage_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that split the stages of a pipeline around this layer; none if unevenly."""
+    """Returns the mesh axes that split the stages of a pipeline around this layer; () if they split them unevenly."""
     return (self._stages and self._stages.even_axes(sizes)) or ()
 
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
@@ -353,7 +353,7 @@ class MoeFeedForward(Layer):
     tensor = weights['up'][2]
     if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
       tensor = ()
-    # A capacity applies to a whole row, so no axis splits the length. Nor do the axes that split the hidden dims.
+    # No axis splits the length if a capacity applies to a whole row; and axes that split the hidden dims never do.
     time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
     batch += tuple(a for a in expert if a not in (*batch, *time))
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}
@@ -387,7 +387,7 @@ class MoeFeedForward(Layer):
     return ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
 
   def _rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns what each expert gets of each token, [B, T, E, D]: zeros if it does not get the token."""
+    """Returns the inputs of each expert, [B, T, E, D]: zeros for a token that the expert does not get."""
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
 
   def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
@@ -401,7 +401,7 @@ class MoeFeedForward(Layer):
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], hidden_BTEF, 0)
 
   def _is_chosen(self, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, E] bool, whether token and expert belong together, if there is room for all."""
+    """Returns [B, T, E] bool, whether the expert is chosen for the token, as if there were room for all tokens."""
     scores_BTE, (_, T, E) = router_scores(logits_BTE, self.router.score), logits_BTE.shape
     if self.router.choice == 'expert':
       C = expert_capacity(self.capacity_factor, T, self.num_experts_per_token, E)

@@ -4,7 +4,7 @@
     h_k = norm_k(block_k([norm(embedding(ids[t + k])); norm(h_{k-1}[t])] join_k)),  k = 1, 2, ...
     softmax(h_k[t]) predicts ids[t + k + 1]
 
-The modules use the embedding and the softmax of the model. Module k sees the true token t + k, so all of them are
+The modules use the embedding and the softmax of the model. Module k reads the true token t + k, so all modules are
 trained at once.
 
 B batch, T length, D model dims, V vocabulary.
@@ -77,9 +77,10 @@ class MultiTokenModule(Layer):
 class MultiTokenPrediction(Layer):
   """The modules of a `TransformerLm` that predict further tokens; they add auxiliary losses in training.
 
-  The loss of module k, `loss_k`, is the cross entropy of the tokens k + 1 places later, summed over the tokens that
-  have such a one in their row and segment, over the sum of the weights of all labels, as in DeepSeek-V3's report. So it
-  does not depend on how a batch is cut. Labels have the weights that they have in the loss of the model.
+  The loss of module k, `loss_k`, is the cross entropy of the tokens k + 1 places later. It is summed over the tokens
+  with such a later token in their row and segment, and divided by the sum of the weights of all labels, as in
+  DeepSeek-V3's report. So it does not depend on how a batch is cut. Labels have the same weights as in the model's
+  loss.
 
   Attributes:
     input_dims: D, set by the `TransformerLm`.
@@ -87,8 +88,8 @@ class MultiTokenPrediction(Layer):
     loss_weight: the sum of the factors of the auxiliary losses, which is divided evenly.
     in_evaluation: whether evaluation adds the losses too.
     module_tpl: template of the children `modules_0`, `modules_1`, ..., of modules 1, 2, ...
-    block_tpl: template of the block of each module; None means that of the last block of the model. It is causal, also
-      in a prefix-LM.
+    block_tpl: template of the block of each module; None means the template of the model's last block. The block is
+      causal, even in a prefix-LM.
     norm_tpl: template of the norms of each module; None means the final norm of the model.
     remat, remat_save_names, remat_offload_names: what each module keeps for the backward pass; see `remat.py`.
   """
@@ -147,7 +148,7 @@ class MultiTokenPrediction(Layer):
     """In a call: adds the losses.
 
     Args:
-      hidden: what `__call__` returned.
+      hidden: the result of `__call__`.
       labels_BT, weights_BT, segment_ids: see `TransformerLm`.
       softmax: the softmax of the model.
     """

@@ -58,7 +58,7 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
 
 
 def padded_rows(rows: int, multiple: int) -> int:
-  """Returns the number of rows, including those that fill up the mesh."""
+  """Returns `rows` rounded up to a multiple of `multiple`."""
   return rows + -rows % multiple
 
 

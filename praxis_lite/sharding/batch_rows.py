@@ -34,7 +34,7 @@ class BatchRows(NamedTuple):
 
   Attributes:
     axes: the mesh axes that split the rows when a batch enters.
-    inner_axes: those of `axes` that split rows or another dimension inside the step.
+    inner_axes: the mesh axes among `axes` that split rows or another dimension inside the step.
     entering: how many rows enter: examples, and each process's padding after its own examples.
     computed: how many rows the step computes.
     examples: int [B], the indices of the examples among the entering rows: the first process's, the second's, ...

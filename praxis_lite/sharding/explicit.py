@@ -64,8 +64,8 @@ def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, Res
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
 
-  Devices at different places along the axis then draw different numbers, as for different rows of a batch. Devices at
-  the same place draw the same numbers.
+  Devices with different indices along the axis then draw different numbers, as for different rows of a batch. Devices
+  with the same index draw the same numbers.
 
   Args:
     key: a PRNG key, the same on all devices.
@@ -130,7 +130,7 @@ def _gather(x: jax.Array, axis: str | MeshAxes, dim: int, size: int | None, dtyp
 def _gather_fwd(
   x: jax.Array, axis: str | MeshAxes, dim: int, size: int | None, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array]:
-  # Residuals must be arrays: an empty one carries the dtype.
+  # Residuals must be arrays, so an empty array carries the dtype.
   return _gather(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
 
 

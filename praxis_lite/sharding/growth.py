@@ -1,8 +1,8 @@
 """How initial values and updates of a weight depend on widths: the maximal update parametrisation.
 
 A weight is compared with the same weight of a smaller model. A fan that differs is a width, which may grow without
-limit; one that is equal is not. With n the growth of the fan in, and m that of the fan out, the change to the smaller
-model is
+limit; an equal fan is not a width. With n the growth of the fan in, initial values and updates are multiplied, compared
+with the smaller model, by
 
     kind     fan in   fan out   initial values   an entry of the update
     input    equal    grows     1                1
@@ -11,8 +11,8 @@ model is
 
 (Yang et al., 2022, Tensor Programs V). So activations, and their changes in a step, keep their size in all layers.
 Vectors, such as biases and scales of norms, and tables of embeddings, whose fan in is the number of ids, are inputs.
-In a stack with d times as many layers, whose branches are multiplied by d^-a, updates are so by d^(a-1) too (Yang et
-al., 2023, Tensor Programs VI; Dey et al., 2025).
+In a stack with d times as many layers, branches are multiplied by d^-a, and updates by d^(a-1) too (Yang et al., 2023,
+Tensor Programs VI; Dey et al., 2025).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from praxis_lite.sharding.weights import Growth, WeightHParams, WeightHParamsCol
 
 
 class FanGrowth(NamedTuple):
-  """The fans of a weight in relation to those of the smaller model."""
+  """The growth of the fans of a weight: their ratios to those of the smaller model."""
 
   fan_in: float
   fan_out: float
@@ -44,7 +44,7 @@ def fan_growth(weight: WeightHParams) -> FanGrowth:
     return FanGrowth(1.0, 1.0)
   axes_in, axes_out = _fan_axes(weight)
   fans = FanGrowth(_size_ratio(weight, axes_in), _size_ratio(weight, axes_out))
-  if fans.kind == 'equal':  # Blocks or channels that are more, and as large as before.
+  if fans.kind == 'equal':  # There are more blocks or channels, each as large as before.
     return FanGrowth(1.0, _size_ratio(weight, tuple(range(len(weight.shape)))))
   return fans
 
@@ -58,12 +58,12 @@ def fan_sizes(weight: WeightHParams) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def update_ratio(weight: WeightHParams) -> float:
-  """Returns the size of an entry of the update, in relation to the smaller model."""
+  """Returns the ratio of the size of an entry of the update to that in the smaller model."""
   return depth_ratio(weight) / fan_growth(weight).fan_in
 
 
 def init_ratio(weight: WeightHParams) -> float:
-  """Returns the standard deviation of the initial values, in relation to the smaller model."""
+  """Returns the ratio of the standard deviation of the initial values to that in the smaller model."""
   fans = fan_growth(weight)
   return {'hidden': fans.fan_in**-0.5, 'output': 1 / fans.fan_in}.get(fans.kind, 1.0)
 
@@ -75,7 +75,7 @@ def depth_ratio(weight: WeightHParams) -> float:
 
 
 def grow_weight(weight: WeightHParams, base: WeightHParams, depth: float, depth_exponent: float) -> WeightHParams:
-  """Returns `weight` with its growth, and with initial values of the size that follows from it.
+  """Returns `weight` with its growth, and with initial values scaled accordingly.
 
   Args:
     weight, base: the declarations in a model and in a smaller one, with initializers.

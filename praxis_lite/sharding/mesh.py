@@ -39,7 +39,7 @@ def create_device_mesh(
   """Returns a mesh with Auto axes.
 
   Args:
-    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name. The size -1, of one axis, stands
+    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name. One size may be -1, which stands
       for the rest of the devices.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     devices: devices to use; None means all. If the mesh needs fewer, the first ones are used.
@@ -174,19 +174,19 @@ def abstract_mesh(
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-  """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one; its devices may be of another machine."""
+  """Returns 'cpu', 'gpu' or 'tpu' for a mesh, by default the ambient one, even if its devices are on other machines."""
   return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
 
 
 def device_kind() -> str:
-  """Returns the kind of the ambient mesh's devices, such as 'TPU v3', or of this process's if there is no mesh."""
+  """Returns the kind of the ambient mesh's devices, such as 'TPU v3'; of this process's devices if there is no mesh."""
   return ask_device(_same)
 
 
 def ask_device(question: Callable[[str], T]) -> T:
-  """Returns the answer of a function to the kind of the ambient mesh's devices; see `device_kind`.
+  """Returns `question(kind)` for the kind of the ambient mesh's devices; see `device_kind`.
 
-  `have_same_answers` asks it again about other devices, so it must be defined at the top of a module.
+  `have_same_answers` asks it again for other devices, so it must be a function at the top level of a module.
   """
   _QUESTIONS.setdefault(question)
   device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]
@@ -197,7 +197,7 @@ _STEPS_OF_MEMORY = 8 << 30
 
 
 def memory_of_single_gpu() -> float:
-  """Returns the memory of a GPU that is the whole ambient mesh, in bytes; 0 on other meshes and for unknown GPUs.
+  """Returns the memory, in bytes, of the only GPU of the ambient mesh; 0 for other meshes and for unknown GPUs.
 
   It is rounded to 8 GiB, so that a program that was traced for one GPU serves others with about the same memory.
   """
@@ -212,14 +212,14 @@ def _memory_of(kind: str) -> float:
 
 
 def have_same_answers(kind: str, other: str) -> bool:
-  """Whether all that was asked so far has the same answers for two kinds of devices of one platform.
+  """Whether all questions that were asked so far have the same answers for two kinds of devices of one platform.
 
   Then a program that was traced for one of them is also right for the other.
   """
   return kind == other or all(question(kind) == question(other) for question in _QUESTIONS)
 
 
-_QUESTIONS: dict[Callable[[str], object], None] = {}  # Those of `ask_device`.
+_QUESTIONS: dict[Callable[[str], object], None] = {}  # The questions of `ask_device`.
 
 
 def _same(kind: str) -> str:

@@ -83,8 +83,8 @@ class Site:
   def state(self, old: Sequence[ArraySplit], new: Sequence[ArraySplit]) -> None:
     """Constrains the arrays to be split as in `new` during the operation; its results are split as in `old` after it.
 
-    All arrays are constrained, even if they are split that way already: XLA does its own propagation, which might find
-    another way.
+    All arrays are constrained, even if they are split that way already, because XLA's own propagation might choose
+    other splits.
     """
     for i, (before, after) in enumerate(zip(old, new)):
       if i in self._stated:
@@ -95,7 +95,7 @@ class Site:
   def keep(self, number: int, splits: Iterable[ArraySplit]) -> None:
     """Constrains an array to its present splits, one for each call of the function that contains the operation.
 
-    So XLA's own propagation cannot find others. Dimensions that calls split in different ways are left to it.
+    So XLA's own propagation cannot choose others. A dimension whose split differs between calls is left to XLA.
     """
     if number not in self._stated:
       common = tuple(axes[0] if len({*axes}) == 1 else None for axes in zip(*splits))
@@ -144,7 +144,7 @@ class Instance(NamedTuple):
     site: the operation. Its arrays are the operands, then the results.
     splits: how each array is split.
     compatible: how the arrays would be split if the operation were local to each device, except for sums.
-    sources: how each operand is split before Shardy reshards it for the operation; () unless asked for.
+    sources: how each operand is split before Shardy reshards it for the operation; () without `with_sources`.
   """
 
   site: Site
@@ -159,7 +159,7 @@ class Propagation:
   Args:
     module: a lowered program.
     names: names of operations, such as 'stablehlo.dot_general'.
-    least_rank: leaves out operations on arrays of lower ranks only.
+    least_rank: leaves out operations whose arrays all have a lower rank.
     with_sources: whether instances have `sources`.
   """
 
@@ -219,7 +219,7 @@ class Propagation:
     ]
 
   def _find_copies(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
-    """Yields the operations that are copies of sites, with these; guards have inserted the others."""
+    """Yields the sites with their copies among `ops`; other operations have been inserted by guards."""
     for op in ops:
       if _NUMBER in op.attributes:
         yield self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value], op
@@ -370,7 +370,7 @@ def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
 def _hide(reshapes: Iterable[ir.Operation]) -> None:
   """Replaces reshapes by operations that are opaque to Shardy.
 
-  For some reshapes, Shardy ends the process when it looks for splits that need no communication.
+  For some reshapes, Shardy aborts the process when it looks for splits that need no communication.
   """
   for op in reshapes:
     (before,), (after,) = op.operands, op.results
@@ -419,7 +419,7 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
 
 
 def _manual_axes(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> set[str]:
-  """Returns the mesh axes that an enclosing `shard_map` maps, also if it calls the function that contains `op`."""
+  """Returns the mesh axes that a `shard_map` around `op`, or around a call of the function with `op`, maps."""
   axes: set[str] = set()
   for outer in _enclosing(op, callers):
     if outer.name == 'sdy.manual_computation':
@@ -457,7 +457,7 @@ def _sharding_of(
 
   Args:
     value: the value.
-    lists: the shardings in attributes that were read before; those that are read now are added.
+    lists: a cache of the shardings in each attribute, which is extended.
   """
   lists = {} if lists is None else lists
   owner = value.owner

@@ -131,12 +131,12 @@ def resolve(
   Mesh axes in the mapping are taken before any rule is tried. If a name is a mesh axis and also has a rule, it is a
   logical name.
 
-  Args: those of `to_partition_spec`, and
+  Args: the same as for `to_partition_spec`, and
     rules: the logical axis rules.
     path: config path of the mapping; a `DeclaredSplit` has its own path for each dimension.
 
   Raises:
-    ShardingError: as in `to_partition_spec`; or a rule that applies names an axis that the mesh does not have; or a
+    ShardingError: see `to_partition_spec`; or a rule that applies names an axis that the mesh does not have; or a
       name is neither a logical name nor a mesh axis.
   """
   entries = mapping_entries(split_dims_mapping, rank, path)

@@ -10,10 +10,10 @@ traced back to the parameter's:
     slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
     slot       0.count            ()           ()                  belongs to no parameter: replicated
 
-The shape of a factored slot of a (512, 512) parameter does not show which dimension it has lost. A learner finds that
-out by trying its optimizer's update on small variables. If only `init` is given, it is run on shapes whose dimensions
-all differ, where the later of two equal dimensions counts as the larger. If neither is given, the names `v_row` and
-`v_col` of optax's factored RMS are recognized, and otherwise the leftmost match is taken. A wrong guess would cost
+The shape of a factored slot of a (512, 512) parameter does not show which dimension it has lost. A learner finds it by
+trying its optimizer's update on small variables. If only `init` is given, it is run on shapes whose dimensions all
+differ, where the later of two equal dimensions counts as the larger. If neither is given, the names `v_row` and `v_col`
+of optax's factored RMS are recognized, and otherwise the leftmost match is taken. A wrong guess would cost
 communication, but never correctness.
 """
 

@@ -29,10 +29,10 @@ SplitDimsMapping = Sequence[Any] | None
 
 
 class DeclaredSplit(tuple[Any, ...]):
-  """A split mapping that knows which config field each of its entries comes from. It is equal to the plain tuple.
+  """A split mapping that knows which config field each of its entries comes from. It compares equal to the plain tuple.
 
   The mapping fields of a layer hold such tuples, and slices and `pick` keep the sources. So if a layer derives the
-  mapping of a bias, or of a projection back, from one of its fields, `explain` and error messages name that field.
+  mapping of a bias, or of an output projection, from one of its fields, `explain` and error messages name that field.
 
   Attributes:
     sources: for each entry, the config field, or the reason why the entry is None.
@@ -130,9 +130,9 @@ class WeightInit:
 
   Xavier follows Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
 
-  'scaled_delta_orthogonal' makes [..., I, O] with `scale` times a matrix [I, O] that has orthonormal rows, or columns
-  times sqrt(I / O), whichever are fewer. If there are more dimensions, as in a convolution, that matrix is at their
-  middle, and all other entries are 0 (Xiao et al., 2018). A vector is Gaussian.
+  'scaled_delta_orthogonal' makes [..., I, O] from `scale` times a matrix [I, O] that has orthonormal rows, or if I is
+  larger than O, orthonormal columns times sqrt(I / O). If there are more dimensions, as in a convolution, the matrix is
+  at their middle, and all other entries are 0 (Xiao et al., 2018). A vector is Gaussian.
   """
 
   method: str
@@ -191,11 +191,11 @@ class JointInit:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-  """How a weight differs from that of a smaller model from which hyperparameters are taken; see `growth.py`.
+  """How a weight differs from its counterpart in a smaller model, whose hyperparameters are used; see `growth.py`.
 
   Attributes:
     base_shape: shape of the weight in one layer of the smaller model.
-    depth: number of layers of the stacks around the weight, in relation to the smaller model.
+    depth: ratio of the number of layers in the stacks around the weight to that in the smaller model.
     depth_exponent: the branches of residual layers are multiplied by depth^-depth_exponent.
   """
 
@@ -214,15 +214,15 @@ class WeightHParams:
     dtype: storage dtype; None uses the layer's `dtype`.
     tensor_split_dims_mapping: one entry per dimension of `shape`; None leaves the weight to the task's strategy, or
       replicates it.
-    mapping_field: the config field to set the mapping with, if the mapping does not know it itself.
+    mapping_field: the config field that sets the mapping, if the mapping does not record it.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
     fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; see `get_fan_in_fan_out` for None.
     collections: marks from `WeightHParamsCollection`.
     active_share: the share of the weight that one token uses, less than 1 if it uses only some of the experts.
-    growth: how it differs from the weight of a smaller model; None if the model has none. Learners read it.
-    stands_for: the number of parameters that it stands for in one layer, if not for its entries: a weight in few bits
-      counts like the weight itself, and its scales count 0.
+    growth: how it differs from the weight of a smaller model; None without a smaller model. Learners read it.
+    stands_for: the number of parameters that it counts as in one layer; None means its number of entries. A weight in
+      few bits counts like the original weight, and its scales count 0.
   """
 
   shape: tuple[int, ...]
@@ -425,9 +425,9 @@ def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:
 
 
 def init_magnitude(weight: WeightHParams) -> float | None:
-  """Returns the standard deviation of a weight's initial values, up to a factor that its method has for all shapes.
+  """Returns the standard deviation of a weight's initial values, up to a constant factor for each method.
 
-  None for constants, and for values that another library draws.
+  Returns None for constants, and for values that another library draws.
   """
   if not isinstance(weight.init, WeightInit):
     return None
@@ -443,5 +443,5 @@ def _delta_orthogonal(key: jax.Array, shape: Sequence[int], scale: float, dtype:
   """Returns zeros [..., I, O] with a scaled orthogonal matrix [I, O] at the middle of the other dimensions."""
   *window, inputs, outputs = shape
   orthogonal = jax.nn.initializers.orthogonal(scale * math.sqrt(max(inputs / outputs, 1)))
-  matrix = orthogonal(key, (inputs, outputs), jnp.promote_types(dtype, jnp.float32))  # It decomposes a matrix.
+  matrix = orthogonal(key, (inputs, outputs), jnp.promote_types(dtype, jnp.float32))  # Decompositions need float32.
   return jnp.zeros(shape, dtype).at[tuple((size - 1) // 2 for size in window)].set(matrix.astype(dtype))

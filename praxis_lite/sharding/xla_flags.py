@@ -106,7 +106,7 @@ def xla_flags(
 
 
 def describe_flags(num_devices: int, given: Mapping[str, Flag | None] | None, *, use_defaults: bool) -> list[str]:
-  """Returns a line for each platform that has flags; arguments as in `xla_flags`."""
+  """Returns a line for each platform that has flags; the arguments are the same as for `xla_flags`."""
   platforms = ('gpu', 'tpu', 'cpu')
   found = {name: xla_flags(name, num_devices, given, use_defaults=use_defaults).all for name in platforms}
   return [f'{name}: {", ".join(f"{k}={_text(v)}" for k, v in flags.items())}' for name, flags in found.items() if flags]

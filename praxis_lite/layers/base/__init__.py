@@ -85,7 +85,7 @@ _parent: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_l
 
 
 class ChildEdits(Protocol):
-  """Edits of all layers below one: of their configs, before they are built, and of how their weights are stored."""
+  """Edits of all layers below a layer: of their configs, before they are built, and of how their weights are stored."""
 
   def edit(self, path: Path, config: Config) -> Config:
     """Returns the config to build the layer at `path` from, which is `config` itself or an edited copy."""
@@ -96,7 +96,7 @@ class ChildEdits(Protocol):
     ...
 
   def check(self) -> None:
-    """Raises ConfigError if the edits did not fit the layers; called when all of them are built."""
+    """Raises ConfigError if the edits did not fit the layers; called when all layers are built."""
     ...
 
 
@@ -120,7 +120,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   # Whether `__call__` takes the keyword `paddings`, [B, T], which is nonzero for padding tokens.
   takes_paddings: ClassVar[bool] = False
-  # For arguments of a call, by name: the value that marks a padding token or row.
+  # By name of an argument of a call: the value that marks a padding token or row.
   marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
 
   name: str = ''
@@ -155,7 +155,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     self._path: Path = (*above, self.name) if self.name else above
     self._names: set[str] = set()  # Names of variables, children and lists of children.
     self._weights: dict[str, WeightHParams] = {}
-    self._stored: dict[str, StoredWeight] = {}  # Those of the weights that are not stored as they are declared.
+    self._stored: dict[str, StoredWeight] = {}  # Weights that are not stored as they are declared.
     self._children: dict[str, Layer] = {}
     if self.dtype is None:
       self.dtype = 'float32'
@@ -359,7 +359,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     return tree
 
   def cast_variables(self, variables: NestedDict) -> NestedDict:
-    """Returns variables, as `apply` takes them, in the dtypes in which `theta` gives them.
+    """Returns variables for `apply`, in the dtypes in which a call reads them.
 
     Do this once before a loop of calls. XLA would cast weights again in each iteration if it slices them from a stack.
     """
@@ -401,16 +401,16 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
         state are rejected; `praxis_lite.unpad(task, state)` returns them in their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None if nothing is drawn.
-      do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
+      do_eval: evaluate instead of train (no dropout, moving statistics); None means as in the enclosing call, or train.
       decode_state: caches returned by an earlier call.
       method: which method to call.
-      surroundings: what the call needs to know about its environment; by default as in the enclosing call.
+      surroundings: what the call needs to know about its environment; None means as in the enclosing call.
 
     Returns:
       The method's result and the call's `SideOutputs`.
 
     Raises:
-      ConfigError: a variable has another shape than the layer declares. This is checked only in the user's own calls.
+      ConfigError: a variable has another shape than the layer declares. Only a call that is not nested is checked.
     """
     if not isinstance(variables, dict):
       raise ConfigError(

@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
   Attributes:
     purpose: why it communicates, in a few words: 'exchange between experts'.
-    field: the field of the layer that asks for it: 'expert_axis'.
+    field: the field of the layer that causes it: 'expert_axis'.
     axes: the mesh axes that it communicates over.
     by_compiler: whether XLA adds the collectives, for example where the layer rolls an array along a split dimension.
       Otherwise only collectives inside `shard_map` belong to the exchange.
@@ -78,8 +78,8 @@ class SplitConstraint(NamedTuple):
     placement: how the array is split, and why; None leaves that to the compiler.
     shape, dtype: shape and dtype of the array.
     manual_axes: mesh axes along which the array is one device's part; the constraint does not affect them.
-    remark: further remarks of the layer.
-    exchange: communication that the layer has XLA add to split the array in this way.
+    remark: what `explain` says about the array besides its split.
+    exchange: communication that XLA adds to split the array in this way, as the layer intends; None for other splits.
   """
 
   field: str
@@ -110,12 +110,12 @@ class Surroundings:
     sum_over_rows: completes a sum over the local rows of a batch to the sum over all its rows.
     real_rows: returns [B] bool for the B local rows: False for rows that only fill up a microbatch; they are copies of
       other rows, and statistics must not count them. None means that all rows are real. Layers call `Layer.real_rows`.
-    read_outside: converts a weight from outside of this call's variable tree to what a layer reads.
+    read_outside: converts a weight from outside of this call's variable tree to the form that a layer reads.
     manual_axes: mesh axes along which arrays are one device's part.
     listener: called with each sharding constraint of a layer while the call is traced; None disables it.
     taps: listen to the values between layers; None disables them. See `taps.py`.
-    edited: gets the shape of each such value, if the variables contain edits of some; None if they contain none.
-    without_adapters: whether layers with adapters compute as they would without them.
+    edited: if the variables contain edits, collects the shape of each value at a point, by name; otherwise None.
+    without_adapters: whether layers with adapters compute as if they had none.
     adapters: [B] int32, which of several adapters each row of the batch uses; -1 for none. None means that no row uses
       one.
   """
@@ -201,7 +201,7 @@ class Frame:
     return jax.random.fold_in(fold_in_path(self.key, self._below(path)), count)
 
   def add_summary(self, name: str, summary: Summary) -> None:
-    """Adds a summary; if the layer is used several times, the later ones are called `name_1`, `name_2`, ..."""
+    """Adds a summary; if the layer is used several times, later summaries are called `name_1`, `name_2`, ..."""
     unique, count = name, 0
     while unique in self.summaries:
       count += 1

@@ -1,6 +1,6 @@
-"""How often a loop runs whose end depends on data: a layer says it, and plans read it.
+"""Expected iterations of loops whose end depends on data: a layer states them, and plans read them.
 
-The name of the loop carries the number into the compiled program, so a step costs nothing more.
+The name of the loop carries the number into the compiled program, so it costs a step nothing.
 """
 
 from __future__ import annotations

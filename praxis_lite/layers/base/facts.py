@@ -1,7 +1,7 @@
-"""What a layer tells the tools that explain, check and plan a step, because the program does not show it.
+"""Facts about a layer that a program does not show, for the tools that explain, check and plan a step.
 
-exchanges           communication that the layer programs itself, and the field that asks for it
-token_flops         FLOPs that its formula has for one token
+exchanges           communication that the layer programs itself, and the field that causes it
+token_flops         FLOPs of its formula for one token
 call_flops          FLOPs of a custom call
 knobs               hyperparameters that a search may change
 problems            settings that waste memory, time or communication
@@ -28,7 +28,7 @@ class TokenFlops(NamedTuple):
 
 
 class KnobKind(enum.StrEnum):
-  """What a knob trades: memory for work, memory for the length of a step, or something else."""
+  """What changing a knob trades: memory for work, memory for the length of a step, or something else."""
 
   REMATERIALISATION = 'rematerialisation'
   MICROBATCHES = 'microbatches'
@@ -78,7 +78,7 @@ class PipelineStages(NamedTuple):
 
 
 class PositionGrid(NamedTuple):
-  """To which patches the entries of a table of positions belong: first those of other tokens, then row by row.
+  """Where patches are in a table of positions: after the entries of other tokens, row by row.
 
   Attributes:
     rows, columns: the number of patches along the height and the width of an image.
@@ -98,9 +98,9 @@ class Facts:
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
-    product_weights: weights that the layer multiplies its inputs with, and reads only as `self.theta.<name>`, so they
-      may be stored in another form, and for each the point of a tap, below the layer, that has these inputs. Dimensions
-      of inputs come before those of outputs.
+    product_weights: for each weight that the layer multiplies its inputs with, the point of a tap, below the layer,
+      that has these inputs. The layer reads these weights only as `self.theta.<name>`, so they may be stored in another
+      form. Dimensions of inputs come before those of outputs.
   """
 
   has_microbatches: ClassVar[bool] = False
@@ -144,7 +144,7 @@ class Facts:
   def position_grids(self) -> Mapping[str, PositionGrid]:
     """Returns the grids of learned positions below this layer, by the paths of their tables from here, as `position.w`.
 
-    A warm start resamples such a table if that of the other run has another grid.
+    A warm start resamples such a table if the table of the other run has another grid.
     """
     return {}
 

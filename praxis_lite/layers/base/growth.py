@@ -1,4 +1,4 @@
-"""How a layer knows what it is in a smaller model, from which the hyperparameters of training are taken.
+"""Compares a layer with its counterpart in a smaller model, from which training hyperparameters are transferred.
 
 A model with `Mup` builds the smaller model first. Then each layer finds its counterpart in it: the child of the same
 name, or, in a stack of more layers, an earlier one of the same class.
@@ -18,11 +18,11 @@ from praxis_lite.sharding.weights import WeightHParams
 
 @dataclasses.dataclass(frozen=True)
 class Counterpart:
-  """What a layer is in the smaller model.
+  """The counterpart of a layer in the smaller model.
 
   Attributes:
     layer: the layer of the smaller model.
-    depth: number of layers of the stacks around it, in relation to the smaller model.
+    depth: ratio of the number of layers in the stacks around it to that in the smaller model.
     depth_exponent: residual branches are multiplied by depth^-depth_exponent.
   """
 
@@ -52,7 +52,7 @@ class GrownLayer:
     def path_name(self) -> str: ...
 
   def growth_of(self, field: str) -> float:
-    """Returns a hyperparameter in relation to that of the smaller model; 1 if there is none."""
+    """Returns the ratio of a hyperparameter to that of the smaller model; 1 if there is none."""
     if self._counterpart is None:
       return 1.0
     return float(getattr(self, field) / getattr(self._counterpart.layer, field))
@@ -68,11 +68,11 @@ class GrownLayer:
     return branch if self.branch_factor == 1 else branch * self.branch_factor
 
   def growth_multipliers(self) -> dict[str, float]:
-    """Returns by name the factors that the layer has because of the smaller model."""
+    """Returns, by name, the factors that the layer applies because of the smaller model."""
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:
-    """Returns the counterpart of a model that has one of its own; None leaves it to the layers above."""
+    """Returns the counterpart of a model that itself has a smaller model; None leaves it to the layers above."""
     return None
 
   def _find_counterpart(self, parent: GrownLayer | None, name: str) -> Counterpart | None:
@@ -103,7 +103,7 @@ class GrownLayer:
     )
 
   def _grow(self, name: str, weight: WeightHParams) -> WeightHParams:
-    """Returns the declaration of a variable, with what follows from its counterpart."""
+    """Returns the declaration of a variable, adapted to its counterpart."""
     if self._counterpart is None:
       return weight
     base = self._counterpart.layer._weights.get(name)

@@ -39,7 +39,7 @@ class InCall:
 
   @property
   def path_name(self) -> str:
-    """The path as messages spell it."""
+    """The path in the form in which messages show it."""
     return path_name(self._path) or type(self).__name__
 
   @property
@@ -101,7 +101,7 @@ class InCall:
       num_rows: B, dimension 0 of the arrays that the layer is about to reduce.
 
     Raises:
-      DataError: dimension 0 of the microbatch is not B, so it is unknown which of these rows are real.
+      DataError: dimension 0 of the microbatch is not B, so the real rows are unknown.
     """
     ask = self.surroundings.real_rows
     if ask is None:
@@ -166,7 +166,7 @@ class InCall:
   def add_tap(self, name: str, make: Callable[[], jax.Array]) -> None:
     """In a call: offers the value that `make` returns, [B, T, ...], to taps as `<path>.<name>`.
 
-    `make` is called only if a tap names it: '*' at the end of a pattern does not stand for it.
+    `make` is called only if a tap names the value; a '*' at the end of a pattern does not match it.
     """
     tap_value(self._frame(), self.path, name, make)
 
@@ -213,7 +213,7 @@ class InCall:
     return self._frame().read_cache(self._path) or {}
 
   def _frame_for(self, what: str, name: str, values: object) -> call.Frame:
-    """Returns the frame that collects some values; raises ConfigError if they exist only in a transform inside it."""
+    """Returns the frame that collects these values; raises ConfigError if they exist only inside a transform in it."""
     frame = self._frame()
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)) and frame.trace != current_trace():
       raise ConfigError(

@@ -1,4 +1,4 @@
-"""How a layer's methods run in a call: in a named scope of their own, with explanations of their errors."""
+"""How a layer's methods run in a call: in their own named scope, and with explanations of errors."""
 
 from __future__ import annotations
 

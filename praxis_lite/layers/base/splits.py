@@ -50,7 +50,7 @@ class MappedSplits(InCall):
       x: any array.
       mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
       remark: what `explain` says about `x` besides its split.
-      exchange: communication that this constraint asks for, if no declaration shows it.
+      exchange: communication that this constraint causes, if no declaration shows it.
 
     Raises:
       ConfigError: no such field exists.
@@ -81,7 +81,7 @@ class MappedSplits(InCall):
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights keep their own."""
+    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights are not changed."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 

@@ -29,7 +29,7 @@ class StoredWeight(Protocol):
     ...
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns the values of `parts` for those of the weight; layers that repeat this one may stack them."""
+    """Returns the values of `parts`, given the weight; layers that repeat this one may stack them."""
     ...
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
@@ -38,12 +38,12 @@ class StoredWeight(Protocol):
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
-    """Multiplies what `scale_inputs` returns by the weight [*I, *O], given by its parts, without computing it.
+    """(result of `scale_inputs`, parts) -> its product with the weight [*I, *O], which is not computed.
 
-    None if it cannot be multiplied like this.
+    None if there is no such function.
     """
     ...
 
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the inputs [..., *I] that `multiply` takes, for those of the layer."""
+    """Returns the inputs [..., *I] that `multiply` takes, given the inputs of the layer."""
     ...

@@ -1,4 +1,4 @@
-"""Summary: a named value that a call reports, and how those of several devices combine."""
+"""Summary: a named value that a call reports, and how the values of several devices are combined."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from praxis_lite.common.statistics import PartKind
 class Summary:
   """A named value to log: a 'scalar', 'histogram', 'image' or 'text'. Layers repeated by scan add leading axes.
 
-  Taps add others: parts of statistics, whose kind is a `PartKind`, and values themselves, 'array', whose rows are the
-  batch.
+  Taps add two kinds: parts of statistics, whose kind is a `PartKind`, and whole values, of kind 'array', whose rows are
+  the rows of the batch.
   """
 
   value: jax.Array

@@ -1,16 +1,16 @@
-"""Taps: who listens to the values between the layers of a call, and who changes them.
+"""Taps read the values between the layers of a call, and edits change them.
 
-A *point* is a value that a layer gives to another one. It has the layer's path, and the name of the method if it is not
-`__call__` or `extend_step`, which is `__call__` in decoding:
+A *point* is a value that one layer gives to another. Its name is the path of the layer, and the name of the method if
+it is not `__call__` or `extend_step`, which is `__call__` in decoding:
 
-    lm.transformer.layers.attention         the result of the attention; of layers in a stack, one point for all
+    lm.transformer.layers.attention         the result of the attention; one point for all layers of a stack
     lm.transformer.layers.attention.in      its first argument
     lm.softmax.emb_lookup                   the result of another method
     lm.transformer.layers.attention.entropy what a layer computes only for taps; see `tap_value`
-    lm.transformer.layers.attention.grad    the gradient of the loss by the first of these, in a step that trains
+    lm.transformer.layers.attention.grad    the gradient of the loss with respect to the first of these, in training
 
-Of a result that is a tree, the point is the first floating array. `run_in_scope` calls `edit_and_tap` for each point.
-Without taps and edits nothing of this is in the program.
+If a result is a tree, the point is its first floating array. `run_in_scope` calls `edit_and_tap` for each point.
+Without taps and edits, they add nothing to the program.
 
 An edit replaces x by `(x or 0) + add`. Its arrays are entries of the variables, below the path of the layer, so the
 scan of a stack of layers gives each layer its own:
@@ -19,8 +19,8 @@ scan of a stack of layers gives each layer its own:
     units    [k] int32, if only these entries of the last dimension become zeros
     add      any shape that broadcasts to x
 
-Only the backward pass knows a gradient. There, `_watch` computes parts of its statistics, and returns them as
-the gradient by a *probe*: zeros of their shapes, which are entries of the variables, too.
+Gradients exist only in the backward pass. There, `_watch` computes parts of their statistics, and returns these as the
+gradient with respect to a *probe*: zeros of the same shapes, which are also entries of the variables.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from praxis_lite.layers.base.summaries import Summary
 EDIT = '~edit'
 # The kind of a summary that is a tapped value itself.
 ARRAY = 'array'
-# The end of the name of a point that is the gradient by another one.
+# The suffix of a point that is the gradient with respect to another one.
 GRADIENT = '.grad'
 _SAME_POINT = ('__call__', 'extend_step')
 
@@ -75,15 +75,15 @@ class Taps:
   """The points of a call to listen to.
 
   Attributes:
-    wanted: returns what to report of the point of this name: names in `STATISTICS`, and `ARRAY`; () for nothing.
-    seen: gets each point that the call has passed, and '' or why it cannot be tapped.
+    wanted: (name of a point) -> what to report of it: names in `STATISTICS`, and `ARRAY`; () for nothing.
+    seen: collects the points that the call has passed, with '' or the reason why each cannot be tapped.
     real: [B, T] or [B] bool, False for tokens or rows of padding, which do not count; None means that all count.
-    manual_axes: mesh axes along which values are one device's rows, whose parts are combined later.
+    manual_axes: mesh axes along which values are one device's rows; parts of statistics are combined later.
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
-    probed: gets the path of the layer of each point whose gradient is wanted; None outside of a step that trains.
-    share: what gradients are multiplied by to be those of the whole batch; None in a call without probes, which adds
-      zeros of their shapes to the summaries.
+    probed: collects the points whose gradients are wanted, with the paths of their layers; None outside of training.
+    share: the factor that makes a gradient one of the whole batch's loss. None in the call that makes the probes: it
+      adds zeros of their shapes to the summaries.
   """
 
   wanted: Callable[[str], Sequence[str]]
@@ -96,7 +96,7 @@ class Taps:
   share: jax.Array | None = None
 
   def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
-    """Returns the taps of a layer in a pipeline, given `real` of its microbatch and which of its rows are no copies."""
+    """Returns the taps for a pipeline's microbatch, given its `real`, and its `real_rows`, False for copied rows."""
     if real is None:
       real = real_rows
     elif real_rows is not None:
@@ -125,7 +125,7 @@ class Taps:
       frame.add_summary(raw_name(part, statistics, name), Summary(value, str(kind_of_part(part))))
 
   def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
-    """Returns the value of a point, x; in the backward pass, its probe gets what is wanted of the gradient."""
+    """Returns x, the value of a point; in the backward pass, its probe gets what is wanted of the gradient."""
     point = f'{name}{GRADIENT}'
     wanted = self.wanted(point)
     if self.probed is None or not wanted:
@@ -157,11 +157,11 @@ class Taps:
     return ''
 
   def _entries_that_count(self, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Returns which entries of a value count, to be broadcast to it, or why that is unknown."""
+    """Returns a mask of the entries that count, which broadcasts to x (None: all); and why it is unknown, or ''."""
     real = self.real
     if real is None:
       return None, ''
-    # [B, D] is the pooled value of rows, also if there happen to be D tokens.
+    # A value [B, D] has one vector per row, even if D happens to be the number of tokens.
     if real.ndim == 2 and x.ndim > 2 and x.shape[:2] == real.shape:
       return real.reshape(*real.shape, *(1,) * (x.ndim - 2)), ''
     rows = real.any(axis=1) if real.ndim == 2 else real
@@ -173,7 +173,7 @@ class Taps:
 
 
 def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: str = '') -> Any:
-  """Returns a value at a point after the edits of the call; lets its taps listen.
+  """Returns a value at a point after the edits of the call, and lets its taps listen.
 
   Args:
     frame: the call.
@@ -203,7 +203,7 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
 def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, statistics: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x; the gradient by `probe` is parts of statistics of `share` times the gradient by x."""
+  """Returns x. The gradient by `probe` is statistics of the gradient by x, times `share`, in parts."""
   del probe, real, share, statistics
   return x
 
@@ -226,7 +226,7 @@ def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.A
 
   Args:
     frame: the call.
-    path, name: of the layer, and of the value.
+    path, name: the path of the layer, and the name of the value.
     make: returns the value; called if a tap wants it.
   """
   if (taps := frame.surroundings.taps) is None:
@@ -239,12 +239,12 @@ def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.A
 
 
 def edit_name(point: str) -> str:
-  """Returns the name of the edits of a point among the variables of its layer."""
+  """Returns the name that the edits of a point have among the variables of its layer."""
   return f'{EDIT}:{point}'
 
 
 def probe_name(point: str) -> str:
-  """Returns the name of the probe of a point that is a gradient among the variables of its layer."""
+  """Returns the name that the probe of a gradient, `point`, has among the variables of its layer."""
   return f'~probe:{point}'
 
 

@@ -1,4 +1,4 @@
-"""Guards of convolutions and pads that crop, which XLA computes wrongly on one CPU device too."""
+"""Guards of convolutions and pads that crop, which XLA computes wrongly even on one CPU device."""
 
 from __future__ import annotations
 

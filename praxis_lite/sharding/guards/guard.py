@@ -24,7 +24,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, 
 
 T = TypeVar('T')
 _PAD = 'stablehlo.pad'
-# How often the program is read again because the constraints of one guard led to splits that another one guards.
+# How often the program is read at most: the constraints of one guard can lead to splits that another one changes.
 _MAX_ROUNDS = 6
 _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
@@ -125,7 +125,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
         first.setdefault(instance.site, instance.splits)
       wrong = [*_to_change(instances)]
       for (site, before, *_), after in wrong:
-        if round_ == _MAX_ROUNDS - 1:  # The guards do not agree. Arrays that are not split are right.
+        if round_ == _MAX_ROUNDS - 1:  # The guards do not converge. XLA is right for arrays that are not split.
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
         last[site] = after
@@ -219,7 +219,7 @@ def _tell_of_unknown_release() -> None:
 
 
 def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[ArraySplit, ...]]]:
-  """Yields the operations that XLA may compute wrongly, each with splits that it computes rightly."""
+  """Yields the operations that XLA may compute wrongly, each with splits for which it computes them correctly."""
   for instance in instances:
     guarded_by = _GUARDS.get(instance.site.op.name)
     after = guarded_by and guarded_by(instance)
@@ -230,9 +230,9 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
 def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[ArraySplit, ...]]:
   """Restricts the splits of the program's results, and returns the new splits.
 
-  Such a constraint can change the splits of earlier operations, so the program is read again afterwards. On a mesh of
-  four axes, `einsum('gbv,gcv->gbc', x, y)` plus another product was returned, and the sum did not divide evenly. The
-  constraint on the sum changed the split of the first product, which was then wrong. Test:
+  Such a constraint can change the splits of earlier operations, so the program is read again afterwards. For example,
+  on a mesh of four axes, a program returned `einsum('gbv,gcv->gbc', x, y)` plus another product, and the sum did not
+  divide evenly. The constraint on the sum changed the split of the first product, which was then wrong. Test:
   `test_sum_of_products_that_is_returned`.
   """
   restricted = {}
@@ -249,7 +249,7 @@ def _keep(instances: Sequence[Instance]) -> None:
 
   XLA simplifies the program and propagates the splits again; without the constraints it could choose wrong ones.
   """
-  # XLA keeps arrays of no entry that a library call takes, such as those of cuDNN's attention.
+  # XLA does not remove empty arrays that a library call takes, such as cuDNN's attention.
   of_xla = (site for site, *_ in instances if site.op.name != lapack.CALL)
   has_empty = any(0 in shape for site in of_xla for shape in site.shapes)
   calls = collections.defaultdict[Site, list[Instance]](list)
@@ -261,7 +261,7 @@ def _keep(instances: Sequence[Instance]) -> None:
 
 
 def _arrays_to_pin(instance: Instance, has_empty: bool) -> Iterable[int]:
-  """Returns the arrays of a correct operation that XLA might split in another way, in which it is wrong."""
+  """Returns the arrays of a correct operation that XLA might split in another way, which would make it wrong."""
   name = instance.site.op.name
   if name == GATHER:
     return lookups.arrays_to_pin(instance)

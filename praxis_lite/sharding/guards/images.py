@@ -13,7 +13,7 @@ CONVOLUTION = 'stablehlo.convolution'
 
 
 def guard_convolution(convolution: Instance) -> tuple[ArraySplit, ...]:
-  """Gathers height and width of images and filters, and treats rows and channels like those of a matrix product.
+  """Gathers height and width of images and filters; treats rows and channels like the dimensions of a matrix product.
 
   If a window overlaps the part of another device, XLA exchanges the borders, and computes some filters wrongly. It also
   sums the gradient of a filter over unused axes. Example: on a mesh a 2 x b 2, `conv(x, w)` with x over

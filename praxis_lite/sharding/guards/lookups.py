@@ -24,12 +24,12 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
   rows. Otherwise it is gathered, as for `jnp.diagonal(x)`. Test: `test_diagonal`. A dimension that is read as a whole
   does not count as looked up, even if ids say where the read begins.
 
-  A few sharded ids, in a table whose rows and other dimensions are sharded too: XLA adds up the rows of other devices.
-  On a mesh a 2 x b 3 x c 2: `jnp.take(table, ids, axis=0)` of 6 ids over 'c', the table [24, 12] over ('b', 'a'). Each
-  device then looks up all of these ids. Test: `test_lookup_of_a_few_ids_over_three_axes`.
+  For a few sharded ids, in a table whose rows and other dimensions are sharded too, XLA adds up the rows of other
+  devices. Example: on a mesh a 2 x b 3 x c 2, `jnp.take(table, ids, axis=0)` of 6 ids over 'c', the table [24, 12] over
+  ('b', 'a'). So each device looks up all of these ids. Test: `test_lookup_of_a_few_ids_over_three_axes`.
 
-  A sharded batch of lookups inside `shard_map`, in tables whose rows are sharded too: XLA aborts the process, so the
-  tables are gathered. Test: `test_lookups_of_a_batch_in_shard_map`.
+  For a sharded batch of lookups inside `shard_map`, in tables whose rows are sharded too, XLA aborts the process, so
+  the tables are gathered. Test: `test_lookups_of_a_batch_in_shard_map`.
   """
   op, (table, ids, rows) = lookup.site.op, lookup.compatible
   numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
@@ -48,7 +48,7 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
 
 
 def _are_few(lookup: Instance, free: Iterable[int], looked_up: Iterable[int]) -> bool:
-  """Whether XLA might look up rows by ids first: seen for up to half as many ids as there are rows."""
+  """Whether XLA might look up rows by ids first, which was seen for up to half as many ids as there are rows."""
   num_ids = math.prod(lookup.site.shapes[ROWS][dim] for dim in free)
   return num_ids <= 2 * math.prod(lookup.site.shapes[0][dim] for dim in looked_up)
 
@@ -72,8 +72,9 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
   """Returns ids and updates if the table is split, the updates are not, and XLA might split these too.
 
-  It splits them over an unused axis. If they do not divide evenly, it writes their padding to row 0. On 2 x 2:
-  the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test: `test_gradient_of_the_largest_of_all`.
+  XLA splits them over an unused axis. If they do not divide evenly, it writes their padding to row 0. Example: on a
+  mesh 2 x 2, the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test:
+  `test_gradient_of_the_largest_of_all`.
   """
   sizes, updates = scatter.site.shapes[ROWS], scatter.splits[ROWS]
   has_whole = any(sizes[dim] > 1 and not updates[dim] for dim in _scatter_pairs(scatter))
@@ -124,8 +125,8 @@ def is_cut_where_split(static: Instance) -> bool:
 def guard_scatter(scatter: Instance) -> tuple[ArraySplit, ...] | None:
   """Makes a scatter local: ids are split like their updates, and slices like the table.
 
-  Then each device writes its updates into its part of the table, which XLA does rightly. It computes thousands of other
-  combinations of splits wrongly, for example:
+  Then each device writes its updates into its part of the table, which XLA computes correctly. It computes thousands of
+  other combinations of splits wrongly, for example:
 
   * The table and the result are split in different ways. Test: `test_scatter_of_one_row_into_an_uneven_table`.
   * An axis splits a dimension of the slices and another dimension of the table, or ids and updates are split in

@@ -1,4 +1,4 @@
-"""Reshards: an operation needs an operand split in another way than the operation before it has made it."""
+"""The guard of reshards: an operation needs an operand in another split than the one in which it was computed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.r
 
 
 def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]]:
-  """Makes reshards over many axes gather what moves first, and split it again afterwards.
+  """Makes reshards over many axes in two steps: gather along the axes that move, then split again.
 
   Returns the operations whose operands it reshards, with the splits of their arrays.
 
   XLA aborts the process for some reshards that change four dimensions. Examples: x [16, 4, 2, 4] from ('d', ('a', 'b'))
   to (None, 'b', ('c', 'd'), 'a') on a mesh a 2 x b 2 x c 2 x d 2; x [4, 4, 2, 24] from (None, 'b', None, 'c') to
-  ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. For a few that change three dimensions over three axes, it does so
-  too: x [12, 4, 6, 4] from 'bcda' to ('b', 'a', 'c') on a mesh a 2 x b 2 x c 3 x d 2. Tests:
+  ('c', None, 'a', 'b') on a mesh a 2 x b 2 x c 6. It also aborts for a few reshards that change three dimensions over
+  three axes: x [12, 4, 6, 4] from 'bcda' to ('b', 'a', 'c') on a mesh a 2 x b 2 x c 3 x d 2. Tests:
   `test_reshards_of_four_dimensions`, `test_reshards_of_four_dimensions_that_shardy_inserts_for_an_operation`,
   `test_reshards_that_follow_from_the_constraints_of_others`.
   """
@@ -68,7 +68,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
       operand = site.op.operands[number]
       # Shardy turns a constraint into a reshard too, whose source is split as before the constraint.
       before = stated[operand] or splits[number] if operand in stated else source
-      # Like the result if it has its shape, as for an addition.
+      # The operand is needed like the result if it has its shape, as in an addition.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
       reshards.setdefault((site, number), []).append((before, after))
   for site in constraints:
@@ -81,7 +81,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
 
 
 def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
-  """Makes the reshards of an operand, one for each call of its function, gather first what any of them moves."""
+  """Makes the reshards of an operand, one for each call of its function, first gather along all axes that move."""
   if not any(map(_may_abort, reshards)):
     return
   (before, *others), afters = zip(*reshards)
@@ -105,7 +105,7 @@ def _common_split(one: ArraySplit, other: ArraySplit) -> ArraySplit:
 
 
 def _common_axes(before: Sequence[Axis], after: Sequence[Axis]) -> tuple[Axis, ...]:
-  """Returns the major axes of a dimension that stay."""
+  """Returns the major axes that split a dimension both before and after."""
   common = []
   for old, new in zip(before, after):
     if old != new:

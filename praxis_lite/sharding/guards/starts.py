@@ -1,4 +1,4 @@
-"""The guard of slices of slices that begin past the end, which XLA computes wrongly on one device too."""
+"""The guard of slices of slices that begin past the end, which XLA computes wrongly even on one device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _is_inside_another(op: ir.Operation) -> bool:
 
 
 def _uses(value: ir.Value) -> Iterator[ir.OpOperand]:
-  """Yields the uses of a value, and those of its reshapes."""
+  """Yields the uses of a value, and the uses of its reshapes."""
   for use in value.uses:
     yield from _uses(use.owner.results[0]) if use.owner.name == _RESHAPE else [use]
 
