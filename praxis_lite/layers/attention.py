@@ -47,8 +47,7 @@ from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# The most cache slots that a single token reads at once on accelerators, where fewer operations matter more than fewer
-# slots.
+# The most cache slots that a single token reads at once on accelerators: there, operations cost more than slots.
 _MOST_SLOTS = 4096
 # Fields that cross attention does not support.
 _OF_ONE_SEQUENCE = (
@@ -87,9 +86,9 @@ class MultiHeadAttention(AttentionHeads):
     per_dim_scale_tpl: template of the child `per_dim_scale`, which multiplies queries after rotary positions, such as
       `PerDimScale`; None disables it.
     value_residual_tpl: template of the child `value_residual`, a `ValueResidual`, which mixes the values with those of
-      the first layer of a stack; None disables it. The stack passes those to each layer as `first_values`.
+      the first layer of a stack; None disables it. The stack passes the first layer's values to each layer.
     gate_output: whether the results of heads are multiplied by the sigmoid of a projection of the inputs, the child
-      `output_gate`, before `out` (Qwen3-Next). Its weight is split like that of queries, and it has a bias if they do.
+      `output_gate`, before `out` (Qwen3-Next). It is split like `query`, and has a bias if `query` has one.
     use_sinks: whether the softmax of each head has a further, learned logit without a value, so that the head can
       attend to nothing (attention sinks of GPT-OSS; OpenAI, 2025). The variable `sinks`, [N], begins at 0 and is split
       like the heads of the weights.
@@ -126,7 +125,7 @@ class MultiHeadAttention(AttentionHeads):
   cache_page_size: int = 512
 
   _caches_values: ClassVar[bool] = True
-  _has_array_bias: ClassVar[bool] = False  # Whether it adds an array of its own to the logits.
+  _has_array_bias: ClassVar[bool] = False  # Whether the class adds its own array to the logits.
 
   relative_bias: RelativeBias | AlibiBias = child()
 
@@ -172,7 +171,7 @@ class MultiHeadAttention(AttentionHeads):
       kv_segment_ids: [B, S] int32, with `kv_BSD`. If this or `segment_ids` is None, segments do not restrict attention.
       segment_pos: [B, T] int32, positions in the segment; None means 0, 1, 2, ...
       prefix_lengths: [B] int32, the length of the prefix of each row to which all positions of the row attend
-        (prefix-LM), also if `causal`. None disables it.
+        (prefix-LM), even if `causal`. None disables it.
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
         makes attention dense.
       logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a

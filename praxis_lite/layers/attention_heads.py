@@ -123,7 +123,7 @@ class AttentionHeads(Layer):
     return D, N, K, H
 
   def _create_projections(self, D: int, N: int, K: int, H: int) -> tuple[int, int]:
-    """Creates the children that compute queries, keys and values; returns the heads and dims of results."""
+    """Creates the children that compute queries, keys and values; returns (heads, dims per head) of the results."""
     wt = self.weight_split_dims_mapping.wt
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
@@ -195,7 +195,7 @@ class AttentionHeads(Layer):
     )
 
   def _gate(self, x_BTD: jax.Array, split: SequenceSplit | None = None) -> jax.Array | None:
-    """Returns the gate, by which the results of attention are multiplied, [B, T, N, H]; None if there is no gate."""
+    """Returns the gate that the results of attention are multiplied by, [B, T, N, H]; None without `gate_output`."""
     if not self.gate_output:
       return None
     logits_BTNH = self.shard(self.output_gate(x_BTD), self._context_mapping(split))
@@ -213,14 +213,9 @@ class AttentionHeads(Layer):
     remark: str = '',
     tagged: bool = False,
   ) -> jax.Array:
-    """Returns [B, T, D].
+    """Returns [B, T, D] for the results of attention and their gate.
 
-    Args:
-      context_BTNH: results of attention.
-      gate_BTNH: the result of `_gate`.
-      split: how the mesh splits their length; None if it does not.
-      remark: how the results were computed, for `explain`.
-      tagged: whether the results already have the tag 'context'.
+    `remark` says how the results were computed, and `tagged` whether they already have the tag 'context'.
     """
     context_BTNH = self.shard(context_BTNH, self._context_mapping(split), remark=remark)
     if not tagged:

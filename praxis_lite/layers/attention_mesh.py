@@ -23,7 +23,7 @@ from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMesh:
-  """The fields of an attention layer that are about the mesh."""
+  """The fields of an attention layer that concern the mesh."""
 
   path: str  # Path of the layer, for messages.
   resolve: Callable[[SplitDimsMapping, str], Placement | None]  # (mapping of rank 4, its field) -> placement.

@@ -144,7 +144,7 @@ class BiTemperedLoss(Layer):
 class BiTemperedSoftmax(ClassLogits):
   """logits = x w (+ b), and their bi-tempered loss: a `softmax_tpl` for models trained on noisy labels.
 
-  Attributes: those of `ClassLogits`, and
+  Attributes: the same as for `ClassLogits`, and
     loss_tpl: template of the child `loss`.
   """
 
@@ -162,7 +162,7 @@ class BiTemperedSoftmax(ClassLogits):
     Args:
       x: [..., D].
       class_ids: [...] integer labels in [0, V).
-      class_weights: not used; weights belong in the mean of the losses.
+      class_weights: not used; the caller weights the losses in their mean.
     """
     del class_weights
     logits = self.get_logits(x)

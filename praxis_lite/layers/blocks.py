@@ -168,10 +168,7 @@ def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) ->
 def sum_sink_gradients(
   sinks: jax.Array | None, out: jax.Array, lse: jax.Array, do: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
-  """Returns the gradients of the sinks, [N], summed over `axes`, the mesh axes that split the queries.
-
-  The arrays are the results, [B, N, T, H], `lse`, [B, N, T], and the gradient of the results.
-  """
+  """Returns the gradients of sinks, [N], for results and their gradients [B, N, T, H], summed over the mesh `axes`."""
   if sinks is None:
     return None
   delta = jnp.sum(to_sum_dtype(do) * out, axis=-1)

@@ -60,8 +60,8 @@ _MOST_LOGITS = 2**25  # For one pair of blocks, in all rows and heads: 128 MiB.
 class RowSplit:
   """The mesh axes that split rows and heads, evenly; no other axes split the arrays.
 
-  Each device then skips the blocks that are empty in its own rows. If the compiler splits the rows instead, all devices
-  skip the same blocks, so they would have to wait for each other.
+  Each device then skips the blocks that are empty in its own rows. If the compiler split the rows, all devices would
+  have to skip the same blocks, and so to wait for each other.
 
   Attributes:
     batch_axes, head_axes: the mesh axes.
@@ -88,7 +88,7 @@ class RowSplit:
     return self._map(fn, specs, (queries, lse))
 
   def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Returns a function mapped over the axes that no enclosing `shard_map` maps, and in stages over their `vmap`."""
+    """Returns `fn` mapped over the axes that no enclosing `shard_map` maps; in stages, also over their `vmap`."""
     axes = {*jax.sharding.get_abstract_mesh().axis_names} - manual_axes()
     shard = functools.partial(jax.shard_map, axis_names=axes, check_vma=False)
     if not self.stage_axes:
@@ -199,9 +199,7 @@ def compute_context(
   heads: Heads,
   integers: Integers,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the results of a forward pass and the other values that its backward pass needs, tagged 'context'.
-
-  `remat` recognizes these values by the tag.
+  """Returns the results of a forward pass, and what else its backward pass needs, both tagged 'context' for `remat`.
 
   Args:
     local: the pass on the rows and heads of a device.

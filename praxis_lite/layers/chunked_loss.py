@@ -120,16 +120,14 @@ class ClassChunks:
     return w.size // self.num_parts * w.dtype.itemsize <= own_rows * self.part_size
 
   def row_parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of parts of each dimension of rows on the mesh; () if none is split, or one unevenly."""
+    """Returns the number of parts of each dimension of rows on the mesh; () if it splits nothing, or one unevenly."""
     parts = tuple(_num_parts(unmapped_mesh_axes(entry)) for entry in self.rows or ())
     return parts if any(n > 1 for n in parts) and not any(size % n for size, n in zip(shape, parts)) else ()
 
   def split(self, x: jax.Array, *dims: object) -> jax.Array:
     """Constrains an array that begins with the leading dimensions of the logits, if `rows` says how these are split.
 
-    Args:
-      x: the array.
-      *dims: entries of a spec, one per dimension; `...` stands for the leading ones.
+    `dims` are entries of a spec, one per dimension; `...` stands for the leading ones.
     """
     if self.rows is None:
       return x
@@ -301,10 +299,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 class _OwnRows(NamedTuple):
-  """The gradients of w from the rows of each device, [P..., S, D, C] or [P..., S, C, D].
-
-  `parts`, [P...], are the parts of each dimension of rows on the mesh; () if w's gradient is summed at once.
-  """
+  """Gradients of w from each device's rows, [P..., S, D, C] or [P..., S, C, D]; `parts`, [P...], are `row_parts`."""
 
   chunks: ClassChunks
   parts: tuple[int, ...]
@@ -340,15 +335,12 @@ class _OwnRows(NamedTuple):
 
 
 def _add_up(parts: jax.Array, rank: int) -> jax.Array:
-  """Returns the sum over the first `rank` dimensions, in the dtype of `parts`; `jnp.sum` of bfloat16 is in float32."""
+  """Returns the sum over the first `rank` dimensions, in the dtype of `parts`; `jnp.sum` adds bfloat16 in float32."""
   return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, range(rank))
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Returns, for each chunk, its first class, and its first class that is in no earlier chunk.
-
-  Both are counted from the start of the part.
-  """
+  """Returns each chunk's first class and its first class that is in no earlier chunk, counted from the part's start."""
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 
@@ -358,13 +350,7 @@ def _layout(chunks: ClassChunks) -> tuple[int, str]:
 
 
 def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function of `start` that reads one chunk of each part of w, [S, D, C] or [S, C, D], with D gathered.
-
-  Args:
-    w: the weight, as parts.
-    num_rows: number of labels.
-    chunks: how the classes are cut.
-  """
+  """Returns a function of `start` that reads one chunk of each part of w, [S, D, C] or [S, C, D], with D gathered."""
   axis, _ = _layout(chunks)
   if chunks.rows is None:
     return lambda start: jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
@@ -386,13 +372,12 @@ def _logits(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Returns the float32 logits of one chunk of each part [..., S, C], their classes [S, C], and whether these count.
 
+  The last result is [S, C] bool; None if all count.
+
   Args:
     x, b, chunks: see `chunked_cross_entropy`; b is in parts.
     w: the chunk of each part.
     start, first_new: see `_steps`.
-
-  Returns:
-    The last result is [S, C] bool; None if all count.
   """
   _, weights = _layout(chunks)
   logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=sum_dtype(x, w))

@@ -25,7 +25,7 @@ class CtcHypotheses(NamedTuple):
       `ctc_greedy_decode`.
     lengths: [B, K] int32, the number of labels; [B] from `ctc_greedy_decode`.
     log_probs: [B, K] float32, the logarithm of the probability of the labels, or a lower bound of it if the beam is
-      narrow; -inf where there are fewer hypotheses. From `ctc_greedy_decode`, [B], that of the path.
+      narrow; -inf where there are fewer hypotheses. From `ctc_greedy_decode`, [B], for the path instead of the labels.
   """
 
   ids: jax.Array
@@ -86,7 +86,7 @@ def ctc_beam_search(
   check_range('ctc_beam_search: num_beams', num_beams, least=1)
   check_range('ctc_beam_search: max_labels', L, least=1)
   if not 0 <= blank_id < V:
-    raise ConfigError(f'ctc_beam_search: blank_id: {blank_id} is none of {V} symbols; it must be from 0 to {V - 1}')
+    raise ConfigError(f'ctc_beam_search: blank_id: {blank_id} is not one of {V} symbols; it must be from 0 to {V - 1}')
   is_frame_BT = paddings_BT == 0
   clean_BTV = jnp.where(is_frame_BT[..., None], logits_BTV.astype(jnp.float32), 0)
 

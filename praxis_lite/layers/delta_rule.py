@@ -64,10 +64,10 @@ class _Chunk(NamedTuple):
 
   Attributes:
     own_BNLH: what tokens write if the state before the chunk is zero, in the dtype of sums.
-    from_state_BNPS: vectors that the state is multiplied by: L for what tokens write less because of it, L for outputs.
-    weights_BNLM: the factor of what token M writes, in the output of token L.
-    key_BNMS: the vector by which what token M writes enters the state after the chunk.
-    kept_BN: the factor of the state before the chunk, in the state after it.
+    from_state_BNPS: what the state is multiplied by: L vectors for what it takes from writes, then L decayed queries.
+    weights_BNLM: the weight of what token M writes in the output of token L.
+    key_BNMS: the decayed key under which the state after the chunk holds what token M writes.
+    kept_BN: the decay of the state over the whole chunk.
   """
 
   own_BNLH: jax.Array

@@ -4,8 +4,8 @@
     state_t = a state_(t-1) + (a - 1) / rate  B u_t                                                 [N, S], complex
     y_t = 2 Re(C state_t) + skip u_t                                                                [N, H]
 
-(zero-order hold). With one channel in a head, H = 1, this is S4D (Gu et al., 2022, arXiv:2206.11893); with one head, S5
-(Smith et al., 2023, arXiv:2208.04933). Because nothing depends on the input, outputs are also a convolution,
+This is the zero-order hold. With one channel in a head, H = 1, the model is S4D (Gu et al., 2022, arXiv:2206.11893);
+with one head, S5 (Smith et al., 2023, arXiv:2208.04933). As no weight depends on the input, outputs are a convolution:
 
     y_t = sum over k of  K_k u_(t-k) + skip u_t,   K_k = 2 Re(C a^k (a - 1) / rate B)               [N, H, K]
 
@@ -53,7 +53,7 @@ class DiagonalSsm(Mixer):
       takes no packed rows. Decoding is always a recurrence.
     step_range: the least and the largest step at the start of training.
     out_tpl: template of the children `out` and `out_gate`.
-    weight_split_dims_mapping: `wt`, [D, N, H]: the split of the outputs; all other weights are split along the heads.
+    weight_split_dims_mapping: `wt`, [D, N, H], of `out` and `out_gate`; all other weights are split along the heads.
   """
 
   _state_split = (0, 2, None)

@@ -3,7 +3,7 @@
     dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps, sinks and dropout
     blockwise   memory linear in the length; see `blockwise.py`
     cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
-    tokamax     fused kernels for NVIDIA GPUs, which take cases that cuDNN's refuses; see `tokamax_attention.py`
+    tokamax     fused kernels for NVIDIA GPUs, for cases that cuDNN's does not support; see `tokamax_attention.py`
     splash      a fused kernel for TPUs; see `splash.py`
     auto        one of these, by platform, length and masks; `choose_attention` says which and why
 
@@ -334,7 +334,7 @@ def dot_product_attention(
   if spec.logit_soft_cap is not None or dropout is not None or sinks is not None:
     return _attend_densely(*heads, mask.to_array(T, S), bias_BNTS, dropout, sinks, spec)
   offsets, others = split_offsets(mask)
-  # JAX 0.8 computes windows wrongly in dense attention, and the fused kernel has only causal ones.
+  # JAX 0.8 computes windows wrongly in dense attention, and the fused kernel supports only causal windows.
   takes_window = offsets.behind is None or (name == 'cudnn' and offsets.ahead == 0)
   if not takes_window or offsets.ahead not in (None, 0):
     offsets, others = Band(), mask

@@ -66,7 +66,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D) of a table. If there is a smaller model, D is that of its table: vectors do not grow with width."""
+  """Returns sqrt(D) of a table; with a smaller model, sqrt(D) of its table, as vectors do not grow with the width."""
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
 
@@ -132,7 +132,7 @@ class LookupExchange(NamedTuple):
 
 
 def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange | None:
-  """Returns how vectors are exchanged; None unless axes that split D are the last ones of a dimension of the ids."""
+  """Returns how vectors are exchanged; None unless the axes of D are the minor axes of some dimension of the ids."""
   out, wt = getattr(layer.activation_split_dims_mapping, field), layer.weight_split_dims_mapping.wt
   vectors = layer._resolve(out, f'{layer.path_name}.activation_split_dims_mapping.{field}', rank=ids.ndim + 1)
   table = layer._resolve(wt, f'{layer.path_name}.{_TABLE}', rank=2)

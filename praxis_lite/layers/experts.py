@@ -105,11 +105,7 @@ class DeviceExperts(NamedTuple):
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
   """Returns [N, D], the weighted sums of the outputs of experts for each token.
 
-  Args:
-    x_ND: tokens.
-    plan: a plan with the same number of slots for each expert.
-    weights_M: weights of the slots.
-    experts: the experts.
+  All experts have the same number of slots in the plan; `weights_M` are the weights of the slots.
   """
   axes = experts.split.expert
 
@@ -129,10 +125,7 @@ def dropless(
 ) -> tuple[jax.Array, DispatchPlan]:
   """Returns [N, D], the weighted sums of the outputs of experts for each token, and the plan of this device's slots.
 
-  Args:
-    x_ND, routed: tokens and their choices, [N, K].
-    experts: the experts.
-    bound: the maximal number of rows that are exchanged with each device along the axes of experts.
+  At most `bound` rows are exchanged with each device along the axes of experts.
   """
   axes, mlp = experts.split.expert, experts.mlp
   if not axes:
@@ -190,7 +183,7 @@ sum_outputs.defvjp(
 
 
 def keep_on_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Inside `shard_map`: returns `x` on the first device along some axes, and zeros on others, for a sum over these."""
+  """Inside `shard_map`: returns `x` on the first device along `axes`, and zeros on others, so a sum counts it once."""
   return jnp.where(jax.lax.axis_index(axes) == 0, x, 0)
 
 
@@ -201,5 +194,4 @@ def batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | Non
 
 
 def _scale(slots: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns slots [..., D] times their weights [...]."""
   return (to_sum_dtype(slots) * weights[..., None]).astype(slots.dtype)

@@ -33,7 +33,7 @@ _UNIT_EPSILON = 1e-6
 class GatedDeltaNet(GroupedMixer):
   """A mixer of the gated delta rule. Its convolutions and projections have no biases.
 
-  Attributes: those of `GroupedMixer`, and
+  Attributes: the same as for `GroupedMixer`, and
     key_dims: S.
     norm_tpl: template of the child `norm`, over H.
     activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, with S more
@@ -100,5 +100,4 @@ class GatedDeltaNet(GroupedMixer):
 
 
 def _unit(x: jax.Array, scale: float = 1.0) -> jax.Array:
-  """Returns vectors of length `scale`, in their dtype."""
   return (to_units(x, _UNIT_EPSILON) * scale).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Grouped products: rows in groups, where each group is multiplied by weights of its own.
+"""Grouped products: rows in groups, where each group is multiplied by its own weights.
 
     out[m] = rows[m] @ weights[g]    for a row m of group g; zeros for rows after the last group
 
@@ -83,7 +83,7 @@ _ANY_CASE = ProductCase()
 def choose_grouped_matmul(
   implementation: str, path: str = 'implementation', case: ProductCase = _ANY_CASE
 ) -> GroupedMatmulChoice:
-  """Returns 'xla', 'blocks' or 'triton', and the reason. If 'triton' cannot run, another one replaces it.
+  """Returns 'xla', 'blocks' or 'triton', and the reason. If 'triton' cannot run, another implementation replaces it.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
@@ -344,7 +344,6 @@ def _multiply_all(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Array:
-  """Runs a kernel for each of V products."""
   if len(arrays_V[0]) == 1:
     return kernel(*(x[0] for x in arrays_V))[None]
   return jax.lax.map(lambda arrays: kernel(*arrays), arrays_V)

@@ -46,9 +46,7 @@ class ConvResidual(Layer):
 
 
 class ImageEncoder(Layer):
-  """Halves an image S times, each time by a convolution with stride 2 and an activation; then projects it to latents.
-
-  Between the two are `num_blocks` residual blocks, and a residual 3 x 3 convolution, `mix`.
+  """Halves an image S times by convolutions with stride 2; residual blocks and a projection to latents follow.
 
   Attributes:
     image_channels: C.

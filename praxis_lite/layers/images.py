@@ -144,7 +144,6 @@ def _check_window(layer: Conv2D | Pooling, field: str, window: Sequence[int], x_
 
 
 def _to_lax(padding: str, window: Sequence[int]) -> str | list[tuple[int, int]]:
-  """Returns the padding of height and width in the form of `jax.lax`."""
   return [((size - 1) // 2,) * 2 for size in window] if padding == 'SYMMETRIC' else padding
 
 

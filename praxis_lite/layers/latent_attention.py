@@ -2,7 +2,7 @@
 
     c = norm(x W_c)  [R],  r = rotate(x W_r)  [P]                       the latent vector, and the key of positions
     key = [c W_k, r],  value = c W_v                                    of each head
-    query = [x W_q without its last P dims, rotate(the last P)]         from x, or from a latent vector of its own
+    query = [x W_q without its last P dims, rotate(the last P)]         from x, or from a separate latent vector
     out = softmax(query . key / sqrt(H)) . value  W_o
 
 Training computes keys and values of all heads. Decoding applies W_k to queries and W_v to results instead:

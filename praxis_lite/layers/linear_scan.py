@@ -2,7 +2,7 @@
 
     state_t = decay_t * state_(t-1) + input_t
 
-Two tokens in a row are one step of the same form: the decays multiply, and the later decay applies to the earlier
+Two consecutive steps combine into one of the same form: the decays multiply, and the later decay applies to the earlier
 input. This is associative, so a tree of log T products computes all states (Blelloch, 1990).
 
 B batch, T length; `...` are the dimensions of a state.

@@ -72,7 +72,7 @@ class Linear(Layer):
 
 
 def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a bias of that size or shape: zeros at first, and not regularized."""
+  """Returns the declaration of a bias of this size or shape: zeros at first, and not regularized."""
   return WeightHParams(
     (dims,) if isinstance(dims, int) else dims,
     init=WeightInit.Constant(0.0),

@@ -173,8 +173,7 @@ class LoraLinear(Linear, LoraLayer):
 class LoraProjection(Projection, LoraLayer):
   """y = x . W + b + s (x . A) B: a `Projection` with an update of low rank, its child `lora`.
 
-  Attributes: the same as for `Projection`, and
-    lora_tpl: template of the child `lora`; the layer sets its shapes and splits.
+  Attributes: the same as for `Projection`, and the `lora_tpl` of `LoraLinear`.
   """
 
   def setup(self) -> None:
@@ -194,8 +193,7 @@ class LoraProjection(Projection, LoraLayer):
 class LoraEmbedding(Embedding, LoraLayer):
   """y = w[ids] + s A[ids] B: an `Embedding` with an update of low rank, its child `lora`; A [V, R], B [R, D].
 
-  Attributes: the same as for `Embedding`, and
-    lora_tpl: template of the child `lora`; the layer sets its shapes and splits.
+  Attributes: the same as for `Embedding`, and the `lora_tpl` of `LoraLinear`.
   """
 
   def setup(self) -> None:

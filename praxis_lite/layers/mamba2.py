@@ -78,7 +78,7 @@ class GatedRMSNorm(Layer):
 class Mamba2(GroupedMixer):
   """The mixer of Mamba-2.
 
-  Attributes: those of `GroupedMixer`, and
+  Attributes: the same as for `GroupedMixer`, and
     state_dims: S.
     use_bias: whether the projections have biases.
     use_conv_bias: whether the convolutions have biases.

@@ -19,7 +19,7 @@ from praxis_lite.common.errors import ConfigError, first_line
 from praxis_lite.common.mistakes import is_about_arrays
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, BlockRanges, FunctionMask, Known, mask_leaves
 
-# Numbers of queries and keys to try `allows` with. They differ, so that a result says which of its dimensions is which.
+# Numbers of queries and keys to try `allows` with. They differ, so that the shape of a result tells them apart.
 _QUERIES, _KEYS = 5, 3
 
 

@@ -95,7 +95,7 @@ class PatchDecoder(Layer):
     has_class_token: whether the first state belongs to a class token.
     embed_tpl: template of the child `embed`.
     position_tpl: template of the child `position`: sinusoids, where the class token has no position; or
-      `LearnedPositions`, whose first position is that of the class token.
+      `LearnedPositions`, whose first position belongs to the class token.
     transformer_tpl: template of the child `transformer`; its attention is never causal.
     final_norm_tpl: template of the child `final_norm`.
     pixels_tpl: template of the child `pixels`.

@@ -77,8 +77,7 @@ def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -
   along such an axis share rows, so a batch may have fewer rows than there are devices.
 
   Args:
-    mesh: the mesh.
-    specs: how the arrays of a batch are split inside the step.
+    mesh, specs: the mesh, and how the arrays of a batch are split inside the step.
   """
   others = {axis for spec in specs for axis in all_axes((spec or ())[1:])}
   return tuple(axis for axis in mesh.axis_names if axis not in others)

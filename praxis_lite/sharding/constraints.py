@@ -95,7 +95,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def unmapped_axes() -> dict[str, int]:
-  """Returns the sizes of the ambient mesh's axes larger than 1, that no enclosing `shard_map` maps over."""
+  """Returns the sizes of the ambient mesh's axes that are larger than 1 and not mapped by an enclosing `shard_map`."""
   mesh, manual = jax.sharding.get_abstract_mesh(), manual_axes()
   return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
 

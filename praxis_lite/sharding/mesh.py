@@ -87,7 +87,7 @@ def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
 
 
 def read_mesh_shape(given: GivenMeshShape | None, mesh_axis_names: Sequence[str] | None) -> tuple[int, ...] | None:
-  """Returns an ICI mesh shape that a user has written as a tuple of integers; None stays None.
+  """Converts an ICI mesh shape, as users may write it, to a tuple of integers; None stays None.
 
   Raises:
     ConfigError: it is neither a tuple of integers and 'auto', nor 'auto', nor -1; the message says what to write.

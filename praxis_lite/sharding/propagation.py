@@ -225,7 +225,7 @@ class Propagation:
         yield self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value], op
 
   def _read(self, site: Site, values: Iterable[ir.Value], known: dict[ir.Value, ArraySplit]) -> tuple[ArraySplit, ...]:
-    """Returns the splits of values of a propagated program, and adds them to the ones that are known."""
+    """Returns the splits of values of a propagated program, and adds them to `known`."""
     splits = []
     for value, shape in zip(values, site.shapes):
       if value not in known:
@@ -241,7 +241,7 @@ class Propagation:
 
 
 def _shape(type_: ir.Type, known: dict[ir.Type, tuple[int, ...]]) -> tuple[int, ...]:
-  """Returns the shape of a type, () if it has none, and adds it to the ones that are known."""
+  """Returns the shape of a type, () if it has none, and adds it to `known`."""
   if type_ not in known:
     known[type_] = tuple(getattr(type_, 'shape', ()))
   return known[type_]
@@ -453,12 +453,7 @@ def operations(root: ir.Operation, names: Collection[str] | None = None) -> list
 def _sharding_of(
   value: ir.Value, lists: dict[ir.Attribute, Sequence[ir.Attribute]] | None = None
 ) -> ir.Attribute | None:
-  """Returns the sharding of a value of a propagated program; None if it is replicated.
-
-  Args:
-    value: the value.
-    lists: a cache of the shardings in each attribute, which is extended.
-  """
+  """Returns the sharding of a value of a propagated program; None if it is replicated. `lists` caches attributes."""
   lists = {} if lists is None else lists
   owner = value.owner
   if isinstance(owner, ir.Block):
@@ -481,7 +476,7 @@ def _result_sharding(
     if of_results not in lists:
       lists[of_results] = [*sdy.TensorShardingPerValueAttr(of_results).shardings]
     return lists[of_results][number]
-  # The first is a constraint's, the second a collective's.
+  # Constraints have 'sharding', and collectives 'out_sharding'.
   return next((attributes[name] for name in ('sharding', 'out_sharding') if name in attributes), None)
 
 

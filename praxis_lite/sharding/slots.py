@@ -130,7 +130,7 @@ def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) ->
 
 
 def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-  """Returns the dimensions that optax's factored RMS keeps: row statistics lose the largest, column ones the next."""
+  """Returns the dimensions that optax's factored RMS keeps: `v_row` loses the largest, `v_col` the second largest."""
   if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
     return None
   order = np.argsort(shape)

@@ -106,7 +106,7 @@ def test_mistakes_of_a_search_are_named():
   for fields, message in (
     ({'num_beams': 0}, r'num_beams.* least 1'),
     ({'max_labels': 0}, r'max_labels.* least 1'),
-    ({'blank_id': 3}, 'blank_id: 3 is none of 3 symbols'),
+    ({'blank_id': 3}, 'blank_id: 3 is not one of 3 symbols'),
   ):
     with pytest.raises(ConfigError, match=message):
       ctc_beam_search(logits, paddings, **fields)

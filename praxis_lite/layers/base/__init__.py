@@ -400,7 +400,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       variables: this layer's variables, with the structure and shapes of `abstract_init()`. Variables of a padded train
         state are rejected; `praxis_lite.unpad(task, state)` returns them in their true shapes.
       *args, **kwargs: arguments of the method.
-      key: PRNG key; may be None if nothing is drawn.
+      key: PRNG key; None is allowed if nothing is drawn at random.
       do_eval: evaluate instead of train (no dropout, moving statistics); None means as in the enclosing call, or train.
       decode_state: caches returned by an earlier call.
       method: which method to call.

@@ -14,7 +14,7 @@ _SCOPE = 'expected_trips='
 
 
 def expected_trips(trips: float) -> AbstractContextManager[None]:
-  """Tells `plan` how often a `while_loop` or `fori_loop` runs whose end depends on data.
+  """Tells `plan` the expected iterations of a `while_loop` or `fori_loop` whose end depends on data.
 
       with expected_trips(12):
         y = jax.lax.while_loop(moves, step, x)
@@ -26,7 +26,7 @@ def expected_trips(trips: float) -> AbstractContextManager[None]:
 
 
 def find_expected_trips(program: str) -> list[str]:
-  """Returns the numbers that `expected_trips` gave the loops of a program, from its text with names."""
+  """Returns the numbers that `expected_trips` gave the loops of a program, given its text with names of operations."""
   return sorted(re.findall(rf'{_SCOPE}([^/()"]+)', program))
 
 

@@ -1,4 +1,4 @@
-"""StoredWeight: a weight that a layer declares as one array, and that is stored as others, such as integers and scales.
+"""StoredWeight: a weight that a layer declares as one array but that is stored as others, such as integers and scales.
 
 The layer's own code sees the declaration, in `layer.theta.w`, and everything else sees the variables that are stored:
 `abstract_init`, specs, checkpoints and optimizers.

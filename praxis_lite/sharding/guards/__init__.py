@@ -13,8 +13,8 @@ faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
     lookups     gathers, slices and scatters
     reshapes    reshapes that abort the process
     transforms  Fourier transforms
-    starts      slices that begin past the end; wrong on one device too
-    crops       convolutions and pads that crop; wrong on one CPU device too
+    starts      slices that begin past the end; wrong even on one device
+    crops       convolutions and pads that crop; wrong even on one CPU device
     lapack      factorizations of matrices, which may wait forever on a CPU
 """
 

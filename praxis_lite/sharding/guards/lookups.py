@@ -194,12 +194,9 @@ def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
-  """Returns which dimension of the rows corresponds to which dimension of the ids; dimensions of slices have none.
+  """Returns which dimension of the rows corresponds to which dimension of the ids.
 
-  Args:
-    lookup: a gather or a scatter.
-    slices: the dimensions of the rows, read or written, that belong to a slice.
-    vector: the dimension of the ids that holds the entries of one id.
+  The dimensions `slices` of the rows have none, nor has the dimension `vector` of the ids, the entries of one id.
   """
   slices = {*slices}
   of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
@@ -218,7 +215,6 @@ def _split_like_rows(ids: ArraySplit, rows: ArraySplit, pairs: Mapping[int, int]
 
 
 def _is_uneven(size: int, *entries: tuple[Axis, ...]) -> bool:
-  """Whether the axes of any entry split a dimension of this size unevenly."""
   return any(size % count_parts(axes) for axes in entries)
 
 

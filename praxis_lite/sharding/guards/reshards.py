@@ -23,7 +23,7 @@ _NUM_AXES = 3
 _NUM_DIMS = 3
 _MAX_ROUNDS = 6
 _CONSTRAINT = 'sdy.sharding_constraint'
-# Operations without arrays of their own.
+# Operations that have no arrays themselves.
 _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.return', 'sdy.return'}
 
 

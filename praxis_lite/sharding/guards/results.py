@@ -14,7 +14,7 @@ def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[ArraySplit])
 
   If `out_shardings` does not say how a result is split, XLA may split an uneven dimension over a part of an axis, which
   a `NamedSharding` cannot express. Since release 0.11, JAX then compiles the program and raises an internal error;
-  before, it took the result for replicated. Example: on a mesh a 4, a program that ends with
+  earlier releases took the result for replicated. Example: on a mesh a 4, a program that ends with
   `with_sharding_constraint(x, P('a'))` of 2 rows. Test: `test_results_that_do_not_divide`.
   """
   return tuple(tuple(map(_that_divide, shape, split)) for shape, split in zip(shapes, splits))

@@ -26,7 +26,7 @@ def guard_fft(transform: Instance) -> tuple[ArraySplit, ...] | None:
 def order_entries(transform: ir.Operation) -> None:
   """Requires row-major layouts of operand and result.
 
-  The CPU's transform rejects other layouts, such as the one of an array that was gathered along its last dimension.
+  The CPU's transform rejects other layouts, such as the layout of an array that was gathered along its last dimension.
   """
   with ir.InsertionPoint(transform), transform.location:
     transform.operands[0] = _keep_layout(transform.operands[0]).results[0]
