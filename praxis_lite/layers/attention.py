@@ -361,7 +361,7 @@ class MultiHeadAttention(AttentionHeads):
 
   def _check_one_bias(self, logit_bias: object) -> None:
     if logit_bias is not None and self.relative_bias_tpl is not None:
-      raise ConfigError(f'{self.path_name}.relative_bias_tpl: the call gives a bias too; set it to None, or give none')
+      raise ConfigError(f'{self.path_name}.relative_bias_tpl: the call gives a logit_bias too; set one of them to None')
 
   def _sinks(self) -> jax.Array | None:
     return self.theta.sinks if self.use_sinks else None

@@ -168,7 +168,7 @@ class AttentionHeads(Layer):
     if first_BSKH is None:
       raise ConfigError(
         f'{self.path_name}.value_residual_tpl: the call gives no first_values; a StackedTransformer and a '
-        'RepeatedTransformer give their layers those of their first one'
+        "RepeatedTransformer pass their first layer's values to the other layers"
       )
     query_BTNH, key_BSKH, value_BSKH = heads
     mixed_BSKH = self.value_residual(first_BSKH, value_BSKH.reshape(first_BSKH.shape[:2] + self._own_heads))

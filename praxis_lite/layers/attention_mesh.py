@@ -72,7 +72,7 @@ class AttentionMesh:
     if math.prod(mesh.shape.get(axis, 1) for axis in axes) == 1:
       return None
     if len(axes) != 1:
-      raise ConfigError(f'{field}: {self.context_axis!r} stands for the mesh axes {axes}; it must be one')
+      raise ConfigError(f'{field}: {self.context_axis!r} stands for the mesh axes {axes}; it must stand for one axis')
     if manual_axes():
       raise ConfigError(
         f"{field}: under partitioning='shard_map' each device has whole sequences; set task.partitioning='auto', or "

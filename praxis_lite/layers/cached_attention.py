@@ -91,7 +91,7 @@ class CachedAttention:
     if mask.arrays('query', 'key'):
       raise ConfigError(
         'a mask with arrays of queries or keys cannot be used with a cache, which keeps positions only; in decoding, '
-        'return one that goes by positions'
+        'return one that depends on positions only'
       )
     sees_later = split_offsets(mask)[0].ahead != 0
     new = self._to_entries(key_BTKH, value_BTKH, pos_BT)

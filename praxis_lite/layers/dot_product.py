@@ -212,9 +212,9 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
   if case.sinks:
     return 'has no sinks'
   if case.window and not case.causal:
-    return 'has a sliding_window with causal attention alone'
+    return 'has a sliding_window only with causal attention'
   if (case.by_rows or case.logit_bias or case.arrays) and (case.query_len % 2 or case.key_len % 2):
-    return 'takes a mask or a bias of even lengths alone'
+    return 'takes a mask or a bias only for even lengths'
   return ''
 
 
@@ -253,7 +253,7 @@ def _splash_obstacle(case: AttentionCase) -> str:
     return 'has no dropout'
   if obstacle := case.splash_obstacle or case.mesh_obstacle:
     return obstacle
-  return '' if has_splash() else 'is not in this JAX in the form that this package knows'
+  return '' if has_splash() else 'has an unknown interface in this release of JAX'
 
 
 _OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {

@@ -21,7 +21,7 @@ class LayerPatterns(Configurable):
   def __post_init__(self) -> None:
     where = f'{type(self).__name__}.layers'
     if self.layers is not None and not self.patterns:
-      raise ConfigError(f'{where}: {self.layers!r} names no layer; None is for all')
+      raise ConfigError(f'{where}: {self.layers!r} names no layer; None selects all')
     for pattern in self.patterns:
       try:
         re.compile(pattern)

@@ -124,7 +124,7 @@ class LowRankUpdate(Layer):
   def weight(self) -> jax.Array:
     """In a call: returns scale A B, [*in_shape, *out_shape]."""
     if self.num_adapters is not None:
-      raise ConfigError(f'{self.path_name}: the weight is another one for each row, so it cannot be read as one')
+      raise ConfigError(f'{self.path_name}: each row may have another weight, so there is no single one to read')
     return jnp.tensordot(self.theta.a * self.scale, self.theta.b, axes=1)
 
 

@@ -351,7 +351,7 @@ class ArrayMask(AttentionMask):
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     if self.allowed.ndim == 4:
-      raise ConfigError('a mask as an array that differs by head is for dense attention, not joined to others by `|`')
+      raise ConfigError('an array mask that differs by head is for dense attention only, and cannot be joined by `|`')
     if key_S.ndim == 1:
       return jnp.take(self.allowed, key_S, axis=-1, mode='clip')
     return jnp.take_along_axis(self.allowed, key_S[:, None, :], axis=-1, mode='clip')

@@ -164,8 +164,8 @@ class MoeFeedForward(Layer):
     self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
     if self.router.choice == 'expert' and self.dispatch != 'capacity':
       raise ConfigError(
-        f"{self.path_name}.dispatch: with router_tpl.choice='expert' an expert takes a number of tokens that "
-        "capacity_factor says; set dispatch='capacity'"
+        f"{self.path_name}.dispatch: with router_tpl.choice='expert', capacity_factor sets the number of tokens of an "
+        "expert; set dispatch='capacity'"
       )
     usable = self.num_experts // self.router.num_groups * self.router.num_groups_per_token
     if self.num_experts_per_token > usable:

@@ -139,7 +139,7 @@ def fill_mesh_shape(
   rest, left = divmod(num_devices, product)
   if left or not rest:
     there = f'there {"is" if num_devices == 1 else "are"} {number_of(num_devices, "device")}'
-    raise ShardingError(f'{given}: {there}, no multiple of {product}, the product of the other sizes')
+    raise ShardingError(f'{given}: {there}, not a multiple of {product}, the product of the other sizes')
   return tuple(rest if size == -1 else size for size in shape)
 
 

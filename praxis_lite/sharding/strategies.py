@@ -186,7 +186,7 @@ def _make_op(node: ast.expr, text: str) -> ParsedOp:
     kind = signature.parameters[argument].annotation
     kind = getattr(kind, '__name__', kind)
     if kind in _KINDS and (not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == 'bool')):
-      raise ShardingError(f'{text!r}: {argument} = {value!r} is no {kind}; it is {name}{signature}')
+      raise ShardingError(f'{text!r}: {argument} = {value!r} is not of type {kind}; the op is {name}{signature}')
   own_text = ast.get_source_segment(text.strip(), node) or text
   return ParsedOp(own_text, make_op(*bound.args, **bound.kwargs), for_named)
 

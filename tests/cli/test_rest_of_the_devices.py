@@ -42,7 +42,7 @@ def test_a_number_that_does_not_divide_is_one_line_with_the_path_of_the_field(ca
   code = main([*command, REST[0], '--set=task.ici_mesh_shape=(-1,3,1)'])
   out, err = capsys.readouterr()
   assert code in (1, 2)
-  wrong = 'task: ici_mesh_shape = (-1, 3, 1): there are 8 devices, no multiple of 3, the product of the other sizes'
+  wrong = 'task: ici_mesh_shape = (-1, 3, 1): there are 8 devices, not a multiple of 3, the product of the other sizes'
   assert wrong in out + err and 'Traceback' not in err
 
 

@@ -218,7 +218,7 @@ def test_two_biases_of_a_layer_are_refused():
   config = model()
   config.encoder_tpl.layers_tpl.attention_tpl.relative_bias_tpl = Config(RelativeBias)
   layer = config.instantiate()
-  with pytest.raises(ConfigError, match='relative_bias_tpl: the call gives a bias too; set it to None'):
+  with pytest.raises(ConfigError, match='relative_bias_tpl: the call gives a logit_bias too; set one of them to None'):
     jax.eval_shape(lambda key: layer.apply(layer.init(key), tokens(B, T), method='encode'), jax.random.key(0))
 
 

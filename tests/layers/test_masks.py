@@ -265,7 +265,7 @@ def test_offsets_compose_to_what_a_fused_kernel_takes(monkeypatch):
   assert call(Causal()) == (True, None, None)
   assert call(SlidingWindow(9) & Causal() & SlidingWindow(5)) == (True, (4, 0), None)
   assert call(Causal() | Prefix(jnp.array([3, 2]))) == (False, None, (2, 1, 16, 16))
-  with pytest.raises(ConfigError, match='sliding_window with causal attention'):
+  with pytest.raises(ConfigError, match='sliding_window only with causal attention'):
     call(SlidingWindow(5))
   packed = True
   assert call(Causal() & SlidingWindow(5)) == (True, (4, 0), (2, 1, 16, 16))

@@ -140,7 +140,7 @@ def test_a_run_with_moving_averages_is_quantized_and_loaded(tmp_path):
 
 def test_rules_that_do_nothing():
   for rules, message in (
-    ([Config(QuantizedWeights, layers=())], r'layers: \(\) names no layer; None is for all'),
+    ([Config(QuantizedWeights, layers=())], r'layers: \(\) names no layer; None selects all'),
     ([Config(QuantizedWeights), RULES[0]], r'quantized\[1\]: it does nothing'),
     ([Config(QuantizedWeights), Config(QuantizedWeights)], r'quantized\[1\]: it does nothing'),
     ([Config(QuantizedWeights, layers='(')], r"quantized\[0\].layers: '\(' is not a regular expression"),

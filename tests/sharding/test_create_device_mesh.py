@@ -74,8 +74,8 @@ def test_a_size_of_minus_one_is_the_rest_of_the_devices(ici, dcn, filled):
   ('ici', 'message'),
   [
     ((-1, -1), r'ici_mesh_shape = \(-1, -1\): only one size may be -1, for the rest of the devices'),
-    ((-1, 3), r'ici_mesh_shape = \(-1, 3\): there are 8 devices, no multiple of 3, the product of the other sizes'),
-    ((-1, 16), r'ici_mesh_shape = \(-1, 16\): there are 8 devices, no multiple of 16'),
+    ((-1, 3), r'ici_mesh_shape = \(-1, 3\): there are 8 devices, not a multiple of 3, the product of the other sizes'),
+    ((-1, 16), r'ici_mesh_shape = \(-1, 16\): there are 8 devices, not a multiple of 16'),
     ((-1, 0), r"ici_mesh_shape = .*: the size of 'mdl' must be a positive integer"),
     ((-2, 1), r"ici_mesh_shape = .*: the size of 'data' must be a positive integer"),
   ],

@@ -79,8 +79,8 @@ def test_the_threshold_counts_bytes() -> None:
     ((8, 8), 'shard_dim("model",-3)', 'w has 2 dimensions, .* dimension -3'),
     ((9, 8), 'shard_dim("model", 0, allow_padding=False)', 'size 9 does not divide by the 4 parts'),
     ((2048, 2048), 'shard_dim("data",0)|fsdp("data")', "w: fsdp.*'data' occurs twice"),
-    ((8, 8), 'shard_dim("model", ",", 0)', "dim = ',' is no int; it is shard_dim"),
-    ((8, 8), 'fsdp("data", "4")', "min_size_to_shard_mb = '4' is no float"),
+    ((8, 8), 'shard_dim("model", ",", 0)', "dim = ',' is not of type int; the op is shard_dim"),
+    ((8, 8), 'fsdp("data", "4")', "min_size_to_shard_mb = '4' is not of type float"),
     ((2048, 2048), 'fsdp("date")', "'date' is not an axis .* Did you mean 'data'"),
   ],
 )
