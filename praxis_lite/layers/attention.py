@@ -88,7 +88,8 @@ class MultiHeadAttention(AttentionHeads):
     value_residual_tpl: template of the child `value_residual`, a `ValueResidual`, which mixes the values with those of
       the first layer of a stack; None disables it. The stack passes the first layer's values to each layer.
     gate_output: whether the results of heads are multiplied by the sigmoid of a projection of the inputs, the child
-      `output_gate`, before `out` (Qwen3-Next). It is split like `query`, and has a bias if `query` has one.
+      `output_gate`, before `out` (Qwen3-Next). Its weight is split like the weight of the queries, and it has a bias if
+      they have one.
     use_sinks: whether the softmax of each head has a further, learned logit without a value, so that the head can
       attend to nothing (attention sinks of GPT-OSS; OpenAI, 2025). The variable `sinks`, [N], begins at 0 and is split
       like the heads of the weights.
@@ -175,7 +176,7 @@ class MultiHeadAttention(AttentionHeads):
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
         makes attention dense.
       logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a
-        function of positions. Use it for a bias that several layers share; `relative_bias_tpl` sets a layer's own one.
+        function of positions. It is for a bias that several layers share; `relative_bias_tpl` is for a layer's own.
       first_values: [B, T, K, H], the `first_values` of the first layer, with `value_residual_tpl`.
     """
     self._check_one_bias(logit_bias)

@@ -25,7 +25,7 @@ from praxis_lite.layers.position_limit import check_length
 
 
 class WindowLogMel(LogMel):
-  """Features of windows of one length: y = max(x, largest x - 8) / 4 + 1, for x the log-mel features to base 10.
+  """Features of windows of a fixed length: y = max(x, largest x - 8) / 4 + 1, with x = log10 of the mel features.
 
   Shorter recordings are filled with silence, which is not marked as padding. A `LogMel`, by contrast, takes recordings
   of any length, and its logarithms are natural.

@@ -101,9 +101,9 @@ class BiTemperedLoss(Layer):
     t1: temperature of the logarithm, at least 0 and less than 2; the loss is bounded if it is less than 1.
     t2: temperature of the softmax, above 0; tails are heavy if it is more than 1.
     label_smoothing: see `bi_tempered_loss`.
-    start_step, end_step: temperatures are 1 before `start_step`, and t1 and t2 from `end_step` on. If `end_step` is 0,
-      they are always t1 and t2, as in evaluations. Steps are calls in training, counted in the variable `count`, so
-      each microbatch counts as one.
+    start_step, end_step: temperatures are 1 before `start_step`, t1 and t2 from `end_step` on, and linear in between.
+      If `end_step` is 0, they are always t1 and t2, as in evaluations. Steps are calls in training, counted in the
+      variable `count`, so each microbatch counts as one.
   """
 
   t1: float = 1.0

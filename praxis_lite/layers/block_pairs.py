@@ -28,7 +28,7 @@ class BlockPairs(NamedTuple):
 
   table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
   used: int | jax.Array
-  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if data empties none.
+  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if there can be none.
   masked: bool = True  # Whether a pair may be partly masked.
   expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
 

@@ -192,7 +192,7 @@ class CachedAttention:
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
-    """Whether all logits are few enough to be computed without a loop, in whose iterations a GPU waits for the host."""
+    """Whether the logits are few enough to compute at once. In a loop, a GPU would wait for the host each iteration."""
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:

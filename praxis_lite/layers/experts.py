@@ -152,7 +152,7 @@ def dropless(
 def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
   """Returns floats `x`, of shape `true`, padded with zeros to `shape`, because a `shard_map` takes equal parts.
 
-  The gradient is a slice. JAX's own gradient is a pad that crops, for which the guards would gather the array.
+  The gradient is a slice. JAX's own rule would make it a pad that crops, for which the guards would gather the array.
   """
   del true
   return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)

@@ -10,7 +10,7 @@
 (Frantar et al., 2023.) Scales and zero points are the same as for rounding to nearest. An input that is always 0 is
 rounded to nearest, and so is a weight that has seen no rows.
 
-I all inputs (for one index of *J), O all outputs of one weight.
+I all inputs, O all outputs of one weight; in [*J, I, *O], *J and I are the dimensions of its inputs.
 """
 
 from __future__ import annotations

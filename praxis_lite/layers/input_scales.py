@@ -11,7 +11,7 @@
 For SmoothQuant, an input that is always 0, or has no weights but 0, has the scale 1. Without rows, all scales are 1.
 Squared errors need G = sum x x' only: for d = w - rounded w, they are sum_o d_o' G d_o.
 
-I all inputs (for one index of *J), O all outputs of one weight.
+I all inputs, O all outputs of one weight; in [*J, I, *O], *J and I are the dimensions of its inputs.
 """
 
 from __future__ import annotations

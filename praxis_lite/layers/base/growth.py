@@ -52,7 +52,7 @@ class GrownLayer:
     def path_name(self) -> str: ...
 
   def growth_of(self, field: str) -> float:
-    """Returns the ratio of a hyperparameter to that of the smaller model; 1 if there is none."""
+    """Returns the ratio of a hyperparameter to its value in the smaller model; 1 without a smaller model."""
     if self._counterpart is None:
       return 1.0
     return float(getattr(self, field) / getattr(self._counterpart.layer, field))

@@ -63,7 +63,7 @@ class InCall:
     return self._read_variable(name, dtype)
 
   def _read_parts(self, name: str) -> dict[str, jax.Array]:
-    """In a call: returns the variables that hold a weight of this layer that is stored in another form."""
+    """In a call: returns the variables that store a weight of this layer in another form."""
     return {part: self._read_variable(part, None) for part in self._stored[name].parts}
 
   def _read_variable(self, name: str, dtype: DTypeLike | None) -> jax.Array:

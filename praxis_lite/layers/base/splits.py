@@ -81,7 +81,7 @@ class MappedSplits(InCall):
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights are not changed."""
+    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights keep their own."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 

@@ -38,7 +38,7 @@ class StoredWeight(Protocol):
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
-    """(result of `scale_inputs`, parts) -> its product with the weight [*I, *O], which is not computed.
+    """(result of `scale_inputs`, parts) -> its product with the weight [*I, *O], without computing the weight.
 
     None if there is no such function.
     """

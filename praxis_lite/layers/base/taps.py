@@ -82,8 +82,8 @@ class Taps:
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
     probed: collects the points whose gradients are wanted, with the paths of their layers; None outside of training.
-    share: the factor that makes a gradient one of the whole batch's loss. None in the call that makes the probes: it
-      adds zeros of their shapes to the summaries.
+    share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that finds the
+      probes, and adds zeros of their shapes to the summaries.
   """
 
   wanted: Callable[[str], Sequence[str]]
@@ -203,7 +203,7 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
 def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, statistics: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x. The gradient by `probe` is statistics of the gradient by x, times `share`, in parts."""
+  """Returns x. The gradient with respect to `probe` is parts of statistics of x's gradient times `share`."""
   del probe, real, share, statistics
   return x
 
