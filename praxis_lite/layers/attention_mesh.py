@@ -127,7 +127,7 @@ class AttentionMesh:
   ) -> tuple[RowSplit | None, str]:
     """Returns the result of `kernel_split` if the length is not split.
 
-    If it is split, returns None and an obstacle: '' if the field `blnh` is set, which the kernel needs.
+    Otherwise returns None and an obstacle: that the field `blnh`, which the kernel needs, is not set; '' if it is set.
     """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
