@@ -26,19 +26,19 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 
       add_adapters(model, Config(Lora, layers=r'lm\\..*\\.attention\\.(query|value)', rank=16))
 
-  The model keeps its variables at their paths, and gets those of the adapters. Its outputs are the same until adapters
-  are trained. Building it raises a ConfigError if an adapter is for no layer, or for one that cannot have it. Each
-  adapter is split over the mesh as its layer's own weight is.
+  The model keeps its own variables at their paths, next to the new variables of the adapters. Its outputs do not change
+  until the adapters are trained. Building it raises a ConfigError if an adapter matches no layer, or a layer that does
+  not support it. Each adapter is split over the mesh in the same way as the weight of its layer.
 
   Args:
     model: the config.
-    *adapters: configs such as `Config(Lora)`; the first one that is for a layer wins.
+    *adapters: configs such as `Config(Lora)`; each layer gets the first one that matches it.
   """
   return append_rules(model, 'adapters', adapters)
 
 
 def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a copy of a model's config without adapters, and with plain weights, for what `merge_adapters` returns."""
+  """Returns a copy of a model's config without adapters or quantization, for the variables of `merge_adapters`."""
   return model.clone(adapters=(), quantized=())
 
 
@@ -71,8 +71,8 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
     variables: variables of the model; only the variables of adapters are used.
 
   Raises:
-    ConfigError: a variable of an adapter is missing, or an adapter, such as `Dora`, cannot be taken out again, or the
-      model has weights in few bits, which merged weights no longer have.
+    ConfigError: a variable of an adapter is missing; or an adapter, such as `Dora`, cannot be subtracted again; or the
+      model has quantized weights, which merging has replaced by plain ones.
   """
   if model.quantized:
     raise ConfigError(
@@ -91,24 +91,26 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
 def combine_adapters(
   model: Config[ModelT], adapters: Mapping[str, tuple[Config[ModelT], NestedDict]]
 ) -> tuple[Config[ModelT], NestedDict]:
-  """Puts several adapters on one base, of which each row that is decoded uses one, or none.
+  """Puts several adapters on one base model; in decoding, each row uses one of them or none.
 
       config, own = combine_adapters(base, {'legal': read_adapter('legal', base), 'poems': (tuned, variables)})
       model.decode({..., 'adapters': np.array([0, 1, -1])})
 
-  Ranks, scales and layers may differ: smaller ranks are filled up by zeros, and scales become a part of B.
+  The adapters may differ in rank, scale and layers: smaller ranks are padded with zeros, and the matrices B are
+  multiplied by the scales.
 
   Args:
     model: the config of the model without adapters.
-    adapters: by name, the config of the model with adapters of `Lora`, and its variables in their true shapes, or only
-      those of the adapters.
+    adapters: for each name, the config of the model with `Lora` adapters, and its variables in their true shapes; the
+      variables of the adapters are enough.
 
   Returns:
-    The config of the model with all of them, and the variables of the adapters, to be merged with those of the base.
+    The config of the model with all adapters, and the variables of the adapters, to be merged with those of the base.
 
   Raises:
-    ConfigError: there are none; or one has no adapters, or others than `Lora`, or is for experts, tables of embeddings
-      or the keys and values of latent attention, or its variables are missing or do not fit the model.
+    ConfigError: `adapters` is empty; a config has no adapters, or adapters that are not `Lora`; an adapter is on
+      experts, embedding tables, or the keys and values of latent attention; or its variables are missing or do not fit
+      the model.
   """
   if not adapters:
     raise ConfigError('combine_adapters: there are no adapters; expected at least one')
@@ -165,7 +167,7 @@ def combine_adapters(
 
 
 def _absorbed_layers(model: BaseModel) -> frozenset[Path]:
-  """Returns the paths below a model of the layers whose weights are a part of other products when it decodes."""
+  """Returns the paths, below the model, of layers whose weights are multiplied into other products in decoding."""
   attentions = (layer for layer in model.descendants() if isinstance(layer, LatentAttention))
   return frozenset((*of.path[len(model.path) :], name) for of in attentions for name in ('key', 'value'))
 

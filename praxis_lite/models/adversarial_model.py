@@ -39,17 +39,17 @@ class AdversarialOutput(NamedTuple):
 
 
 class AdversarialModel(BaseModel[AdversarialOutput]):
-  """Learns to make images like those of the batches, [B, H, W, C]; `weights` are [B].
+  """A model that learns to generate images like those of its batches, [B, H, W, C]; `weights` are [B].
 
   Attributes:
     generator_tpl: config of the child `generator`, from latents [B, h, w, Z] to images.
-    discriminator_tpl: config of the child `discriminator`, from images to logits [B, ...], whose mean counts.
+    discriminator_tpl: config of the child `discriminator`, from images to logits [B, ...], averaged for each image.
     latent_dims: Z.
     image_size: H and W.
     input_name: the leaf of the batch with the images.
 
   Raises:
-    ConfigError: the doublings of the generator do not divide `image_size`.
+    ConfigError: H or W is not a multiple of 2^n, where n is the number of upsampling stages of the generator.
   """
 
   generator_tpl: Config = template(ImageDecoder)
@@ -83,7 +83,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
       )
 
   def compute_predictions(self, batch: NestedDict) -> AdversarialOutput:
-    """Returns generated images and the logits; each row draws its own latent, whatever the other rows are."""
+    """Returns generated images and the logits; the latent of a row does not depend on the other rows."""
     real = batch[self.input_name]
     if (weights := batch.get('weights')) is not None:
       real = make_padding_finite(real, weights)
@@ -91,7 +91,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))
 
   def generate(self, rows: int, seed_B: jax.Array | None = None) -> jax.Array:
-    """Returns images of `rows` random latents, [rows, H, W, C]; rows of equal seeds, by default 0, 1, 2, ..., agree."""
+    """Returns images [rows, H, W, C] of random latents; equal seeds, by default 0, 1, 2, ..., give equal images."""
     key = self.next_prng_key()
     shape = (*self._grid, self.latent_dims)
     seeds = jnp.arange(rows) if seed_B is None else seed_B
@@ -111,11 +111,11 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     return {name: weighted_mean(x, batch['weights']) for name, x in rows.items()}, {'loss': rows['loss']}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `image`, a generated one for each row, [B, H, W, C].
+    """Returns `image`, [B, H, W, C], a generated image for each row.
 
     Args:
-      batch: `seed`, [B] int32: rows with another seed get another image. Without it, the seeds are 0, 1, 2, ..., and
-        the number of real images says how many rows there are.
+      batch: `seed`, [B] int32: different seeds give different images. Without it, the seeds are 0, 1, 2, ..., and B is
+        the number of real images in the batch.
     """
     if not {'seed', self.input_name} & set(batch):
       raise DataError(f'{self.path_name}: to make images, a batch has seed, got {list(batch)}')

@@ -34,14 +34,15 @@ PredictionsT = TypeVar('PredictionsT')
 
 
 class PromptLimits(NamedTuple):
-  """How a model continues prompts of different lengths with one compiled program: see `LanguageModel.decode`.
+  """What a model accepts when one compiled program continues prompts of different lengths: see `LanguageModel.decode`.
 
   Attributes:
-    max_tokens: the largest number of tokens that its config lets it add to a prompt.
+    max_tokens: the largest number of tokens that it may add to a prompt, by its config.
     stop_ids: tokens that end a continuation.
     context: how many of the last tokens it sees at once; None means all.
-    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if it cannot decode them.
-    state_bytes: (rows, slots for tokens in each) -> the bytes of the state, such as caches.
+    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if the model cannot decode that
+      many.
+    state_bytes: (rows, token slots in each row) -> the bytes of the decode state, such as caches.
   """
 
   max_tokens: int
@@ -52,15 +53,16 @@ class PromptLimits(NamedTuple):
 
 
 class ScoreLimits(NamedTuple):
-  """What the batches of a model's `score` may be: see `LanguageModel.score`.
+  """What the `score` method of a model accepts: see `LanguageModel.score`.
 
   Attributes:
     vocab_size: V; labels are from 0 to V - 1.
     max_positions: the largest number of tokens in a row; None means any number.
     takes_prefixes: whether a batch has `prefix_lengths`, [B] int32.
-    start_id: if contexts are sources, which a batch has as `source_ids` and `source_segment_ids` [B, S]: the token that
-      comes before a continuation in `ids`. None: a row is a context and its continuation.
-    source_end_id: the token that ends a source; None adds none.
+    start_id: the token before a continuation in `ids`, if contexts are sources of an encoder-decoder, [B, S] arrays
+      `source_ids` and `source_segment_ids` of S tokens. None means that a row of `ids` is a context and its
+      continuation.
+    source_end_id: the token that ends a source; None means that there is no such token.
   """
 
   vocab_size: int
@@ -71,27 +73,27 @@ class ScoreLimits(NamedTuple):
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
-  """What a task trains and evaluates. Subclasses define `compute_predictions` and `compute_loss`, perhaps `decode`.
+  """The model that a task trains. Subclasses define `compute_predictions`, `compute_loss` and, optionally, `decode`.
 
   Attributes:
-    adapters: config of an adapter of layers below the model, such as `Lora`, or several; for each layer, the first one
-      that can adapt it wins. `add_adapters` sets them.
-    quantized: config of a `QuantizedWeights`, or several; for each layer, the first one wins. `quantize_weights` sets
-      them.
-    mup: config of a `Mup`, which names a smaller model whose hyperparameters of training are right for this one too;
-      None disables it.
+    adapters: one or several configs of adapters, such as `Lora`, for layers below the model. Each layer gets the first
+      one that matches it. `add_adapters` sets this field.
+    quantized: one or several configs of `QuantizedWeights`. Each layer gets the first one that matches it.
+      `quantize_weights` sets this field.
+    mup: config of a `Mup`, which names a smaller model whose training hyperparameters are transferred to this one; None
+      disables it.
   """
 
   adapters: Config | tuple[Config, ...] = ()
   quantized: Config | tuple[Config, ...] = ()
   mup: Config | None = None
 
-  # Whether `decode` writes a text of its own for each prompt, such as a translation, instead of continuing it.
+  # Whether `decode` writes a separate text for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
-  # Whether the network also reads images, sound or sources: then a plan counts the work of a step in its program, and
-  # not by a formula for each of the tokens in `ids`.
+  # Whether the network also reads images, sound or sources. If so, a plan counts the FLOPs of the lowered step, instead
+  # of using a formula for each token in `ids`.
   has_work_besides_ids: ClassVar[bool] = False
-  # Children whose weights are stored in few bits only if a regex matches their paths.
+  # Children whose weights are quantized only if a regex matches their paths.
   plain_children: ClassVar[tuple[str, ...]] = ()
 
   def _child_edits(self) -> ModelEdits | None:
@@ -104,12 +106,12 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   @property
   def total_num_params(self) -> int:
-    """The number of parameters, with moving statistics."""
+    """The number of parameters, including moving statistics."""
     return sum(weight.num_params for weight in jax.tree.leaves(self.abstract_init()))
 
   @property
   def active_num_params(self) -> int:
-    """The number of parameters that one token uses: of experts, only those that it is sent to."""
+    """The number of parameters that one token uses; only those experts count to which it is sent."""
     return sum(weight.num_active for weight in jax.tree.leaves(self.abstract_init()))
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
@@ -143,10 +145,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
     """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
 
     Called on the host before anything is compiled. It finds errors that shapes do not show, such as ids out of bounds,
-    for which JAX reads another entry without an error. If an input's arrays are in memory, `batch` is all of its rows.
+    for which JAX silently reads another entry. If the arrays of an input are in memory, `batch` contains all its rows.
 
-    By default it checks labels, if `number_of_classes` knows the number of classes: integers named `y`, or with `label`
-    or `target` in their name, except those of weight zero.
+    By default it checks labels, if `number_of_classes` finds the number of classes. Labels are integer arrays named
+    `y`, or with `label` or `target` in their name; those of weight zero are not checked.
     """
     if (classes := number_of_classes(self)) is not None:
       remedy = '; a model whose loss ignores such labels has a check_input(data, batch) of its own'
@@ -154,11 +156,11 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   @property
   def frozen_variables(self) -> FrozenVariables | None:
-    """The variables that a learner must not train; building a task checks it. None if it may train all."""
+    """The variables that a learner must not train, or None if it may train all; building a task checks this."""
     return None
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0.
+    """Returns (metrics, decoded outputs); the outputs are a dict of arrays with the batch as dimension 0.
 
     Raises:
       ConfigError: this model does not decode.
@@ -167,33 +169,34 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   @property
   def num_ids(self) -> int | None:
-    """V, if a batch has `ids` [B, T] from 0 to V - 1, which a trained model then checks; None if it has no such ids."""
+    """The vocabulary size V if batches have `ids` [B, T], which a trained model checks against V; otherwise None."""
     return None
 
   def id_limits(self) -> dict[str, IdLimit]:
-    """Returns which integers have an entry in a table of the model, by the name of an array of the batch.
+    """Returns the valid integers of arrays of a batch that index a table of the model, by the name of the array.
 
-    A trained model checks them before it computes a batch; `ids` are checked by `num_ids`.
+    A trained model checks them before it computes a batch. It checks `ids` by `num_ids` instead.
     """
     return {}
 
   def position_limits(self) -> dict[str, PositionLimit]:
     """Returns how many positions the model has, by the name of an array of positions in a batch, such as `segment_pos`.
 
-    Arrays that it does not read, or whose positions have no limit, are missing. `check_positions` uses these limits.
+    The result has no entry for arrays that the model does not read, or whose positions have no limit. `check_positions`
+    uses these limits.
     """
     return {}
 
   def score_limits(self) -> ScoreLimits | None:
-    """Returns what the batches of `score` may be; None if the model has no `score`."""
+    """Returns what `score` accepts; None if the model has no `score`."""
     return None
 
   def most_prompt_tokens(self) -> int | None:
-    """Returns the largest number of tokens of a prompt if the model has its own `decode`; None without a limit."""
+    """Returns the largest prompt, in tokens, of a model that overrides `decode`; None if there is no limit."""
     return None
 
   def prompt_limits(self) -> PromptLimits | None:
-    """Returns how `decode` continues prompts of different lengths; None if it is compiled for each length."""
+    """Returns what `decode` accepts if one program serves all lengths; None if it is compiled for each length."""
     return None
 
   def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
@@ -226,11 +229,11 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
 def checked_outputs(
   model: BaseModel, outputs: Any, rows: int | None = None, method: str = 'compute_loss'
 ) -> tuple[WeightedScalars, NestedDict]:
-  """Returns what a method of a model returned, (metrics, per-example or decoded outputs), after checking its form.
+  """Checks and returns the result of a method of a model: (metrics, per-example or decoded outputs).
 
   Raises:
-    ConfigError: the form is wrong, a metric is not a pair (mean, weight), there is no scalar `loss`, or dimension
-      0 of an output is not `rows`.
+    ConfigError: the result is not a pair of dicts, a metric is not a pair (mean, weight), there is no scalar `loss`, or
+      dimension 0 of an output is not `rows`.
   """
   where = _method_name(model, method)
   second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
@@ -277,9 +280,9 @@ def checked_outputs(
 def check_is_trained(
   model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict, name: str = 'loss'
 ) -> None:
-  """Inside `jax.grad`: raises ConfigError if the loss, the metric `name`, depends on none of the trained variables.
+  """Raises ConfigError if the loss, the metric `name`, depends on no trained variable; to be called inside `jax.grad`.
 
-  A value that depends on them is a tracer of the same kind as they are; other values are constants for the gradient.
+  A value that depends on a trained variable is a tracer of the same class; other values are constants for the gradient.
   """
   kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
   if not kinds or isinstance(loss, kinds):
@@ -303,7 +306,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-  """Returns a value as messages show it: an array by dtype and shape, also in tuples and dicts."""
+  """Returns a description for messages: dtype and shape of an array, parts of a tuple, or names in a dict."""
   if hasattr(value, 'dtype') and hasattr(value, 'shape'):
     return f'{value.dtype}{list(value.shape)}' if value.shape else f'a {value.dtype} scalar'
   if isinstance(value, tuple | list):

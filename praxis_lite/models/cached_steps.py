@@ -1,4 +1,4 @@
-"""CachedSteps: `DecodingSteps` of networks whose state is the caches of their layers, and of their own heads.
+"""CachedSteps: `DecodingSteps` of networks whose state is the caches of their layers; OwnHeads: their drafting heads.
 
 B batch, T tokens in one step, S slots, D model dims, V vocabulary.
 """
@@ -35,7 +35,7 @@ def start_caches(
   can_go_back: bool,
   method: str = 'init_decode_state',
 ) -> NestedDict:
-  """Returns the decode state of rows without tokens, which `method` makes; `can_go_back` as in `DecodingSteps`."""
+  """Returns the decode state, made by `method`, of rows without tokens; see `DecodingSteps` for `can_go_back`."""
   state = lm.apply(variables, num_rows, num_slots, method=method)[1].decode_state
   return place_caches(state, num_slots) if can_go_back else state
 
@@ -58,7 +58,7 @@ class CachedSteps:
     lm: the network, in a call of its parent.
     prompt_arguments: further arguments of its `extend_step` for prompts.
     can_go_back: see `DecodingSteps`.
-    adapters_B: the number of each row's adapter, if the network has several; then it is a part of the state.
+    adapters_B: the index of each row's adapter, if the network has several; it is then stored in the state.
   """
 
   def __init__(
@@ -113,7 +113,7 @@ class CachedSteps:
 
 
 class PackedSteps(CachedSteps):
-  """Steps that read prompts which share rows.
+  """Steps that read packed prompts: several prompts in one row.
 
   Args:
     lm: the network, in a call of its parent.
@@ -128,7 +128,7 @@ class PackedSteps(CachedSteps):
   def read_prompts(
     self, ids_BP: jax.Array, pos_BP: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
-    """Returns the results of `extend` for prompts that are packed; `pos_BP` is not used."""
+    """Returns the results of `extend` for packed prompts; `pos_BP` is not used."""
     packed = self._packed
     arguments = packed.pack(ids_BP), packed.pos, packed.last, None, packed
     logits_RSV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
@@ -136,13 +136,14 @@ class PackedSteps(CachedSteps):
 
 
 def can_read_packed(lm: Layer) -> bool:
-  """Whether a network can read prompts that share rows, with the results that each would have in a row of its own.
+  """Whether a network can read packed prompts, with the same results as one prompt in each row.
 
-  Its layers are those whose state is keys and values that they keep as they are, and whose experts take all tokens.
+  This needs attention layers of known classes, caches that are not quantized or rounded, and experts without capacity
+  limits.
   """
 
   def is_known(layer: Layer) -> bool:
-    if isinstance(layer, MultiHeadAttention):  # A class derived from it may have a mask of its own.
+    if isinstance(layer, MultiHeadAttention):  # A subclass may define another mask.
       return type(layer) in (MultiHeadAttention, LatentAttention) and layer.cache_dtype in (None, layer.fprop_dtype)
     if isinstance(layer, MoeFeedForward):
       return layer.dispatch == 'dropless' and layer.exchange_factor is None
@@ -154,9 +155,9 @@ def can_read_packed(lm: Layer) -> bool:
 
 
 class StepsWithHidden(CachedSteps):
-  """Steps whose state also has what the softmax reads at each token, for `OwnHeads`.
+  """Steps whose state also stores the input of the softmax at each token, for `OwnHeads`.
 
-  The state is the caches, and `hidden`, [B, S, D], by position.
+  The state is the caches, and `hidden`, [B, S, D], indexed by position.
   """
 
   def __init__(self, lm: TransformerLm, prompt_arguments: tuple[jax.Array, ...]):
@@ -178,7 +179,7 @@ class StepsWithHidden(CachedSteps):
 
 
 class OwnHeads:
-  """The heads of a network that predict further tokens, for an `OwnHeadsDrafter`; their state is their caches.
+  """The heads of a network that predict later tokens, for an `OwnHeadsDrafter`; their state is their caches.
 
   Args:
     lm: the network, in a call of its parent.
@@ -194,7 +195,7 @@ class OwnHeads:
     return start_heads(self._lm, self._variables, num_rows, num_slots)
 
   def read_hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
-    """Returns what the softmax reads at these positions, [B, T, D]; `state` comes from `StepsWithHidden`."""
+    """Returns the inputs of the softmax at these positions, [B, T, D]; `state` comes from `StepsWithHidden`."""
     return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')
 
   def extend(

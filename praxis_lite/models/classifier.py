@@ -1,4 +1,4 @@
-"""Classifiers: a softmax over classes, and ClassificationModel, which puts a network below it.
+"""Classifier: the base of models with a softmax over classes; ClassificationModel: a network with such a softmax.
 
 B batch, F features, V classes.
 """
@@ -41,11 +41,11 @@ class Classifier(BaseModel[SoftmaxOutput]):
   softmax: FullSoftmax = child()
 
   def create_softmax(self, dims: int) -> None:
-    """Creates the child `softmax` for features of that many dims."""
+    """Creates the child `softmax`, whose inputs have this many dims."""
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=dims, num_classes=self.num_classes))
 
   def compute_features(self, batch: NestedDict) -> jax.Array:
-    """Returns what the softmax gets, [B, F]."""
+    """Returns the inputs of the softmax, [B, F]."""
     raise NotImplementedError
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
@@ -59,7 +59,7 @@ class Classifier(BaseModel[SoftmaxOutput]):
     return self.softmax(self.compute_features(batch), labels, weights)
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the metrics `loss`, cross entropy in nats, and `accuracy`; each example's `loss` and `prediction`."""
+    """Returns metrics (`loss`, cross entropy in nats, and `accuracy`), and each example's `loss` and `prediction`."""
     predicted = jnp.argmax(predictions.logits, axis=-1).astype(jnp.int32)
     correct = predicted == batch['label']
     metrics = {
@@ -74,20 +74,20 @@ class Classifier(BaseModel[SoftmaxOutput]):
     return {'prediction': jnp.argmax(probabilities, axis=-1).astype(jnp.int32), 'probabilities': probabilities}
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the result of `predict`; the metric is `confidence`, the mean probability of the predictions."""
+    """Returns the metric `confidence`, the mean probability of the predicted classes, and the result of `predict`."""
     predictions = self.predict(batch)
     confidence = weighted_mean(jnp.max(predictions['probabilities'], axis=-1), self._leaf(batch, 'weights'))
     return {'confidence': confidence}, predictions
 
 
 class ClassificationModel(Classifier):
-  """Classifies inputs such as images: batches have the leaves `label`, [B] int32, `weights`, [B], and the input.
+  """A classifier of inputs such as images: batches have the leaves `label`, [B] int32, `weights`, [B], and the input.
 
   Attributes: the same as for `Classifier`, and
     network_tpl: config of the child `network`, from (input, weights) to features [B, F]; its `output_dims` is F.
     input_name: the leaf of the batch that is the network's input.
     mixing_tpl: template of the child `mixing`, such as `ImageMixing`, which mixes each image of a training batch with
-      another one; its loss is then the mean of the losses of both labels, by their shares. None disables it.
+      another one. The loss is then the mean of the losses for both labels, weighted by their shares. None disables it.
   """
 
   network_tpl: Config = template(Mlp)
@@ -113,7 +113,7 @@ class ClassificationModel(Classifier):
     other_B, _ = cross_entropy(
       output.logits, other_rows(batch['label'], batch['weights']), self.softmax.label_smoothing
     )
-    # A row of its own has a share of 1, and the label of padding may be any number.
+    # A row that is mixed with padding, whose label may be any number, has a share of 1.
     share_B = mixed.share
     return output._replace(xent=jnp.where(share_B == 1, output.xent, share_B * output.xent + (1 - share_B) * other_B))
 

@@ -46,8 +46,8 @@ def convnext(
   Args:
     channels, patch_size, stage_dims, stage_depths, stochastic_depth, activation: see `ConvNeXt`.
     kernel_size, initial_scale: see `ConvNeXtBlock`.
-    epsilon: that of all norms but the last.
-    final_epsilon: that of the norm of the features.
+    epsilon: `epsilon` of all norms but the last.
+    final_epsilon: `epsilon` of the last norm, which is applied to the features.
   """
   norm = Config(LayerNorm, epsilon=epsilon)
   return Config(
@@ -73,7 +73,7 @@ def convnext_classifier(
   Args:
     num_classes: V.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `convnext`.
+    **sizes: arguments of `convnext`.
   """
   network = convnext(**sizes)
   model = Config(ClassificationModel, num_classes=num_classes, network_tpl=network, fprop_dtype=fprop_dtype)

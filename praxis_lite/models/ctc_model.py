@@ -1,4 +1,4 @@
-"""CtcModel: writes down speech, trained by connectionist temporal classification (Graves, 2006).
+"""CtcModel: transcribes speech, trained by connectionist temporal classification (Graves, 2006).
 
     logits = softmax(encoder(augmenter(frontend(audio))))
 
@@ -33,7 +33,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
 
   Attributes: those of `SpeechModel`, and
     softmax_tpl: config of the child `softmax`.
-    num_beams: number of prefixes of the search in `predict` and `decode`; 1 reads the best path.
+    num_beams: number of beams of the prefix search in `predict` and `decode`; 1 takes the best path.
   """
 
   softmax_tpl: Config = template(FullSoftmax, use_bias=True, chunk_size=None)
@@ -55,8 +55,8 @@ class CtcModel(SpeechModel[CtcPredictions]):
   def compute_loss(self, predictions: CtcPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`, nats of the labels of a row, over rows that have enough frames for their labels; `too_short`, the
-    share of the other rows; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
+    Metrics: `loss`, nats per row, over rows that have enough frames for their labels; `too_short`, the fraction of
+    rows that do not; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
     Per example: `loss`, 0 for rows that are too short.
     """
     labels, weights_B = self.labels_of(batch), batch['weights']
@@ -73,7 +73,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
     return metrics, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns what is said, see `SpeechModel.predict`: the best path, or with several beams the best symbols."""
+    """Returns transcripts, see `SpeechModel.predict`: of the best path, or with several beams the best prefix."""
     predictions = self.compute_predictions(batch)
     if self.num_beams == 1:
       best = ctc_greedy_decode(*predictions, blank_id=self.blank_id)
@@ -83,6 +83,6 @@ class CtcModel(SpeechModel[CtcPredictions]):
     return {'ids': best.ids, 'lengths': best.lengths, 'log_prob': best.log_probs}
 
   def align(self, batch: NestedDict) -> CtcAlignment:
-    """Returns when each label of a batch is heard: the most probable path, in frames of the encoder."""
+    """Returns when each label of a batch is spoken: the most probable path, in frames of the encoder."""
     labels = self.labels_of(batch)
     return ctc_alignment(*self.compute_predictions(batch), labels.ids, labels.paddings, blank_id=self.blank_id)

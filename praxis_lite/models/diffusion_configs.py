@@ -21,12 +21,12 @@ def diffusion_transformer(
   data_axis: str | None = 'data',
   mdl_axis: str | None = 'mdl',
 ) -> Config[DiffusionTransformer]:
-  """Returns the config of a DiT whose blocks are a scan, split over a mesh as `set_sharding` splits language models.
+  """Returns the config of a DiT that scans over its blocks, split over a mesh as `set_sharding` splits language models.
 
   Args:
     image_channels, model_dims, num_layers, num_heads, patch_size, num_classes: see `DiffusionTransformer`.
     remat: see `layers/remat.py`.
-    batch_axes, data_axis, mdl_axis: mesh axes of rows, of model dims of weights, and of heads and hidden dims; None
+    batch_axes, data_axis, mdl_axis: mesh axes that split rows, model dims of weights, and heads and hidden dims; None
       does not split.
   """
   network = Config(

@@ -1,4 +1,4 @@
-"""DiffusionModel: makes images from noise, step by step (DDPM, Ho et al., 2020; flow matching, Lipman et al., 2023).
+"""DiffusionModel: generates images from noise in steps (DDPM, Ho et al., 2020; flow matching, Lipman et al., 2023).
 
     loss = mean |network(x_t, t, class) - target|^2,  x_t and target of a random t and random noise; see `diffusion.py`
     guided = network(x_t, t, none) + guidance (network(x_t, t, class) - network(x_t, t, none))   (Ho and Salimans, 2022)
@@ -28,31 +28,32 @@ from praxis_lite.models.padding import make_padding_finite
 
 
 class DiffusionOutput(NamedTuple):
-  """What the network predicts, and what it should predict: [B, H, W, C] each."""
+  """The prediction of the network and its target, each [B, H, W, C]."""
 
   output: jax.Array
   target: jax.Array
 
 
 class DiffusionModel(BaseModel[DiffusionOutput]):
-  """Learns to make images; batches have them, [B, H, W, C], perhaps `label`, [B] int32, and `weights`, [B].
+  """A generator of images. Batches have images [B, H, W, C], `weights` [B] and, with classes, `label` [B] int32.
 
-  `predict` makes an image for each row: see there. Each row draws its own random numbers, so an image does not depend
-  on the other rows or on the mesh. Neither does the loss, except that with `partitioning='shard_map'` each device draws
+  `predict` generates an image for each row. Each row draws its own random numbers, so an image does not depend on the
+  other rows or on the mesh. The same holds for the loss, except that with `partitioning='shard_map'` each device draws
   its own numbers.
 
   Attributes:
     network_tpl: config of the child `network`.
-    image_size: (H, W) of the images that it makes.
+    image_size: (H, W) of the images.
     schedule, prediction: 'cosine' or 'linear' with 'v' or 'epsilon', or 'flow' with 'velocity'; see `diffusion.py`.
-    class_dropout: share of the rows without class in training, so that the network also learns what `guidance` needs.
-    time_sampling: times in training: 'uniform', or 'logit_normal', the sigmoid of normal numbers, with more in the
-      middle (Esser et al., 2024).
+    class_dropout: fraction of the training rows that are trained without their class, which `guidance` needs.
+    time_sampling: distribution of times in training: 'uniform', or 'logit_normal', the sigmoid of normal numbers, which
+      favors the middle (Esser et al., 2024).
     sampler: 'ddim', 'ancestral', 'euler' or 'heun'.
     num_sampling_steps: number of steps of the sampler.
-    guidance: how much samples follow their class; 1 is the network's own prediction, and takes half of the time.
-    sample_limit: bound of the absolute values of the images that the network estimates in each step, in its own units;
-      None does not bound them.
+    guidance: how much samples follow their class. 1 is the network's own prediction, which takes half the time of any
+      other value.
+    sample_limit: bound of the absolute values of the image that the network estimates in each step, where -1 to 1 is
+      the `value_range`; None means no bound.
     value_range: (least, greatest) value of a pixel; the network sees values from -1 to 1.
     input_name: the leaf of the batch with the images.
   """
@@ -118,17 +119,18 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
     return DiffusionOutput(output.astype(jnp.float32), target)
 
   def compute_loss(self, predictions: DiffusionOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the metric `loss`, the mean squared error of a predicted value, and that of each example."""
+    """Returns the metric `loss`, the mean squared error of the predicted values, and the `loss` of each example."""
     loss_B = jnp.mean(jnp.square(predictions.output - predictions.target), axis=(1, 2, 3))
     return {'loss': weighted_mean(loss_B, batch['weights'])}, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `image`, [B, H, W, C], a new one for each row.
+    """Returns `image`, [B, H, W, C], a generated image for each row.
 
     Args:
-      batch: `label`, [B] int32, the class of each image, where `num_classes` stands for any; without classes, and if it
-        is there, `seed`, [B] int32: rows with another seed get another image. Without it, the seeds are 0, 1, 2, ...
-        Also perhaps `guidance`, [B], in place of the layer's.
+      batch: a dict of arrays. A model with classes needs `label`, [B] int32, the class of each image, where
+        `num_classes` stands for any class; a model without classes needs `seed`, [B] int32. Different seeds give
+        different images; with classes, the default seeds are 0, 1, 2, ..., and `guidance`, [B], may override the field
+        of this name.
     """
     needed, optional = ('label', ', and perhaps seed and guidance') if self.network.num_classes else ('seed', '')
     if needed not in batch:
@@ -142,7 +144,7 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
   def make_images(
     self, seed_B: jax.Array, class_B: jax.Array | None = None, guidance_B: jax.Array | None = None
   ) -> jax.Array:
-    """Returns images [B, H, W, C]; arguments as in `predict`."""
+    """Returns generated images [B, H, W, C]; see `predict` for the arguments."""
     keys = _keys_of_rows(self.next_prng_key(), seed_B)
     shape = (*self.image_size, self.network.image_channels)
     variables, network = self.network.variables, self.network
@@ -186,5 +188,5 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
 
 
 def _keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
-  """Returns a key for each row, [B], which depends only on the number of the row."""
+  """Returns a PRNG key for each row, [B], which depends only on `key` and the number of the row."""
   return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -4,12 +4,12 @@
 
 The factor T^2 keeps the gradient of the divergence as large as at T = 1.
 
-A batch may have the probabilities of a teacher itself: those of its K most probable tokens. All other tokens then count
-as one, whose probability is what is left, for both:
+Instead of a teacher, a batch may have its stored probabilities p_k of the K most probable tokens. The other tokens then
+count as one token, both for the teacher and for the model with its probabilities q:
 
     KL = sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest),  p_rest = 1 - sum_k p_k
 
-It is at most the divergence of all tokens, and 0 only if the model agrees on the K tokens.
+This is at most the divergence over all tokens, and 0 only if model and teacher agree on the K tokens.
 
 B batch, T length, V vocabulary, K stored tokens; batches are as for `LanguageModel`.
 """
@@ -34,7 +34,7 @@ from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.language_model import LanguageModel, clear_padding, weights_of_tokens
 from praxis_lite.models.teacher import create_teacher, frozen_teacher, teacher_logits
 
-_NO_REST = 1e-6  # A probability that is only an error of rounding.
+_NO_REST = 1e-6  # Smaller remaining probabilities are rounding errors.
 
 
 def kl_divergence(p_BTV: jax.Array, q_BTV: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def kl_divergence(p_BTV: jax.Array, q_BTV: jax.Array) -> jax.Array:
 
 
 def stored_divergence(q_BTV: jax.Array, ids_BTK: jax.Array, p_BTK: jax.Array) -> jax.Array:
-  """Returns KL(p || q), [B, T], in nats, where all tokens whose probability is not stored are one; see above.
+  """Returns KL(p || q), [B, T], in nats, where all tokens that are not stored count as one; see above.
 
   Args:
     q_BTV: log-probabilities of the model.
@@ -53,17 +53,17 @@ def stored_divergence(q_BTV: jax.Array, ids_BTK: jax.Array, p_BTK: jax.Array) ->
   rest_BT = 1 - jnp.sum(jnp.exp(p_BTK), axis=-1)
   others_BTV = jnp.put_along_axis(q_BTV, ids_BTK, -jnp.inf, axis=-1, inplace=False)
   has_rest_BT = (rest_BT > _NO_REST) & (ids_BTK.shape[-1] < q_BTV.shape[-1])
-  others_BTV = jnp.where(has_rest_BT[..., None], others_BTV, 0)  # No gradient of -inf.
+  others_BTV = jnp.where(has_rest_BT[..., None], others_BTV, 0)  # The gradient of -inf would be NaN.
   of_rest_BT = rest_BT * (jnp.log(jnp.where(has_rest_BT, rest_BT, 1)) - jax.nn.logsumexp(others_BTV, axis=-1))
   return jnp.sum(jnp.exp(p_BTK) * (p_BTK - own_BTK), axis=-1) + jnp.where(has_rest_BT, of_rest_BT, 0)
 
 
 class DistilledTokens(NamedTuple):
-  """What the loss reads of each token, [B, T].
+  """The terms of the loss for each token, [B, T].
 
   Attributes:
     xent: float32 cross entropy of the labels, in nats.
-    divergence: float32 KL divergence from the teacher's distribution, in nats, both at the temperature.
+    divergence: float32 KL divergence from the teacher's distribution, in nats, with both at the field's temperature T.
     correct: bool, whether the label is the most probable token.
     agrees: bool, whether model and teacher have the same most probable token.
   """
@@ -75,15 +75,16 @@ class DistilledTokens(NamedTuple):
 
 
 class DistilledModel(LanguageModel):
-  """A language model with a frozen teacher, or with its stored probabilities; it decodes and is exported without that.
+  """A language model that learns from a frozen teacher or its stored probabilities; both are left out when it decodes.
 
-  A step keeps the logits of both, [B, T, V], also if the softmax could work in chunks.
+  The teacher is not exported either. A step keeps the logits of model and teacher, [B, T, V], even if the softmax layer
+  can work in chunks.
 
   Attributes: the same as for `LanguageModel`, and
-    teacher_tpl: config of the network of the teacher, with its sizes, the child `teacher`; None if batches have
-      `teacher_ids`, [B, T, K] int32, and `teacher_log_probs`, [B, T, K] float32, best first, for each label.
+    teacher_tpl: config of the child `teacher`, the network of the teacher, with its sizes. None if batches have, for
+      each label, `teacher_ids`, [B, T, K] int32, the most probable first, and `teacher_log_probs`, [B, T, K] float32.
     temperature: T; above 1, small probabilities count more.
-    weight: the share of the divergence in the loss, from 0 to 1.
+    weight: the weight of the divergence in the loss, from 0 to 1.
   """
 
   teacher_tpl: Config | None = REQUIRED
@@ -112,7 +113,7 @@ class DistilledModel(LanguageModel):
     return None if self.teacher_tpl is None else frozen_teacher(self)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a batch lacks the stored probabilities that the model needs, or does not fit it."""
+    """Raises a `ConfigError` if a batch does not fit the model, or lacks stored probabilities that it needs."""
     stored = [name for name in ('teacher_ids', 'teacher_log_probs') if name in batch]
     if self.teacher_tpl is None and 'labels' in batch and len(stored) < 2:
       raise ConfigError(
@@ -129,7 +130,7 @@ class DistilledModel(LanguageModel):
         )
 
   def compute_predictions(self, batch: NestedDict) -> DistilledTokens:  # type: ignore[override]
-    """Returns what the loss reads of each token."""
+    """Returns the terms of the loss for each token."""
     weights_BT = weights_of_tokens(batch)
     ids_BT, labels_BT = (clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
     visible: dict[str, Any] = self._visible(batch)
@@ -150,7 +151,8 @@ class DistilledModel(LanguageModel):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`; `xent`, nats per token; `divergence`, nats per token; in evaluation `accuracy`, and `agreement`,
-    how often model and teacher have the same most probable token. Per example: `loss` and `weights`.
+    the fraction of tokens where model and teacher have the same most probable token. Per example: `loss`, the mean of a
+    row, and `weights`, the sum.
     """
     weights_BT, found = weights_of_tokens(batch), predictions
     loss_BT = (1 - self.weight) * found.xent + self.weight * self.temperature**2 * found.divergence

@@ -1,4 +1,4 @@
-"""DraftedModel: a model that writes texts, and a smaller one that guesses its next tokens, for speculative decoding."""
+"""DraftedModel: a text model and a smaller one that guesses its next tokens, for speculative decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DraftedModel(BaseModel[jax.Array]):
   Attributes:
     model_tpl: config of the model, the child `model`.
     draft_tpl: config of a model of the same kind with the same vocabulary, the child `draft`, which guesses tokens.
-    decoder_tpl: config of what continues prompts.
+    decoder_tpl: config of the decoder.
   """
 
   model_tpl: Config = REQUIRED
@@ -97,7 +97,7 @@ class DraftedModel(BaseModel[jax.Array]):
     return limits._replace(context=min(contexts, default=None), check_fits=self.check_fits, state_bytes=state_bytes)
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Continues prompts, or writes texts for sources; see `decode` of the model."""
+    """Continues prompts, or writes targets for sources; see `decode` of the model."""
     return self.model.decode_with(batch, self.draft)
 
 
@@ -105,5 +105,5 @@ _WAYS_TO_DECODE = (LanguageModel.decode, EncoderDecoderModel.decode)
 
 
 def _reads(model: LanguageModel) -> tuple[Any, bool]:
-  """Returns what differs between models of texts, of sources, and of sounds."""
+  """Returns values that two models share only if both read prompts, both read sources, or both read audio."""
   return type(model).decode, model.prompts_are_sources

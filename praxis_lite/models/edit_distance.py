@@ -1,6 +1,6 @@
 """The edit distance of sequences (Levenshtein): the fewest insertions, deletions and substitutions between them.
 
-B batch, T and U lengths, W = T words.
+B batch, T and U lengths, W = T the largest number of words.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def edit_distance(
 
 
 def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[jax.Array, jax.Array]:
-  """Returns a number for each word of each row, [B, W] uint32, equal for equal words, and how many there are, [B].
+  """Returns a hash of each word of each row, [B, W] uint32, and the number of words, [B].
 
-  Two words that differ have the same number once in 4 billion times.
+  Two different words have the same hash with a probability of about 1 in 4 billion.
 
   Args:
-    ids_BT: int32 tokens; words are what is between tokens `space_id`.
+    ids_BT: int32 tokens; words are separated by tokens `space_id`.
     lengths_B: int32, the number of tokens of each row.
     space_id: the token between words.
   """
@@ -64,7 +64,7 @@ def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[
 
 
 def error_rate(errors_B: jax.Array, counts_B: jax.Array, weights_B: jax.Array) -> WeightedScalar:
-  """Returns the errors of all rows divided by the number of their labels, and that number, both weighted by row."""
+  """Returns the errors of all rows per label, and the number of labels; rows count with their weights."""
   weights_B = weights_B.astype(jnp.float32)
   total = jnp.sum(counts_B * weights_B)
   return jnp.sum(jnp.where(weights_B == 0, 0, errors_B * weights_B)) / (total + (total == 0)), total

@@ -68,14 +68,14 @@ def transformer_encoder(
   Args:
     vocab_size, model_dims, num_layers, num_heads, dims_per_head, hidden_dims: see `TransformerEncoder`.
     style: 'bert' has post-norm blocks, and a norm after the embeddings (Devlin et al., 2019); 'pre_norm' has pre-norm
-      blocks and a norm after the last one, which trains more steadily if there are many.
+      blocks and a norm after the last one, which makes the training of many blocks more stable.
     activation: activation of the feed-forward layers, see `activations.py`.
     max_len: number of positions.
     num_token_types: number of token types; 0 for none.
     causal: see `TransformerEncoder`.
-    epsilon: that of all norms.
-    dropout: rate of dropout on embeddings, on values that blocks add to the residual stream, and on probabilities of
-      attention.
+    epsilon: `epsilon` of all norms.
+    dropout: rate of dropout on embeddings, on values that blocks add to the residual stream, and on attention
+      probabilities.
     repeat: whether the blocks are a scan; False makes each block a separate layer.
     remat: see `layers/remat.py`.
   """
@@ -114,7 +114,7 @@ def masked_language_model(
   Args:
     tie_embeddings: whether softmax and embedding share a table.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `transformer_encoder`.
+    **sizes: arguments of `transformer_encoder`.
   """
   encoder = transformer_encoder(**sizes)
   model = Config(MaskedLanguageModel, encoder_tpl=encoder, fprop_dtype=fprop_dtype, params_init=encoder.params_init)
@@ -130,13 +130,13 @@ def masked_language_model(
 def sequence_classifier(
   *, num_classes: int, pooling: str = 'first', fprop_dtype: DTypeLike | None = None, **sizes: Unpack[EncoderSizes]
 ) -> Config[SequenceClassifier]:
-  """Returns the config of a classifier of texts, whose encoder can start from that of a `masked_language_model`.
+  """Returns the config of a text classifier; it can be initialized with the encoder of a `masked_language_model`.
 
   Args:
     num_classes: V.
     pooling: see `SequenceClassifier`.
-    fprop_dtype: dtype of the computation; None means that of the weights.
-    **sizes: those of `transformer_encoder`; its dropout is also that before the softmax.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights.
+    **sizes: arguments of `transformer_encoder`; its `dropout` is also applied before the softmax.
   """
   encoder = transformer_encoder(**sizes)
   model = Config(SequenceClassifier, num_classes=num_classes, pooling=pooling, encoder_tpl=encoder)
@@ -150,9 +150,9 @@ def text_encoder(
   """Returns the config of an encoder without a head, whose predictions are features of texts.
 
   Args:
-    pooler: whether there is also one vector for each text.
-    fprop_dtype: dtype of the computation; None means that of the weights.
-    **sizes: those of `transformer_encoder`.
+    pooler: whether a pooler also computes one vector for each text.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights.
+    **sizes: arguments of `transformer_encoder`.
   """
   encoder = transformer_encoder(**sizes)
   model = Config(TextEncoder, encoder_tpl=encoder, fprop_dtype=fprop_dtype, params_init=encoder.params_init)

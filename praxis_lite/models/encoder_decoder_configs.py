@@ -47,17 +47,17 @@ def encoder_decoder(
   Args:
     vocab_size, model_dims, num_layers, num_encoder_layers, num_heads, dims_per_head: see `TransformerEncoderDecoder`.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
-    style: 't5' has RMSNorm, relative biases, logits of attention that are not scaled, gated feed-forward layers with
-      GELU, no biases, and a table for the softmax that is not that of the embedding (T5 v1.1; Shazeer, 2020). 't5_v1_0'
-      has feed-forward layers with ReLU, and one table for both (Raffel et al., 2020). 'classical' has post-norm blocks
-      with LayerNorm, sinusoidal positions, ReLU, biases, and one table (Vaswani et al., 2017). 'bart' has learned
-      positions, GELU, norms after the embeddings, and a bias of the softmax instead (Lewis et al., 2020).
+    style: 't5' has RMSNorm, relative position biases, attention logits that are not scaled, gated feed-forward layers
+      with GELU, no biases, and separate tables for softmax and embedding (T5 v1.1; Shazeer, 2020). 't5_v1_0' differs by
+      feed-forward layers with ReLU, and one table for both (Raffel et al., 2020). 'classical' has post-norm blocks with
+      LayerNorm, sinusoidal positions, ReLU, biases, and one table (Vaswani et al., 2017). 'bart' differs from it by
+      learned positions, GELU, norms after the embeddings, and a bias in the softmax (Lewis et al., 2020).
     activation: activation of the feed-forward layers, see `activations.py`; with None, the style decides.
     tie_embeddings: whether softmax and embedding share a table; with None, the style decides.
     num_buckets, max_distance: see `RelativeBias`; for the styles of T5.
     max_len: number of positions of a source, and of a target; for the style 'bart'.
     dropout: rate of dropout on embeddings, on values that blocks add to the residual stream, in feed-forward layers,
-      on results of both stacks, and on probabilities of attention.
+      on the outputs of both stacks, and on attention probabilities.
     repeat: whether each stack is a scan over its blocks; False makes each block a separate layer.
     remat: see `layers/remat.py`.
     start_id: see `EncoderDecoderModel`.
@@ -122,10 +122,11 @@ def _attentions(block: Config) -> list[Config]:
 
 
 def _unscale(attention: Config, dims_per_head: int) -> None:
-  """Makes attention compute logits without a factor, whose variance is still 1 at the beginning of training.
+  """Removes the scale of attention logits, and changes initial scales so that their initial variance stays 1.
 
-  T5 draws queries H^(1/2) times smaller for this. Here queries, keys and values share a template, so all are H^(1/4)
-  times smaller, and the weight of the output, which brings the values back, is as many times larger.
+  With H dims per head, T5 makes initial query weights H^(1/2) times smaller. Here queries, keys and values share a
+  template, so all three are H^(1/4) times smaller, and the output weights are larger by this factor to make up for the
+  values.
   """
   factor = dims_per_head**0.25
   attention.scale = 1.0

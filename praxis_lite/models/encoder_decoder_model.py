@@ -3,9 +3,9 @@
 B batch, S length of the sources, T length of the targets, V vocabulary, M largest number of tokens to decode.
 
 A batch holds the `ids`, `labels` and `weights` [B, T] of the targets, as for a `LanguageModel`, and `source_ids` [B, S]
-int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says
-which of them are tokens; without both, all are. If rows are packed, there are also `segment_ids` and `segment_pos`
-[B, T] and `source_segment_pos` [B, S]; a target attends to the source with its segment id.
+int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says which source ids are
+tokens; without these arrays, all are. If rows are packed, there are also `segment_ids` and `segment_pos` [B, T] and
+`source_segment_pos` [B, S]; a target attends to the source with the same segment id.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class EncoderDecoderModel(LanguageModel):
 
   Attributes: the same as for `LanguageModel`, except that `model_type` has no effect, and
     lm_tpl: config of the network, the child `lm`. `num_layers` is the number of layers of its decoder.
-    packed: whether rows may hold several pairs of a source and a target. False: each row is one pair with padding only
-      at the ends, and the numbers of segments are ignored.
-    start_id: the token that the decoder reads before the first token of a target; T5 takes its padding, 0.
-    source_end_id: the token that ends the sources of the training data, which `decode` and scores of a run add to
-      prompts and contexts; None adds none. T5 takes its end token, 1.
+    packed: whether rows may hold several pairs of a source and a target. False means that each row is one pair, with
+      padding only at the ends; nonzero segment ids then all mean the same.
+    start_id: the token that the decoder reads before the first token of a target; T5 uses its padding, 0.
+    source_end_id: the token that ends the sources of the training data; T5 uses its end token, 1. `decode` and scores
+      append it to prompts and contexts, unless it is None.
   """
 
   prompts_are_sources: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class EncoderDecoderModel(LanguageModel):
   lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or begin and end are others."""
+    """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or start and end ids differ."""
     super().check_input(data, batch)
     if 'source_ids' not in batch and 'prompt_lengths' not in batch:
       raise ConfigError(
@@ -124,7 +124,7 @@ class EncoderDecoderModel(LanguageModel):
     )
 
   def _source(self, batch: NestedDict) -> tuple[jax.Array, dict[str, jax.Array | None]]:
-    """Returns the tokens of the sources, [B, S], and the arguments that say which tokens are visible."""
+    """Returns the tokens of the sources, [B, S], and the network's arguments for the attention masks."""
     source_BS, segments_BS = _tokens_of_sources(batch)
     if not self.packed:
       is_token = None if segments_BS is None else (segments_BS != 0).astype(jnp.int32)
@@ -144,12 +144,12 @@ class EncoderDecoderModel(LanguageModel):
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the first token of each target; leaves caches of `cache_length` slots as decode state.
 
-    This is for decoding loops outside of the program, whose tokens then have the positions 1, 2, ...
+    This is for decoding loops in Python, outside of jit. The next tokens that they read have the positions 1, 2, ...
 
     Args:
-      ids_BP: int32, the sources, padded at the end; `source_end_id` is added to them.
-      lengths_B: int32, their lengths.
-      cache_length: number of tokens of targets that are read, the start token included.
+      ids_BP: int32 [B, P], the sources, padded at the end; `source_end_id` is added to them.
+      lengths_B: int32, lengths of the sources.
+      cache_length: the largest number of target tokens to read, including the start token.
     """
     self.lm.init_decode_state(*_prompts_as_sources(ids_BP, lengths_B, self.source_end_id), cache_length)
     first_B = jnp.zeros_like(lengths_B)
@@ -159,23 +159,23 @@ class EncoderDecoderModel(LanguageModel):
     """Writes a target for each source.
 
     Args:
-      batch: `source_ids` [B, S] int32, and `source_lengths` or `source_segment_ids`; of packed rows, the first source
-        counts. Given beginnings of the targets are `ids` [B, P] and `prompt_lengths` [B] int32, which may be 0. If
-        there are no `source_ids`, then `ids` and `prompt_lengths` are the sources, and beginnings are `target_ids` and
-        `target_lengths`. Rows without a source get no tokens. `max_tokens`, `row` and `num_drawn` are the same as for
-        `LanguageModel.decode`. With `labels` and `weights` [B, T], as in training, also reports how many targets are
-        exactly these.
+      batch: `source_ids` [B, S] int32, and `source_lengths` or `source_segment_ids`; if rows are packed, only the first
+        source of each is used. `ids` [B, P] and `prompt_lengths` [B] int32, which may be 0, are given beginnings of the
+        targets. If there are no `source_ids`, then `ids` and `prompt_lengths` are the sources, and `target_ids` and
+        `target_lengths` the beginnings. Rows without a source get no tokens. `max_tokens`, `row` and `num_drawn` are
+        the same as for `LanguageModel.decode`. `labels` and `weights` [B, T], as in training, add `exact_match` to the
+        result.
 
     Returns:
-      Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and if there are labels `exact_match`, the
-      fraction of rows whose tokens equal them. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
-      `Decoded`, with another decoder also others, as in `BeamDecoded` or `SpeculativeDecoded`, and with labels
+      Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and with labels `exact_match`, the fraction
+      of rows whose decoded tokens equal the labels. Outputs: `ids` [B, M], `lengths` [B] and `log_probs` [B, M] as in
+      `Decoded`; further fields of `BeamDecoded` or `SpeculativeDecoded` with such a decoder; and with labels
       `exact_match`, [B] bool.
     """
     return self.decode_with(batch, None)
 
   def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
-    """Writes a target for each source like `decode`; `draft`, an encoder-decoder of the same call, guesses tokens."""
+    """Writes a target for each source like `decode`; `draft`, an encoder-decoder in the same call, guesses tokens."""
     assert draft is None or isinstance(draft, EncoderDecoderModel)
     guesses = None if draft is None else draft._steps_of(*draft._sources_to_decode(batch)[:2])
     source_BS, is_token_BS, batch = self._sources_to_decode(batch)
@@ -204,7 +204,7 @@ class EncoderDecoderModel(LanguageModel):
     return metrics, outputs
 
   def _sources_to_decode(self, batch: NestedDict) -> tuple[jax.Array, jax.Array, NestedDict]:
-    """Returns sources, [B, S], 1 for their tokens, 0 for padding, and the batch with what is given of targets."""
+    """Returns sources [B, S], a mask [B, S] int32 of their tokens, and the batch with target beginnings as `ids`."""
     if 'source_ids' in batch:
       source_BS, segments_BS = _tokens_of_sources(batch)
       is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
@@ -220,13 +220,13 @@ class EncoderDecoderModel(LanguageModel):
     return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder.goes_back, self.decoder.needs_coverage)
 
   def _tokens_to_look_up(self, source_BS: jax.Array, is_token_BS: jax.Array) -> jax.Array | None:
-    """Returns the tokens of the sources in which a look-up searches, -1 for padding; None if they are no tokens."""
+    """Returns the source tokens that a look-up searches, -1 for padding; None if sources are not tokens."""
     return jnp.where(is_token_BS != 0, source_BS, -1)
 
   # ---------------------------------------------------------------- rows that come and go
 
   def start_rows(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
-    """Returns the state of rows without tokens, with room for `num_slots` tokens of a source, and as many of a text."""
+    """Returns the state of rows without tokens, with room for `num_slots` tokens of a source and of a target each."""
     ids_BL = jnp.full((num_rows, num_slots), self.start_id, jnp.int32)
     return super().start_rows(num_rows, num_slots)._replace(ids=ids_BL)
 
@@ -252,7 +252,7 @@ class EncoderDecoderModel(LanguageModel):
     return RowsState(steps.start(B, L), state.ids.at[:, 0].set(self.start_id))
 
   def _row_steps(self, num_rows: int, num_slots: int) -> SourceSteps:
-    """Returns steps of rows whose sources `read_rows` replaces; these have no padding, so the caches are full."""
+    """Returns steps for rows with placeholder sources, which fill all slots until `read_rows` replaces them."""
     ones_BS = jnp.ones((num_rows, num_slots + (self.source_end_id is not None)), jnp.int32)
     return SourceSteps(self.lm, 0 * ones_BS, ones_BS, can_go_back=True)
 
@@ -264,7 +264,7 @@ class SourceSteps:
     lm: the network, in a call of its parent.
     source_ids_BS, is_token_BS: the sources, and 1 for their tokens, 0 for padding.
     can_go_back: see `DecodingSteps`.
-    counts_coverage: whether the state also has what `coverage` returns.
+    counts_coverage: whether the state also stores the sums that `coverage` returns.
   """
 
   def __init__(
@@ -311,7 +311,7 @@ class SourceSteps:
 
 
 def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
-  """Returns the tokens of the sources, 0 for padding, and their segments; both [B, S], the latter None if all count."""
+  """Returns the source tokens [B, S], 0 for padding, and their segment ids [B, S]; None means that all are tokens."""
   if 'source_ids' not in batch:
     raise ConfigError(f'the batch has no source_ids, [B, S] int32, to read; it has {", ".join(sorted(batch))}')
   ids_BS, segments_BS = batch['source_ids'], batch.get('source_segment_ids')
@@ -322,7 +322,7 @@ def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | None) -> tuple[jax.Array, jax.Array]:
-  """Returns the tokens of prompts, with an end token if there is one, and 1 for tokens, 0 for padding."""
+  """Returns the tokens of prompts, followed by `end_id` unless it is None, and an int32 mask of the same shape."""
   if end_id is not None:
     ids_BP = jnp.pad(ids_BP, ((0, 0), (0, 1)))
     ids_BP = jnp.where(jnp.arange(ids_BP.shape[1]) == lengths_B[:, None], end_id, ids_BP)
@@ -332,7 +332,7 @@ def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | N
 
 
 def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict) -> jax.Array:
-  """Returns [B] bool, whether the decoded tokens are the labels of the first target of each row."""
+  """Returns whether the decoded tokens equal the labels of the first target of each row, [B] bool."""
   is_label_BT = weights_of_tokens(batch) > 0
   if batch.get('segment_ids') is not None:
     is_label_BT &= batch['segment_ids'] == 1

@@ -11,8 +11,8 @@ class FrozenVariables(NamedTuple):
   """Variables that must keep their values. They have no gradients, but the learner's weight decay would change them.
 
   Attributes:
-    paths: of the variables.
-    field, value: the field of the learner that excludes them, and a regex that it needs.
+    paths: paths of the variables.
+    field, value: a field of the learner, and the regex that it must contain to exclude the variables.
     reason: why they must keep their values: the end of the message '<a variable> would be trained, but ...'.
   """
 

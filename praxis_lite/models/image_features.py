@@ -1,4 +1,4 @@
-"""ImageFeatureModel: the features of images, without a head; classifiers start from it.
+"""ImageFeatureModel: computes features of images, without a head; classifiers can be initialized with it.
 
 B batch, T tokens, D model dims.
 """
@@ -15,9 +15,9 @@ from praxis_lite.models.base import BaseModel
 
 
 class ImageFeatureModel(BaseModel[jax.Array]):
-  """Computes features of images; it has no loss, so it cannot be trained.
+  """A model that computes features of images; it has no loss, so it cannot be trained.
 
-  Its variables have the paths of those of a `ClassificationModel` without its softmax, which can start from it.
+  Its variables have the same paths as in a `ClassificationModel`, which can therefore be initialized with it.
 
   Attributes:
     network_tpl: config of the child `network`.

@@ -1,4 +1,4 @@
-"""Checks for labels outside of a model's classes; JAX would compute with another class, without an error."""
+"""Checks for labels that are no class of a model; JAX would silently compute with another class."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from praxis_lite.layers.softmax import FullSoftmax
 
 
 class IdLimit(NamedTuple):
-  """Which integers of an array of a batch have an entry in a table of the model.
+  """The valid integers of an array of a batch that indexes a table of the model.
 
   Attributes:
-    size: the number of entries; the integers are from 0 to size - 1.
-    what: what the model has, for messages, such as 'the model has classes 0 to 9'.
-    counted_by: the array of the batch that is 0 where an integer does not count.
+    size: the number of entries of the table; valid integers are 0 to size - 1.
+    what: a description of the table for messages, such as 'the model has classes 0 to 9'.
+    counted_by: the array of the batch that is 0 where an integer is not checked.
   """
 
   size: int
@@ -29,11 +29,11 @@ class IdLimit(NamedTuple):
 
 
 def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None:
-  """Raises DataError if a batch has an integer for which a table of the model has no entry, which would become NaN.
+  """Raises DataError if a batch has an integer for which a table of the model has no entry; its vector would be NaN.
 
   Args:
-    limits: what `BaseModel.id_limits` returns.
-    rows: arrays by name; those that are missing are not checked.
+    limits: the result of `BaseModel.id_limits`.
+    rows: arrays of the batch by name; missing arrays are not checked.
   """
   for name, limit in limits.items():
     x = np.asarray(rows.get(name, ()))
@@ -51,7 +51,8 @@ def check_labels(
     data: the input that the labels come from.
     labels: integer arrays, [B, ...], by name.
     rows: the batch; its `weights` [B, ...] apply to the labels.
-    classes, size: the name of the field that sets V, for messages, and V.
+    classes: path of the field that sets the number of classes V, for messages.
+    size: V.
     remedy: the end of the message.
   """
   for name, x in labels.items():
@@ -64,7 +65,7 @@ def check_labels(
 
 
 def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
-  """Returns the integer arrays that are labels, judging by their names."""
+  """Returns the integer arrays whose names say that they are labels."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(rows).items()}
   return {
     name: x
@@ -76,8 +77,8 @@ def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
 def number_of_classes(model: Layer) -> tuple[str, int] | None:
   """Returns the path of the field that sets the number of classes, and the number; None if it is unknown.
 
-  The field is `num_classes` of the model, or else of its largest softmax layer: a label that is too large for that
-  layer is too large for all of them.
+  The field is `num_classes` of the model, or else of its softmax layer with the most classes: a label that is too large
+  for this layer is too large for all.
   """
   own = getattr(model, 'num_classes', None)
   if isinstance(own, int):
@@ -88,7 +89,7 @@ def number_of_classes(model: Layer) -> tuple[str, int] | None:
 
 
 def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> np.ndarray:
-  """Returns the rows' weights, shaped to broadcast with labels; 1 if they do not belong to the labels."""
+  """Returns the array `name` of a batch, reshaped to broadcast with `labels`; 1 if its shape does not fit them."""
   weights = np.asarray(rows.get(name, 1.0))
   if weights.shape != labels.shape[: weights.ndim]:
     return np.ones(())
@@ -96,7 +97,7 @@ def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> 
 
 
 def check_images(data: BaseInput, batch: NestedDict, name: str, expected: tuple[int, ...]) -> None:
-  """Raises a `ConfigError` if the images of a batch, named by `input_name`, are missing or not [B, *expected]."""
+  """Raises a `ConfigError` if the images of a batch, its array `name`, are missing or not [B, *expected]."""
   shape = np.shape(batch.get(name, 0))
   if shape[1:] != expected:
     raise ConfigError(

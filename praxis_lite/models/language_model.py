@@ -2,9 +2,9 @@
 
 B batch, T length, V vocabulary, P length of prompts, M largest number of tokens to decode.
 
-A batch holds arrays [B, T]: `ids` and `labels`, the next tokens, int32; `weights`, float32; if rows are packed,
-`segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32: how many bytes of text each label
-stands for. Weights may be [B], one for all tokens of a row. A prefix-LM needs `prefix_lengths` [B], int32.
+A batch holds arrays [B, T]: `ids`, int32; `labels`, int32, the token after each id; `weights`, float32; if rows are
+packed, `segment_ids` and `segment_pos`, int32; and optionally `bytes`, float32, the number of bytes of text that each
+label stands for. Weights may also be [B], one for all tokens of a row. A prefix-LM needs `prefix_lengths` [B], int32.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SIZES_OF_NETWORK = (*_SIZES, 'use_bias')
 
 
 def sized_network(model: LanguageModel | Config, where: str) -> Config[TransformerLm]:
-  """Returns `lm_tpl` of a `LanguageModel`, or of its config, with the sizes that are set beside it.
+  """Returns a copy of `lm_tpl` of a `LanguageModel` or its config, with the sizes that are set in the model.
 
   Raises:
     ConfigError: a size is set differently in `lm_tpl`; the message begins with `where`, the path of the model.
@@ -86,12 +86,12 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       here or in `lm_tpl`; None leaves them to `lm_tpl`.
     use_bias: whether the network has biases, set here or in `lm_tpl`; None leaves it to `lm_tpl`.
     lm_tpl: config of the network, the child `lm`.
-    packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
-      padding only at its end, which inputs must provide; attention then needs only the causal mask.
-    model_type: 'causal': a token attends to itself and those before it. 'prefix': in addition, all tokens of a row
+    packed: whether rows may hold several segments, numbered by `segment_ids`. False means that each row is one segment
+      with padding only at its end, which inputs must ensure; attention then only needs the causal mask.
+    model_type: with 'causal', a token attends to itself and earlier tokens. With 'prefix', all tokens of a row also
       attend to its first `prefix_lengths` tokens; in decoding, to its prompt (prefix-LM; Raffel et al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
-    decoder_tpl: config of what continues prompts, a `Sampler`, `SpeculativeSampler` or `BeamSearch`.
+    decoder_tpl: config of the decoder, a `Sampler`, `SpeculativeSampler` or `BeamSearch`.
   """
 
   vocab_size: int | None = None
@@ -133,9 +133,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a batch is one of pairs or prompts, or its prefixes or segments do not fit this model.
+    """Raises a `ConfigError` if this model cannot learn from a batch.
 
-    The same for an id, a label or a position that is not in its table.
+    This is the case for pairs of answers and prompts without answers, for prefixes or segments that the model does not
+    support, and for ids, labels and positions that are out of range.
     """
     if has_pairs(batch):
       raise ConfigError(
@@ -172,7 +173,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per token; `nats_per_byte` if the number of bytes is known; in evaluation `accuracy`, the
-    fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
+    fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, its sum.
     """
     xent_BT, weights_BT = predictions.xent, weights_of_tokens(batch)
     loss_B, weights_B = weighted_mean(xent_BT, weights_BT, axis=1)
@@ -194,9 +195,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
   def score(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns how probable the labels are: `log_probs`, [B, T] float32, in nats, and `is_greedy`, [B, T] bool.
+    """Returns `log_probs` of the labels, [B, T] float32, in nats, and `is_greedy`, [B, T] bool.
 
-    `is_greedy` says whether a label is the most probable token. Unlike the loss, this has no label smoothing.
+    `is_greedy` says whether a label is the most probable token. Unlike the loss, `log_probs` has no label smoothing.
     """
     logits_BTV, labels_BT1 = self.predict(batch)['logits'], batch['labels'][..., None]
     log_probs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
@@ -212,7 +213,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return ScoreLimits(self.lm.vocab_size, positions, takes_prefixes=self.model_type == 'prefix')
 
   def _visible(self, batch: NestedDict) -> dict[str, jax.Array | None]:
-    """Returns the arguments of the attention mask for a batch."""
+    """Returns the network's arguments for the attention mask of a batch."""
     segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     return segments | self._prefixes(batch)
 
@@ -230,7 +231,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   @property
   def context(self) -> int | None:
-    """How many of the last tokens decoding sees at once; None means all."""
+    """The number of last tokens that the network sees in decoding; None means all."""
     return self.decoder.context(getattr(self.lm, 'max_positions', None))
 
   @property
@@ -239,14 +240,14 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return found
 
   def prompt_limits(self) -> PromptLimits | None:
-    if type(self).decode is not LanguageModel.decode:  # A subclass with its own `decode` may take other batches.
+    if type(self).decode is not LanguageModel.decode:  # A subclass with another `decode` may need other batches.
       return None
     return PromptLimits(
       self.decoder.max_decode_steps, self.decoder.stop_ids, self.context, self.check_fits, self._state_bytes
     )
 
   def _state_bytes(self, num_rows: int, num_slots: int) -> int:
-    """Returns the bytes of the caches, from their shapes; `num_rows` is the number of prompts."""
+    """Returns the size of the decode state of `num_rows` prompts in bytes, computed from shapes."""
 
     def start(variables: NestedDict) -> NestedDict:
       if not self._guesses_itself:
@@ -260,14 +261,14 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; leaves caches of `cache_length` slots as decode state.
 
-    This is for decoding loops outside of the program. `Sampler.decode` describes the arguments.
+    This is for decoding loops in Python, outside of jit. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
     prefix: dict[str, Any] = {'prefix_lengths': lengths_B} if self.model_type == 'prefix' else {}
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), **prefix)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the further arguments of the network's `extend_step` for prompts of these lengths."""
+    """Returns additional arguments of the network's `extend_step` for prompts of these lengths."""
     return (lengths_B,) if self.model_type == 'prefix' else ()
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
@@ -294,25 +295,28 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Continues prompts.
 
     Args:
-      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
-        If calls of different lengths share a program, also `max_tokens` [B] int32, at most `max_decode_steps`. Then
-        prompts are read in chunks, up to the end of the longest one, and the caller must have called `check_fits`. For
-        random numbers that do not depend on how rows and tokens are divided into calls, also [B] int32: `row`, the
-        number of each row, and `num_drawn`, how many last tokens of its prompt were drawn by earlier calls. If the
-        model has several adapters, perhaps `adapters` [B] int32: the place in `adapter_names` of the one that each row
-        uses; -1 for none.
-        Prompts that are packed have `packing`, see `inputs.pack_prompts`: S prompts in each row, whose `ids` are
-        [B, S P], and whose other arrays and results have the dimensions B and S instead of B.
+      batch: a dict of arrays:
+        `ids` [B, P] int32: prompts, padded at the end.
+        `prompt_lengths` [B] int32: their lengths; 0 marks a row of padding.
+        `max_tokens` [B] int32, optional: the largest number of new tokens, at most `max_decode_steps`. It lets calls of
+          different lengths share a program: prompts are read in chunks, up to the end of the longest one. The caller
+          must have called `check_fits`.
+        `row`, `num_drawn` [B] int32, optional: the number of each row, and how many tokens at the end of its prompt
+          were drawn by earlier calls. With both, random numbers do not depend on how rows and tokens are split into
+          calls.
+        `adapters` [B] int32, optional: the index in `adapter_names` of the adapter of each row; -1 for none.
+        `packing`, for packed prompts, see `inputs.pack_prompts`: S prompts share a row. Then `ids` are [B, S P], and
+          all other arrays and results have the dimensions B and S instead of B.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
-      and `log_probs` [B, M] as in `Decoded`, or with another decoder also others, as in `BeamDecoded` or
-      `SpeculativeDecoded`, and the given `prompt_ids` and `prompt_lengths`.
+      and `log_probs` [B, M] as in `Decoded`; further fields of `BeamDecoded` or `SpeculativeDecoded` with such a
+      decoder; and `prompt_ids` and `prompt_lengths` of the batch.
     """
     return self.decode_with(batch, None)
 
   def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
-    """Continues prompts like `decode`; `draft`, a layer of the same call, guesses tokens for a `SpeculativeSampler`."""
+    """Continues prompts like `decode`; `draft`, a model in the same call, guesses tokens for a `SpeculativeSampler`."""
     packed, shape = None, batch['prompt_lengths'].shape
     if len(shape) > 1 or 'packing' in batch:
       self._check_packed(batch)
@@ -344,7 +348,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return decoded.metrics(prompt_lengths_B > 0), outputs
 
   def _check_packed(self, batch: NestedDict) -> None:
-    """Raises ConfigError unless the arrays of packed prompts belong together."""
+    """Raises ConfigError if the shapes of the arrays of packed prompts do not fit together."""
     lengths, width = batch['prompt_lengths'].shape, batch['ids'].shape[-1]
     if 'packing' not in batch:
       raise ConfigError(f'{self.path_name}: prompt_lengths has {len(lengths)} dimensions, and the batch has no packing')
@@ -394,7 +398,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return RowsState(steps.start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
 
   def row_axes(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
-    """Returns the dimension of rows in each array of what `start_rows` returns."""
+    """Returns the dimension of rows in each array of the state that `start_rows` returns."""
     axes = self._row_steps(num_rows, num_slots).row_axes(num_rows, num_slots)
     return RowsState(axes, 0)  # type: ignore[arg-type]
 
@@ -406,14 +410,14 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     length: jax.Array,
     adapter: jax.Array | int = -1,
   ) -> RowsState[NestedDict]:
-    """Reads a part of a prompt into each row. The last token of a prompt is kept, and read by `extend_rows`.
+    """Reads a part of a prompt into each row. The last token of a prompt is only stored; `extend_rows` reads it.
 
     Args:
-      state: what `start_rows` or another of these methods has returned.
-      ids_BT: int32 tokens of the prompt; those after its end are arbitrary.
-      start: int32, the position of the first of them.
-      length: int32, the number of tokens of the prompt.
-      adapter: int32, the place in `adapter_names` of the one that these rows use; -1 for none.
+      state: the result of `start_rows`, `read_rows` or `extend_rows`.
+      ids_BT: int32 tokens of the prompt; entries after its end are arbitrary.
+      start: int32, the position of the first of these tokens.
+      length: int32, the number of tokens of the whole prompt.
+      adapter: int32, the index in `adapter_names` of the adapter that these rows use; -1 for none.
     """
     if self.adapter_names:
       state = state._replace(model={**state.model, 'adapters': jnp.full(len(ids_BT), adapter, jnp.int32)})
@@ -433,11 +437,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.decoder.row_loop(steps, rows.prompt_lengths, num_tokens, num_top).run(state, rows)
 
   def draw_key(self) -> jax.Array:
-    """Returns the key with which `decode` would draw in the same call."""
+    """Returns the PRNG key that `decode` would use in the same call."""
     return self.next_prng_key()
 
   def _row_steps(self, num_rows: int, num_slots: int) -> Any:
-    """Returns `DecodingSteps` that have `row_axes`, for rows of these sizes."""
+    """Returns `DecodingSteps` with a method `row_axes`."""
     return CachedSteps(self.lm, (), True, jnp.full(num_rows, -1, jnp.int32) if self.adapter_names else None)
 
 
@@ -448,5 +452,5 @@ def weights_of_tokens(batch: NestedDict) -> jax.Array:
 
 
 def clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-  """Replaces negative ids of weight zero by 0: their vectors would be NaN, and 0 times NaN is not a zero gradient."""
+  """Replaces negative ids of weight zero by 0: their vectors would be NaN, and 0 * NaN would be a gradient of NaN."""
   return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

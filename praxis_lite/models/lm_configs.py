@@ -54,7 +54,7 @@ def transformer_lm(
       softmax and embedding (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and one
       table for both (Radford et al., 2019).
     max_len: number of learned positions of 'gpt2'.
-    rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
+    rotary_base: longest wavelength of the rotary positions of 'llama', in positions, divided by 2 pi.
     tie_embeddings: whether softmax and embedding share a table; with None, the style decides.
     use_bias: whether linear layers and norms have biases; with None, the style decides.
     activation: activation of the feed-forward layers, see `activations.py`; None means 'silu' for 'llama' and
@@ -62,12 +62,12 @@ def transformer_lm(
     dropout: rate of dropout on embeddings, and on values that blocks add to the residual stream.
     repeat: whether the blocks are a scan; False makes each block a separate layer.
     remat: see `layers/remat.py`.
-    experts: a mixture of experts, with `hidden_dims` each, for the feed-forward layer of each block; with None, the
-      layer is dense.
+    experts: config of a mixture of experts, with `hidden_dims` for each expert, that replaces the feed-forward layer of
+      each block; with None, the layer is dense.
     first_hidden_dims: hidden dims of each dense block that comes before the blocks with experts.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    matmul: for the projections of attention and the linear layers of dense feed-forward layers: 'fprop', 'fp8' or
-      'int8', see `layers/products.py`. The softmax stays in `fprop_dtype`.
+    matmul: 'fprop', 'fp8' or 'int8', see `layers/products.py`; for the projections of attention and the linear layers
+      of dense feed-forward layers. The softmax is computed in `fprop_dtype`.
   """
   if style not in ('llama', 'gpt2'):
     raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")
@@ -77,7 +77,8 @@ def transformer_lm(
   lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
   lm.transformer_tpl = Config(RepeatedTransformer if repeat else StackedTransformer, remat=remat)
   block = lm.transformer_tpl.layers_tpl
-  # Each block adds to the residual stream twice. With this scale, all blocks together add the variance of one.
+  # Each block adds to the residual stream twice. With this scale, all blocks together add as much variance as one
+  # would.
   residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
   if gpt2:
     norm: Config[LayerNorm] | Config[RMSNorm] = Config(LayerNorm, epsilon=1e-5)

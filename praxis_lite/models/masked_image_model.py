@@ -41,16 +41,16 @@ class PatchPredictions(NamedTuple):
 
 
 class MaskedAutoencoder(BaseModel[PatchPredictions]):
-  """Hides most patches of each image, encodes the others, and predicts the hidden ones; each row draws its own.
+  """A model that hides most patches of each image, encodes the others, and predicts the hidden ones.
 
-  Batches have the images, [B, h, w, C], and `weights`, [B]. The variables of `network` have the paths of those of a
-  `ClassificationModel`, which can start from such a run.
+  Each row hides other patches, chosen at random. Batches have images [B, h, w, C] and `weights` [B]. The variables of
+  `network` have the same paths as in a `ClassificationModel`, which can therefore be initialized with them.
 
   Attributes:
     network_tpl: config of the child `network`, the encoder, which only sees the patches that are not hidden.
-    patch_decoder_tpl: config of the child `patch_decoder`; the sizes of images and patches are set here.
-    mask_ratio: share of the patches that are hidden, above 0 and below 1.
-    normalizes_targets: whether the numbers of each patch are normalized before they are predicted.
+    patch_decoder_tpl: config of the child `patch_decoder`; the model sets its sizes of images and patches.
+    mask_ratio: fraction of the patches that are hidden, above 0 and below 1.
+    normalizes_targets: whether the targets of each patch are normalized.
     input_name: the leaf of the batch with the images.
   """
 
@@ -69,7 +69,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     network = self.network
     self._num_patches = network.grid[0] * network.grid[1]
     self._check_range('mask_ratio', above=0, below=1)
-    # The share is not exact: 100 patches times 1 - 0.9 is a little less than 10.
+    # The small number makes up for rounding: 100 * (1 - 0.9) is a little less than 10.
     self._num_seen = int(self._num_patches * (1 - self.mask_ratio) + 1e-6)
     if not 0 < self._num_seen < self._num_patches:
       raise ConfigError(
@@ -86,14 +86,14 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     check_images(data, batch, self.input_name, (*self.network.image_size, self.network.channels))
 
   def compute_predictions(self, batch: NestedDict) -> PatchPredictions:
-    """Returns the predictions of the patches; each row hides its own."""
+    """Returns predictions and targets of all patches; each row draws which patches to hide."""
     image = make_padding_finite(batch[self.input_name], batch['weights'])
     key = self.next_prng_key()
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(image.shape[0]))
     return self.predict_hidden(image, jax.vmap(lambda key: jax.random.uniform(key, (self._num_patches,)))(keys))
 
   def predict_hidden(self, image_BhwC: jax.Array, noise_BT: jax.Array) -> PatchPredictions:
-    """Returns predictions and targets of all patches; those with the most noise are hidden.
+    """Returns predictions and targets of all patches; the patches with the largest numbers in `noise_BT` are hidden.
 
     Args:
       image_BhwC: images.
@@ -111,7 +111,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     return PatchPredictions(output_BTP, target_BTP, seen.is_hidden)
 
   def compute_loss(self, predictions: PatchPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the metric `loss`, the mean squared error of a number in a hidden patch, and that of each example."""
+    """Returns the metric `loss`, the mean squared error over hidden patches, and the `loss` of each example."""
     errors_BT = jnp.mean(jnp.square(predictions.output - predictions.target), axis=-1)
     loss_B = jnp.sum(errors_BT * predictions.is_hidden, axis=1) / (self._num_patches - self._num_seen)
     return {'loss': weighted_mean(loss_B, batch['weights'])}, {'loss': loss_B}
@@ -138,8 +138,8 @@ def masked_autoencoder(
     decoder_dims, decoder_layers, decoder_heads: `model_dims`, `num_layers` and `num_heads` of the `PatchDecoder`.
     mask_ratio, normalizes_targets: see `MaskedAutoencoder`.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `vision_transformer`; here `positions`, also those of the decoder, are 'sinusoidal' and
-      `class_token` is True by default.
+    **sizes: arguments of `vision_transformer`. Here, `positions` is 'sinusoidal' and `class_token` is True by default;
+      the decoder has the same kind of positions.
   """
   encoder: VisionSizes = {'positions': 'sinusoidal', 'class_token': True, **sizes}
   network = vision_transformer(**encoder)

@@ -1,12 +1,12 @@
-"""MaskedLanguageModel: an encoder that predicts tokens which its input hides (BERT, Devlin et al., 2019).
+"""MaskedLanguageModel: an encoder that predicts the masked tokens of its input (BERT, Devlin et al., 2019).
 
     logits = softmax(transform(encoder(ids)))
 
-B batch, T length, P places to predict, D model dims, V vocabulary.
+B batch, T length, P positions to predict, D model dims, V vocabulary.
 
-A batch holds arrays [B, T]: `ids`, int32, the tokens that the encoder reads, and `labels`, int32, the tokens of the
-text; `weights`, float32, above 0 at the places to predict and 0 at all others. `segment_ids`, int32, is 0 at padding;
-without it there is none. If rows are packed, there is also `segment_pos`. `token_type_ids`, int32, are optional.
+A batch holds arrays [B, T]: `ids`, int32, the tokens that the encoder reads; `labels`, int32, the tokens of the text;
+and `weights`, float32, above 0 at the positions to predict and 0 at all others. `segment_ids`, int32, is 0 at padding;
+without it, all are tokens. If rows are packed, there is also `segment_pos`. `token_type_ids`, int32, are optional.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from praxis_lite.models.positions import check_positions_of_input
 
 
 class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
-  """Predicts the tokens of a text at some of its places, from the other tokens on both sides.
+  """A model that predicts masked tokens of a text from the tokens before and after them.
 
   Attributes:
     encoder_tpl: config of the child `encoder`.
     transform_tpl: config of the child `transform`, between the states and the softmax; None disables it.
-    softmax_tpl: config of the child `softmax`, which has a table of its own. With None, the encoder's embedding, a
+    softmax_tpl: config of the child `softmax`, with a separate table. With None, the encoder's embedding, a
       `SharedEmbeddingSoftmax`, is also the softmax.
-    packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment, whose
-      padding has segment id 0.
-    max_places: P, the largest number of places to predict in a row. The head then computes only P places of each row,
-      those with a weight, and leaves out further ones at the end of the row. None computes all places.
+    packed: whether rows may hold several segments, numbered by `segment_ids`. False means that each row is one segment,
+      whose padding has segment id 0.
+    max_places: P, the largest number of positions to predict in a row. The head then computes only the first P
+      positions with a weight, and ignores the others. None computes all positions.
   """
 
   encoder_tpl: Config = template(TransformerEncoder, embedding_tpl=Config(SharedEmbeddingSoftmax, use_bias=True))
@@ -89,7 +89,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes.
 
-    With `max_places`, T is that number, and the places are those with a weight, in their order, and then others.
+    With `max_places`, T is P: first the positions with a weight, in order, then any others to fill up.
     """
     x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     weights_BT = weights_of_places(batch)
@@ -97,7 +97,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     labels_BT = jnp.where(weights_BT == 0, 0, batch['labels'])
     if self.max_places is not None:
       at_BP = first_places(weights_BT, self.max_places)
-      # A product with one-hot rows, which copies states exactly, needs no scatter in the gradient.
+      # A product with one-hot rows copies states exactly, and its gradient needs no scatter.
       chosen_BPT = jax.nn.one_hot(at_BP, weights_BT.shape[1], dtype=x_BTD.dtype)
       x_BTD = jnp.einsum('bpt,btd->bpd', chosen_BPT, x_BTD, precision=jax.lax.Precision.HIGHEST)
       labels_BT, weights_BT = (jnp.take_along_axis(x, at_BP, axis=1) for x in (labels_BT, weights_BT))
@@ -106,9 +106,9 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`, nats per predicted token; `accuracy`, the fraction of these that are the most probable token; and
-    with `max_places`, `left_out`, the fraction of places to predict for which it has no room.
-    Per example: `loss`, the mean of a row, and `weights`, the sum.
+    Metrics: `loss`, nats per predicted token; `accuracy`, the fraction of labels that are the most probable token; and
+    with `max_places`, `left_out`, the fraction of positions to predict that exceed it.
+    Per example: `loss`, the mean of a row, and `weights`, its sum.
     """
     weights_BT = all_BT = weights_of_places(batch)
     if self.max_places is not None:
@@ -124,7 +124,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `logits`, [B, T, V] float32, of the token at each place; the batch needs no labels."""
+    """Returns `logits`, [B, T, V] float32, of the token at each position; the batch needs no labels."""
     states_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     return {'logits': self._softmax.get_logits(self._transform(states_BTD))}
 
@@ -147,17 +147,17 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     return self.encoder.embedding
 
   def _transform(self, x_BTD: jax.Array) -> jax.Array:
-    """Returns what the softmax gets, [B, T, D], for states."""
+    """Returns the inputs of the softmax, [B, T, D], given the states of the encoder."""
     return x_BTD if self.transform_tpl is None else self.transform(x_BTD)
 
 
 def first_places(weights_BT: jax.Array, count: int) -> jax.Array:
-  """Returns the indices of the first `count` places of each row that have a weight, [B, P], then of others."""
+  """Returns `count` indices for each row, [B, P]: first those of positions with a weight, in order, then others."""
   return jnp.argsort(weights_BT == 0, axis=1, stable=True)[:, :count]
 
 
 def weights_of_places(batch: NestedDict) -> jax.Array:
-  """Returns the weights [B, T] of the places to predict."""
+  """Returns the weights [B, T] of a batch; raises ConfigError if they have another rank."""
   weights = batch['weights']
   if weights.ndim != batch['ids'].ndim:
     raise ConfigError(
@@ -173,7 +173,7 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
   Args:
     encoder: the encoder, in a call of its parent.
     batch: `ids` [B, T] int32, and perhaps `segment_ids`, `segment_pos` and `token_type_ids` of this shape.
-    packed: whether the numbers of segments count; otherwise only which tokens are padding.
+    packed: whether different segment ids separate segments; if not, segment ids only mark padding.
   """
   ids_BT, segments_BT = batch['ids'], batch.get('segment_ids')
   if segments_BT is not None:
@@ -186,7 +186,7 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
 
 
 def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
-  """Returns the limit of the types of tokens, if the encoder looks them up in a table; see `BaseModel.id_limits`."""
+  """Returns the limit of `token_type_ids` if the encoder has a table of them; see `BaseModel.id_limits`."""
   if encoder.token_type_tpl is None:
     return {}
   count = encoder.token_type.num_classes
@@ -196,14 +196,14 @@ def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
 def check_tokens(
   encoder: TransformerEncoder, data: BaseInput, batch: NestedDict, where: str = 'task.model.encoder'
 ) -> None:
-  """Raises a `ConfigError` if an id or a type of a token, not of padding, is not in the encoder's table of them.
+  """Raises a `ConfigError` if the id or type of a token, except padding, is not in the encoder's tables.
 
-  `where` is the path of the encoder in messages.
+  `where` is the path of the encoder for messages.
   """
   known, size = encoder.vocab_size, getattr(data, 'vocab_size', None)
   if isinstance(size, int) and size > known:
     remedy = f'it must be at least {size}'
-    if getattr(data, 'mask', -1) == size - 1:  # Often one more than the ids of a tokenizer that has no mask.
+    if getattr(data, 'mask', -1) == size - 1:  # Often one id beyond those of a tokenizer without a mask token.
       remedy += f', or set its mask_id, which is {size - 1} now, to an id below {known} that no text has'
     raise ConfigError(f'{data.label}: its ids go up to {size - 1}, but {where}.vocab_size is {known}; {remedy}')
   types = f'{where}.token_type.num_classes is'

@@ -1,6 +1,7 @@
-"""ModelEdits: what a model changes in the layers below it: their adapters, and how their weights are stored.
+"""ModelEdits: the changes that a model makes to layers below it: adapters, and quantized weights.
 
-Both are rules, fields of the model. The first rule that is for a layer wins. A rule that is for no layer is an error.
+The fields `adapters` and `quantized` of the model hold the rules. Each layer gets the first rule that matches it. A
+rule that applies to no layer is an error.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class ModelEdits:
   """Edits of the layers below a model; see `ChildEdits`.
 
   Args:
-    path, name: the path of the model, and as messages spell it.
-    adapters: config of an adapter, or several.
-    quantized: config of a `QuantizedWeights`, or several.
+    path: the path of the model.
+    name: the same path, as text for messages.
+    adapters: one or several configs of adapters.
+    quantized: one or several configs of `QuantizedWeights`.
     plain_children: names of children of the model to which a rule of `quantized` without regexes does not apply.
 
   Raises:
@@ -69,7 +71,7 @@ class ModelEdits:
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
     path = path_name(layer.path[len(self._path) :])
-    if isinstance(layer, LowRankUpdate):  # A part of an adapter, which a regex for the layer's own weights may match.
+    if isinstance(layer, LowRankUpdate):  # A part of an adapter: a regex for the adapted layer may match it too.
       return None
 
     def is_for(rule: QuantizedWeights) -> bool:
@@ -83,7 +85,7 @@ class ModelEdits:
       return self._formats.rules[i].store(layer, name, weight)
 
   def check(self) -> None:
-    """Raises ConfigError if a rule is for no layer, or a regex matches no layer or one that the rule is not for."""
+    """Raises ConfigError if a rule applies to no layer, or one of its regexes matches no layer or an unsuitable one."""
     for i, adapter in enumerate(self._adapters.rules):
       field, kind = f'{self._adapters.field}[{i}]', type(adapter).__name__
       if adapter.layers is None and i not in self._adapters.used.values():
@@ -112,13 +114,14 @@ class _Rules(Generic[RuleT]):
 
   Args:
     field: the path of the field.
-    configs: config of a rule, or several.
-    cls, expected: the class of the rules, and words for messages.
+    configs: one or several configs of rules.
+    cls: the class of the rules.
+    expected: a description of a valid rule, for messages.
     what: what a regex of a rule should match, for messages.
 
   Attributes:
     rules: the rules.
-    used: the number of the rule that each layer has got, by its path below the model.
+    used: the index of the rule that each layer has got, by the path of the layer below the model.
   """
 
   def __init__(
@@ -132,10 +135,10 @@ class _Rules(Generic[RuleT]):
         raise ConfigError(f'{field}[{i}]: expected {expected}, got {built!r}')
       self.rules.append(built)
     self.used: dict[str, int] = {}
-    self._kinds: dict[str, str] = {}  # The class of each layer that a regex may match, by path below the model.
+    self._kinds: dict[str, str] = {}  # Class names of layers that a regex may match, by path.
 
   def choose(self, name: str, kind: str, is_for: Callable[[RuleT], bool]) -> int | None:
-    """Returns the number of the first rule that is for a layer, given its path and its class; None if there is none."""
+    """Returns the index of the first rule with `is_for`, or None; records the layer's path `name` and class `kind`."""
     self._kinds[name] = kind
     i = next((i for i, rule in enumerate(self.rules) if is_for(rule)), None)
     if i is not None:
@@ -143,7 +146,7 @@ class _Rules(Generic[RuleT]):
     return i
 
   def check(self, i: int, why: str) -> None:
-    """Raises ConfigError if a regex of rule `i` matches no layer, or one with no rule; `why` says why it has none."""
+    """Raises ConfigError if a regex of rule `i` matches no layer, or a layer that got no rule, for the reason `why`."""
     for pattern in self.rules[i].patterns:
       field = f'{self.field}[{i}].layers'
       matched = [name for name in self._kinds if re.fullmatch(pattern, name)]

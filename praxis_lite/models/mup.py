@@ -1,10 +1,10 @@
-"""Mup: takes initial scales, learning rates and multipliers of a model from a smaller one.
+"""Mup: transfers hyperparameters that were tuned on a smaller model to a larger one.
 
     model = transformer_lm(vocab_size=256, model_dims=1024, hidden_dims=4096, num_layers=24, num_heads=16)
     model.mup = Config(Mup, base={'model_dims': 128, 'hidden_dims': 512, 'num_layers': 4})
 
-The learning rate, the initial scales and everything else that is found for the base are right for the model too. What
-changes is derived from the shapes of the variables of both; see `sharding/growth.py`.
+The learning rate, the initial scales and other hyperparameters that were tuned for the base can be used for the model.
+Their corrections are derived from the shapes of the variables of both; see `sharding/growth.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Mup(Configurable):
   """The maximal update parametrisation (Yang et al., 2022), in relation to a smaller model, the base.
 
   Attributes:
-    base: what is different in the base: values by the path of a field in the config of the model, such as
-      {'model_dims': 64, 'hidden_dims': 256}; or the config of the whole base. It has the same layers; only widths and
-      numbers of layers differ.
-    depth_exponent: a. If a stack has d times as many layers, its residual branches are multiplied by d^-a: 0.5 (Yang et
-      al., 2023) or 1 (Dey et al., 2025).
+    base: the fields that differ in the base, by path in the config of the model, such as
+      {'model_dims': 64, 'hidden_dims': 256}; or the whole config of the base. The base must have the same layers; only
+      widths and numbers of layers may differ.
+    depth_exponent: an exponent a from 0.5 (Yang et al., 2023) to 1 (Dey et al., 2025). If a stack has d times as many
+      layers as in the base, its residual branches are multiplied by d^-a.
 
   Raises:
     ConfigError: a value is out of range.
@@ -43,7 +43,7 @@ class Mup(Configurable):
 
 
 def build_counterpart(model: Layer, mup: object) -> Counterpart:
-  """Returns the base of a model with the field `mup`, built from the model's own fields.
+  """Returns the base of a model that has the field `mup`, built from the fields of the model.
 
   Raises:
     ConfigError: `mup` is not valid, or the base cannot be built; the message begins with the path of `mup`.
@@ -58,13 +58,13 @@ def build_counterpart(model: Layer, mup: object) -> Counterpart:
 
 
 def model_config(model: Layer) -> Config:
-  """Returns the config of a model that is about to be built, without its `mup`."""
+  """Returns the config of a model without its `mup`; the model may still be under construction."""
   names = [name for name in field_names(type(model)) or () if name != 'mup']
   return Config(type(model), **{name: getattr(model, name) for name in names}).clone()
 
 
 def base_config(config: Config, mup: Mup, where: str = 'mup') -> Config:
-  """Returns the config of the base of a model; `config`, that of the model, is not changed."""
+  """Returns the config of the base of a model; `config`, the config of the model, is not changed."""
   if isinstance(mup.base, Config):
     kind, own = target(mup.base), target(config)
     if not (isinstance(kind, type) and issubclass(kind, Layer)):

@@ -1,4 +1,4 @@
-"""Which part of a model's config is its network, and where the stacks of blocks of a network are."""
+"""Functions that find the network in a model's config, and the stacks of blocks in a network's config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NETWORKS: dict[str, tuple[type, ...]] = {
 
 
 def find_network(config: Config) -> Config:
-  """Returns the config of the network of a model, or that of a network itself."""
+  """Returns the config of the network, given the config of a model or of a network."""
   if hasattr(config, 'lm_tpl'):
     return config.lm_tpl
   for name, kinds in _NETWORKS.items():

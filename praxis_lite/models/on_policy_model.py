@@ -1,10 +1,10 @@
-"""OnPolicyModel: a language model whose own answers a teacher corrects, token by token (Agarwal et al., 2024).
+"""OnPolicyModel: a language model that learns from a teacher on answers that it samples itself (Agarwal et al., 2024).
 
     answers      sampled by the model, as for a `PolicyModel`
     loss         mean over their tokens of KL(model || teacher) = sum_v q_v (log q_v - log p_v)
 
-The divergence sums over the whole vocabulary at each place, instead of estimating it from the sampled token. No
-gradient flows through the sampling. Rewards are only reported.
+At each position, the divergence is summed over the whole vocabulary, not estimated from the sampled token. No gradient
+flows through the sampling. Rewards are only reported.
 
 B batch, T length, V vocabulary.
 """
@@ -30,10 +30,10 @@ from praxis_lite.models.teacher import create_teacher, frozen_teacher, teacher_l
 
 
 class TaughtTokens(NamedTuple):
-  """What the loss reads of each token, [B, T].
+  """The terms of the loss for each token, [B, T].
 
   Attributes:
-    divergence: float32 KL divergence of the model from the teacher, in nats.
+    divergence: float32 KL(model || teacher), in nats.
     agrees: bool, whether both have the same most probable token.
   """
 
@@ -42,10 +42,10 @@ class TaughtTokens(NamedTuple):
 
 
 class OnPolicyModel(PolicyModel):
-  """A language model that learns from a frozen teacher about answers of its own; it decodes and is exported without it.
+  """A language model that learns from a frozen teacher on its own answers; decoding and export leave the teacher out.
 
   Attributes: the same as for `PolicyModel`, whose `loss_tpl` is not used, and
-    teacher_tpl: config of the network of the teacher, with its sizes, the child `teacher`.
+    teacher_tpl: config of the child `teacher`, the network of the teacher, with its sizes.
   """
 
   teacher_tpl: Config = REQUIRED
@@ -63,7 +63,7 @@ class OnPolicyModel(PolicyModel):
     return frozen_teacher(self)
 
   def compute_predictions(self, batch: NestedDict) -> TaughtTokens:  # type: ignore[override]
-    """Returns what the loss reads of each token."""
+    """Returns the terms of the loss for each token."""
     is_token_BT = (batch['segment_ids'] > 0).astype(jnp.float32)
     ids_BT, visible = clear_padding(batch['ids'], is_token_BT), self._visible(batch)
     ours_BTV = to_sum_dtype(self.lm.logits(ids_BT, is_token_BT, **visible))
@@ -74,9 +74,9 @@ class OnPolicyModel(PolicyModel):
   def compute_loss(self, predictions: TaughtTokens, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`, nats per token; `agreement`, how often model and teacher have the same most probable token; and
-    those of answers of a `PolicyModel`, from `reward` to `finished`. Per example: `loss`, the mean of a row, and
-    `reward`.
+    Metrics: `loss`, nats per token; `agreement`, the fraction of tokens where model and teacher have the same most
+    probable token; and the metrics of answers of a `PolicyModel`, from `reward` to `finished`. Per example: `loss`, the
+    mean of a row, and `reward`.
     """
     weights_BT = batch['weights']
     metrics = {

@@ -1,9 +1,9 @@
-"""Batches with two answers to each prompt, `chosen` and `rejected`, as rows of one call of a network.
+"""Batches of pairs: two answers to each prompt, `chosen` and `rejected`, which are rows of one call of a network.
 
     batch     chosen: {ids, labels, weights, segment_ids, segment_pos}, each [B, T]    rejected: the same    weights [B]
-    packed    a row has several pairs: segment s of a row of `chosen` and segment s of `rejected`; weights [B, S]
+    packed    a row has several pairs: segment s of `chosen` and segment s of `rejected`; weights [B, S]
 
-In a call of the network, both answers of a row follow each other, [2 B, T]: so rows stay on their devices.
+A call of the network has 2 B rows, in which the rejected answer follows the chosen one, so rows stay on their devices.
 
 B batch, T length, S pairs of a row, D model dims.
 """
@@ -28,7 +28,7 @@ CHOSEN, REJECTED, MISMATCHED = 'chosen', 'rejected', 'mismatched'
 
 
 def has_pairs(batch: NestedDict) -> bool:
-  """Whether a batch is one of pairs."""
+  """Whether a batch holds pairs of answers."""
   return CHOSEN in batch
 
 
@@ -42,15 +42,15 @@ def check_pairs(
   limits: Mapping[str, PositionLimit],
   sides: Sequence[str],
 ) -> None:
-  """Raises a `ConfigError` if a batch, of NumPy arrays, is not one of pairs that a model can read.
+  """Raises a `ConfigError` if a batch of NumPy arrays does not hold pairs of answers that a model can read.
 
   Args:
     data: the input, for messages.
     batch: its first batch.
-    vocab_size, field: V, and the path of the field that sets it.
+    vocab_size, field: the size of the vocabulary, and the path of the field that sets it.
     packed: whether the model takes rows of several segments.
-    limits: of positions, as `BaseModel.position_limits` returns them.
-    sides: the parts of the batch that the model reads.
+    limits: the result of `BaseModel.position_limits`.
+    sides: the parts of the batch that the model reads, such as 'chosen'.
   """
   for side in sides:
     if not isinstance(batch.get(side), dict):
@@ -77,17 +77,17 @@ def rows_of_both(batch: NestedDict) -> dict[str, jax.Array]:
 
 
 def split_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Splits [2 B, ...], in which a rejected answer follows each chosen one; returns both parts, [B, ...] each."""
+  """Returns the chosen and the rejected rows, each [B, ...], of an array [2 B, ...] in which they alternate."""
   both = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
   return both[:, 0], both[:, 1]
 
 
 def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Sequence[int]) -> jax.Array:
-  """Returns the sum over the tokens of each segment, [B, S]; or over each row, [B], if a row has one pair.
+  """Returns the sum over the tokens of each segment, [B, S], or over each row, [B], if a row has one pair.
 
   Args:
     x_BT: float32 values of tokens.
-    segment_ids_BT: int32 numbers of segments, from 1.
+    segment_ids_BT: int32 ids of segments, from 1.
     weights_shape: the shape of the weights of pairs, [B] or [B, S].
   """
   if len(weights_shape) == 1:

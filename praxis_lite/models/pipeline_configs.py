@@ -28,19 +28,19 @@ def set_pipeline(
 ) -> Config[LmT]:
   """Makes a model run its blocks in stages of a pipeline; changes the config in place, and returns it.
 
-  Its variables are the same as for the scan over blocks, so checkpoints can be restored with and without a pipeline.
-  An encoder-decoder, two towers and a masked autoencoder have two pipelines on the same stages, and the second one
-  begins when the first one has ended.
+  The variables are the same as for a scan over blocks, so checkpoints can be restored with and without a pipeline.
+  An encoder-decoder, two towers and a masked autoencoder have two pipelines on the same stages; the second one begins
+  when the first one has ended.
 
   Args:
-    config: the config of a model or of its network, as for `set_sharding`. Its stacks of blocks are each a `Repeat`,
-      whose fields are kept.
+    config: the config of a model or of its network, as for `set_sharding`. Each of its stacks of blocks must be a
+      `Repeat`; the pipeline gets the fields of the `Repeat`.
     num_stages, num_microbatches, microbatch_size, circular_repeat: see `Pipelined`.
     batch_axes, gather_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all stages on each device.
 
   Raises:
-    ConfigError: there are no such stacks.
+    ConfigError: a stack is not a `Repeat`, or there is none.
   """
   fields: dict[str, Any] = {'num_stages': num_stages, 'num_microbatches': num_microbatches}
   fields |= {'microbatch_size': microbatch_size, 'circular_repeat': circular_repeat, 'stage_remat': stage_remat}
@@ -67,7 +67,7 @@ def _networks(config: Config) -> list[Config]:
 
 
 def _to_stages(repeated: Config, field: str) -> Config:
-  """Returns the config of a pipeline with the fields of a `Repeat`, which is the value of a field."""
+  """Returns the config of a pipeline with the fields of a `Repeat`; `field` is its name for messages."""
   if not is_a(repeated, Repeat):
     name = getattr(target(repeated), '__name__', target(repeated))
     raise ConfigError(

@@ -1,8 +1,8 @@
-"""Losses of answers that a model has sampled itself, and that were scored: group relative policy optimization.
+"""Losses of scored answers that a model has sampled itself: group relative policy optimization.
 
 p, q, o     probability of a token under the model, under the reference, and under the model that sampled the answer
-ratio       p / o of a token, or of an answer: the geometric mean of its tokens
-A           advantage of an answer: its reward compared with those of the other answers to its prompt
+ratio       p / o of a token; or the ratio of an answer, the geometric mean of p / o over its tokens
+A           advantage of an answer: its reward relative to the other answers to its prompt
 
 loss of a token = -min(ratio A, clip(ratio, 1 - low, 1 + high) A) + kl_weight KL
 KL              = q / p - log(q / p) - 1        an estimate, never negative (Schulman, 2020)
@@ -26,11 +26,11 @@ MEANS = ('answers', 'tokens', 'constant')
 
 
 class PolicyTokens(NamedTuple):
-  """What a loss reads of sampled answers.
+  """The inputs of a loss of sampled answers.
 
   Attributes:
     log_probs, reference, old: [B, T] float32 log-probabilities, in nats, of the tokens of answers: under the model,
-      under the reference (zeros if the loss needs none), and as they were sampled.
+      under the reference (zeros if the loss needs no reference), and under the model that sampled them.
     weights: [B, T] float32, 1 for tokens of answers, 0 elsewhere.
     advantages: [B] float32.
   """
@@ -43,7 +43,7 @@ class PolicyTokens(NamedTuple):
 
   @property
   def has_answer(self) -> jax.Array:
-    """Which rows have an answer, [B] bool; the others only fill up the batch."""
+    """Which rows have an answer, [B] bool; the others are padding."""
     return jnp.any(self.weights > 0, axis=1)
 
 
@@ -53,8 +53,8 @@ class PolicyTerms(NamedTuple):
   Attributes:
     loss: [B, T] float32 losses of tokens.
     divergence: [B, T] float32 estimates of the KL divergence from the reference, in nats.
-    is_clipped: [B, T] bool, the tokens through whose ratio no gradient flows, because the ratio has gone too far in the
-      direction of its advantage.
+    is_clipped: [B, T] bool, whether clipping stops the gradient of a token, because its ratio has already moved too far
+      in the direction of its advantage.
   """
 
   loss: jax.Array
@@ -63,7 +63,7 @@ class PolicyTerms(NamedTuple):
 
 
 def ratios(tokens: PolicyTokens, of: str) -> jax.Array:
-  """Returns how much more probable tokens are than when they were sampled, [B, T]; `of` is one of `RATIOS`."""
+  """Returns the ratio p / o of each token, [B, T], or of its answer if `of` is 'answer'; `of` is one of `RATIOS`."""
   change_BT = jnp.where(tokens.weights > 0, tokens.log_probs - tokens.old, 0)
   if of == 'answer':
     mean_B, _ = weighted_mean(change_BT, tokens.weights, axis=1)
@@ -78,7 +78,7 @@ def estimate_divergence(log_probs: jax.Array, reference: jax.Array) -> jax.Array
 
 
 class Grpo(Configurable):
-  """Group relative policy optimization (Shao et al., 2024) and what followed from it.
+  """Group relative policy optimization (Shao et al., 2024) and its variants.
 
       Config(Grpo, kl_weight=0.04)                                    GRPO
       Config(Grpo, mean='tokens', clip_high=0.28)                     DAPO (Yu et al., 2025)
@@ -88,11 +88,12 @@ class Grpo(Configurable):
   Dr. GRPO also needs an input with `scale_rewards='none'`.
 
   Attributes:
-    clip_low, clip_high: how far ratios may go below and above 1; a `clip_high` of None is `clip_low`.
-    kl_weight: factor of the divergence from the reference; 0 needs no reference.
-    ratio: whether ratios are of tokens or of whole answers.
-    mean: 'answers' is the mean over answers of the means of their tokens; 'tokens' the mean over all tokens; 'constant'
-      the mean over answers of their sums, divided by the largest number of tokens that an answer may have.
+    clip_low, clip_high: how far ratios may go below and above 1; a `clip_high` of None means `clip_low`.
+    kl_weight: factor of the divergence from the reference; with 0, no reference is needed.
+    ratio: 'token' or 'answer', see above.
+    mean: how the losses of tokens are averaged. 'answers' averages over the tokens of each answer, then over answers;
+      'tokens' averages over all tokens; 'constant' divides the sum over each answer by the largest number of tokens
+      that an answer may have, then averages over answers.
   """
 
   clip_low: float = 0.2
@@ -115,7 +116,7 @@ class Grpo(Configurable):
     return self.kl_weight > 0
 
   def terms(self, tokens: PolicyTokens) -> PolicyTerms:
-    """Returns the loss of each token, without its weight."""
+    """Returns the terms of the loss of each token; they are not multiplied by weights."""
     ratio_BT, advantages_B1 = ratios(tokens, self.ratio), tokens.advantages[:, None]
     low, high = 1 - self.clip_low, 1 + (self.clip_low if self.clip_high is None else self.clip_high)
     loss_BT = -jnp.minimum(ratio_BT * advantages_B1, jnp.clip(ratio_BT, low, high) * advantages_B1)
@@ -131,7 +132,7 @@ class Grpo(Configurable):
 
     Args:
       loss_BT: float32 losses of tokens.
-      tokens: what they were computed from.
+      tokens: the inputs from which they were computed.
       max_tokens: the largest number of tokens that an answer may have.
     """
     if self.mean == 'tokens':

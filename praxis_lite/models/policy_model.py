@@ -1,4 +1,4 @@
-"""PolicyModel: a language model that learns from rewards of the answers that it samples itself.
+"""PolicyModel: a language model that learns from the rewards of answers that it samples itself.
 
     a batch, as an input yields it    ids [B, T] prompts; num_given [B] their lengths; weights 0
     `sample`                          an answer to each prompt, and the log-probabilities of its tokens
@@ -32,14 +32,14 @@ _OF_SAMPLER = ('max_decode_steps', 'stop_ids')
 
 
 class PolicyModel(ReferencedModel):
-  """A language model that trains on rewarded answers of its own; it decodes and is exported like any other.
+  """A language model that trains on its own rewarded answers; it decodes and is exported like any `LanguageModel`.
 
-  Training draws answers from the model's own distribution, at temperature 1, so that their log-probabilities are those
-  of the loss. Evaluation uses `decoder_tpl`, which may be greedy.
+  In training, answers are drawn from the model's own distribution, at temperature 1, because the loss needs their
+  log-probabilities under it. Evaluation uses `decoder_tpl`, which may be greedy.
 
   Attributes: the same as for `ReferencedModel`, and
     loss_tpl: config of the loss, a `Grpo`.
-    sampler_tpl: config of the `Sampler` of training: `max_decode_steps`, M, and `stop_ids`.
+    sampler_tpl: config of the `Sampler` for training, with `max_decode_steps`, M, and `stop_ids`.
   """
 
   loss_tpl: Config = template(Grpo)
@@ -99,13 +99,13 @@ class PolicyModel(ReferencedModel):
     check_packing(data, self.packed, False, 'answers')
 
   def sample(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Draws an answer to each prompt; arguments and results as in `decode`."""
+    """Draws an answer to each prompt; has the same arguments and results as `decode`."""
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     decoded = self.sampler.decode(CachedSteps(self.lm, ()), prompt_ids_BP, prompt_lengths_B, self.next_prng_key())
     return decoded.metrics(prompt_lengths_B > 0), decoded._asdict()
 
   def compute_predictions(self, batch: NestedDict) -> PolicyTokens:  # type: ignore[override]
-    """Returns the values of each token that the loss needs."""
+    """Returns the inputs of the loss."""
     rows = {name: batch[name] for name in ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')}
     log_probs_BT = self.log_probs_of_labels(rows)
     reference_BT = jnp.zeros_like(log_probs_BT)
@@ -116,12 +116,11 @@ class PolicyModel(ReferencedModel):
   def compute_loss(self, predictions: PolicyTokens, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`; `reward` of an answer, the weighted sum of the single ones, and each of these by its name,
-    `reward/<name>`; `equal_groups`, the share of groups whose answers have equal rewards, so that nothing is learnt
-    from them; `answer_length`, tokens; `finished`, the share of answers that end with a stop token; `entropy`, an
-    estimate from the sampled tokens, nats per token; `clipped`, the share of tokens whose ratio is clipped; with a
-    reference `divergence`, an estimate of the KL divergence from it, nats per token. Per example: `loss`, the mean of a
-    row, and `reward`.
+    Metrics: `loss`; `reward` of an answer, the weighted sum of the rewards `reward/<name>`; `equal_groups`, the
+    fraction of answers in groups with equal rewards, from which nothing is learnt; `answer_length`, tokens; `finished`,
+    the fraction of answers that end with a stop token; `entropy`, estimated from the sampled tokens, nats per token;
+    `clipped`, the fraction of tokens whose ratio is clipped; with a reference `divergence`, an estimate of the KL
+    divergence from it, nats per token. Per example: `loss`, the mean of a row, and `reward`.
     """
     tokens, terms = predictions, self.policy_loss.terms(predictions)
     of_tokens = {'entropy': -tokens.old, 'clipped': terms.is_clipped}
@@ -155,6 +154,6 @@ class PolicyModel(ReferencedModel):
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, for the token after each of `ids`."""
-    if 'num_given' in batch:  # The weights of the model itself: prompts count too.
+    if 'num_given' in batch:  # For logits, all tokens need a weight, including prompts.
       batch = {**batch, 'weights': (batch['segment_ids'] > 0).astype(jnp.float32)}
     return super().predict(batch)

@@ -13,15 +13,15 @@ from praxis_lite.layers.position_limit import PositionLimit
 
 
 def check_positions(limits: Mapping[str, PositionLimit], batch: NestedDict, longest: Mapping[str, int] = {}) -> None:
-  """Raises a `ConfigError` if a batch, or a later one, has positions beyond the tables of a model.
+  """Raises a `ConfigError` if a batch, or a later one of its input, has positions beyond the tables of a model.
 
-  Rows may be longer than a table if each of their segments is shorter. Without an array of positions, the length of the
-  rows counts, and the network checks it when it is traced.
+  Rows may be longer than a table if each of their segments is shorter. If a batch has no array of positions, the
+  network checks the length of the rows when it is traced.
 
   Args:
-    limits: what `BaseModel.position_limits` returns.
+    limits: the result of `BaseModel.position_limits`.
     batch: arrays by name.
-    longest: what `BaseInput.longest_segments` returns.
+    longest: the result of `BaseInput.longest_segments`.
   """
   for name, limit in limits.items():
     positions = np.asarray(batch.get(name, ()))
@@ -30,9 +30,9 @@ def check_positions(limits: Mapping[str, PositionLimit], batch: NestedDict, long
 
 
 def check_positions_of_input(limits: Mapping[str, PositionLimit], data: BaseInput, batch: NestedDict) -> None:
-  """Like `check_positions`, for an input and its first batch; the message names the input."""
+  """Calls `check_positions` for an input and its first batch; the message names the input."""
   if not limits:
-    return  # To find the longest segments may take a pass over the data.
+    return  # Saves `longest_segments`, which may take a pass over the data.
   with prefix_errors(data.label):
     check_positions({name: _add_root(limit) for name, limit in limits.items()}, batch, data.longest_segments())
 

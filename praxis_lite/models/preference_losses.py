@@ -1,4 +1,4 @@
-"""Losses of pairs of answers to a prompt, a preferred one and another, from the log-probabilities of both.
+"""Losses of pairs of answers to a prompt, a preferred (chosen) and a rejected one, from their log-probabilities.
 
 log p, log q    log-probability of an answer, the sum over its tokens, under the model and under the reference
 ratio r         log p - log q
@@ -22,16 +22,16 @@ import jax.numpy as jnp
 from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import check_range
 
-_ALMOST_0 = -1e-7  # A mean log-probability above this is one of a probability of 1, whose odds are infinite.
+_ALMOST_0 = -1e-7  # Larger mean log-probabilities are clipped: the odds of a probability of 1 are infinite.
 
 
 class AnswerScores(NamedTuple):
-  """What a loss reads of the chosen, or of the rejected, answers: [...] float32, an entry for each pair.
+  """Scores of the chosen, or of the rejected, answers: float32 arrays [B] or [B, S], an entry for each pair.
 
   Attributes:
-    log_prob: sum of the log-probabilities of the answer's tokens, in nats.
-    reference: the same under the reference; zeros if the loss needs none.
-    tokens: number of these tokens; 0 if there is no such answer.
+    log_prob: log-probability of the answer, the sum over its tokens, in nats.
+    reference: the same under the reference; zeros if the loss needs no reference.
+    tokens: number of tokens; 0 if the pair has no such answer.
   """
 
   log_prob: jax.Array
@@ -40,20 +40,20 @@ class AnswerScores(NamedTuple):
 
   @property
   def ratio(self) -> jax.Array:
-    """How much more probable the answer is than under the reference, in nats."""
+    """The log-ratio of the answer's probabilities under the model and under the reference, in nats."""
     return self.log_prob - self.reference
 
   def mean_per_token(self, sums: jax.Array) -> jax.Array:
-    """Returns a sum over tokens as a mean."""
+    """Returns the mean over tokens, given the sum."""
     return sums / jnp.maximum(self.tokens, 1)
 
 
 class PairScores(NamedTuple):
-  """What a loss reads about a batch of pairs.
+  """The inputs of a loss for a batch of pairs.
 
   Attributes:
     chosen, rejected: the scores of both answers of each pair.
-    weights: the weights of the pairs, [...] float32.
+    weights: the weights of the pairs, float32 [B] or [B, S].
     divergence: scalar z of `Kto`, in nats; 0 for other losses.
   """
 
@@ -64,17 +64,17 @@ class PairScores(NamedTuple):
 
   @property
   def weights_of_both(self) -> jax.Array:
-    """The weights of pairs with both answers, 0 for others."""
+    """The weights of the pairs, with 0 for pairs without both answers."""
     return jnp.where((self.chosen.tokens > 0) & (self.rejected.tokens > 0), self.weights, 0)
 
   @property
   def weights_of_chosen(self) -> jax.Array:
-    """The weights of pairs with a chosen answer, 0 for others."""
+    """The weights of the pairs, with 0 for pairs without a chosen answer."""
     return jnp.where(self.chosen.tokens > 0, self.weights, 0)
 
   @property
   def weights_of_rejected(self) -> jax.Array:
-    """The weights of pairs with a rejected answer, 0 for others."""
+    """The weights of the pairs, with 0 for pairs without a rejected answer."""
     return jnp.where(self.rejected.tokens > 0, self.weights, 0)
 
 
@@ -86,22 +86,22 @@ class PreferenceLoss(Configurable):
 
   # Whether it compares the model with a reference.
   needs_reference: ClassVar[bool] = True
-  # Whether it reads answers to other prompts.
+  # Whether it needs mismatched answers, that is, answers to other prompts.
   needs_mismatched: ClassVar[bool] = False
   # Whether an example may have only one of the answers.
   takes_single: ClassVar[bool] = False
 
   def terms(self, pairs: PairScores) -> Terms:
-    """Returns losses [n, ...] and their weights, n for each pair; the loss of a batch is their weighted mean."""
+    """Returns losses and their weights, [n, B] or [n, B, S], n for each pair; the loss is their weighted mean."""
     raise NotImplementedError
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    """Returns how good the model finds answers, [...]: what the loss makes large for the chosen ones."""
+    """Returns the implicit reward of each answer, which the loss raises for chosen answers; has the shape of scores."""
     raise NotImplementedError
 
 
 class _SigmoidLoss(PreferenceLoss):
-  """-log sigmoid of a margin, with smoothed labels."""
+  """Base of losses -log sigmoid(margin), with smoothed labels."""
 
   label_smoothing: float = 0.0
 
@@ -117,8 +117,8 @@ class Dpo(_SigmoidLoss):
   """Direct preference optimization (Rafailov et al., 2023).
 
   Attributes:
-    beta: factor of the rewards; with a larger one, the model stays nearer to the reference.
-    label_smoothing: the probability that the wrong answer of a pair was preferred (conservative DPO; Mitchell, 2023).
+    beta: factor of the rewards; a larger factor keeps the model closer to the reference.
+    label_smoothing: the probability that the labels of a pair are swapped (conservative DPO; Mitchell, 2023).
   """
 
   beta: float = 0.1
@@ -136,12 +136,12 @@ class Dpo(_SigmoidLoss):
 
 
 class Ipo(PreferenceLoss):
-  """Identity preference optimization (Azar et al., 2023), whose margins have a finite goal.
+  """Identity preference optimization (Azar et al., 2023), whose margins have a finite target.
 
   Attributes:
-    beta: the difference of ratios should be 1 / (2 beta).
-    per_token: whether ratios are means over tokens, so that the goal suits answers of any length, as in TRL; False
-      takes sums, as the paper writes.
+    beta: the target of the difference of ratios is 1 / (2 beta).
+    per_token: whether ratios are means over tokens, as in TRL, so that the target suits answers of any length; False
+      means sums, as in the paper.
   """
 
   beta: float = 0.1
@@ -161,13 +161,13 @@ class Ipo(PreferenceLoss):
 class Kto(PreferenceLoss):
   """Kahneman-Tversky optimization (Ethayarajh et al., 2024), which also takes single answers that are good or bad.
 
-  The divergence z is the mean ratio of answers to other prompts, of a whole batch or microbatch, but at least 0; no
-  gradient flows through it.
+  The divergence z is the mean ratio of mismatched answers over a batch or microbatch, but at least 0; no gradient flows
+  through it.
 
   Attributes:
     beta: factor of the rewards.
-    desirable_weight, undesirable_weight: factors of the losses of chosen and of rejected answers; if there are many
-      more of one kind, the other may get a larger factor.
+    desirable_weight, undesirable_weight: factors of the losses of chosen and of rejected answers. They can compensate
+      for unequal numbers of both.
   """
 
   needs_mismatched = True
@@ -196,7 +196,7 @@ class Orpo(PreferenceLoss):
   """Odds ratio preference optimization (Hong et al., 2024): imitates chosen answers, and needs no reference.
 
   Attributes:
-    weight: factor of the term of the odds, lambda in the paper.
+    weight: factor of the odds ratio term, lambda in the paper.
   """
 
   needs_reference = False
@@ -220,7 +220,7 @@ class SimPo(_SigmoidLoss):
 
   Attributes:
     beta: factor of the rewards.
-    margin: the reward of a chosen answer should exceed that of the rejected one by this, gamma in the paper.
+    margin: the target of the difference of rewards of chosen and rejected answer, gamma in the paper.
     label_smoothing: see `Dpo`.
   """
 
@@ -243,7 +243,7 @@ class SimPo(_SigmoidLoss):
 
 
 def _log_odds(log_prob: jax.Array) -> jax.Array:
-  """Returns log(p / (1 - p)), given log p; finite for p = 1, and where there are no tokens."""
+  """Returns log(p / (1 - p)), given log p; finite even for p = 1, such as for answers without tokens."""
   log_prob = jnp.minimum(log_prob, _ALMOST_0)
   is_near_1 = log_prob > -math.log(2)
   # Each branch gets arguments for which its gradient is finite.

@@ -1,11 +1,11 @@
-"""PreferenceModel: a language model that learns from pairs of answers which of them is preferred.
+"""PreferenceModel: a language model that learns from pairs of a preferred and a rejected answer.
 
     scores      log-probability of each answer, under the model and under a frozen reference
-    loss        of these scores, see `preference_losses.py`
+    loss        computed from these scores, see `preference_losses.py`
 
-`referenced_model.py` says what the reference is.
+`referenced_model.py` says what the reference is, and `pairs_of_answers.py` what a batch holds.
 
-B batch, T length, S pairs of a row. `pairs_of_answers.py` says what a batch has.
+B batch, T length, S pairs of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from praxis_lite.models.referenced_model import ReferencedModel
 
 
 class PreferenceModel(ReferencedModel):
-  """A language model that trains on pairs of answers; it decodes, predicts and is exported like any other.
+  """A language model that trains on pairs of answers; it decodes and is exported like any `LanguageModel`.
 
   Attributes: the same as for `ReferencedModel`, and
     loss_tpl: config of the loss: `Dpo`, `Ipo`, `Kto`, `Orpo` or `SimPo`.
@@ -60,7 +60,7 @@ class PreferenceModel(ReferencedModel):
     return f', and label_smoothing of {self.path_name}.loss_tpl if the labels of pairs may be wrong'
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a batch is not one of pairs, or an id, a label or a position is not in its table."""
+    """Raises a `ConfigError` if a batch holds no pairs of answers, or an id, label or position is out of range."""
     if 'prompt_lengths' in batch:
       return super().check_input(data, batch)
     if getattr(data, 'has_single', False) and not self.pair_loss.takes_single:
@@ -91,9 +91,9 @@ class PreferenceModel(ReferencedModel):
   def compute_loss(self, predictions: PairScores, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:  # type: ignore[override]
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`; `reward_chosen` and `reward_rejected`, means of what the loss calls rewards; `margin`, their mean
-    difference; `accuracy`, how often the chosen answer has the larger one; `log_prob_chosen` and `log_prob_rejected`,
-    nats per answer; with `Kto` also `divergence`. Per example: `loss`, the mean of a row.
+    Metrics: `loss`; `reward_chosen` and `reward_rejected`, means of the rewards of the loss; `margin`, their mean
+    difference; `accuracy`, the fraction of pairs whose chosen answer has the larger reward; `log_prob_chosen` and
+    `log_prob_rejected`, nats per answer; with `Kto` also `divergence`. Per example: `loss`, the mean of a row.
     """
     pairs, loss = predictions, self.pair_loss
     values, weights = loss.terms(pairs)
@@ -114,7 +114,7 @@ class PreferenceModel(ReferencedModel):
     return metrics, {'loss': weighted_mean(of_rows, their_weights, axis=1)[0]}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `reward_chosen` and `reward_rejected` of a batch of pairs; `logits`, [B, T, V], of one of texts."""
+    """Returns `reward_chosen` and `reward_rejected` for a batch of pairs, `logits`, [B, T, V], for a batch of texts."""
     if not has_pairs(batch):
       return super().predict(batch)
     pairs = self.compute_predictions(batch)
@@ -123,11 +123,11 @@ class PreferenceModel(ReferencedModel):
   # ---------------------------------------------------------------- log-probabilities
 
   def _scores(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probabilities of answers, and their numbers of tokens, each of the `shape` of weights of pairs.
+    """Returns the log-probabilities of answers and their numbers of tokens, two arrays of this `shape`.
 
     Args:
       rows: see `log_probs_of_labels`.
-      shape: [B], or [B, S].
+      shape: [B], or [B, S] if rows are packed.
     """
     segments_BT = rows['segment_ids']
     sums = sum_by_pair(self.log_probs_of_labels(rows), segments_BT, shape)
@@ -139,11 +139,11 @@ class PreferenceModel(ReferencedModel):
     return self._frozen_sums(rows, shape, of_reference=True)
 
   def _frozen_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...], of_reference: bool) -> jax.Array:
-    """Returns log-probabilities of answers without dropout, through which no gradient flows."""
+    """Returns log-probabilities of answers, computed without dropout; no gradient flows through them."""
     return sum_by_pair(self._frozen_log_probs(rows, of_reference), rows['segment_ids'], shape)
 
   def _divergence(self, batch: NestedDict) -> jax.Array:
-    """Returns the mean ratio of answers to other prompts, over all rows of the batch."""
+    """Returns the mean ratio of mismatched answers, over all rows of the batch."""
     rows, weights = batch[MISMATCHED], batch['weights']
     tokens = sum_by_pair(rows['weights'], rows['segment_ids'], weights.shape)
     ratio = self._frozen_sums(rows, weights.shape, False) - self._frozen_sums(rows, weights.shape, True)

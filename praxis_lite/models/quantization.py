@@ -1,4 +1,4 @@
-"""Weights of a model in few bits: adds them to its config, and converts variables to and from these."""
+"""Quantized weights: adds them to the config of a model, and converts its variables from and to plain weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ModelT = TypeVar('ModelT', bound=BaseModel)
 
 
 def quantize_weights(model: Config[ModelT], *rules: Config) -> Config[ModelT]:
-  """Stores weights of a model in few bits: adds rules to its config, in place, and returns it.
+  """Quantizes weights of a model: adds rules to its config, in place, and returns it.
 
       quantize_weights(model, Config(QuantizedWeights, format='int4', group_size=64))
 
   A weight `w` becomes the variables `w`, integers, and `w_quantized_scale`, which are split over the mesh like the
-  weight. They are frozen. Adapters may be added too: they train on the frozen weights (QLoRA; Dettmers et al., 2023).
+  weight. Both are frozen, but adapters on them can be trained (QLoRA; Dettmers et al., 2023).
 
   Args:
     model: the config.
-    *rules: configs such as `Config(QuantizedWeights)`; the first one that is for a layer wins.
+    *rules: configs such as `Config(QuantizedWeights)`; each layer gets the first one that matches it.
   """
   return append_rules(model, 'quantized', rules)
 
 
 def append_rules(model: Config[ModelT], field: str, rules: Sequence[Config]) -> Config[ModelT]:
-  """Adds rules to a field of a model's config that holds a rule, several, or None; returns the config."""
+  """Appends rules to a field of a model's config that holds one rule, several or None; returns the config."""
   present = getattr(model, field)
   return model.set(**{field: (*((present,) if isinstance(present, Config) else present or ()), *rules)})
 
@@ -41,7 +41,7 @@ def append_rules(model: Config[ModelT], field: str, rules: Sequence[Config]) -> 
 def change_variables(
   layer: Layer, variables: NestedDict, change: Callable[[Layer, NestedDict], NestedDict]
 ) -> NestedDict:
-  """Returns `change(layer, variables)` for a layer and all layers below it, from the lowest ones up."""
+  """Applies `change(layer, variables)` to the variables of a layer and of all layers below it, children first."""
   children = dict(layer.named_children())
   below = {
     name: change_variables(children[name], value, change) if name in children else value
@@ -56,10 +56,10 @@ def remove_quantization(model: Config[ModelT]) -> Config[ModelT]:
 
 
 def quantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a model with weights in few bits, for those of the model with plain weights.
+  """Returns the variables of a model with quantized weights, given those of the same model with plain weights.
 
   Args:
-    model: the built model with weights in few bits.
+    model: the built model with quantized weights.
     variables: variables of the plain model, in their true shapes. Weights may be missing.
 
   Raises:
@@ -81,10 +81,10 @@ def _store(layer: Layer, variables: NestedDict) -> NestedDict:
 
 
 def dequantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of the model with plain weights that computes the same, in the dtypes of the weights.
+  """Returns variables with which the model with plain weights computes the same, in the dtypes of those weights.
 
   Args:
-    model: the built model with weights in few bits.
+    model: the built model with quantized weights.
     variables: its variables, in their true shapes.
   """
   return change_variables(model, variables, _read)

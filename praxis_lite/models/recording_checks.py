@@ -1,4 +1,4 @@
-"""What all models of recordings check."""
+"""Checks that all models of recordings share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from praxis_lite.layers.log_mel import LogMel
 
 
 def check_sample_rate(data: BaseInput, frontend: LogMel) -> None:
-  """Raises a `ConfigError` if the data has another rate than the front end of the model."""
+  """Raises a `ConfigError` if the sample rate of the data is not that of the model's front end."""
   rate = getattr(data, 'sample_rate', None)
   if rate not in (None, frontend.sample_rate):
     raise ConfigError(
@@ -18,7 +18,7 @@ def check_sample_rate(data: BaseInput, frontend: LogMel) -> None:
 
 
 def prompts_error(model: object) -> ConfigError:
-  """Returns the error of a model that is asked to continue a text."""
+  """Returns the error for a call that asks a model of recordings to continue a text."""
   return ConfigError(
     f'task.model: a {type(model).__name__} writes down recordings and continues no prompts; praxis-lite predict '
     'takes WAV files, and decode without a prompt the decode_datasets of the experiment'

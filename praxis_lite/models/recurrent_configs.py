@@ -1,4 +1,4 @@
-"""Configs of language models whose blocks mix tokens by recurrences, alone or in turn with attention."""
+"""Configs of language models whose blocks are recurrences, optionally interleaved with attention."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def mamba2_lm(
   Args:
     vocab_size, model_dims, num_layers: see `TransformerLm`.
     dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
-    expand: the heads of a mixer have `expand` times the model dims together.
-    attention_every: every block of this number, such as every sixth, is attention with rotary positions and a gated
-      feed-forward layer; None means that no block is.
+    expand: the number of dims of all heads of a mixer together, divided by the model dims.
+    attention_every: n, if every n-th block has attention with rotary positions and a gated feed-forward layer; None
+      means that no block has.
     num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
     tie_embeddings: whether softmax and embedding share a table.
-    epsilon: of all norms.
+    epsilon: `epsilon` of all norms.
     remat: see `layers/remat.py`.
-    fprop_dtype: dtype of the computation; None means that of the weights, float32.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights, float32.
 
   Raises:
-    ConfigError: the heads do not have `expand` times the model dims, or `attention_every` is less than 2.
+    ConfigError: `dims_per_head` does not divide `expand` times the model dims, or `attention_every` is less than 2.
   """
   num_heads, left = divmod(expand * model_dims, dims_per_head)
   if left or not num_heads:
@@ -104,8 +104,8 @@ def recurrent_lm(
   Args:
     mixer: config of a `Mixer`, without its `input_dims`.
     vocab_size, model_dims, num_layers: see `TransformerLm`.
-    hidden_dims: hidden dims of the gated feed-forward layer of each block. None leaves it out of blocks with a mixer;
-      blocks with attention then have 4 D.
+    hidden_dims: hidden dims of the gated feed-forward layer of each block. With None, blocks with a mixer have no such
+      layer, and blocks with attention have 4 times the model dims.
     attention_every, num_attention_heads, tie_embeddings, epsilon, remat, fprop_dtype: see `mamba2_lm`.
   """
   if attention_every is not None and attention_every < 2:
@@ -167,20 +167,20 @@ def griffin_lm(
 
   Args:
     vocab_size, model_dims, num_layers: see `TransformerLm`.
-    num_heads: heads of attention and of the gates of `RgLru`.
+    num_heads: heads of attention, and of the gates of `RgLru`.
     num_kv_heads: heads of keys and values.
     width: dims of the recurrence; None means the model dims.
-    hidden_dims: hidden dims of the gated feed-forward layers; None means 3 D.
-    window: tokens that attention sees.
+    hidden_dims: hidden dims of the gated feed-forward layers; None means 3 times the model dims.
+    window: number of last tokens to which a token attends.
     kernel_size: see `RgLru`.
-    pattern: 'recurrent' or 'attention' for each block, used in turn.
-    rotary_base: longest wavelength of the rotary positions, over 2 pi.
-    rotary_share: the share of the dims of a head that they rotate.
-    activation: of the feed-forward layers and of the gates of recurrences; see `activations.py`.
-    logit_soft_cap: bound of the logits; None does not bound them.
-    epsilon: of all norms.
+    pattern: 'recurrent' or 'attention' for each of the first blocks, repeated for the others.
+    rotary_base: longest wavelength of the rotary positions, in positions, divided by 2 pi.
+    rotary_share: fraction of the dims of a head that are rotated.
+    activation: activation of the feed-forward layers and of the gates of recurrences; see `activations.py`.
+    logit_soft_cap: bound of the absolute values of the logits; None means no bound.
+    epsilon: `epsilon` of all norms.
     remat: see `layers/remat.py`.
-    fprop_dtype: dtype of the computation; None means that of the weights, float32.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights, float32.
   """
   lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
   norm = Config(RMSNorm, epsilon=epsilon, zero_centered=True)
@@ -199,7 +199,7 @@ def griffin_lm(
   blocks = tuple(of_kind[kind].clone() for kind in pattern)
   lm.transformer_tpl = Config(RepeatedTransformer, layers_tpl=blocks if len(blocks) > 1 else blocks[0], remat=remat)
   lm.final_norm_tpl = norm.clone()
-  # The factor of the published weights is the root of D as a number of 16 bits.
+  # The published weights need the square root of D, rounded to bfloat16, as the factor.
   lm.softmax_tpl = Config(
     ScaledEmbeddingSoftmax, embedding_scale=float(np.asarray(math.sqrt(model_dims), jnp.bfloat16))
   )

@@ -1,8 +1,8 @@
-"""ReferencedModel: a language model that is compared with a reference, which is the model before it was tuned.
+"""ReferencedModel: a language model that is compared with a reference, the model before it was tuned.
 
-If the model has adapters, the reference is the model without them, which needs no further memory. Otherwise it is a
-frozen copy, without gradients or slots of the optimizer: it costs a fraction of what training a model costs, and unlike
-log-probabilities that are stored with the data, it cannot be that of another tokenizer, template or checkpoint.
+If the model has adapters, the reference is the model without them, which needs no more memory. Otherwise it is a frozen
+copy, without gradients or optimizer state, so it costs much less than the training of the model. Log-probabilities that
+are stored with the data could belong to another tokenizer, template or checkpoint; those of the reference cannot.
 
 B batch, T length.
 """
@@ -26,7 +26,7 @@ from praxis_lite.models.language_model import LanguageModel, clear_padding, size
 
 
 class ReferencedModel(LanguageModel):
-  """A language model that trains on log-probabilities of answers, perhaps against a reference.
+  """A language model that trains on log-probabilities of answers, optionally compared with a reference.
 
   Subclasses define `needs_reference`, and call `_create_reference` at the end of `setup`.
 
@@ -103,12 +103,12 @@ class ReferencedModel(LanguageModel):
     weights_BT, is_token_BT = rows['weights'], (rows['segment_ids'] > 0).astype(jnp.float32)
     ids_BT, labels_BT = clear_padding(rows['ids'], is_token_BT), clear_padding(rows['labels'], weights_BT)
     visible = {name: rows[name] for name in ('segment_ids', 'segment_pos')} if self.packed else {}
-    # Not lm(...), whose heads for further tokens would learn from all answers too.
+    # Not lm(...), because its heads for later tokens would then learn from all answers, even rejected ones.
     output: SoftmaxOutput = lm.softmax(lm.encode(ids_BT, is_token_BT, **visible), labels_BT, weights_BT)
     return jnp.where(weights_BT == 0, 0, -output.xent * weights_BT)
 
   def _frozen_log_probs(self, rows: dict[str, jax.Array], of_reference: bool) -> jax.Array:
-    """Returns `log_probs_of_labels` without dropout, through which no gradient flows."""
+    """Returns `log_probs_of_labels`, computed without dropout; no gradient flows through it."""
     surroundings = self.surroundings
     if of_reference and not self._has_copy:
       surroundings = dataclasses.replace(surroundings, without_adapters=True)

@@ -58,16 +58,15 @@ def resnet(
   """Returns the config of a residual network; the defaults give ResNet-50.
 
   Args:
-    channels, stem_dims, stem_size, stem_stride, stage_dims, stage_depths, activation: see `ResNet`; `channels` are
-      those of the images.
+    channels, stem_dims, stem_size, stem_stride, stage_dims, stage_depths, activation: see `ResNet`.
     style: 'v1.5', batch norms after the convolutions, with the stride in the 3 x 3 convolutions (He et al., 2015);
       'v2', batch norms before them (He et al., 2016); 'bit', v2 with group norms and standardized filters, whose
       results do not depend on the other images of a batch (BiT, Kolesnikov et al., 2020).
     kind: 'bottleneck', or 'basic' as in ResNet-18 and ResNet-34.
-    has_pooling: whether a maximum over 3 x 3 with stride 2 follows the first convolution.
-    num_groups: that of group norms.
-    norm_decay: that of the averages of batch norms.
-    epsilon: that of all norms.
+    has_pooling: whether 3 x 3 max pooling with stride 2 follows the first convolution.
+    num_groups: number of groups of the group norms.
+    norm_decay: decay of the moving averages of batch norms.
+    epsilon: `epsilon` of all norms.
     stochastic_depth: probability with which training leaves out the branch of a block, for each image.
   """
   check_choice('resnet: style', style, RESNET_STYLES)
@@ -106,7 +105,7 @@ def resnet_classifier(
   Args:
     num_classes: V.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `resnet`.
+    **sizes: arguments of `resnet`.
   """
   model = Config(ClassificationModel, num_classes=num_classes, network_tpl=resnet(**sizes), fprop_dtype=fprop_dtype)
   model.softmax_tpl.params_init = WeightInit.Gaussian(0.01)

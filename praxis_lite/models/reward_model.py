@@ -1,9 +1,9 @@
-"""RewardModel: a language model whose head says how good an answer is, learnt from pairs (Bradley and Terry, 1952).
+"""RewardModel: a language model with a head that rates answers, learnt from pairs (Bradley and Terry, 1952).
 
     reward    head(state of the last token of the answer)
     loss      -log sigmoid(reward_chosen - reward_rejected) + center_weight (reward_chosen + reward_rejected)^2
 
-B batch, T length, S pairs of a row, D model dims. `pairs_of_answers.py` says what a batch has.
+B batch, T length, S pairs of a row, D model dims. `pairs_of_answers.py` says what a batch holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from praxis_lite.models.pairs_of_answers import (
 
 
 class Rewards(NamedTuple):
-  """Rewards of both answers, and the weights of pairs that have both: [B], or [B, S] if rows are packed."""
+  """Rewards of both answers, and the weights of pairs, 0 unless they have both: [B], or [B, S] if rows are packed."""
 
   chosen: jax.Array
   rejected: jax.Array
@@ -45,9 +45,9 @@ class Rewards(NamedTuple):
 
 
 class RewardModel(BaseModel[Rewards]):
-  """Learns rewards of answers from pairs of them.
+  """A model that learns to assign rewards to answers, from pairs of answers.
 
-  The network's softmax has no effect, unless its table is also that of the embeddings.
+  The network's softmax is not used, except for its table if it is also the embedding.
 
   Attributes:
     lm_tpl: config of the network, the child `lm`, with its sizes.
@@ -63,7 +63,7 @@ class RewardModel(BaseModel[Rewards]):
   center_weight: float = 0.0
   activation_split_dims_mapping: Config = template(SplitMapping)
 
-  plain_children = ('head',)  # It starts from the seed, and is trained.
+  plain_children = ('head',)  # It has random initial values and is trained, so it is not quantized by default.
 
   lm: TransformerLm = child()
   head: Linear = child()
@@ -76,7 +76,7 @@ class RewardModel(BaseModel[Rewards]):
     self.create_child('head', self.head_tpl.clone(input_dims=lm.model_dims, output_dims=1))
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a batch is not one of pairs, or an id or a position is not in its table."""
+    """Raises a `ConfigError` if a batch holds no pairs of answers, or an id or a position is out of range."""
     if getattr(data, 'has_single', False):
       raise ConfigError(
         f'{data.label}: some of its examples have one answer and a label; rewards are learnt from pairs'
@@ -111,7 +111,7 @@ class RewardModel(BaseModel[Rewards]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per pair; `reward_chosen` and `reward_rejected`; `margin`, their mean difference; `accuracy`,
-    how often the chosen answer has the larger one. Per example: `loss`, the mean of a row.
+    the fraction of pairs whose chosen answer has the larger reward. Per example: `loss`, the mean of a row.
     """
     chosen, rejected, weights = predictions
     margin = chosen - rejected
@@ -124,14 +124,14 @@ class RewardModel(BaseModel[Rewards]):
     return metrics, {'loss': weighted_mean(losses.reshape(rows, -1), weights.reshape(rows, -1), axis=1)[0]}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `reward_chosen` and `reward_rejected` of a batch of pairs; of other rows `reward`, [B].
+    """Returns `reward_chosen` and `reward_rejected` of a batch of pairs, or `reward`, [B], of single answers.
 
     Args:
-      batch: of pairs; or `ids`, [B, T] int32, a prompt and its answer in each row, and `segment_ids`, [B, T] int32, 0
-        for padding at the end, and not 0 for tokens; without them, all T are tokens.
+      batch: a batch of pairs; or `ids`, [B, T] int32, a prompt and its answer in each row, and `segment_ids`, [B, T]
+        int32, nonzero for tokens and 0 for padding at the end; without `segment_ids`, all T are tokens.
 
     Raises:
-      ConfigError: there are `weights` [B, T] and no `segment_ids`: those of labels do not say what is a token.
+      ConfigError: there are `weights` [B, T] but no `segment_ids`. Weights of labels do not say which ids are tokens.
     """
     if has_pairs(batch):
       rewards = self.compute_predictions(batch)
@@ -156,7 +156,7 @@ class RewardModel(BaseModel[Rewards]):
     return self.lm.vocab_size
 
   def _rewards(self, rows: NestedDict, num_pairs: int) -> jax.Array:
-    """Returns the rewards of the segments of rows, [B, S] float32."""
+    """Returns the rewards of the segments of rows, [B, S] float32, S being `num_pairs`."""
     visible = {name: rows.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     is_token_BT = (rows['segment_ids'] > 0).astype(jnp.float32)
     x_BTD = self.lm.encode(clear_padding(rows['ids'], is_token_BT), is_token_BT, **visible)

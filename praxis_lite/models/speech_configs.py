@@ -44,9 +44,9 @@ def conformer_encoder(
 
   Args:
     model_dims, num_layers, num_heads, hidden_dims, kernel_size, causal: see `ConformerEncoder`.
-    channels: channels of the convolutions that leave a quarter of the frames; None means `model_dims`.
-    window: `sliding_window` of the attention, in frames of the encoder; None is global attention.
-    dropout: rate of dropout on what sublayers add, in feed-forward layers, and on probabilities of attention.
+    channels: channels of the convolutions that reduce the number of frames by 4; None means `model_dims`.
+    window: `sliding_window` of the attention, in frames of the encoder; None means global attention.
+    dropout: rate of dropout on the outputs of sublayers, in feed-forward layers, and on attention probabilities.
     remat: see `layers/remat.py`.
   """
   drop = Config(Dropout, rate=dropout)
@@ -99,7 +99,7 @@ def conformer_transducer(
   Args:
     vocab_size, blank_id, space_id, max_labels: see `TransducerModel`.
     label_dims: dims of the network that reads labels.
-    joint_dims: dims of what the softmax reads.
+    joint_dims: dims of the inputs of the softmax.
     frontend: the front end; None means 80 bands at 16 kHz, normalized.
     fprop_dtype: dtype of the computation; None means that of the weights.
     **encoder: the arguments of `conformer_encoder`.
@@ -128,19 +128,19 @@ def whisper(
   remat: str = 'auto',
   fprop_dtype: DTypeLike | None = None,
 ) -> Config[SpeechToTextModel]:
-  """Returns the config of a model as Whisper (Radford et al., 2022).
+  """Returns the config of a model in the style of Whisper (Radford et al., 2022).
 
   Args:
     vocab_size, model_dims, num_layers, num_encoder_layers, num_heads: see `TransformerEncoderDecoder`.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     num_mels: mel bands of the features.
-    max_len: number of positions of a transcript, with the tokens before it.
-    max_source_len: number of positions of a window, each of two frames of features: 1,500 for 30 s.
-    activation: that of feed-forward layers and of the convolutions.
+    max_len: number of positions of a transcript, including the tokens before it.
+    max_source_len: number of positions of a window. A position is two frames of features, so 30 s need 1,500.
+    activation: activation of feed-forward layers and convolutions.
     start_id: see `EncoderDecoderModel`.
-    dropout: rate of dropout on embeddings, on what sublayers add, and in feed-forward layers.
+    dropout: rate of dropout on embeddings, on the outputs of sublayers, and in feed-forward layers.
     remat: see `layers/remat.py`.
-    fprop_dtype: dtype of the computation; None means that of the weights.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights.
   """
   lm = Config(AudioEncoderDecoder, num_mels=num_mels, num_encoder_layers=num_encoder_layers, relative_bias_tpl=None)
   lm.set(params_init=WeightInit.Gaussian(0.02), final_norm_tpl=Config(LayerNorm, epsilon=1e-5))

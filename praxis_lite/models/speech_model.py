@@ -1,12 +1,12 @@
-"""SpeechModel: what models of speech have in common: features of sound, an encoder, labels and their error rates.
+"""SpeechModel: the base of speech recognition models: audio features, an encoder, labels and error rates.
 
     states = encoder(augmenter(frontend(audio)))
 
 B batch, N samples, T frames, U frames of the encoder, L labels, M features, D dims of the encoder.
 
-A batch holds `audio`, [B, N] float32, samples, and `audio_lengths`, [B] int32, how many of them are not padding; or, if
-the model has no front end, `features`, [B, T, M], and `feature_lengths`, [B] int32. Without lengths there is no
-padding. `labels`, [B, L] int32, are symbols other than the blank, and blanks after the last one of a row; `weights` are
+A batch holds `audio`, [B, N] float32 samples, and `audio_lengths`, [B] int32, how many of them are not padding. If the
+model has no front end, it holds `features`, [B, T, M], and `feature_lengths`, [B] int32, instead. Without lengths there
+is no padding. `labels`, [B, L] int32, are symbols other than the blank, followed by blanks as padding; `weights` are
 [B] float32.
 """
 
@@ -41,17 +41,17 @@ class Labels(NamedTuple):
 
   @property
   def paddings(self) -> jax.Array:
-    """[B, L] int32, 1 after the last label of a row."""
+    """Paddings [B, L] int32: 1 after the last label of a row, 0 before."""
     return (jnp.arange(self.ids.shape[1]) >= self.lengths[:, None]).astype(jnp.int32)
 
 
 class SpeechModel(BaseModel[PredictionsT]):
-  """Base of models that write down what is said, without being told when each symbol is heard.
+  """Base of models that transcribe speech, trained on labels without timestamps.
 
   Attributes:
-    vocab_size: number of symbols, with the blank.
-    blank_id: the symbol that is the blank: the padding of the tokenizer.
-    space_id: the symbol between words, with which evaluation reports `word_error_rate`; None reports none.
+    vocab_size: number of symbols, including the blank.
+    blank_id: the blank symbol, which is also the padding of the tokenizer.
+    space_id: the symbol between words, which evaluation needs to report `word_error_rate`; None omits this metric.
     frontend_tpl: config of the child `frontend`, from samples to features; None reads `features` from the batch.
     augmenter_tpl: config of the child `augmenter`, which hides parts of the features in training; None disables it.
     encoder_tpl: config of the child `encoder`, from features and paddings to states and paddings.
@@ -85,7 +85,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     self.create_child('encoder', encoder)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if there is no sound, a label is not a symbol, or sound and blank are of another kind."""
+    """Raises a `ConfigError` if audio is missing, a label is not a symbol, or sample rate or blank do not match."""
     leaf = 'features' if self.frontend_tpl is None else 'audio'
     if leaf not in batch:
       raise ConfigError(
@@ -118,11 +118,11 @@ class SpeechModel(BaseModel[PredictionsT]):
     if self.augmenter_tpl is not None:
       x_BTM = self.augmenter(x_BTM, paddings)
     x_BUD, paddings_BU = self.encoder(x_BTM, paddings)
-    assert paddings_BU is not None  # Because the encoder was given some.
+    assert paddings_BU is not None  # The encoder returns None only if it gets no paddings.
     return x_BUD, paddings_BU
 
   def labels_of(self, batch: NestedDict) -> Labels:
-    """Returns the labels of a batch: those before the first blank of a row."""
+    """Returns the labels of a batch: the symbols of each row before its first blank."""
     labels_BL = self._leaf(batch, 'labels')
     is_label_BL = jnp.cumsum(labels_BL == self.blank_id, axis=1) == 0
     is_label_BL &= (self._leaf(batch, 'weights') != 0)[:, None]
@@ -130,7 +130,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     return Labels(jnp.where(is_label_BL, labels_BL, self.blank_id).astype(jnp.int32), lengths_B)
 
   def loss_metrics(self, loss_B: jax.Array, fits_B: jax.Array, batch: NestedDict) -> WeightedScalars:
-    """Returns `loss`, nats of the labels of a row, over rows that fit, and `too_short`, the share of others."""
+    """Returns `loss`, nats per row, over the rows in `fits_B`, and `too_short`, the fraction of other rows."""
     weights_B = self._leaf(batch, 'weights')
     return {
       'loss': weighted_mean(loss_B, jnp.where(fits_B, weights_B, 0)),
@@ -140,15 +140,15 @@ class SpeechModel(BaseModel[PredictionsT]):
   def error_metrics(
     self, ids_BT: jax.Array, lengths_B: jax.Array, labels: Labels, weights_B: jax.Array
   ) -> WeightedScalars:
-    """Returns `token_error_rate`, and if `space_id` is set `word_error_rate`.
+    """Returns `token_error_rate` and, if `space_id` is set, `word_error_rate`.
 
-    They are the insertions, deletions and substitutions that make the labels of what was written, divided by the number
-    of labels, or of words.
+    An error rate is the number of insertions, deletions and substitutions that turn the transcripts into the labels,
+    divided by the number of symbols, or words, of the labels.
 
     Args:
-      ids_BT: int32, what was written.
-      lengths_B: int32, the number of its symbols.
-      labels: what was said.
+      ids_BT: int32 symbols of the transcripts.
+      lengths_B: int32, the lengths of the transcripts.
+      labels: the labels.
       weights_B: weights of the rows.
     """
     errors_B = edit_distance(ids_BT, lengths_B, *labels)
@@ -159,7 +159,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     return metrics
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the result of `predict`, and as metrics `log_prob`, its mean, and with labels the error rates."""
+    """Returns metrics (`log_prob`, the mean in nats per row, and error rates if there are labels) and `predict`."""
     if 'prompt_lengths' in batch:
       raise prompts_error(self)
     found, weights_B = self.predict(batch), self._leaf(batch, 'weights')
@@ -169,8 +169,8 @@ class SpeechModel(BaseModel[PredictionsT]):
     return metrics, found
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns what is said.
+    """Returns transcripts.
 
-    `ids`, [B, most] int32, blanks after the last one; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
+    They are `ids`, [B, ...] int32 symbols, followed by blanks; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
     """
     raise NotImplementedError

@@ -2,9 +2,9 @@
 
 B batch, N samples, S frames, M mel bands, T length of the targets, L largest number of tokens to decode.
 
-A batch holds `audio`, [B, N] float32, and `audio_lengths`, [B] int32, how many samples are not padding, or nothing if
-all are; and for training the `ids`, `labels` and `weights` [B, T] of the transcripts, as a `RecordingInput` with
-`prefix_ids` makes them.
+A batch holds `audio`, [B, N] float32, and optionally `audio_lengths`, [B] int32, how many samples are not padding. For
+training it also holds `ids`, `labels` and `weights` [B, T] of the transcripts, as a `RecordingInput` with `prefix_ids`
+makes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
 
 
 class _Suppression(NamedTuple):
-  """Which tokens are never written, [V], which not as the first one, [V], and the position of the token before that."""
+  """Tokens that are never written, [V] bool, or not first, [V] bool, and the position of the last given token."""
 
   always: jax.Array
   first: jax.Array
@@ -39,7 +39,7 @@ class SpeechToTextModel(EncoderDecoderModel):
 
   Attributes: those of `EncoderDecoderModel`, and
     frontend_tpl: config of the child `frontend`, from samples to features.
-    prefix_ids: the tokens of each transcript after `start_id` that are given, such as its language and the task.
+    prefix_ids: given tokens after `start_id` in each transcript, such as the language and the task.
     suppressed_ids: tokens that decoding never writes.
     first_suppressed_ids: tokens that no transcript begins with.
   """
@@ -67,7 +67,7 @@ class SpeechToTextModel(EncoderDecoderModel):
         raise ConfigError(f'{self.path_name}.{name}: {bad[0]} is not a token; they are 0 to {self.lm.vocab_size - 1}')
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if there is no sound or no transcript of this model, or an id is not in the vocabulary."""
+    """Raises a `ConfigError` if audio is missing, transcripts have another prefix, or an id is out of range."""
     LanguageModel.check_input(self, data, batch)
     if 'audio' not in batch:
       raise ConfigError(
@@ -84,7 +84,7 @@ class SpeechToTextModel(EncoderDecoderModel):
   # ---------------------------------------------------------------- training and evaluation
 
   def features(self, batch: NestedDict) -> jax.Array:
-    """Returns what the encoder reads, [B, S, M]."""
+    """Returns the inputs of the encoder, [B, S, M]."""
     if 'audio' not in batch:
       raise prompts_error(self)
     audio_BN, lengths_B = batch['audio'], batch.get('audio_lengths')
@@ -93,9 +93,10 @@ class SpeechToTextModel(EncoderDecoderModel):
     return self.frontend(audio_BN, jnp.arange(audio_BN.shape[1]) >= lengths_B[:, None])[0]
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `logits`, [B, T, V] float32, if the batch has `ids`; otherwise what is said.
+    """Returns `logits`, [B, T, V] float32, if the batch has `ids`; otherwise transcripts.
 
-    That is `ids`, [B, L] int32, the first `lengths` of them, [B] int32, and `log_prob`, [B] float32, their sum.
+    Transcripts are `ids`, [B, L] int32; `lengths`, [B] int32, how many first ids of a row are its transcript; and
+    `log_prob`, [B] float32, the log-probability of the transcript in nats.
     """
     if 'ids' in batch:
       return super().predict(batch)
@@ -130,7 +131,7 @@ class SpeechToTextModel(EncoderDecoderModel):
     return x_BSM, is_row_B.astype(jnp.int32)[:, None], {**batch, **labels, **prompts}
 
   def _labels_after_prefix(self, batch: NestedDict) -> NestedDict:
-    """Returns the labels and weights of a batch without the tokens that are given."""
+    """Returns the labels and weights of a batch without the tokens of `prefix_ids`."""
     given = len(self.prefix_ids)
     return {'labels': batch['labels'][:, given:], 'weights': batch['weights'][:, given:]}
 
@@ -150,7 +151,7 @@ class SpeechToTextModel(EncoderDecoderModel):
 
 
 class _TranscriptSteps(SourceSteps):
-  """`SourceSteps` that never write some tokens."""
+  """`SourceSteps` that exclude some tokens."""
 
   def __init__(
     self,

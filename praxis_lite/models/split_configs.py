@@ -27,7 +27,7 @@ from praxis_lite.models.two_towers import TwoTowerModel
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# Networks without a softmax of their own.
+# Networks that contain no softmax.
 _KINDS = (VisionTransformer, ResNet, ConvNeXt, DiffusionTransformer, TransformerEncoder)
 
 
@@ -50,17 +50,17 @@ class _Axes(NamedTuple):
 
   @property
   def blnh(self) -> SplitDimsMapping:
-    # A cache is not split along its length; `context_axis` splits the others.
+    # The length of a cache is not split; attention splits other arrays itself, by `context_axis`.
     return (self.batch, None, self.mdl, None)
 
   @property
   def weight(self) -> SplitDimsMapping:
-    """Of weights [D, F] of columns that are split."""
+    """The mapping of weights [D, F] whose columns are split."""
     return (self.data, self.mdl)
 
   @property
   def filters(self) -> Axes:
-    """Of the output channels of convolutions, which are gathered over `data`."""
+    """The mesh axes of the output channels of convolution filters, which are gathered over `data`."""
     first = spec_axes(self.mdl)
     return axes_to_entry([*first, *(axis for axis in spec_axes(self.data) if axis not in first)])
 
@@ -78,12 +78,12 @@ def set_sharding(
   expert_axis: str | tuple[str, ...] | None = None,
   context_axis: str | None = None,
 ) -> Config[LmT]:
-  """Sets the split mappings of a model, in place, and returns it.
+  """Sets the split mappings in the config of a model, in place, and returns it.
 
       activations of width D      batch over `batch_axes`
-      of heads, hidden, classes   also heads, hidden dims or classes over `mdl_axis` (tensor parallel)
+      other activations           also heads, hidden dims or classes over `mdl_axis` (tensor parallelism)
       weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
-      weights of experts          the same without the axes in `expert_axis`, which splits the experts
+      weights of experts          experts over `expert_axis`, other dims as above, but without the axes in `expert_axis`
 
   The forward pass of a block then has two all-reduces over `mdl_axis` (Shoeybi et al., 2019), and gathers weights over
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
@@ -171,15 +171,15 @@ def _split_feed_forward(layer: Config, axes: _Axes) -> None:
 
 
 def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
-  """Returns an entry of a mapping without some of its axes."""
+  """Returns an entry of a mapping without the axes in `taken`."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
 
 
-# ------------------------------------------------------------------ what is around them
+# ------------------------------------------------------------------ layers around the blocks
 
 
 def _split_decoder(network: Config, axes: _Axes) -> None:
-  """Splits the tables of a language model or an encoder-decoder, and the modules for further tokens."""
+  """Splits the tables of a language model or an encoder-decoder, and its modules that predict later tokens."""
   network.activation_split_dims_mapping.out = axes.bld
   if (mtp := getattr(network, 'mtp_tpl', None)) is not None:
     mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = axes.weight
@@ -207,7 +207,7 @@ def _split_decoder(network: Config, axes: _Axes) -> None:
 
 
 def _split_encoder(config: Config, network: Config, axes: _Axes) -> None:
-  """Splits the tables of an encoder, and the head of its model."""
+  """Splits the tables of an encoder, and the head of the model."""
   network.activation_split_dims_mapping.out = axes.bld
   network.embedding_tpl.weight_split_dims_mapping.wt = axes.table
   of_table = network.embedding_tpl.activation_split_dims_mapping
@@ -244,7 +244,7 @@ def _split_patch_decoder(decoder: Config, axes: _Axes) -> None:
 
 
 def _split_resnet(network: Config, axes: _Axes) -> None:
-  """Splits a network of convolutions: output channels over `mdl_axis`, filters also over `data_axis`."""
+  """Splits a ResNet: output channels over `mdl_axis`, filters also over `data_axis`."""
   _check_no_length(axes, 'a network of convolutions has convolutions over its image')
   channels = (axes.batch, None, None, axes.mdl)
   network.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.filters)
@@ -295,7 +295,7 @@ def _split_towers(config: Config, axes: _Axes) -> None:
 
 
 def _split_speech(config: Config, axes: _Axes) -> None:
-  """Splits a Conformer, and the layers of its model."""
+  """Splits a Conformer, and the other layers of the model."""
   _check_no_length(axes, 'a Conformer has convolutions over time')
   encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
   encoder.activation_split_dims_mapping.out = axes.bld

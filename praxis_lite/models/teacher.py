@@ -1,4 +1,4 @@
-"""The teacher of a language model: a frozen network, the child `teacher`, whose probabilities the model learns.
+"""The teacher of a language model: a frozen network, the child `teacher`, whose probabilities the model imitates.
 
 B batch, T length, V vocabulary.
 """
@@ -19,7 +19,7 @@ from praxis_lite.models.language_model import LanguageModel
 
 
 def create_teacher(model: LanguageModel, teacher_tpl: Config) -> None:
-  """In `setup`: builds the child `teacher` of a model; raises ConfigError if the model cannot learn from it."""
+  """Builds the child `teacher` in `setup` of a model; raises ConfigError if the model cannot learn from it."""
   where = model.path_name
   if model.adapters:
     raise ConfigError(f'{where}.adapters: a model with a teacher trains its own weights; remove the adapters')
@@ -35,13 +35,13 @@ def create_teacher(model: LanguageModel, teacher_tpl: Config) -> None:
 
 
 def frozen_teacher(model: LanguageModel) -> FrozenVariables:
-  """Returns the variables of the teacher, which must not be trained."""
+  """Returns the `FrozenVariables` of the teacher."""
   paths = frozenset(path for path in leaves(model.abstract_init()) if path[0] == 'teacher')
   return FrozenVariables(paths, 'bprop_variable_exclusion', r'teacher\..*', 'the teacher must keep its values')
 
 
 def teacher_logits(teacher: TransformerLm, ids_BT: jax.Array, weights_BT: jax.Array, visible: Any) -> jax.Array:
-  """Returns the teacher's logits, [B, T, V], through which no gradient flows; `visible` are further keywords."""
+  """Returns the teacher's logits, [B, T, V], without gradients; `visible` are keyword arguments of its mask."""
   variables = jax.lax.stop_gradient(teacher.variables)
   logits_BTV, _ = teacher.apply(variables, ids_BT, weights_BT, **visible, do_eval=True, method='logits')
   return to_sum_dtype(jax.lax.stop_gradient(logits_BTV))

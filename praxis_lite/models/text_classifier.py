@@ -6,7 +6,7 @@
 B batch, T length, D model dims, V classes.
 
 A batch holds `ids`, [B, T] int32, one text or pair in each row; `label`, [B] int32; and `weights`, [B] float32.
-`segment_ids`, [B, T] int32, is 0 at padding; without it there is none. `token_type_ids`, [B, T] int32, are optional.
+`segment_ids`, [B, T] int32, is 0 at padding; without it, all are tokens. `token_type_ids`, [B, T] int32, are optional.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ POOLINGS = ('first', 'mean')
 
 
 class SequenceClassifier(Classifier):
-  """Classifies texts, or pairs of texts whose tokens have two types.
+  """A classifier of texts, or of pairs of texts that token types tell apart.
 
   Attributes: the same as for `Classifier`, and
     encoder_tpl: config of the child `encoder`.
-    pooling: 'first' classifies by the state of the first token, as BERT does; 'mean' by the mean over all tokens but
-      padding.
+    pooling: 'first' takes the state of the first token, as BERT does; 'mean' the mean over all tokens except padding.
     pooler_tpl: config of the child `pooler`, between that state and the softmax; None disables it.
     dropout_tpl: template of the child `dropout`, before the softmax.
   """
@@ -64,7 +63,7 @@ class SequenceClassifier(Classifier):
     check_tokens(self.encoder, data, batch)
 
   def compute_features(self, batch: NestedDict) -> jax.Array:
-    """Returns what the softmax gets, [B, D]."""
+    """Returns the inputs of the softmax, [B, D]."""
     self._leaf(batch, 'ids')
     states_BTD = encode_batch(self.encoder, batch, packed=False)
     x_BD = states_BTD[:, 0]
@@ -81,7 +80,7 @@ class SequenceClassifier(Classifier):
 
 
 def mean_over_tokens(states_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-  """Returns the mean over the tokens that are no padding, [B, D]; 0 for a row without any."""
+  """Returns the mean over the tokens that are not padding, [B, D]; 0 for a row of padding."""
   if segments_BT is None:
     return jnp.mean(states_BTD, axis=1)
   is_token_BT = (segments_BT != 0).astype(states_BTD.dtype)

@@ -1,11 +1,11 @@
-"""TextEncoder: an encoder without a head, whose states are the features of a text (BERT's own `BertModel`).
+"""TextEncoder: an encoder without a head, whose states are the features of a text (`BertModel` in transformers).
 
     states = encoder(ids),  pooled = pooler(states of the first token)
 
 B batch, T length, D model dims.
 
 A batch holds `ids`, [B, T] int32, one text or pair in each row. `segment_ids`, [B, T] int32, is 0 at padding; without
-it there is none. `token_type_ids`, [B, T] int32, are optional.
+it, all are tokens. `token_type_ids`, [B, T] int32, are optional.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from praxis_lite.models.masked_text_model import check_tokens, encode_batch, typ
 
 
 class TextEncoder(BaseModel[dict[str, jax.Array]]):
-  """Computes features of texts. It has no loss, so it does not train: another model starts from its `encoder`.
+  """A model that computes features of texts. It has no loss, but other models can be initialized with its `encoder`.
 
   Attributes:
     encoder_tpl: config of the child `encoder`.
-    pooler_tpl: config of the child `pooler`, which computes one vector of a text from the state of its first token;
+    pooler_tpl: config of the child `pooler`, which computes a vector for the text from the state of its first token;
       None disables it.
   """
 
@@ -51,7 +51,7 @@ class TextEncoder(BaseModel[dict[str, jax.Array]]):
   def compute_predictions(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `states`, [B, T, D] float32, of each token, and with a pooler `pooled`, [B, D] float32.
 
-    States of padding are finite and mean nothing.
+    States of padding are arbitrary finite numbers.
     """
     states_BTD = encode_batch(self.encoder, batch, packed=False)
     features = {'states': states_BTD}

@@ -1,4 +1,4 @@
-"""Checks of rows of tokens: ids beyond a vocabulary, and rows with several segments that a model would not separate."""
+"""Checks of rows of tokens: ids beyond the vocabulary, and several segments that a model would not separate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, siz
   """Raises ConfigError if the ids of an input go beyond the vocabulary of a model.
 
   Args:
-    data: the input, whose `vocab_size` counts if it knows it.
-    ids: otherwise: integers of its first batch.
-    field, size: the path of the field that sets V, and V.
+    data: the input; its `vocab_size` is compared, if it has one.
+    ids: ids of its first batch, used if it has none.
+    field, size: the path of the field that sets the size of the vocabulary, and this size.
   """
   needed = getattr(data, 'vocab_size', None)
   if needed is None:
@@ -28,13 +28,13 @@ def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, siz
 
 
 def check_packing(data: BaseInput, packed: bool, has_several: bool, what: str) -> None:
-  """Raises ConfigError if rows have several segments, and the model would let them see each other.
+  """Raises ConfigError if rows have several segments and the model would let them attend to each other.
 
   Args:
-    data: the input.
+    data: the input; if its `packed` is True, rows of later batches may have several segments.
     packed: whether the model separates segments.
-    has_several: whether rows of the first batch have several; an input with `packed` may have them in others.
-    what: what the segments are, for the message.
+    has_several: whether rows of the first batch have several segments.
+    what: a word for the segments, for the message.
   """
   if packed or not (has_several or getattr(data, 'packed', None) is True):
     return

@@ -1,4 +1,4 @@
-"""TransducerModel: writes down speech label by label, each with knowledge of the ones before (RNN-T; Graves, 2012).
+"""TransducerModel: transcribes speech; each label depends on the labels before it (RNN-T; Graves, 2012).
 
     x = encoder(augmenter(frontend(audio)));  g = label_network(labels)
     p(symbol | frame t, u labels) = joint(x_t, g_u)
@@ -22,7 +22,7 @@ from praxis_lite.models.speech_model import SpeechModel
 
 
 class TransducerPredictions(NamedTuple):
-  """States of the encoder, [B, T, D], their paddings, [B, T], and log probabilities of the labels of the batch."""
+  """States of the encoder, [B, T, D], their paddings, [B, T], and log-probabilities of labels and blanks."""
 
   states: jax.Array
   paddings: jax.Array
@@ -30,7 +30,7 @@ class TransducerPredictions(NamedTuple):
 
 
 class _Written(NamedTuple):
-  """What greedy decoding has written, and where it is."""
+  """The state of greedy decoding: the labels so far, and the current frame of each row."""
 
   frame: jax.Array  # [B] int32
   ids: jax.Array  # [B, M] int32
@@ -41,7 +41,7 @@ class _Written(NamedTuple):
 
 
 class TransducerModel(SpeechModel[TransducerPredictions]):
-  """A `SpeechModel` with a network that reads the labels before.
+  """A `SpeechModel` with a network that reads the previous labels.
 
   Attributes: those of `SpeechModel`, and
     label_tpl: config of the child `label_network`.
@@ -66,14 +66,14 @@ class TransducerModel(SpeechModel[TransducerPredictions]):
     self.create_child('joint', self.joint_tpl.clone(**sizes))
 
   def compute_predictions(self, batch: NestedDict) -> TransducerPredictions:
-    """Returns states of the encoder, and log probabilities of the labels and of blanks."""
+    """Returns states of the encoder, and log-probabilities of labels and blanks."""
     x_BTD, paddings_BT = self.encode(batch)
     labels = self.labels_of(batch)
     log_probs = self.joint(x_BTD, self.label_network(labels.ids), labels.ids, self.blank_id)
     return TransducerPredictions(x_BTD, paddings_BT, log_probs)
 
   def compute_loss(self, predictions: TransducerPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns metrics and per-example outputs, as `CtcModel.compute_loss`; each row with a frame is long enough."""
+    """Returns the metrics and outputs of `CtcModel.compute_loss`, where only rows without a frame are too short."""
     labels, weights_B = self.labels_of(batch), batch['weights']
     frames_B = jnp.sum(predictions.paddings == 0, axis=1, dtype=jnp.int32)
     has_frames_B = frames_B > 0
@@ -86,12 +86,12 @@ class TransducerModel(SpeechModel[TransducerPredictions]):
     return metrics, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns what is said, see `SpeechModel.predict`: the most probable symbol at each place (greedy decoding)."""
+    """Returns transcripts, see `SpeechModel.predict`, of the most probable symbol at each step (greedy decoding)."""
     written = self._write(*self.encode(batch))
     return {'ids': written.ids, 'lengths': written.lengths, 'log_prob': written.log_prob}
 
   def _write(self, x_BTD: jax.Array, paddings_BT: jax.Array) -> _Written:
-    """Writes labels; each of T + M steps writes a label of each row, or goes to its next frame."""
+    """Decodes greedily: each of T + M steps writes a label of a row or moves on to its next frame."""
     B, T, _ = x_BTD.shape
     M = T if self.max_labels is None else self.max_labels
     frames_B = jnp.sum(paddings_BT == 0, axis=1, dtype=jnp.int32)

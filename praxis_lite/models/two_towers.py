@@ -1,4 +1,4 @@
-"""TwoTowerModel: embeds images and texts into one space, as CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023).
+"""TwoTowerModel: embeds images and texts into one space (CLIP, Radford et al., 2021; SigLIP, Zhai et al., 2023).
 
     image embedding = normalize(image_projection(image tower(image)))      SigLIP has no projection here
     text embedding  = normalize(text_projection(pooled states of the text tower(ids)))
@@ -6,7 +6,7 @@
 B batch, T length, D dims of a tower, E dims of embeddings.
 
 A batch holds `image`, [B, height, width, C]; `ids`, [B, T] int32, a text in each row; and `weights`, [B] float32.
-`segment_ids`, [B, T] int32, is 0 at padding; without it there is none. Predictions need only one of images and texts.
+`segment_ids`, [B, T] int32, is 0 at padding; without it, all are tokens. Predictions only need images or texts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ TEXT_POOLINGS = ('first', 'last', 'mean', 'end', 'largest')
 
 
 class TwoTowerModel(BaseModel[ContrastiveOutput]):
-  """Learns from pairs of an image and a text which of them belong together.
+  """A model that learns from pairs of an image and a text which images and texts match.
 
   Attributes:
     embedding_dims: E.
     image_tpl: config of the child `image`.
     text_tpl: config of the child `text`.
-    text_pooling: the features of a text are the state of its 'first' or its 'last' token, the 'mean' of all, or, with
-      'end', the state of the first token that is `end_id`, as in CLIP; of the first token of the row if there is none.
-      With 'largest' it is the state of the token with the largest id, as in old checkpoints of CLIP.
+    text_pooling: the features of a text. 'first' and 'last' take the state of this token, and 'mean' the mean over all
+      tokens. 'end' takes the state of the first token `end_id`, as in CLIP, or of the first token if no token is
+      `end_id`. 'largest' takes the state of the token with the largest id, as in old checkpoints of CLIP.
     end_id: the id that ends a text, for `text_pooling='end'`.
     projection_tpl: template of the children `image_projection` and `text_projection`.
-    has_image_projection: whether there is an `image_projection`; without one, features of images are E wide already.
+    has_image_projection: whether there is an `image_projection`; without it, features of images must have E dims.
     loss_tpl: template of the child `loss`.
   """
 
@@ -122,11 +122,11 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     return to_units(self.text_projection(x_BD))
 
   def compute_predictions(self, batch: NestedDict) -> ContrastiveOutput:
-    """Returns the loss of each pair, [B], and whether its text fits its image best."""
+    """Returns the loss of each pair, [B], and whether its text is the best match of its image, [B]."""
     return self.loss(self.embed_images(batch), self.embed_texts(batch), batch['weights'])
 
   def compute_loss(self, predictions: ContrastiveOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns `loss`, and `accuracy`, how often no other text fits an image better; and each pair's loss."""
+    """Returns metrics and each pair's `loss`; the metric `accuracy` is how often no other text fits an image better."""
     metrics = {
       'loss': weighted_mean(predictions.loss, batch['weights']),
       'accuracy': weighted_mean(predictions.correct, batch['weights']),
@@ -134,7 +134,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     return metrics, {'loss': predictions.loss}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `image_embedding` and `text_embedding`, [B, E], of those of both that the batch has."""
+    """Returns `image_embedding`, [B, E], if the batch has images, and `text_embedding`, [B, E], if it has texts."""
     out = {}
     if 'image' in batch:
       out['image_embedding'] = self.embed_images(batch)

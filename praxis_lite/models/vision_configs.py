@@ -72,10 +72,10 @@ def vision_transformer(
     channels, model_dims, num_layers, num_heads, hidden_dims: see `VisionTransformer`.
     pooling: 'class_token', 'mean' or 'attention'.
     class_token: whether there is a class token; None means only if `pooling` needs it.
-    positions: 'learned', or 'sinusoidal' for those of rows and columns.
+    positions: 'learned', or 'sinusoidal' for sinusoidal positions of rows and columns.
     representation: whether a linear layer and tanh follow the pooling.
     activation: activation of the feed-forward layers, see `activations.py`.
-    epsilon: that of all norms.
+    epsilon: `epsilon` of all norms.
     dropout: rate of dropout on embeddings, and on values that blocks add to the residual stream.
     stochastic_depth: probability with which training leaves out the two branches of a block, for each image.
     repeat: whether the blocks are a scan; False makes each block a separate layer.
@@ -120,7 +120,7 @@ def image_classifier(
   Args:
     num_classes: V.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    **sizes: those of `vision_transformer`.
+    **sizes: arguments of `vision_transformer`.
   """
   network = vision_transformer(**sizes)
   model = Config(ClassificationModel, num_classes=num_classes, network_tpl=network, fprop_dtype=fprop_dtype)

@@ -29,7 +29,7 @@ from praxis_lite.models.padding import make_padding_finite
 class VqVaeOutput(NamedTuple):
   """Reconstructions [B, H, W, C], codes [B, h, w, G] int32, and the perplexity of the codes of the batch, a scalar.
 
-  The perplexity is None if there are too many codes to count.
+  The perplexity is None if the quantizer has too many codes to count them.
   """
 
   reconstruction: jax.Array
@@ -38,11 +38,11 @@ class VqVaeOutput(NamedTuple):
 
 
 class VqVae(BaseModel[VqVaeOutput]):
-  """Compresses images to codes; batches have the images, [B, H, W, C], and `weights`, [B].
+  """A model that compresses images to codes; batches have images [B, H, W, C] and `weights` [B].
 
   Attributes:
     encoder_tpl: config of the child `encoder`; the quantizer sets its `output_dims`.
-    quantizer_tpl: config of the child `quantizer`, any of the quantizers; with a codebook, its `input_dims` is D.
+    quantizer_tpl: config of the child `quantizer`; if it has a codebook, its `input_dims` must be set to D.
     decoder_tpl: config of the child `decoder`; the quantizer sets its `input_dims`, the encoder `image_channels`.
     input_name: the leaf of the batch with the images.
   """
@@ -70,7 +70,7 @@ class VqVae(BaseModel[VqVaeOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if there are no images, or their shape is not one that the encoder takes."""
+    """Raises a `ConfigError` if there are no images, or the encoder does not take their shape."""
     if self.input_name not in batch:
       raise ConfigError(f'{data.label}: no {self.input_name!r}, which task.model.input_name names; has {list(batch)}')
     shape = np.shape(batch[self.input_name])
@@ -89,8 +89,8 @@ class VqVae(BaseModel[VqVaeOutput]):
   def compute_loss(self, predictions: VqVaeOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and each example's `loss`.
 
-    Metrics: `loss`, the mean squared error of a value of a pixel; `perplexity` of the codes of a batch. The losses of
-    the quantizer are added in training.
+    Metrics: `loss`, the mean squared error of the pixels' values; `perplexity` of the codes of a batch. In training,
+    auxiliary losses of the quantizer are added.
     """
     errors = predictions.reconstruction.astype(jnp.float32) - batch[self.input_name]
     loss_B = jnp.mean(jnp.square(errors), axis=(1, 2, 3))

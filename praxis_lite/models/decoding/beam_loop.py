@@ -9,12 +9,12 @@ V vocabulary, C candidates: the best pairs of a beam and its next token.
       state = state of each beam's parent
       choose(extend(token i - 1 of each beam))
 
-`choose` ranks all pairs of a beam and a token by the sum of log-probabilities. Those among the first K that end, by a
-stop token or because they have the largest number of tokens, join the list of the K best completed continuations, which
-is ordered by score. The first K of the others are the next beams. At first, only beam 0 is possible, so it becomes the
-parent of all, and its state is copied to them. In a diverse search each of G groups of K / G beams searches in this way
-by itself, one group after the other, and ranks by the sum less a penalty for what earlier groups have just chosen.
-In a flat search, what joins the list is instead each of the K beams with each stop token.
+`choose` ranks all pairs of a beam and a token by the sum of log-probabilities. A continuation ends with a stop token,
+or when it has the largest number of tokens. Those among the first K pairs that end join the list of the K best
+completed continuations, which is ordered by score. The first K pairs that do not end are the next beams. At first, only
+beam 0 is possible, so it becomes the parent of all, and its state is copied to them. In a diverse search, G groups of K
+/ G beams search in this way independently, one after the other; a group ranks by the sum minus a penalty for tokens
+that earlier groups have just chosen. In a flat search, each of the K beams joins the list with each stop token instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BeamDecoded(NamedTuple):
     beam_ids: [B, N, M] int32 tokens of the N best continuations.
     beam_lengths: [B, N] int32 number of those tokens; 0 if there are fewer than N continuations.
     beam_log_probs: [B, N, M] float32 log-probability of each token under the model.
-    beam_scores: [B, N] float32, what the continuations are ordered by; minus infinity if there are fewer than N.
+    beam_scores: [B, N] float32 scores, in descending order; minus infinity if there are fewer than N continuations.
   """
 
   ids: jax.Array
@@ -61,7 +61,7 @@ class BeamDecoded(NamedTuple):
 
 
 class _Beams(NamedTuple):
-  """Continuations of each prompt; one whose score is minus infinity does not exist.
+  """Continuations of each prompt; an entry whose score is minus infinity holds no continuation.
 
   Attributes:
     ids: [B, K, M] int32.
@@ -76,7 +76,7 @@ class _Beams(NamedTuple):
   scores: jax.Array
 
   def take(self, index_BK: jax.Array) -> _Beams:
-    """Returns the continuations with these numbers."""
+    """Returns the continuations with these indices."""
     return jax.tree.map(lambda x: jax.vmap(lambda x, index_K: x[index_K])(x, index_BK), self)
 
 
@@ -84,9 +84,9 @@ class _Progress(NamedTuple):
   """The progress of the prompts, besides the state of the model.
 
   Attributes:
-    number: int32, the number of the next token.
+    number: int32, the index of the next token in each continuation.
     beams: the continuations that go on.
-    parent_BK: int32, which of the beams before each was continued.
+    parent_BK: int32, the index of the previous beam that each beam continues.
     best: the best completed continuations.
     done_BG: bool, which groups of beams have ended; without groups, G is 1.
   """
@@ -118,11 +118,11 @@ class _Candidates(NamedTuple):
   """The best pairs of a beam and a token, in order.
 
   Attributes:
-    parent: [B, C] int32, the number of the beam.
+    parent: [B, C] int32, the index of the beam.
     ids: [B, C] int32, the token.
     log_probs: [B, C], of the token under the model.
     sums: [B, C], the sums of log-probabilities.
-    ranks: [B, C], what they are ranked by: the sums less penalties for what other groups have chosen.
+    ranks: [B, C], the values to rank by: the sums minus penalties for tokens that other groups have chosen.
     is_stop: [B, C], whether the token is a stop token.
   """
 
@@ -137,7 +137,7 @@ class _Candidates(NamedTuple):
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index_BK, axis=1), self)
 
   def extend(self, beams: _Beams, number: jax.Array) -> _Beams:
-    """Returns the continuations of the candidates, with their tokens as token `number`."""
+    """Returns the beams of the candidates' parents, extended by the candidates' tokens at index `number`."""
     ids, lengths, log_probs, _ = beams.take(self.parent)
     return _Beams(
       ids.at[:, :, number].set(self.ids), lengths + 1, log_probs.at[:, :, number].set(self.log_probs), self.sums
@@ -150,12 +150,13 @@ class BeamLoop(Generic[DecodingState]):
 
   Attributes:
     reader: reads the prompts.
-    adjust: (logits [R, V], tokens of the rows [R, L], their number [R]) -> the logits to rank by; None keeps them.
+    adjust: (logits [R, V], tokens [R, P + M] of the rows, number of tokens [R]) -> the logits to rank by; None keeps
+      them.
     stop_ids: tokens that end a continuation.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
     beam_size, num_best, early_stopping, num_groups, diversity_penalty: see `BeamSearch`.
-    length_norm: (number of tokens) -> what the sum of log-probabilities is divided by; it must not decrease.
-    coverage: (state) -> [R], at most 0, what is added to the score of a continuation that ends now; None adds nothing.
+    length_norm: (number of tokens) -> the divisor of the sum of log-probabilities; a non-decreasing function.
+    coverage: (state) -> [R], terms of at most 0, added to the scores of continuations that end now; None adds nothing.
     is_flat: whether each beam may end at each step, and nothing ends without a stop token; see `FlatBeamSearch`.
   """
 
@@ -210,7 +211,7 @@ class BeamLoop(Generic[DecodingState]):
   def _read(
     self, progress: _Progress, start: DecodingState, rows: BeamRows
   ) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the last tokens of each row, or only the prompts if they are all; returns what `RowReader.read` does."""
+    """Reads the prompts and, if the state was full, the beams so far; returns the same values as `RowReader.read`."""
     reader, K = self.reader, self.beam_size
 
     def read_beam(beam: jax.Array | int) -> tuple[jax.Array, DecodingState, jax.Array]:
@@ -248,7 +249,7 @@ class BeamLoop(Generic[DecodingState]):
       return taken + 1, state, self._choose(logits_RV, progress, state)
 
   def _choose(self, logits_RV: jax.Array, progress: _Progress, state: DecodingState) -> _Progress:
-    """Adds a token to the beams of each prompt, and to the completed continuations those that end."""
+    """Adds a token to each beam, and adds the beams that end to the completed continuations."""
     B, V, size = len(progress.done_BG), logits_RV.shape[-1], self.beam_size // self.num_groups
     log_probs_RV, ranked_RV = self._log_probs(logits_RV, progress)
     log_probs_BKV, ranked_BKV = log_probs_RV.reshape(B, -1, V), ranked_RV.reshape(B, -1, V)
@@ -284,7 +285,7 @@ class BeamLoop(Generic[DecodingState]):
     progress: _Progress,
     first_beam: int,
   ) -> _Progress:
-    """Does what `_choose` does for the beams of one group, whose first is `first_beam`."""
+    """Does the work of `_choose` for one group, whose first beam has the index `first_beam`."""
     number, beams, _, best, done_BG = progress
     done_B = done_BG[:, 0]
     K = log_probs_BKV.shape[1]
@@ -305,7 +306,7 @@ class BeamLoop(Generic[DecodingState]):
     chosen = chosen._replace(sums=jnp.where(ranks_BK == _IMPOSSIBLE, _IMPOSSIBLE, chosen.sums))
     chosen = chosen.take(keep_places(chosen.parent))
     beams = chosen.extend(beams, number)
-    # Sums do not grow, their divisor does, and what is added to scores is at most 0.
+    # An upper bound: sums of log-probabilities do not grow, the divisor does not shrink, and coverage terms are <= 0.
     attainable_B = jnp.max(chosen.sums, axis=1) / self.length_norm(self.limits_B)
     done_B |= is_last_B | (best.scores[:, min(self.num_best, K) - 1] >= attainable_B)
     if self.early_stopping:
@@ -313,11 +314,11 @@ class BeamLoop(Generic[DecodingState]):
     return _Progress(number + 1, beams, first_beam + chosen.parent, best, done_B[:, None])
 
   def _log_probs(self, logits_RV: jax.Array, progress: _Progress) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probabilities of the next tokens under the model, and what is added to the sums, [R, V]."""
+    """Returns the log-probabilities [R, V] of the next tokens under the model, and the terms [R, V] of the sums."""
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV
-    if self.adjust is not None:  # Not normalised again, so that the tokens that remain keep their probability.
+    if self.adjust is not None:  # Not normalised again, so tokens that are not excluded keep their probability.
       adjusted_RV = self._adjust(logits_RV, progress) - jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
       ranked_RV = jnp.minimum(adjusted_RV, 0.0)
     return log_probs_RV, ranked_RV
@@ -325,10 +326,10 @@ class BeamLoop(Generic[DecodingState]):
   def _candidates(
     self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, penalty_BV: jax.Array, progress: _Progress
   ) -> _Candidates:
-    """Returns the best candidates: enough that K of them do not end with a stop token, if there are K."""
+    """Returns the best candidates, enough of them that K are no stop tokens, if there are K such candidates."""
     B, K, V = log_probs_BKV.shape
     scores_BK1 = progress.beams.scores[..., None]
-    # The logits of beams that are impossible may be NaN.
+    # The logits of impossible beams may be NaN.
     sums_BKV = jnp.where(scores_BK1 == _IMPOSSIBLE, _IMPOSSIBLE, scores_BK1 + ranked_BKV)
     ranks_BKV = sums_BKV if self.num_groups == 1 else sums_BKV - penalty_BV[:, None]
     count = K * min(1 + len(self.stop_ids), V)
@@ -341,7 +342,7 @@ class BeamLoop(Generic[DecodingState]):
     return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
 
   def _stop_candidates(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
-    """Returns each beam with each stop token as candidates; those of impossible beams have sums of minus infinity."""
+    """Returns all pairs of a beam and a stop token; the sums of impossible beams are minus infinity."""
     B, K, _ = log_probs_BKV.shape
     stops_N = jnp.array(self.stop_ids, jnp.int32)
     scores_BK1 = progress.beams.scores[..., None]

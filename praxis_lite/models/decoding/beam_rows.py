@@ -1,12 +1,12 @@
-"""BeamRows: a state with K rows for each prompt, which beam search spreads and reorders.
+"""BeamRows: a decoding state with K rows for each prompt. Beam search repeats rows for all beams, and reorders them.
 
-A state is any tree of arrays. Rows are a dimension of most of them, but not always the first: the caches of a loop over
-layers begin with the dimension of layers.
+A state is any tree of arrays. Most arrays have a dimension of rows, but it is not always the first: the caches of a
+scan over layers begin with the dimension of layers.
 
-Reordering copies the state for each token. On a CPU this may take as long as the model. So there, of KV caches only
-those slots are copied in which the beams of a prompt may differ, because they were taken after the prompts had been
-read, and only to rows whose parent is another row. They are copied in place, page by page. Keys and values of the
-sources of an encoder-decoder are not copied.
+Reordering copies the state for each token. On a CPU this may take as long as the model itself. So on a CPU, KV caches
+are copied in place, page by page. Only slots that were filled after the prompts had been read are copied, because the
+beams of a prompt agree in all others, and only to rows whose parent is another row. Keys and values of the sources of
+an encoder-decoder are not copied.
 
 B prompts, K beams, S slots; the row of beam k of prompt b is b K + k, so the beams of a prompt are on one device.
 """
@@ -36,7 +36,7 @@ def find_row_axes(few: Any, many: Any) -> Any:
   """Returns the dimension of rows in each array of a state; -1 for arrays that all rows share.
 
   Args:
-    few, many: the state, and that of twice as many rows; trees of arrays, or of their shapes.
+    few, many: a state, and a state of twice as many rows; trees of arrays, or of their shapes.
 
   Raises:
     ConfigError: more than one dimension of an array depends on the number of rows.
@@ -55,7 +55,7 @@ def find_row_axes(few: Any, many: Any) -> Any:
 
 
 def _row_axes(steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int) -> list[int]:
-  """Returns the dimension of rows in each array of the state that `steps.start` has returned."""
+  """Returns the dimension of rows in each array of a state made by `steps.start`; `NO_ROWS` for shared arrays."""
   known: Callable[[int, int], Any] | None = getattr(steps, 'row_axes', None)
   if known is not None:
     return jax.tree.leaves(known(num_rows, num_slots))
@@ -73,8 +73,8 @@ class _Pages(NamedTuple):
   """Arrays of KV caches that are reordered together.
 
   Attributes:
-    slot_axes: their dimensions of slots, by the number of the array in the state.
-    counts: the numbers of the arrays that say how many slots are taken.
+    slot_axes: the dimension of slots of each array, by the array's index in the flattened state.
+    counts: the indices of the arrays that count the slots that are taken.
     size: slots in a page, a divisor of `num_slots`.
     num_slots: S.
   """
@@ -85,12 +85,12 @@ class _Pages(NamedTuple):
   num_slots: int
 
   def num_taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns how many slots are taken; a ring, which does not count them, may have taken all."""
+    """Returns how many slots may be taken: all of them in a ring buffer, which keeps no count."""
     most = jnp.max(jnp.stack([jnp.max(arrays[i]) for i in self.counts]))
     return jnp.where(most == 0, self.num_slots, jnp.minimum(most, self.num_slots))
 
   def num_equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns how many slots are taken if all caches count them, otherwise 0."""
+    """Returns how many slots are taken in every cache; 0 if a cache keeps no count."""
     return jnp.min(jnp.stack([jnp.min(arrays[i]) for i in self.counts]))
 
 
@@ -100,7 +100,7 @@ class BeamRows:
 
   Attributes:
     beams: K.
-    axes: the dimension of rows in each array, `NO_ROWS` if it has none.
+    axes: the dimension of rows in each array; `NO_ROWS` for arrays that all rows share.
     pages: arrays that are reordered page by page.
   """
 
@@ -112,16 +112,16 @@ class BeamRows:
   def make(
     cls, steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int, beams: int
   ) -> BeamRows:
-    """Returns how a state of `beams` rows for each row of `state` holds them; `state` is what `steps.start` returned.
+    """Returns the `BeamRows` of `state`, made by `steps.start`, for `beams` rows in place of each of its rows.
 
     Raises:
-      ConfigError: the steps do not say what the dimension of rows is, and it is not the first.
+      ConfigError: rows are not the first dimension of an array, and the steps have no method `row_axes`.
     """
     axes = _row_axes(steps, state, num_rows, num_slots)
     return cls(beams, tuple(axes), _find_pages(state) if _copies_pages() else ())
 
   def spread(self, state: DecodingState) -> DecodingState:
-    """Returns the state of K equal rows for each prompt."""
+    """Returns the state with each row repeated K times, one for each beam of the prompt."""
     return self._map(lambda x, axis: x if axis == NO_ROWS else jnp.repeat(x, self.beams, axis=axis), state)
 
   def put(self, state: DecodingState, of_beam: DecodingState, beam: jax.Array) -> DecodingState:
@@ -136,17 +136,17 @@ class BeamRows:
     return self._map(put, state, of_beam)
 
   def equal_slots(self, state: DecodingState) -> list[jax.Array]:
-    """Returns for each of `pages` how many first slots are taken now, after the same tokens were read for all beams."""
+    """Returns, for each of `pages`, the number of slots taken; call it when all beams have read only the prompts."""
     arrays = jax.tree.leaves(state)
     return [pages.num_equal(arrays) for pages in self.pages]
 
   def take(self, state: DecodingState, parent_BK: jax.Array, equal: Sequence[jax.Array]) -> DecodingState:
-    """Returns the state in which the row of beam k is the one of beam `parent_BK[:, k]` of the same prompt.
+    """Returns the state in which each beam k has the row that beam `parent_BK[:, k]` of the same prompt had before.
 
     Args:
       state: the state.
-      parent_BK: int32 in [0, K); a beam that is the parent of any is also its own, as after `keep_places`.
-      equal: for each of `pages` a number of first slots in which the rows of each prompt are equal.
+      parent_BK: int32 in [0, K). A beam that is a parent must be its own parent too, as `keep_places` ensures.
+      equal: for each of `pages`, a number n such that the first n slots are equal in all rows of a prompt.
     """
     arrays, structure = jax.tree.flatten(state)
     in_pages = {i for pages in self.pages for i in pages.slot_axes}
@@ -164,7 +164,7 @@ class BeamRows:
     """Copies some pages of the arrays to the rows whose parent is another row."""
     parent_R = (jnp.arange(len(parent_BK))[:, None] * self.beams + parent_BK).reshape(-1)
     is_copied_R = parent_R != jnp.arange(len(parent_R))
-    copied_R = jnp.argsort(~is_copied_R)  # Begins with the rows that are copied.
+    copied_R = jnp.argsort(~is_copied_R)  # Rows to copy come first.
     count = jnp.maximum(end - first, 0)
 
     def copy_page(number: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
@@ -185,7 +185,7 @@ class BeamRows:
       arrays[i] = x
 
   def _split(self, x: jax.Array, axis: int) -> jax.Array:
-    """[..., B K, ...] to [..., B, K, ...]."""
+    """Reshapes [..., B K, ...] to [..., B, K, ...]."""
     return x.reshape(*x.shape[:axis], -1, self.beams, *x.shape[axis + 1 :])
 
   def _map(self, change: Callable[..., jax.Array], state: DecodingState, *others: DecodingState) -> DecodingState:
@@ -195,12 +195,12 @@ class BeamRows:
 
 
 def _copies_pages() -> bool:
-  """Whether states are reordered page by page: on one CPU. Copies of single rows would gather arrays on a mesh."""
+  """Whether to reorder page by page: only on one CPU, because copying single rows on a mesh would gather arrays."""
   return platform() == 'cpu' and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
-  """Returns the rows of the parents, [..., B, K, ...]; `axis` is the dimension B."""
+  """Returns the rows [..., B, K, ...] of the parents; `axis` is the index of dimension B."""
 
   def gather_prompt(x: jax.Array, parent_K: jax.Array) -> jax.Array:
     return jnp.take(x, parent_K, axis=axis, mode='clip')
@@ -209,9 +209,9 @@ def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
 
 
 def keep_places(parent_BK: jax.Array) -> jax.Array:
-  """Returns an order of the beams, [B, K], in which each beam that goes on has its first child in its place.
+  """Returns an order [B, K] of the new beams that puts the first child of each old beam at the index of this beam.
 
-  The other children take the places of beams that have none. So few rows change, and no row that is read is written.
+  Other children get the indices of old beams without children. So few rows change, and no row is both read and written.
 
   Args:
     parent_BK: int32, the parent of each new beam.
@@ -220,14 +220,14 @@ def keep_places(parent_BK: jax.Array) -> jax.Array:
   is_equal_BKK = parent_BK[:, :, None] == parent_BK[:, None, :]
   is_first_BK = ~jnp.any(is_equal_BKK & jnp.tri(K, K, -1, dtype=bool), axis=2)
   has_child_BK = jnp.any(parent_BK[:, :, None] == jnp.arange(K), axis=1)
-  free_BK = jnp.argsort(has_child_BK, axis=1)  # Begins with the places that are free.
+  free_BK = jnp.argsort(has_child_BK, axis=1)  # Free indices come first.
   others_BK = jnp.maximum(jnp.cumsum(~is_first_BK, axis=1) - 1, 0)
   place_BK = jnp.where(is_first_BK, parent_BK, jnp.take_along_axis(free_BK, others_BK, axis=1))
   return jnp.argsort(place_BK, axis=1)
 
 
 def _find_pages(state: DecodingState) -> tuple[_Pages, ...]:
-  """Returns the arrays of the KV caches in a state, those of caches of the same number of slots together."""
+  """Returns the arrays of the KV caches in a state, one `_Pages` for all caches with the same number of slots."""
   arrays = leaves_by_path(state)
   numbers, found = {path: i for i, path in enumerate(arrays)}, dict[int, _Pages]()
   for place in places_of_caches(state):

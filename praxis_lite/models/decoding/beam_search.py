@@ -1,4 +1,4 @@
-"""BeamSearch: continues prompts by the most probable continuations that a beam search finds. FlatBeamSearch is another.
+"""BeamSearch and FlatBeamSearch: continue prompts by the most probable continuations that a beam search finds.
 
 B batch, R rows of all beams, P length of the prompts, S length of the sources, M maximum number of tokens to decode.
 """
@@ -43,22 +43,22 @@ class BeamSearch(Decoder):
 
       c * sum over the tokens i of the source of log(min(1, sum over its own tokens j of p_ij))
 
-  where p_ij is how much the decoder attends to i when it predicts j, as a probability: the mean over its heads and
-  layers. It is at most 0, and so low where parts of the source are left out (GNMT, Wu et al., 2016). Attention to the
-  source is then dense. It counts the tokens that the model sees, also those of a given beginning.
+  where p_ij is the probability with which the decoder attends to i when it predicts j, averaged over heads and layers.
+  The term is at most 0, and lower if parts of the source are left out (GNMT, Wu et al., 2016). It sums over all target
+  tokens that the model sees, including a given beginning. Attention to the source is dense if c is not 0.
 
   With one beam, and a length penalty of 0 or early stopping, the search is greedy decoding.
 
   Attributes: the same as for `Decoder`, where penalties change the scores, and
     beam_size: K, the number of beams.
     num_best: N, how many continuations of a prompt are returned, at most K.
-    length_penalty: 0 ranks by probability; the larger, the more long continuations are preferred.
+    length_penalty: 0 ranks by probability; larger values favor long continuations.
     early_stopping: whether the search for a prompt also ends as soon as K continuations are complete.
     length_norm: 'gnmt' divides by ((5 + length) / 6) ** length_penalty; 'length' by length ** length_penalty, as
       transformers does.
     num_groups: number of groups of beams, a divisor of K.
     diversity_penalty: see above, in nats; 0 makes all groups alike.
-    coverage_penalty: c, see above; 0 disables it. Other models than encoder-decoders have none.
+    coverage_penalty: c, see above; 0 disables it. Models other than encoder-decoders only allow 0.
   """
 
   beam_size: int = 4
@@ -101,7 +101,7 @@ class BeamSearch(Decoder):
     chunk: int | None = None,
     draws: Draws | None = None,
   ) -> BeamDecoded:
-    """Continues prompts. Those of a row do not depend on other rows.
+    """Continues prompts. The continuations of a row do not depend on other rows.
 
     Args:
       steps: the model. If rows are not dimension 0 of all arrays of its state, it has a method `row_axes`; see
@@ -110,7 +110,7 @@ class BeamSearch(Decoder):
       key, draws: not used, since nothing is drawn.
 
     Raises:
-      ConfigError: the settings do not fit the model, or have no stop tokens and need some.
+      ConfigError: the model does not support the settings, or the search needs stop tokens and there are none.
     """
     self._check_stops()
     return BeamLoop(
@@ -129,10 +129,10 @@ class BeamSearch(Decoder):
     ).run()
 
   def _check_stops(self) -> None:
-    """Raises a `ConfigError` if there are no stop tokens and the search needs some."""
+    """Raises a `ConfigError` if the search needs stop tokens and there are none."""
 
   def _coverage(self, steps: DecodingSteps[DecodingState]) -> Callable[[DecodingState], jax.Array]:
-    """Returns the function that computes the term of coverage, [R], from a state."""
+    """Returns the function that computes the coverage term [R] from a state."""
     coverage_of: Callable[[DecodingState], jax.Array] | None = getattr(steps, 'coverage', None)
     if coverage_of is None:
       raise ConfigError(
@@ -156,10 +156,10 @@ class FlatBeamSearch(BeamSearch):
 
   It differs from `BeamSearch` in what completes a continuation. There, a stop token counts if it is among the
   `beam_size` best next tokens of all beams. Here, at each step, each beam with each stop token is a complete
-  continuation. Those that are not among the `beam_size` best so far, by score, are forgotten, and the beams go on with
-  their other tokens. So ended continuations never take the place of a beam, and one that is improbable at first may
-  still win by its length. A beam that has reached the largest number of tokens without a stop token is dropped: if
-  stop tokens are impossible, such as before `min_decode_steps`, there may be fewer than `num_best` continuations.
+  continuation. Only the `beam_size` best of them so far, by score, are kept, and the beams go on with their other
+  tokens. So ended continuations never take the place of a beam, and one that is improbable at first may still win by
+  its length. A beam that reaches the largest number of tokens without a stop token is dropped. So there may be fewer
+  than `num_best` continuations if stop tokens are impossible, such as before `min_decode_steps`.
 
   Praxis keeps the tokens of all beams in one flat cache, and masks those of other beams in attention; this search
   reorders caches as `BeamSearch` does. The results are the same.

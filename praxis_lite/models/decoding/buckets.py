@@ -1,4 +1,4 @@
-"""Buckets: the few sizes for which decoding is compiled, whatever the lengths of prompts and continuations.
+"""Buckets: the few sizes for which decoding is compiled, so that all lengths of prompts and continuations share them.
 
 S slots of the caches: a power of two, at least 256, but at most the context of the model
 W width of the arrays of prompts and of continuations: 512, 2048, 8192, ...; int32, so a large width is cheap
@@ -18,10 +18,10 @@ class _ChunkSizes(NamedTuple):
   """How many tokens of a prompt are read at once.
 
   Attributes:
-    chunks: into how many chunks a prompt as long as the cache is cut, within the limits below.
-    least, most: the limits of the number of tokens of one row in a chunk.
-    most_of_all_rows: limit of the tokens of all rows in a chunk together; None sets no limit. Each row may have `least`
-      tokens even if that exceeds it.
+    chunks: number of chunks of a prompt that is as long as the cache, within the limits below.
+    least, most: the smallest and largest number of tokens of one row in a chunk.
+    most_of_all_rows: the largest number of tokens of all rows together in a chunk; None means no limit. Each row gets
+      at least `least` tokens, even if the sum then exceeds this limit.
   """
 
   chunks: int
@@ -31,7 +31,7 @@ class _ChunkSizes(NamedTuple):
 
 
 _ON_CPU = _ChunkSizes(16, 32, 256)
-# A GPU or a TPU reads its memory for some hundred tokens in the time that it takes to read all weights.
+# On a GPU or TPU, computing some hundred tokens takes about as long as reading all weights from memory.
 _ELSEWHERE = _ChunkSizes(4, 128, 1024, 2048)
 
 

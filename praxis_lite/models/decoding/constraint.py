@@ -1,9 +1,9 @@
-"""Constraint: a logit processor that allows only the tokens with which a text can still become one of a given form.
+"""Constraint: a logit processor that only allows tokens with which the text can still take a given form, such as JSON.
 
-The host computes which tokens these are, from the tokens of the continuation so far, and the compiled loop asks it for
-each token. So a constraint has no state in the loop: rows end, repeat and, as beams, branch as they like.
+The compiled loop calls the host for each token; the host computes the allowed tokens from the continuation so far. So
+the loop carries no state of a constraint, and rows may end, be repeated, or branch into beams.
 
-B rows, V vocabulary, L places for the tokens of a row.
+B rows, V vocabulary, L maximum length of a row in tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from praxis_lite.common.errors import ConfigError
 
 
 class Constraint:
-  """A logit processor to which a decoder passes the lengths of prompts too. Subclasses define `allowed_tokens`.
+  """A logit processor that also gets the lengths of the prompts from the decoder. Subclasses define `allowed_tokens`.
 
   Attributes:
-    stop_ids: tokens that end a text of the form, which are stop tokens of a decoder with this constraint.
+    stop_ids: tokens that end a text of the form; a decoder with this constraint adds them to its stop tokens.
   """
 
   stop_ids: tuple[int, ...] = ()
 
   def allowed_tokens(self, continuation: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """Returns which tokens may follow, [V] bool, at least one of them. It runs on the host.
+    """Returns which tokens may follow, [V] bool, at least one of them. Runs on the host.
 
     Args:
-      continuation: the tokens after the prompt so far; they are allowed ones, or the row has ended.
+      continuation: the tokens after the prompt so far; each was allowed, unless the row has ended.
       vocab_size: V.
     """
     raise NotImplementedError
@@ -38,7 +38,7 @@ class Constraint:
   def __call__(
     self, logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, prompt_lengths_B: jax.Array | None = None
   ) -> jax.Array:
-    """Returns logits of -inf for tokens that are not allowed; if no other ones remain, allowed tokens are equal.
+    """Sets logits of forbidden tokens to -inf; if all allowed tokens are already -inf, they become equally probable.
 
     Args:
       logits_BV, ids_BL, lengths_B: see `LogitProcessor`.
@@ -53,7 +53,8 @@ class Constraint:
     ask = functools.partial(self._ask, vocab_size=logits_BV.shape[1])
     allowed_BV = jax.pure_callback(ask, shape, ids_BL, lengths_B, prompt_lengths_B)
     logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-    is_empty_B1 = ~jnp.any(jnp.isfinite(logits_BV), axis=1, keepdims=True)  # Other processors excluded the rest.
+    # Other processors may have excluded all allowed tokens.
+    is_empty_B1 = ~jnp.any(jnp.isfinite(logits_BV), axis=1, keepdims=True)
     return jnp.where(is_empty_B1 & allowed_BV, 0.0, logits_BV)
 
   def _ask(self, ids_BL: jax.Array, lengths_B: jax.Array, prompt_lengths_B: jax.Array, vocab_size: int) -> np.ndarray:

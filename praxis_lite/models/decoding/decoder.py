@@ -1,4 +1,4 @@
-"""Decoder: the settings that all ways of decoding share. `Sampler` and `BeamSearch` add theirs.
+"""Decoder: the settings that all decoding methods share. `Sampler` and `BeamSearch` add their own.
 
 B batch, P length of the prompts, M maximum number of tokens to decode.
 """
@@ -28,18 +28,18 @@ from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
 class Decoder(Configurable):
-  """Settings of decoding, whatever chooses the tokens.
+  """Settings that do not depend on how the tokens are chosen.
 
   Attributes:
     max_decode_steps: M, the maximum number of tokens after a prompt.
-    min_decode_steps: number of tokens of a continuation before a stop token is possible.
+    min_decode_steps: number of tokens that a continuation must have before a stop token is allowed.
     repetition_penalty: see `penalize_repetition`; prompts count as part of a row.
     presence_penalty, frequency_penalty: see `penalize_counts`; prompts do not count.
     no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
     max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
-    stop_ids: tokens that end a row; those of a `Constraint` are added.
-    logit_processors: functions of yours that change the logits after all penalties, see `processors.py`; or a
-      `Constraint`.
+    stop_ids: tokens that end a row; the stop tokens of a `Constraint` are added.
+    logit_processors: user functions, or a `Constraint`, that change the logits after all penalties; see
+      `processors.py`.
   """
 
   max_decode_steps: int = 128
@@ -89,7 +89,7 @@ class Decoder(Configurable):
 
   @property
   def state_copies(self) -> int:
-    """How many times the state of one row is in memory for each prompt."""
+    """How many copies of the state of one row are in memory for each prompt."""
     return 1
 
   def context(self, num_positions: int | None = None) -> int | None:
@@ -118,12 +118,12 @@ class Decoder(Configurable):
     return most_B if max_tokens_B is None else jnp.minimum(max_tokens_B, most_B)
 
   def _adjuster(self, prompt_lengths_B: jax.Array) -> LogitProcessor | None:
-    """Returns what changes the logits of rows whose prompts have these lengths; None if nothing does."""
+    """Returns the function that applies all processors to rows with these prompt lengths; None without processors."""
     processors = list(self._processors(prompt_lengths_B))
     return functools.partial(apply_processors, processors) if processors else None
 
   def _processors(self, prompt_lengths_B: jax.Array) -> Iterator[tuple[str, LogitProcessor]]:
-    """Yields processors, in the order in which they apply, each with its name in messages."""
+    """Yields pairs of a name for messages and a processor, in the order in which they apply."""
     own = type(self).__name__
     if self.repetition_penalty != 1:
       yield f'{own}.repetition_penalty', functools.partial(penalize_repetition, penalty=self.repetition_penalty)

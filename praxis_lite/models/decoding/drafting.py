@@ -1,6 +1,6 @@
-"""Drafts: guesses of the next tokens of rows, by a look-up in the rows themselves or by a smaller model.
+"""Drafts: guesses of the next tokens of rows, found by a look-up in the rows themselves or by a smaller model.
 
-B batch, K largest number of tokens in a draft, L places for the tokens of a row, S length of sources, V vocabulary.
+B batch, K largest number of tokens in a draft, L maximum length of a row in tokens, S length of sources, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from praxis_lite.models.decoding.reading import RowReader
 from praxis_lite.models.decoding.steps import DecodingState
 
 DraftState = TypeVar('DraftState')
-# (logits [B, V], number of each token in its continuation [B]) -> tokens [B], and the logits they were drawn from.
+# (logits [B, V], index of each token in its continuation [B]) -> tokens [B], and the logits they were drawn from.
 DrawDraft = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
@@ -26,8 +26,8 @@ class Draft(NamedTuple):
 
   Attributes:
     ids: [B, K] int32.
-    counts: [B] int32, how many of them there are in each row.
-    logits: [B, K, V] float32, whose softmax they were drawn from; None if they were not drawn.
+    counts: [B] int32, the number of guesses in each row.
+    logits: [B, K, V] float32; the guesses were drawn from their softmax. None if the guesses were not drawn.
   """
 
   ids: jax.Array
@@ -39,9 +39,9 @@ class OpenRows(NamedTuple):
   """Rows in the middle of decoding.
 
   Attributes:
-    ids: [B, L] int32 tokens, prompt and continuation; those after them are arbitrary.
-    lengths: [B] int32 number of these tokens.
-    numbers: [B] int32, how many of them are of the continuation.
+    ids: [B, L] int32 tokens of prompt and continuation, then arbitrary numbers.
+    lengths: [B] int32 number of tokens of prompt and continuation.
+    numbers: [B] int32 number of tokens of the continuation.
     most: [B] int32, the largest number of tokens of a draft that may be used; 0 if the row has ended.
   """
 
@@ -52,7 +52,7 @@ class OpenRows(NamedTuple):
 
 
 class Drafter(Protocol[DraftState]):
-  """What guesses the next tokens; `model_state` is the state of the model that checks them."""
+  """An object that guesses the next tokens; `model_state` is the state of the model that checks the guesses."""
 
   def start(self, model_state: Any) -> DraftState:
     """Returns the state after the prompts, which the model has read."""
@@ -65,15 +65,15 @@ class Drafter(Protocol[DraftState]):
 
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter:
-  """Guesses that a row goes on as it did before, after the same tokens (Saxena, 2023, prompt lookup decoding).
+  """A `Drafter` that copies what followed the last tokens earlier in the row (prompt lookup decoding; Saxena, 2023).
 
-  It looks for the longest group of last tokens, of at most `size`, that occurs earlier in the row, the last time that
-  it does. The draft is what followed there.
+  It finds the longest suffix of the row, of at most `size` tokens, that also occurs earlier, and takes the latest such
+  occurrence. The draft is the tokens after it.
 
   Attributes:
     size: the largest number of tokens that are compared, at least 1.
     num_tokens: K.
-    source_ids_BS: int32 tokens before each row, such as what it translates, in which it looks too; -1 for padding.
+    source_ids_BS: int32 tokens that are also searched, such as the source of a translation; -1 for padding.
   """
 
   size: int
@@ -89,7 +89,7 @@ class LookupDrafter:
       rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
-    # Whether the tokens that end at each place, before the last one, equal those that end the row.
+    # Whether the tokens that end at each index, except the last one, equal the last tokens of the row.
     matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
     for i in range(self.size):
       wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')
@@ -99,7 +99,7 @@ class LookupDrafter:
     end_B1 = jnp.argmax(count_BL * len(place_L) + place_L, axis=1)[:, None].astype(jnp.int32)
     is_found_B = jnp.take_along_axis(count_BL, end_B1, axis=1)[:, 0] > 0
     place_BK = end_B1 + 1 + jnp.arange(self.num_tokens, dtype=jnp.int32)
-    # A group may end near the end of the row: the tokens after the last one are guessed to repeat those in between.
+    # If the occurrence ends near the end of the row, the guesses repeat the tokens between it and the end.
     period_B1 = jnp.maximum(last_B1 - end_B1, 1)
     place_BK = jnp.where(place_BK > last_B1, end_B1 + 1 + (place_BK - end_B1 - 1) % period_B1, place_BK)
     ids_BK = jnp.take_along_axis(rows.ids, place_BK, axis=1, mode='clip')
@@ -109,16 +109,16 @@ class LookupDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(Generic[DecodingState]):
-  """Guesses what a smaller model would write.
+  """A `Drafter` that continues rows with a smaller model.
 
-  Each time it first reads the last two tokens of the row, because it has never read its own last guess. Wrong guesses
-  need no clean-up: the state places tokens by their positions, so later tokens overwrite them.
+  It reads the last two tokens of the row before it guesses, because it has not read its own last guess.
+  Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
 
   Attributes:
     reader: reads the prompts into the state of the smaller model.
     num_tokens: K.
     draw: returns a token for each row.
-    adjust: what changes the logits, as for the model itself; None if nothing does.
+    adjust: the logit processor of the model itself; None if there is none.
   """
 
   reader: RowReader[DecodingState]
@@ -137,7 +137,7 @@ class ModelDrafter(Generic[DecodingState]):
     row_B = jnp.arange(len(rows.lengths))
 
     def draw(logits_BV: jax.Array, ids_BL: jax.Array, i: jax.Array | int) -> tuple[jax.Array, jax.Array, Any]:
-      """Returns guess number i of each row, the rows that end with it, and what it was drawn from."""
+      """Returns guess i of each row, the tokens with this guess added, and the logits that it was drawn from."""
       if self.adjust is not None:
         logits_BV = self.adjust(logits_BV, ids_BL, rows.lengths + i)
       ids_B, from_BV = self.draw(logits_BV, rows.numbers + i)

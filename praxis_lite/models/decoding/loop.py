@@ -6,7 +6,7 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
     token 0 = draw(logits)
     for i = 1 ... M - 1, while a row continues:   token i = draw(extend(token i - 1))
 
-Values that differ between calls are arrays, not constants of the program: lengths of prompts, and numbers of tokens.
+Lengths of prompts and numbers of tokens are arrays, so calls with other values do not compile another program.
 `reading.py` says how prompts are read, and what happens once the state is full.
 
 Decoding is a pure function that runs inside jit. The program contains the model twice: for prompts and for the loop.
@@ -32,9 +32,9 @@ class Decoded(NamedTuple):
   """Continuations of prompts.
 
   Attributes:
-    ids: [B, M] int32 tokens after the prompt, up to the stop token, if any, and including it; then zeros.
+    ids: [B, M] int32 tokens after the prompt, up to and including the stop token, if any; then zeros.
     lengths: [B] int32 number of those tokens.
-    log_probs: [B, M] float32 log-probability of each under the model at temperature 1; then zeros.
+    log_probs: [B, M] float32 log-probability of each token under the model at temperature 1; then zeros.
   """
 
   ids: jax.Array
@@ -51,18 +51,18 @@ class Decoded(NamedTuple):
 
 
 class Draws(NamedTuple):
-  """Which random numbers a call draws: they depend on the number of a row and how many of its tokens came before.
+  """What the random numbers of a call depend on: the number of each row, and how many of its tokens were drawn before.
 
   Attributes:
     row_B: int32, the number of each row; None means 0, 1, ...
-    num_drawn_B: int32, how many tokens at the end of each prompt were drawn by earlier calls; None means none.
+    num_drawn_B: int32, how many tokens at the end of each prompt were drawn by earlier calls; None means 0.
   """
 
   row_B: jax.Array | None = None
   num_drawn_B: jax.Array | None = None
 
   def given_lengths(self, prompt_lengths_B: jax.Array) -> jax.Array:
-    """Returns the lengths of the prompts without what earlier calls have drawn."""
+    """Returns the lengths of the prompts without the tokens that earlier calls have drawn."""
     return prompt_lengths_B if self.num_drawn_B is None else prompt_lengths_B - self.num_drawn_B
 
 
@@ -70,7 +70,7 @@ class _Progress(NamedTuple):
   """The progress of the rows, besides the state of the model.
 
   Attributes:
-    number: int32, the number of the next token.
+    number: int32, the index of the next token in each continuation.
     last_ids_B: int32, the previous tokens.
     decoded: the continuations so far.
     done_B: bool, which rows have ended.
@@ -94,7 +94,8 @@ class DecodingLoop(Generic[DecodingState]):
   Attributes:
     reader: reads the prompts.
     draw: (logits [B, V], a key for each row or None) -> tokens [B].
-    adjust: (logits [B, V], tokens of the rows [B, L], their number [B]) -> the logits to draw from; None keeps them.
+    adjust: (logits [B, V], tokens [B, P + M] of the rows, number of tokens [B]) -> the logits to draw from; None keeps
+      them.
     stop_ids: tokens that end a row.
     key, draws: see `Sampler.decode`.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
@@ -164,12 +165,12 @@ class DecodingLoop(Generic[DecodingState]):
 
 
 def row_keys(key: jax.Array | None, draws: Draws, lengths_B: jax.Array, number: jax.Array) -> jax.Array | None:
-  """Returns the key of the next token of each row; None without a key.
+  """Returns the PRNG key of the next token of each row, [B]; None if `key` is None.
 
   Args:
     key, draws: see `Sampler.decode`.
     lengths_B: int32 lengths of the prompts.
-    number: int32, the number of the token in its continuation, of all rows or [B].
+    number: int32, the index of the token in its continuation: a scalar for all rows, or [B].
   """
   if key is None:
     return None
@@ -180,5 +181,5 @@ def row_keys(key: jax.Array | None, draws: Draws, lengths_B: jax.Array, number: 
 
 
 def token_key(key: jax.Array, number: jax.Array, row: jax.Array | int) -> jax.Array:
-  """Returns the key of token `number` of a row, in a batch with this key."""
+  """Returns the PRNG key of token `number` of a row, derived from the key of the batch."""
   return jax.random.fold_in(jax.random.fold_in(key, number), row)

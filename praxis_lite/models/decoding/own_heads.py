@@ -1,14 +1,15 @@
 """OwnHeadsDrafter: guesses of the next tokens by heads of the model itself, such as a `MultiTokenPrediction`.
 
-Heads are counted from 1; head 0 is the model. At place j, head k reads token j + k and what head k - 1 has computed
-there, and predicts token j + k + 1. Say a row has L tokens, and the model has read all but the last. Then head 1 reads
-up to place L - 2, with the last token, and guesses token L; head 2 reads that guess there, and guesses token L + 1.
+Heads are counted from 1; head 0 is the model. At position j, head k reads token j + k and the output of head k - 1, and
+predicts token j + k + 1. Say a row has n tokens, 0 to n - 1, and the model has read all but the last. Then head 1 reads
+the last token at position n - 2, and guesses token n. Head 2 reads that guess at the same position, and guesses token
+n + 1.
 
-A head has also read guesses that turned out wrong. So it always reads the last K + 1 places again, since a pass adds at
-most K + 1 tokens.
+The state of a head may contain guesses that turned out wrong. So each head always reads the last K + 1 positions again,
+because a pass adds at most K + 1 tokens.
 
-B batch, T tokens in one step, K tokens in a draft, L places for the tokens of a row, P length of the prompts, D model
-dims, V vocabulary.
+B batch, T tokens in one step, K tokens in a draft, L maximum length of a row in tokens, P length of the prompts,
+D model dims, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ HeadState = TypeVar('HeadState')
 
 
 class FurtherHeads(Protocol[HeadState]):
-  """Heads of a model that predict further tokens; their state goes back like that of steps that `can_go_back`.
+  """Heads of a model that predict later tokens; `extend` may be called again for earlier positions.
 
   Attributes:
-    num_heads: how many there are.
+    num_heads: number of heads.
   """
 
   num_heads: int
@@ -40,7 +41,7 @@ class FurtherHeads(Protocol[HeadState]):
     ...
 
   def read_hidden(self, model_state: Any, place_BT: jax.Array) -> jax.Array:
-    """Returns what the model has computed at these places, [B, T, D]; arbitrary numbers where it has read nothing."""
+    """Returns the model's outputs at these positions, [B, T, D]; arbitrary numbers where no token was read."""
     ...
 
   def extend(
@@ -52,13 +53,13 @@ class FurtherHeads(Protocol[HeadState]):
     last_B: jax.Array,
     state: HeadState,
   ) -> tuple[jax.Array, jax.Array, HeadState]:
-    """Reads tokens with head `number` + 1; returns its logits [B, V] at `last_B`, its results [B, T, D], and the state.
+    """Reads tokens with head `number` + 1; returns its logits [B, V] at `last_B`, its outputs [B, T, D], and the state.
 
     Args:
       number: from 0.
-      hidden_BTD: the results of the head before, or of the model.
-      ids_BT: int32, the token `number` + 1 places after each of them.
-      pos_BT: int32 places, -1 for padding.
+      hidden_BTD: the outputs of the previous head, or of the model.
+      ids_BT: int32, the token at `number` + 1 positions after each of `pos_BT`.
+      pos_BT: int32 positions, -1 for padding.
       last_B: int32, an index in [0, T).
       state: the state before.
     """
@@ -67,14 +68,14 @@ class FurtherHeads(Protocol[HeadState]):
 
 @dataclasses.dataclass(frozen=True)
 class OwnHeadsDrafter(Generic[HeadState]):
-  """A `Drafter` of the heads of the model.
+  """A `Drafter` that uses heads of the model itself.
 
   Attributes:
     heads: the heads.
     reader: reads the prompts into the state of the model.
     num_tokens: K, at most the number of heads.
     draw: returns a token for each row.
-    adjust: what changes the logits, as for the model itself; None if nothing does.
+    adjust: the logit processor of the model itself; None if there is none.
   """
 
   heads: FurtherHeads[HeadState]
@@ -88,7 +89,7 @@ class OwnHeadsDrafter(Generic[HeadState]):
     ids_BP, lengths_B = reader.prompt_ids_BP, reader.prompt_lengths_B
     width = ids_BP.shape[1]
     chunk = min(reader.chunk or width, width)
-    last = jnp.max(lengths_B) - 1  # The last place needs the next token.
+    last = jnp.max(lengths_B) - 1  # The last position needs a token that is not known yet.
 
     def read(carry: tuple[jax.Array, HeadState]) -> tuple[jax.Array, HeadState]:
       start, state = carry
@@ -124,6 +125,6 @@ class OwnHeadsDrafter(Generic[HeadState]):
 
 
 def _pick(ids_BL: jax.Array, place_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-  """Returns the tokens at these places of rows, and 0 at places that are not in them."""
+  """Returns the tokens at these positions of rows, and 0 at positions outside of a row."""
   is_there_BT = (place_BT >= 0) & (place_BT < lengths_B[:, None])
   return jnp.where(is_there_BT, jnp.take_along_axis(ids_BL, place_BT, axis=1, mode='clip'), 0)

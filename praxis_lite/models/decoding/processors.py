@@ -1,10 +1,10 @@
 """Logit processors: functions that change the logits of the next token, given the tokens of the row so far.
 
 A processor is any pure function (logits [B, V] float32, ids [B, L] int32, lengths [B] int32) -> logits [B, V]. `ids`
-are the tokens of each row, prompt and continuation; those after its length are arbitrary. Logits of -inf exclude
-tokens.
+holds the tokens of each row, prompt and continuation; entries after the length of a row are arbitrary. A logit of -inf
+excludes a token.
 
-B rows, V vocabulary, L places for the tokens of a row.
+B rows, V vocabulary, L maximum length of a row in tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LogitProcessor: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Arra
 def apply_processors(
   processors: Sequence[tuple[str, LogitProcessor]], logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array
 ) -> jax.Array:
-  """Returns the logits, float32, after all processors, in their order; each has a name for messages.
+  """Returns the logits, float32, after applying all processors in order; their names are used in messages.
 
   Raises:
-    ConfigError: a processor returns something else than logits of the same shape.
+    ConfigError: a processor does not return logits of the same shape.
   """
   logits_BV = logits_BV.astype(jnp.float32)
   for name, process in processors:
@@ -42,11 +42,11 @@ def apply_processors(
 
 
 def penalize_repetition(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, penalty: float) -> jax.Array:
-  """Returns logits in which tokens that are in the row already are less probable (CTRL, Keskar et al., 2019).
+  """Makes tokens that already occur in the row less probable; returns the new logits (CTRL, Keskar et al., 2019).
 
   Args:
     logits_BV: logits of the next token.
-    ids_BL: int32, the tokens of each row so far; those after its length are arbitrary.
+    ids_BL: int32, the tokens of each row so far; entries after its length are arbitrary.
     lengths_B: int32, the number of tokens of each row.
     penalty: divides the positive logits of these tokens, and multiplies the negative ones; 1 changes nothing.
   """
@@ -55,16 +55,16 @@ def penalize_repetition(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.
 
 
 def exclude_ngrams(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, size: int) -> jax.Array:
-  """Returns logits of -inf for tokens that would repeat `size` consecutive tokens of the row (Paulus et al., 2017).
+  """Sets the logits of tokens that would repeat an n-gram of the row, n = `size`, to -inf (Paulus et al., 2017).
 
   Args:
     logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
-    size: number of tokens; 1 excludes each token of the row.
+    size: n; 1 excludes all tokens that occur in the row.
   """
   width = ids_BL.shape[1]
   if width < size:
     return logits_BV
-  count = width - size + 1  # Number of places where such a group of tokens may begin.
+  count = width - size + 1  # Number of indices where an n-gram may begin.
   matches_BL = jnp.arange(size - 1, width) < lengths_B[:, None]
   for i in range(size - 1):
     last_B1 = jnp.take_along_axis(ids_BL, lengths_B[:, None] - size + 1 + i, axis=1, mode='clip')
@@ -81,9 +81,9 @@ def penalize_counts(
   presence: float = 0.0,
   frequency: float = 0.0,
 ) -> jax.Array:
-  """Returns logits minus `presence` for tokens of the continuation, and minus `frequency` for each time they occur.
+  """Subtracts `presence` from logits of tokens in the continuation, and `frequency` for each time that they occur.
 
-  These are the penalties of OpenAI's API. Unlike that of `penalize_repetition`, they ignore the prompt.
+  These are the penalties of OpenAI's API. Unlike `penalize_repetition`, they ignore the prompt.
 
   Args:
     logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
@@ -106,13 +106,13 @@ def exclude_early_stops(
   stop_ids: tuple[int, ...],
   least: int,
 ) -> jax.Array:
-  """Returns logits of -inf for `stop_ids` in rows whose continuation has fewer than `least` tokens.
+  """Sets the logits of `stop_ids` to -inf in rows whose continuation has fewer than `least` tokens.
 
   Args:
     logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
     prompt_lengths_B: int32, how many first tokens of each row are its prompt.
     stop_ids: tokens that end a row.
-    least: number of tokens before a stop token.
+    least: number of tokens that must come before a stop token.
   """
   is_stop_V = jnp.isin(jnp.arange(logits_BV.shape[1]), jnp.array(stop_ids, jnp.int32))
   is_early_B = lengths_B - prompt_lengths_B < least
@@ -120,6 +120,6 @@ def exclude_early_stops(
 
 
 def _scatter(ids_BL: jax.Array, is_chosen_BL: jax.Array, vocab_size: int) -> jax.Array:
-  """Returns which tokens of the vocabulary, [B, V], are among the chosen ones of each row."""
+  """Returns which tokens of the vocabulary are among the chosen tokens of each row, [B, V]."""
   row_B1 = jnp.arange(len(ids_BL))[:, None]
   return jnp.zeros((len(ids_BL), vocab_size), bool).at[row_B1, ids_BL].max(is_chosen_BL, mode='drop')

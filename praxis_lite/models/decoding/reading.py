@@ -2,10 +2,11 @@
 
 B batch, P length of the prompts, M maximum number of tokens to decode, T tokens in one step, V vocabulary.
 
-Prompts may be read in chunks, up to the end of the longest one, so arrays much wider than the prompts cost nothing.
+Prompts may be read in chunks, up to the end of the longest one, so an array that is much wider than the prompts costs
+nothing.
 
-A model may see only a limited number of tokens, its context. Once the state is full, each further token is chosen after
-a new pass over the last tokens of its row, which begins with the initial state and at position 0.
+A model may see only a limited number of tokens, its context. Once the state is full, each further token needs a new
+pass over the last tokens of its row. This pass begins with the initial state, at position 0.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import jax.numpy as jnp
 
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps, prompt_step
 
-READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scopes of the operations of a program.
+READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scope names of operations in a program.
 
 
 @dataclasses.dataclass(frozen=True)
 class RowReader(Generic[DecodingState]):
-  """Reads rows. A row consists of a prompt and its continuation so far.
+  """Reads rows into the state; a row is a prompt and its continuation so far.
 
   Attributes:
     steps: the model.
     prompt_ids_BP, prompt_lengths_B: see `Sampler.decode`.
     num_steps: M.
     slots: number of tokens per row for which the state has room.
-    chunk: number of tokens of a prompt that are read at once; None reads whole prompts.
+    chunk: number of tokens of a prompt that are read at once; None means whole prompts.
   """
 
   steps: DecodingSteps[DecodingState]
@@ -92,7 +93,7 @@ class RowReader(Generic[DecodingState]):
     return logits_BV, state, taken
 
   def row_tokens(self, ids_BM: jax.Array) -> jax.Array:
-    """Returns the tokens of each row, [B, P + M]: its prompt, the continuation `ids_BM`, and then arbitrary ones."""
+    """Returns the tokens of each row, [B, P + M]: prompt, continuation `ids_BM`, and then arbitrary tokens."""
     place_L = jnp.arange(self.prompt_ids_BP.shape[1] + self.num_steps, dtype=jnp.int32)
     return self._tokens(jnp.broadcast_to(place_L, (len(ids_BM), len(place_L))), ids_BM)
 
@@ -100,7 +101,7 @@ class RowReader(Generic[DecodingState]):
     return jnp.take_along_axis(self.prompt_ids_BP, place_BT, axis=1, mode='clip')
 
   def _tokens(self, place_BT: jax.Array, ids_BM: jax.Array) -> jax.Array:
-    """Returns the tokens at these indices of each row, which consists of its prompt and its continuation."""
+    """Returns the tokens at these indices of each row, [B, T]."""
     ids_BT = self._prompt_tokens(place_BT)
     length_B1 = self.prompt_lengths_B[:, None]
     after_BT = jnp.take_along_axis(ids_BM, place_BT - length_B1, axis=1, mode='clip')

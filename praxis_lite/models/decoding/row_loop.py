@@ -1,12 +1,12 @@
-"""RowLoop: continues rows that began at different times by a few tokens, for a batcher.
+"""RowLoop: adds a few tokens to each row of a batch whose rows began at different times (continuous batching).
 
     row 0   prompt, tokens 5 and 6 of its continuation
-    row 1   nobody's
+    row 1   unused
     row 2   prompt, tokens 0 and 1
 
-Which rows there are, and how far each of them is, are arrays, so one compiled program serves all requests.
+Arrays say which rows are used, and how long each of them is, so one compiled program serves all requests.
 
-B rows, L places for the tokens of a row, N tokens in one call, V vocabulary, K most probable tokens.
+B rows, L maximum length of a row in tokens, N tokens in one call, V vocabulary, K most probable tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
 class RowsState(NamedTuple, Generic[DecodingState]):
-  """What stays on the devices between calls.
+  """Arrays that stay on the devices between calls.
 
   Attributes:
-    model: the state of the model, which can go back; see `DecodingSteps`.
-    ids: [B, L] int32 tokens of each row; those after its length are arbitrary.
+    model: the state of the model; `can_go_back` is True, see `DecodingSteps`.
+    ids: [B, L] int32 tokens of each row; entries after its length are arbitrary.
   """
 
   model: DecodingState
@@ -37,11 +37,11 @@ class RowsState(NamedTuple, Generic[DecodingState]):
 
 
 class RowSettings(NamedTuple):
-  """How each row goes on.
+  """Lengths, limits and sampling settings of each row.
 
   Attributes:
-    lengths: [B] int32, the tokens of a row so far. The model has read all but the last one.
-    prompt_lengths: [B] int32, how many of these are its prompt.
+    lengths: [B] int32, number of tokens of a row so far. The model has read all but the last one.
+    prompt_lengths: [B] int32, number of tokens of its prompt.
     limits: [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
     temperatures: [B] float32, see `sample_tokens`.
     keys: [B], the PRNG key of each row.
@@ -61,9 +61,9 @@ class NewTokens(NamedTuple):
 
   Attributes:
     ids: [B, N] int32.
-    counts: [B] int32, how many of them there are.
-    log_probs: [B, N] float32, log-probability of each under the model at temperature 1.
-    top_ids, top_log_probs: [B, N, K] the most probable tokens in the place of each, in descending order.
+    counts: [B] int32, number of new tokens of each row.
+    log_probs: [B, N] float32, log-probability of each token under the model at temperature 1.
+    top_ids, top_log_probs: [B, N, K] the K most probable tokens at the position of each, in descending order.
   """
 
   ids: jax.Array
@@ -75,12 +75,12 @@ class NewTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowLoop(Generic[DecodingState]):
-  """Continues rows.
+  """Adds up to N tokens to each row.
 
   Attributes:
     steps: the model.
     draw: (logits [B, V], keys [B], temperatures [B], top_ps [B]) -> tokens [B].
-    adjust: see `DecodingLoop`, for rows with these lengths of prompts.
+    adjust: see `DecodingLoop`; it depends on the lengths of the prompts of the rows.
     stop_ids: tokens that end a row.
     num_tokens, num_top: N and K.
   """
@@ -127,7 +127,7 @@ class RowLoop(Generic[DecodingState]):
   def _note(
     self, new: NewTokens, turn: jax.Array, ids_B: jax.Array, count_B: jax.Array, logits_BV: jax.Array
   ) -> NewTokens:
-    """Returns the new tokens with one more for each row."""
+    """Returns `new` with the token at index `turn` of each row."""
     log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
     log_prob_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
     new = new._replace(

@@ -1,4 +1,4 @@
-"""Sampler: continues prompts by tokens that are drawn one after the other, or by the most probable ones.
+"""Sampler: continues prompts token by token; each is drawn at random, or is the most probable one.
 
 B batch, P length of the prompts, M maximum number of tokens to decode.
 """
@@ -49,12 +49,12 @@ class DrawingDecoder(Decoder):
 
   @property
   def _restrictions(self) -> dict[str, Any]:
-    """The settings that restrict which tokens may be drawn, named like the arguments of `sample_tokens`."""
+    """The arguments of `sample_tokens` that restrict which tokens may be drawn."""
     return {name: getattr(self, name) for name in CANDIDATE_SETTINGS}
 
   @property
   def _settings(self) -> dict[str, Any]:
-    """The settings that `sample_tokens` takes."""
+    """The arguments of `sample_tokens`."""
     return {'temperature': self.temperature, **self._restrictions}
 
   def draw(self, logits_BV: jax.Array, keys_B: jax.Array | None) -> jax.Array:
@@ -71,13 +71,15 @@ class Sampler(DrawingDecoder):
   def row_loop(
     self, steps: DecodingSteps[DecodingState], prompt_lengths_B: jax.Array, num_tokens: int, num_top: int = 0
   ) -> RowLoop[DecodingState]:
-    """Returns what continues rows that begin at different times; each has its own temperature, `top_p` and key.
+    """Returns a `RowLoop`, which continues rows that begin at different times.
+
+    Each row has its own temperature, `top_p` and PRNG key, so these fields of the sampler are not used.
 
     Args:
-      steps: the model; it can go back, see `DecodingSteps`.
-      prompt_lengths_B: int32, how many first tokens of each row are its prompt.
-      num_tokens: how many tokens a call adds to each row.
-      num_top: how many of the most probable tokens it reports beside each.
+      steps: the model; `can_go_back` must be True, see `DecodingSteps`.
+      prompt_lengths_B: int32, lengths of the prompts.
+      num_tokens: the number of tokens that a call adds to each row.
+      num_top: the number of most probable tokens to report for each new token.
     """
     draw = functools.partial(sample_rows, **{name: x for name, x in self._restrictions.items() if name != 'top_p'})
     return RowLoop(steps, draw, self._adjuster(prompt_lengths_B), self.stop_ids, num_tokens, num_top)
@@ -92,17 +94,18 @@ class Sampler(DrawingDecoder):
     chunk: int | None = None,
     draws: Draws | None = None,
   ) -> Decoded:
-    """Continues prompts. Each row has its own keys, so its tokens do not depend on the number of rows.
+    """Continues prompts. Each row has its own PRNG keys, so its tokens do not depend on the number of rows.
 
     Args:
       steps: the model.
       prompt_ids_BP: prompts, padded on the right with any ids.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
-      max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`; None uses that.
-      chunk: tokens of a prompt that are read at once, a divisor of the slots. The cost of reading then depends on the
-        longest prompt, rounded up, and not on P. None reads all P at once.
-      draws: which random numbers of `key` the rows use; None uses the first ones.
+      max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`, which is also the
+        meaning of None.
+      chunk: number of tokens of a prompt that are read at once, a divisor of the slots. The cost of reading then
+        depends on the longest prompt, rounded up, and not on P. None reads all P at once.
+      draws: which random numbers of `key` the rows use; None means rows 0, 1, ... and no tokens drawn before.
     """
     draws = draws or Draws()
     return DecodingLoop(

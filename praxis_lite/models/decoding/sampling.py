@@ -1,4 +1,4 @@
-"""Draws tokens from logits, restricted to the most probable ones.
+"""Draws tokens from logits, optionally only from the most probable ones.
 
 B batch, V vocabulary, C candidates (the most probable tokens, in descending order).
 """
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
 
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # The least temperature that is not taken for 0.
-MOST_TEMPERATURE = 1e30  # Of a row of its own temperature: above, 1 / temperature is not a normal float32.
-NO_TOP_P = math.inf  # Of a row without top_p.
-# Settings of `sample_tokens` that restrict what is drawn.
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # Lower temperatures count as 0.
+MOST_TEMPERATURE = 1e30  # The limit in `sample_rows`: for larger ones, 1 / temperature is not a normal float32.
+NO_TOP_P = math.inf  # Stands for a top_p of None in an array.
+# Arguments of `sample_tokens` that restrict which tokens may be drawn.
 CANDIDATE_SETTINGS = ('top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')
 
 
@@ -33,25 +33,28 @@ def sample_tokens(
   typical_p: float | None = None,
   top_n_sigma: float | None = None,
 ) -> jax.Array:
-  """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature) restricted to its candidates.
+  """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature), restricted to candidates.
+
+  `top_n_sigma` is applied first, to the logits before they are divided by the temperature; then `top_k`, `top_p`,
+  `min_p` and `typical_p`, in this order, each to the candidates that remain.
 
   Args:
     logits_BV: logits of the next token.
     keys_B: a PRNG key for each row; may be None if the temperature is 0.
     temperature: 0, or less than the smallest normal float32, takes the most probable token; of equals, the lowest id.
-    top_k: candidates are the k most probable tokens (Fan et al., 2018); of equals, the lower ids. 0 and
-      None take all.
-    top_p: of those, the fewest whose probabilities sum to at least top_p (nucleus sampling, Holtzman et al., 2020);
-      None takes all.
-    min_p: of those, the tokens that are at least min_p times as probable as the most probable one (Nguyen et al.,
-      2024); None takes all.
-    typical_p: of those, the fewest whose probabilities sum to at least typical_p, beginning with the tokens whose
-      log-probability is nearest to its mean, the negative entropy (Meister et al., 2022); None takes all.
-    top_n_sigma: before all others, the tokens whose logits are at most this many standard deviations, of the logits of
-      all possible tokens, below the largest (Tang et al., 2024); None takes all.
+    top_k: keeps the k most probable tokens (Fan et al., 2018); of equals, the lower ids. 0 and None keep all.
+    top_p: keeps the fewest most probable tokens whose probabilities sum to at least top_p (nucleus sampling, Holtzman
+      et al., 2020); None keeps all.
+    min_p: keeps the tokens that are at least min_p times as probable as the most probable one (Nguyen et al., 2024);
+      None keeps all.
+    typical_p: keeps the fewest tokens whose probabilities sum to at least typical_p, beginning with those whose
+      log-probability is nearest to the mean log-probability, the negative entropy (Meister et al., 2022); None keeps
+      all.
+    top_n_sigma: keeps the tokens whose logits are at most this many standard deviations below the largest; the standard
+      deviation is over the logits that are not -inf (Tang et al., 2024). None keeps all.
 
   Raises:
-    ConfigError: the temperature is negative or NaN; or it is not 0 and there are no keys.
+    ConfigError: the temperature is negative or NaN; or it is above 0 and there are no keys.
   """
   if not temperature >= 0:
     raise ConfigError(f'Sampler.temperature: expected at least 0, got {temperature}')
@@ -75,13 +78,13 @@ def sample_tokens(
 def sample_rows(
   logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array, **settings: Any
 ) -> jax.Array:
-  """Returns what `sample_tokens` does, where each row has its own temperature and top_p.
+  """Returns a token for each row, [B] int32, like `sample_tokens`, but with a temperature and top_p for each row.
 
   Args:
     logits_BV, keys_B: see `sample_tokens`.
     temperature_B: float32, from 0 to `MOST_TEMPERATURE`.
     top_p_B: float32; `NO_TOP_P` stands for None.
-    **settings: the other ones of `sample_tokens`.
+    **settings: other arguments of `sample_tokens`.
   """
   is_greedy_B = temperature_B < _TINY
 
@@ -93,7 +96,8 @@ def sample_rows(
   def draw() -> jax.Array:
     if settings.get('top_k'):
       return draw_with(top_p_B[:, None])
-    # With top_p, candidates are drawn in another order, so a row without it is drawn as if no row had it.
+    # With top_p, candidates are in another order, which changes what a key draws. So a row without top_p is drawn from
+    # the order that it has if no row has one.
     has_top_p_B, drawn_B = top_p_B < NO_TOP_P, draw_with(None)
     return jax.lax.cond(
       jnp.any(has_top_p_B), lambda: jnp.where(has_top_p_B, draw_with(top_p_B[:, None]), drawn_B), lambda: drawn_B
@@ -110,12 +114,12 @@ def is_greedy(temperature: float) -> bool:
 
 
 def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settings: Any) -> jax.Array:
-  """Returns the logits [B, V], float32, whose softmax `sample_tokens` draws from; -inf for tokens it never draws.
+  """Returns the logits [B, V], float32, from whose softmax `sample_tokens` draws; -inf for excluded tokens.
 
   Args:
     logits_BV: logits of the next token.
     temperature: more than 0, see `sample_tokens`.
-    **settings: the other ones of `sample_tokens`.
+    **settings: other arguments of `sample_tokens`.
   """
   logits_BC, ids_BC = _candidates(logits_BV, functools.partial(_scale, temperature=temperature), **settings)
   if ids_BC is None:
@@ -141,12 +145,13 @@ def _candidates(
   typical_p: float | None = None,
   top_n_sigma: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Returns the logits [B, C] of the candidates and their ids [B, C], None for the whole vocabulary in order.
+  """Returns the logits [B, C] and ids [B, C] of the candidates; the ids are None if C = V and ids are 0 to V - 1.
 
   Args:
     logits_BV: logits of the next token.
-    scale: divides them by the temperature.
-    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`; top_p may be one for each row, [B, 1].
+    scale: divides logits by the temperature.
+    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`; top_p may be an array with a value for each row,
+      [B, 1].
   """
   logits_BV = scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma))
   if not top_k and top_p is None:
@@ -161,7 +166,7 @@ def _candidates(
 
 
 def _keep_probable(logits_BV: jax.Array, min_p: float | None) -> jax.Array:
-  """Returns logits of -inf for tokens that are less than min_p times as probable as the most probable one."""
+  """Sets the logits of tokens that are less than min_p times as probable as the most probable one to -inf."""
   if not min_p:
     return logits_BV
   least_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(min_p)
@@ -169,7 +174,7 @@ def _keep_probable(logits_BV: jax.Array, min_p: float | None) -> jax.Array:
 
 
 def _keep_typical(logits_BV: jax.Array, typical_p: float | None) -> jax.Array:
-  """Returns logits of -inf for tokens that are not among the most typical ones; see `sample_tokens`."""
+  """Sets the logits of all but the most typical tokens to -inf; see `sample_tokens`."""
   if typical_p is None or typical_p >= 1:
     return logits_BV
   log_probs_BV = jax.nn.log_softmax(logits_BV)
@@ -183,7 +188,7 @@ def _keep_typical(logits_BV: jax.Array, typical_p: float | None) -> jax.Array:
 
 
 def _keep_within_sigmas(logits_BV: jax.Array, top_n_sigma: float | None) -> jax.Array:
-  """Returns logits of -inf for tokens far below the largest logit; see `sample_tokens`."""
+  """Sets logits far below the largest logit to -inf; see `sample_tokens`."""
   if top_n_sigma is None:
     return logits_BV
   is_possible_BV = logits_BV > -jnp.inf
@@ -193,21 +198,21 @@ def _keep_within_sigmas(logits_BV: jax.Array, top_n_sigma: float | None) -> jax.
 
 
 def _scale(logits_BV: jax.Array, temperature: float) -> jax.Array:
-  """Returns logits / temperature, float32, or if that would overflow, logits with the same softmax."""
-  if temperature * _TINY > 1:  # A factor of 1 / temperature would be zero.
-    return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)  # All possible tokens become equally probable.
+  """Returns logits / temperature, float32, possibly shifted by a constant, so that nothing overflows."""
+  if temperature * _TINY > 1:  # 1 / temperature would be 0 in float32, so all possible tokens become equally probable.
+    return jnp.where(logits_BV == -jnp.inf, -jnp.inf, 0.0)
   if temperature >= 1:
     return logits_BV / temperature
   return _scale_up(logits_BV, temperature)
 
 
 def _scale_up(logits_BV: jax.Array, temperature: float | jax.Array) -> jax.Array:
-  """Returns (logits - the largest of them) / temperature, for temperatures below 1."""
+  """Returns (logits - largest logit of the row) / temperature, for temperatures below 1."""
   most_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   return jnp.where(logits_BV == most_B1, 0.0, (logits_BV - most_B1) / temperature)
 
 
 def _scale_rows(logits_BV: jax.Array, temperature_B: jax.Array) -> jax.Array:
-  """Returns what `_scale` does, for a temperature of each row, up to `MOST_TEMPERATURE`."""
+  """Does the same as `_scale`, with a temperature of at most `MOST_TEMPERATURE` for each row."""
   temperature_B1 = temperature_B[:, None]
   return jnp.where(temperature_B1 >= 1, logits_BV / temperature_B1, _scale_up(logits_BV, temperature_B1))

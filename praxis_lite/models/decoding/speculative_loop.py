@@ -7,9 +7,9 @@ draft, N = K + 1, V vocabulary.
     while a row continues:
       draft = guesses of the next K tokens
       logits = extend(last token, draft)            one pass over N tokens of each row
-      the next 1 to N tokens = those of the draft that are kept, and one of the model
+      the next 1 to N tokens = the accepted tokens of the draft, and one token of the model
 
-Rows keep different numbers of tokens. The state must have the property that `DecodingSteps` calls `can_go_back`.
+Rows accept different numbers of tokens. `can_go_back` of the steps must be True, see `DecodingSteps`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from praxis_lite.models.decoding.verifying import Verified
 
 
 class SpeculativeDecoded(NamedTuple):
-  """Continuations of prompts, as in `Decoded`, and how well they were guessed.
+  """Continuations of prompts, as in `Decoded`, and how many guesses were right.
 
   Attributes:
     ids, lengths, log_probs: see `Decoded`.
-    num_passes: [B] int32, how many passes of the model a row took part in, with that over its prompt.
-    num_drafted: [B] int32, how many tokens were guessed.
-    num_accepted: [B] int32, how many of them are in the continuation.
+    num_passes: [B] int32, number of passes of the model for a row, including the pass over its prompt.
+    num_drafted: [B] int32, number of guessed tokens.
+    num_accepted: [B] int32, number of guessed tokens that became part of the continuation.
   """
 
   ids: jax.Array
@@ -50,7 +50,7 @@ class SpeculativeDecoded(NamedTuple):
   num_accepted: jax.Array
 
   def metrics(self, rows_B: jax.Array) -> WeightedScalars:
-    """Returns those of `Decoded`, `accepted_drafts`, a fraction of the guesses, and `tokens_per_pass`."""
+    """Returns the metrics of `Decoded`; `accepted_drafts`, the accepted fraction of guesses; and `tokens_per_pass`."""
     passes_B, drafted_B = self.num_passes.astype(jnp.float32), self.num_drafted.astype(jnp.float32)
     return {
       **Decoded(self.ids, self.lengths, self.log_probs).metrics(rows_B),
@@ -77,9 +77,10 @@ class SpeculativeLoop(Generic[DecodingState]):
     reader: reads the prompts; its state has room for all tokens, so that no row is read again.
     drafter: guesses tokens.
     num_drafts: K.
-    draw: (logits [B, V], number of the token in its continuation [B]) -> tokens [B].
-    verify: (logits [B, N, V], draft, number of the first token [B]) -> which tokens of a draft are kept.
-    adjust: (logits [B, V], tokens of the rows [B, L], their number [B]) -> the logits to draw from; None keeps them.
+    draw: (logits [B, V], index of the token in its continuation [B]) -> tokens [B].
+    verify: (logits [B, N, V], draft, index of its first token in the continuation [B]) -> the next tokens.
+    adjust: (logits [B, V], tokens [B, L] of the rows, number of tokens [B]) -> the logits to draw from; None keeps
+      them.
     stop_ids: tokens that end a row.
     limits_B: int32, the largest number of tokens after each prompt, at most M.
   """
@@ -116,7 +117,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     state, draft_state, progress = carry
     decoded, K = progress.decoded, self.num_drafts
     lengths_B = self.reader.prompt_lengths_B + decoded.lengths
-    # The last token of a row needs no slot and no guess: a pass always adds one of the model.
+    # The last token of a row needs no slot and no guess, because each pass adds one token of the model.
     most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
     with jax.named_scope(NEXT_TOKEN):
       rows = OpenRows(self.reader.row_tokens(decoded.ids), lengths_B, decoded.lengths, most_B)
@@ -160,7 +161,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     return _Progress(decoded, done_B | stops_B | (lengths_B >= self.limits_B))
 
   def _adjust_all(self, logits_BNV: jax.Array, rows: OpenRows, draft: Draft) -> jax.Array:
-    """Returns the logits to draw from after each token, which depend on the tokens of the draft before it."""
+    """Returns the logits [B, N, V] to draw from, adjusted for the tokens of the draft that come before each."""
     if self.adjust is None:
       return logits_BNV
     place_BK = rows.lengths[:, None] + jnp.arange(self.num_drafts)

@@ -1,4 +1,4 @@
-"""SpeculativeSampler: continues prompts like a `Sampler`, by several tokens in each pass of the model.
+"""SpeculativeSampler: continues prompts like a `Sampler`, but by several tokens in each pass of the model.
 
 B batch, P length of the prompts, S length of sources, K largest number of tokens in a draft, V vocabulary.
 """
@@ -22,23 +22,23 @@ from praxis_lite.models.decoding.speculative_loop import SpeculativeDecoded, Spe
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 from praxis_lite.models.decoding.verifying import Verified, compare_drafts, reject_drafts
 
-# What further random numbers of a token are for.
+# Purposes of the other random numbers of a token.
 _OF_DRAFT, _OF_ACCEPTANCE, _OF_MODEL = range(1, 4)
 
 
 class SpeculativeSampler(DrawingDecoder):
-  """Settings of speculative decoding: one pass of the model checks cheap guesses, and keeps those up to a miss.
+  """Settings of speculative decoding: one pass of the model checks cheap guesses, and accepts those before a wrong one.
 
-  It draws from the distribution of a `Sampler` with the same settings; the guesses only change the time. Greedy tokens
-  are equal to the sampler's. With `lookup`, drawn tokens are equal too; with a draft model or heads of the model, they
-  are drawn with other random numbers.
+  It draws from the distribution of a `Sampler` with the same settings; guesses only change the time. Greedy tokens are
+  the same as those of a `Sampler`. With `lookup`, so are random tokens; a draft model or heads of the model use other
+  random numbers.
 
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.
-    lookup: guesses what followed the last time that these many last tokens, or fewer, occurred in the row; see
-      `LookupDrafter`. None takes the guesses of the draft model that `decode` is given, or of own heads.
-    own_heads: takes the guesses of the heads of the model itself, a `MultiTokenPrediction`; `draft_tokens` is at most
-      their number.
+    lookup: the largest number of last tokens that a `LookupDrafter` compares with earlier ones of the row, in order to
+      guess what follows. None means that a draft model, passed to `decode`, or own heads guess.
+    own_heads: whether the heads of the model itself, a `MultiTokenPrediction`, guess; `draft_tokens` is at most their
+      number.
   """
 
   draft_tokens: int = 4
@@ -73,13 +73,13 @@ class SpeculativeSampler(DrawingDecoder):
     Args:
       steps, prompt_ids_BP, prompt_lengths_B, key, max_tokens_B, chunk, draws: see `Sampler.decode`. The caller ensures
         that the model sees all tokens of a row at once.
-      draft_steps: the draft model, of the same vocabulary; None with `lookup`.
-      heads: the heads of the model, with `own_heads`; `steps` then keep what the heads read.
-      source_ids_BS: what a look-up also searches, see `LookupDrafter`.
+      draft_steps: the draft model, with the same vocabulary; None with `lookup` or `own_heads`.
+      heads: the heads of the model, with `own_heads`; the state of `steps` must then store the inputs of the heads.
+      source_ids_BS: tokens that a look-up also searches, see `LookupDrafter`.
 
     Raises:
-      ConfigError: there is no look-up, draft model or heads, or more than one of them; or a model cannot go back to
-        earlier tokens.
+      ConfigError: not exactly one of look-up, draft model and heads is set; or a model cannot go back to earlier
+        tokens.
     """
     if self.own_heads and (heads is None or draft_steps is not None):
       instead = 'this model has no heads that guess' if heads is None else 'a draft model needs False'
@@ -140,7 +140,7 @@ class SpeculativeSampler(DrawingDecoder):
 
 
 def _fold(keys: jax.Array | None, purpose: int) -> jax.Array:
-  """Returns other keys for a purpose."""
+  """Returns PRNG keys for another purpose, derived from these."""
   if keys is None:
     raise ConfigError('SpeculativeSampler.temperature: random numbers need a PRNG key')
   fold = functools.partial(jax.random.fold_in, data=purpose)

@@ -1,4 +1,4 @@
-"""DecodingSteps: what decoding knows of a model.
+"""DecodingSteps: the interface through which decoding uses a model.
 
 B batch, T tokens in one step, V vocabulary.
 """
@@ -15,28 +15,30 @@ DecodingState = TypeVar('DecodingState')  # a tree of arrays
 
 
 class DecodingSteps(Protocol[DecodingState]):
-  """A model that predicts the next token of each row from a state, which it has computed from the earlier tokens.
+  """A model that predicts the next token of each row from a state, which holds what it has read so far.
 
   The state is any tree of arrays: caches of keys and values, the hidden state of a recurrence, the output of an
-  encoder. The sampler only passes it on. Loops carry it, so its structure, shapes and dtypes stay the same.
+  encoder. The sampler only passes it on. Loops carry it, so its structure, shapes and dtypes must not change.
 
   Beam search reorders the rows of the state. If rows are not dimension 0 of all its arrays, steps also have a method
-  `row_axes(num_rows, num_slots)`, which returns the dimension of rows for each array of what `start` returns for these
-  arguments, and -1 for arrays that all rows share. `find_row_axes` finds these dimensions.
+  `row_axes(num_rows, num_slots)`. It returns a tree like the state of `start` with these arguments: for each array, the
+  dimension of rows, or -1 if all rows share the array. `find_row_axes` finds these dimensions.
 
-  Speculative decoding takes guesses of tokens back. Steps that allow this have an attribute `can_go_back` that is True.
-  Then positions may be given to `extend` again: the tokens there are replaced, and later ones are forgotten. Rows may
+  Speculative decoding withdraws wrong guesses. Steps that allow this have an attribute `can_go_back` that is True.
+  Then `extend` may be called again for earlier positions: it replaces their tokens, and forgets later ones. Rows may
   have different lengths, and `last_B` may be [B, N], several tokens of each row, for logits [B, N, V].
 
-  Steps may have a method `read_prompts`, with the arguments of `extend`, for whole prompts and a state without tokens.
+  Steps may have a method `read_prompts`, with the arguments of `extend`. It is called for whole prompts and a state
+  without tokens.
 
-  A coverage penalty needs steps with a method `coverage(state)`, which returns [B, S] float32: how much the tokens of
-  each row have attended to each token of its source in all, where each of them counts 1; infinity for padding.
+  A coverage penalty needs steps with a method `coverage(state)`, which returns [B, S] float32 for sources of S tokens:
+  the attention to each token of the source, summed over the target tokens so far, with a sum of 1 over the source for
+  each target token; infinity for padding.
   """
 
   @property
   def max_positions(self) -> int | None:
-    """How many tokens of a row the model can read; None if there is no limit."""
+    """The largest number of tokens of a row that the model can read; None if there is no limit."""
     ...
 
   def start(self, num_rows: int, num_slots: int) -> DecodingState:
@@ -68,7 +70,7 @@ def extend_one_by_one(
   last_B: jax.Array,
   state: DecodingState,
 ) -> tuple[jax.Array, DecodingState]:
-  """Returns what `DecodingSteps.extend` does, for a model that reads one token of each row at a time.
+  """Implements `DecodingSteps.extend` for a model that reads one token of each row at a time.
 
   Args:
     extend_one: (ids [B], positions [B], state) -> (logits [B, V], new state). All arrays of the state have the batch as
@@ -93,7 +95,7 @@ def extend_one_by_one(
 def prompt_step(
   ids_BT: jax.Array, lengths_B: jax.Array, start: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the first three arguments of `DecodingSteps.extend` for prompts, or a chunk of them.
+  """Returns `ids_BT`, `pos_BT` and `last_B` of `DecodingSteps.extend` for prompts, or for a chunk of them.
 
   Args:
     ids_BT: tokens; those after the end of a prompt are arbitrary.
@@ -107,5 +109,5 @@ def prompt_step(
 
 
 def _choose_rows(condition_B: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns the rows of `x` where the condition holds, and those of `y` elsewhere."""
+  """Returns the rows of `x` for which the condition holds, and otherwise the rows of `y`."""
   return jnp.where(condition_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)

@@ -1,4 +1,4 @@
-"""What is kept of a draft: the tokens that the model itself would have drawn, with the right probabilities.
+"""Verification of drafts: accepts tokens such that the result has the distribution of the model.
 
 B batch, K largest number of tokens in a draft, N = K + 1, V vocabulary.
 """
@@ -14,11 +14,11 @@ from praxis_lite.models.decoding.drafting import Draft
 
 
 class Verified(NamedTuple):
-  """The next tokens of rows: the accepted tokens of a draft, and then one of the model.
+  """The next tokens of rows: the accepted tokens of a draft, and then one token of the model.
 
   Attributes:
     ids: [B, N] int32; the first `accepted + 1` of a row are its next tokens.
-    accepted: [B] int32, how many tokens of the draft are accepted.
+    accepted: [B] int32, number of accepted tokens of the draft.
   """
 
   ids: jax.Array
@@ -26,27 +26,27 @@ class Verified(NamedTuple):
 
 
 def compare_drafts(ids_BN: jax.Array, draft: Draft) -> Verified:
-  """Keeps the tokens of a draft that equal those which the model drew at their places.
+  """Accepts the tokens of a draft up to the first that differs from what the model drew.
 
-  The result is what the model draws without a draft, token by token. If the draft was not drawn itself, no other way to
-  keep tokens keeps more of them.
+  The result equals what the model draws without a draft. For a draft that is not random, no other rule accepts more
+  tokens on average.
 
   Args:
-    ids_BN: int32, what the model drew after the row, and after each token of the draft.
+    ids_BN: int32, tokens that the model drew after the row, and after each token of the draft.
     draft: the draft.
   """
   return Verified(ids_BN, _count_first(ids_BN[:, :-1] == draft.ids, draft.counts))
 
 
 def reject_drafts(logits_BNV: jax.Array, draft: Draft, uniform_BN: jax.Array, keys_BN: jax.Array) -> Verified:
-  """Keeps tokens of a draft so that the result is distributed like what the model draws (Leviathan et al., 2023).
+  """Accepts tokens of a random draft such that the result has the model's distribution (Leviathan et al., 2023).
 
-  With the model's probabilities p and the draft's q, a token x of the draft is kept with probability
-  min(1, p(x) / q(x)). After the first that is not, a token is drawn from max(p - q, 0), normalized; after a whole
-  draft, from p.
+  With the model's probabilities p and the draft's probabilities q, a token x of the draft is accepted with probability
+  min(1, p(x) / q(x)). The first token that is not accepted is replaced by one that is drawn from max(p - q, 0),
+  normalized. If all are accepted, one more is drawn from p.
 
   Args:
-    logits_BNV: float32, whose softmax p the model would draw from after the row, and after each token of the draft.
+    logits_BNV: float32, whose softmax is p after the row, and after each token of the draft.
     draft: the draft, with its logits.
     uniform_BN: float32 in [0, 1), random.
     keys_BN: PRNG keys, independent of `uniform_BN`.
@@ -60,7 +60,7 @@ def reject_drafts(logits_BNV: jax.Array, draft: Draft, uniform_BN: jax.Array, ke
   p_BV = jnp.take_along_axis(p_BNV, accepted_B[:, None, None], axis=1)[:, 0]
   q_BV = jnp.take_along_axis(q_BKV, accepted_B[:, None, None], axis=1, mode='clip')[:, 0]
   residual_BV = jnp.maximum(p_BV - q_BV, 0.0)
-  # Probabilities that are equal up to rounding may leave nothing, though a token was rejected.
+  # If p and q are equal up to rounding, a token may be rejected although max(p - q, 0) is 0.
   is_residual_B = (accepted_B < draft.counts) & (jnp.sum(residual_BV, axis=-1) > 0)
   drawn_from_BV = jnp.where(is_residual_B[:, None], residual_BV, p_BV)
   keys_B = jax.vmap(lambda keys_N, i: keys_N[i])(keys_BN, accepted_B)
@@ -70,6 +70,6 @@ def reject_drafts(logits_BNV: jax.Array, draft: Draft, uniform_BN: jax.Array, ke
 
 
 def _count_first(is_kept_BK: jax.Array, counts_B: jax.Array) -> jax.Array:
-  """Returns how many first tokens of each draft are kept, before the first that is not, [B] int32."""
+  """Returns the number of accepted tokens before the first that is not, [B] int32."""
   is_kept_BK &= jnp.arange(is_kept_BK.shape[1]) < counts_B[:, None]
   return jnp.sum(jnp.cumprod(is_kept_BK.astype(jnp.int32), axis=1), axis=1)
