@@ -1,4 +1,4 @@
-"""Training a task on a mesh: its state, its steps, and the ways to execute a step."""
+"""Training of a task on a mesh: its state, its steps, and how steps are executed."""
 
 from __future__ import annotations
 

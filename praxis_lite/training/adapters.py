@@ -1,4 +1,4 @@
-"""train_adapters: makes a task train adapters of its model, and nothing else; and a warning where more is trained."""
+"""train_adapters: makes a task train only adapters of its model; and a warning if a model with adapters trains more."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
 
       train_adapters(task, Config(Lora, rank=16))
 
-  The learner then trains only adapters: the other variables have no gradients, no slots and no moving averages. If the
-  run starts from the variables of another one (`task.train.init_from`), adapters start from the seed. To train other
-  variables too, such as a new head, add their regexes to `task.train.learner.bprop_variable_inclusion`.
+  The learner then trains only adapters: the other variables have no gradients, no slots and no moving averages. If
+  `task.train.init_from` names another run, the adapters still get random initial values. To train other variables too,
+  such as a new head, add regexes for them to `task.train.learner.bprop_variable_inclusion`.
 
   Args:
     task: the config of a task.
@@ -27,12 +27,12 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
   if ADAPTER_VARIABLES not in others:
     learner.bprop_variable_inclusion = (*others, ADAPTER_VARIABLES)
   if (rule := (ADAPTER_VARIABLES, None)) not in start.rules:
-    start.rules = (rule, *start.rules)  # Of several that match, the first counts.
+    start.rules = (rule, *start.rules)  # The first rule that matches wins.
   return task
 
 
 def describe_untypical_training(task: SingleTask) -> str:
-  """Returns a warning if a model with adapters trains all of its weights, with what to set; '' if it does not."""
+  """Returns a warning, which says what to set, if a model with adapters trains all of its weights; otherwise ''."""
   learner, start = task.train.learner, task.train.init_from
   narrowed = [getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion')]
   if not task.model.adapters or any(narrowed) or getattr(learner, 'rules', None):

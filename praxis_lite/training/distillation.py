@@ -1,4 +1,4 @@
-"""train_distillation and train_on_policy: make the task of a language model learn from a larger one."""
+"""train_distillation and train_on_policy: make the task of a language model learn from a larger model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def train_distillation(
 ) -> Config[TaskT]:
   """Makes the model of a task a `DistilledModel`, in place, and returns the task.
 
-  The learner does not train the teacher. If `task.train.init_from` names a run, that is the teacher's, and the model
-  starts from the seed.
+  The learner does not train the teacher. If `task.train.init_from` names a run, the teacher's variables are taken from
+  it, and the other variables get random initial values.
 
   Args:
     task: the config of a task of a `LanguageModel`.
-    teacher: config of the `LanguageModel` of the teacher, without adapters, such as that of its run; None if the data
-      has its probabilities, see `praxis_lite.inputs.teacher_rows`.
+    teacher: config of the teacher, a `LanguageModel` without adapters, such as the one recorded in its run. None if the
+      data contains its probabilities, see `praxis_lite.inputs.teacher_rows`.
     temperature, weight: see `DistilledModel`.
 
   Raises:
-    ConfigError: the teacher is no `LanguageModel`, has adapters, or is a prefix-LM.
+    ConfigError: the teacher is not a `LanguageModel`, has adapters, or is a prefix-LM.
   """
   model = to_class(task.model, DistilledModel).set(temperature=temperature, weight=weight)
   if teacher is None:
@@ -40,18 +40,18 @@ def train_distillation(
 
 
 def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None = None) -> Config[TaskT]:
-  """Makes the model of a task an `OnPolicyModel`, in place, and returns the task: a teacher corrects its own answers.
+  """Makes the model of a task an `OnPolicyModel`, which learns from a teacher on its own answers; returns the task.
 
-  The training input must be a `RewardedInput`. `task.train.init_from` should name a run of `train_distillation` with
-  the same teacher, which has the variables of both.
+  The config is changed in place. The training input must be a `RewardedInput`. `task.train.init_from` should name a run
+  of `train_distillation` with the same teacher, which contains the variables of both.
 
   Args:
     task: the config of a task of a `LanguageModel`.
-    teacher: as for `train_distillation`.
-    sampler: as for `train_policy`.
+    teacher: see `train_distillation`.
+    sampler: see `train_policy`.
 
   Raises:
-    ConfigError: as for `train_distillation`.
+    ConfigError: see `train_distillation`.
   """
   network = _teacher_network(teacher)
   train_policy(task, sampler=sampler)
@@ -61,7 +61,7 @@ def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None
 
 
 def _teacher_network(teacher: Config) -> Config:
-  """Returns the config of the network of a teacher; raises ConfigError if the model cannot be one."""
+  """Returns the config of the network of a teacher; raises ConfigError if a model cannot be a teacher."""
   check_is_language_model('teacher', teacher)
   if teacher.adapters:
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Edits of values between layers: a steering vector that is added, or an ablation, in evaluation and decoding.
+"""Edits of values between layers in evaluation and decoding, such as adding a steering vector, or ablations.
 
     add(vector)              x + vector
     replace(value)           value in place of x
@@ -28,7 +28,7 @@ from praxis_lite.layers.base.taps import edit_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Edit:
-  """A change of a value x: `add` is added to it, or to zeros if `drops`; see the top of this file."""
+  """A change of a value x to x + add, or to `add` if `drops` is True; only in these units and layers, or in all."""
 
   add: ArrayLike = 0.0
   drops: bool = False
@@ -37,7 +37,7 @@ class Edit:
 
 
 def add(vector: ArrayLike, *, layers: Sequence[int] | None = None) -> Edit:
-  """Returns an edit that adds an array, which broadcasts to the value, such as [D] to [B, T, D]."""
+  """Returns an edit that adds an array to the value; it is broadcast, such as [D] to [B, T, D]."""
   return Edit(vector, layers=_integers('layers', layers))
 
 
@@ -61,15 +61,15 @@ def _integers(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None
 
 
 class Edits:
-  """The edits of a model's values.
+  """All edits of the values of a model.
 
   Args:
     model: the model.
-    edits: an edit, or several, by path of a layer.
-    before: edits that come before them.
+    edits: one or several edits for each path of a layer.
+    before: edits that are applied before these.
 
   Raises:
-    ConfigError: there is no layer of a path, or it is in no stack with that many layers.
+    ConfigError: a path names no layer, or a layer index is not in the layer's stack.
   """
 
   def __init__(self, model: Layer, edits: Mapping[str, Edit | Sequence[Edit]], before: Edits | None = None):
@@ -87,7 +87,7 @@ class Edits:
         self._variables = insert(self._variables, at, _arrays(name, edit, self._stacked_above(name, path)))
 
   def _path_of(self, name: str) -> Path:
-    """Returns the path of the layer of a point: 'a.b' of 'a.b', and of 'a.b.method'."""
+    """Returns the path of the layer that a name means: ('a', 'b') for 'a.b', and for 'a.b.method'."""
     owner, _, method = name.rpartition('.')
     if name in self._layers:
       return self._layers[name].path
@@ -97,7 +97,7 @@ class Edits:
     raise ConfigError(f'edit of {name}: there is no such layer.{close} `praxis-lite show` prints the layers')
 
   def _stacked_above(self, name: str, path: Path) -> tuple[int, ...]:
-    """Returns the sizes of the stacks of layers that a layer is in."""
+    """Returns the sizes of the stacks that contain a layer, the outermost first."""
     for length in range(len(path), 0, -1):
       layer = self._layers[path_name(path[:length])]
       if hasattr(layer, 'layers_by_turn') and length < len(path):
@@ -114,10 +114,10 @@ class Edits:
     return merge(variables, self._variables), dataclasses.replace(surroundings, edited={})
 
   def check_met(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError if no call reached the point of an edit, or its value lacks a unit.
+    """Raises ConfigError if the step did not call the layer of an edit, or its value has no such unit.
 
     Args:
-      shapes: the shapes of the values of the points that were passed.
+      shapes: the shapes of the values in the step, by the name that an edit gives them.
     """
     for name, edits in self._edits.items():
       if name not in shapes:
@@ -128,7 +128,7 @@ class Edits:
 
 
 def _arrays(name: str, edit: Edit, stacked: tuple[int, ...]) -> dict[str, Any]:
-  """Returns the arrays of an edit, with the dimensions of stacks first."""
+  """Returns the arrays of an edit, whose first dimensions are those of the stacks, of sizes `stacked`."""
   size, value = math.prod(stacked), np.asarray(edit.add, np.float32)
   chosen = np.ones(size, bool)
   if edit.layers is not None:

@@ -1,17 +1,17 @@
 """How a step is executed: the differences between one device, XLA-placed communication, and `shard_map`.
 
     Execution        one device: all rows, whole weights; every method is the identity
-    CompilerPlaced   the step sees global arrays in their true shapes; XLA places the communication
-    ShardMapped      each device runs the step on its own rows and its own parts; every collective is written here
+    CompilerPlaced   the step sees global arrays in their true shapes; XLA inserts the communication
+    ShardMapped      each device runs the step on its own rows and its own shards; every collective is written here
 
 Under `shard_map` the state has the same layout, so checkpoints, evaluation and decoding are not affected:
 
     batch axes      all mesh axes except those of tensor-parallel layers; each device takes its own rows
     split weights   gathered by the layer that uses them, in the dtype it computes in, and gathered again in the
                     backward pass; inside a scan over layers, layer by layer; their gradients are mean-reduce-scattered
-    whole weights   their gradients are averaged, once a step, after all microbatches
-    KEEP_SPLIT      the layer uses this device's part; the weight is neither gathered nor averaged over that axis
-    optimizer       updates each device's part; norms are sums over all parts
+    whole weights   their gradients are averaged once per step, after all microbatches
+    KEEP_SPLIT      the layer uses this device's shard; the weight is neither gathered nor averaged over that axis
+    optimizer       updates each device's shard; norms are sums over all shards
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh; `surroundings` are passed to the model's calls, and `taps` listen to them."""
+  """A step on one device, without a mesh; calls of the model get `surroundings`, and `taps` observe their values."""
 
   surroundings = Surroundings()
   taps: StepTaps | None = None
@@ -67,7 +67,7 @@ class Execution:
     return None
 
   def device_key(self, key: jax.Array) -> jax.Array:
-    """Returns the key for this device's random numbers."""
+    """Returns the PRNG key for this device."""
     return key
 
   def readable(self, variables: NestedDict) -> NestedDict:
@@ -75,7 +75,7 @@ class Execution:
     return variables
 
   def updatable(self, others: NestedDict) -> NestedDict:
-    """Returns non-trained variables in a form that the model can update, microbatch after microbatch."""
+    """Returns non-trained variables in a form that the model can update in each microbatch."""
     return others
 
   def share_of_loss(self, loss: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,21 +83,21 @@ class Execution:
     return loss, weight
 
   def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
-    """Returns loss, outputs and gradients of the whole batch; of gradients and updates, only this device's parts."""
+    """Returns loss, outputs and gradients of the whole batch; gradients and updates only for this device's shards."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Adds up each variable's sum over all devices' parts: scalars, or arrays with one sum per repeated layer."""
+    """Adds up sums over this device's shards across devices: for each variable a scalar, or a sum for each layer."""
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    """Returns the whole array, in its true shape, given this device's part of it, which is split like a variable."""
+    """Returns the whole array, in its true shape, given this device's shard; it is split like the variable `path`."""
     del path
     return part
 
 
 class CompilerPlaced(Execution):
-  """A step on a mesh as a program on global arrays; XLA places the communication."""
+  """A step on a mesh as a program on global arrays; XLA inserts the communication."""
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
@@ -127,16 +127,17 @@ class CompilerPlaced(Execution):
     return Placement(spec, (why,) * len(x.shape))
 
   def split_inputs(self, inputs: T) -> T:
-    """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
+    """Constrains a batch by the task's `inputs_split_mapping`, inside a step."""
     with prefix_errors('task.train'):
       return reshard_input_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, inputs)
 
 
 class ShardMapped(Execution):
-  """A step on a mesh as a per-device program, through `shard_map`.
+  """A step on a mesh as a per-device program, run by `shard_map`.
 
   Raises:
-    ConfigError: the optimizer needs whole tensors that the layout splits, or a KEEP_SPLIT weight does not divide.
+    ConfigError: the optimizer needs whole variables that the layout splits, or the mesh does not divide a KEEP_SPLIT
+      weight evenly.
   """
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
@@ -150,8 +151,8 @@ class ShardMapped(Execution):
     self._check_optimizer()
     if jax_task.learner.report_noise_scale and layout.mesh.size > 1:
       raise ConfigError(
-        "task.train.learner.report_noise_scale: under partitioning='shard_map' gradients are those of a device's "
-        "own rows until the end of a step; set task.partitioning='auto'"
+        "task.train.learner.report_noise_scale: under partitioning='shard_map', each device has only the gradients of "
+        "its own rows until the end of a step; set task.partitioning='auto'"
       )
     # The mesh axes over which each dimension of a variable may be gathered.
     self._split = {
@@ -184,14 +185,14 @@ class ShardMapped(Execution):
       mesh=self._mesh,
       in_specs=(self._layout.specs, whole, rows),
       out_specs=(self._layout.specs, whole, whole, rows, whole),
-      # Replicated values are replicated by construction, so layers need not declare what varies over which axis.
+      # Off, so that layers need not declare which values vary over which axes; outputs are replicated by construction.
       check_vma=False,
     )
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
       with prefix_errors('task.train'):
         for x in jax.tree.leaves(inputs):
-          # Rows are split over the batch axes whatever the mapping says, but the mapping must be valid.
+          # The mapping has no effect, since rows are split over the batch axes, but it must be valid.
           infer_partition_spec_based_on_rank_fn(mapping, self._mesh.axis_names, x)
       state, *others = mapped(self._layout.fetch(state), prng_key, inputs)
       return (self._layout.send_to_host(state), *others)
@@ -248,7 +249,7 @@ class ShardMapped(Execution):
     axes = tuple(spec_axes(e) if num_parts(e, self._sizes) > 1 else () for e in self._specs[path])
     return ShardedParam(part, axes, self._weights[path].full_shape).gather()
 
-  # ---------------------------------------------------------------- parts
+  # ---------------------------------------------------------------- shards
 
   def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     if path not in self._gathered:
@@ -258,14 +259,14 @@ class ShardMapped(Execution):
     return self._gather(own, stored, range(len(weight.repeat_prefix), len(weight.full_shape)), dtype)
 
   def _gather(self, path: Path, part: jax.Array, dims: range, dtype: DTypeLike | None = None) -> jax.Array:
-    """Gathers some dimensions of a variable. A scan may already have removed the first ones from `part`."""
+    """Gathers some dimensions of a variable. A scan may have removed the first dimensions of `part`."""
     shape = self._weights[path].full_shape
     axes = tuple(a if dim in dims else () for dim, a in enumerate(self._split[path]))
     cut = len(shape) - part.ndim
     return ShardedParam(part, axes[cut:], shape[cut:]).gather(dtype)
 
   def _take_own_update(self, path: Path, value: jax.Array) -> jax.Array:
-    """Returns this device's part of a non-trained variable's new value, averaged over devices."""
+    """Returns this device's shard of the new value of a non-trained variable, averaged over devices."""
     value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
     return value if _keeps_split(self._weights[path]) else take_own_part(value, self._specs[path])
 

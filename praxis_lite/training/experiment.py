@@ -32,7 +32,7 @@ class BaseExperiment:
   """A task and its data.
 
   Attributes:
-    ici_mesh_shape: mesh shape within a slice; None uses the task's, which is one device by default.
+    ici_mesh_shape: mesh shape within a slice; None uses the mesh shape of the task, by default one device.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     mesh_axis_names: names of the mesh axes.
   """
@@ -54,12 +54,12 @@ class BaseExperiment:
     return []
 
   def validate(self) -> None:
-    """Raises a `ConfigError` if the experiment is inconsistent. It is called before anything is built."""
+    """Raises a `ConfigError` if the experiment is inconsistent; called before anything is built."""
 
 
 @dataclasses.dataclass
 class ExperimentConfig:
-  """The configs of one run, which may be replaced. Override paths begin with their names.
+  """The configs of one run. Fields may be replaced; override paths begin with the name of a field.
 
   Setting a field raises ConfigError if the value is not the config of a task, or a list of configs of inputs.
   """
@@ -83,7 +83,7 @@ class ExperimentConfig:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def _replace(self, **changes: Any) -> ExperimentConfig:
-    """Returns a copy with some of the configs changed, like the method of named tuples."""
+    """Returns a copy with some of the configs replaced, like `_replace` of named tuples."""
     return dataclasses.replace(self, **changes)
 
 
@@ -117,7 +117,7 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
 
 
 def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]) -> None:
-  """Raises ConfigError for an attribute of the class that is almost the name of one that is not set."""
+  """Raises ConfigError if the class sets an attribute whose name is a misspelled name of one that it does not set."""
   for cls in experiment_class.__mro__:
     for name in () if cls in (BaseExperiment, object) else vars(cls):
       close = difflib.get_close_matches(name.lower(), unset, n=1, cutoff=0.9)
@@ -127,7 +127,7 @@ def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]
 
 
 def read_sizes(task: Config) -> None:
-  """Replaces 'auto' in the mesh shape of a task's config, in place, so that it is a tuple of integers or None."""
+  """Replaces 'auto' in the mesh shape of a task's config, in place; then the shape is a tuple of integers or None."""
   task.ici_mesh_shape = read_mesh_shape(task.ici_mesh_shape, task.mesh_axis_names)
 
 

@@ -1,7 +1,7 @@
 """Finds where a non-finite value first appears in a step, by running its program operation by operation on one device.
 
-Each operation carries its layer's path, also in the backward pass, so the layers themselves are not needed. Scans are
-unrolled, so that a repeated layer is named with its number.
+Each operation carries the path of its layer, even in the backward pass, so the layers themselves are not needed. Scans
+are unrolled, so the index of a repeated layer is known.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Origin:
   """An operation whose inputs are finite and whose result is not.
 
   Attributes:
-    where: the path of the layer, with the number of a repeated one, as in 'lm.transformer[3].layers.mlp'.
-    is_backward: whether it is an operation of the gradient.
+    where: the path of the layer, with indices of repeated layers, as in 'lm.transformer[3].layers.mlp'.
+    is_backward: whether the operation belongs to the backward pass.
     operation: its name in JAX, such as 'exp'.
-    found: the kind of value in its result that is not finite: 'nan' or 'inf'.
-    inputs: the range of each of its inputs.
+    found: the non-finite value in its result: 'nan' or 'inf'.
+    inputs: a text for each input, with its shape and range.
   """
 
   where: str
@@ -61,7 +61,7 @@ class Trace:
     most: the largest number of origins to keep.
 
   Attributes:
-    origins: where non-finite values first appear, in order. A mask may make them on purpose.
+    origins: operations where non-finite values first appear, in order. Some may be intended, such as in masks.
     layers: statistics by the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
   """
 
@@ -72,7 +72,7 @@ class Trace:
     self._most = most
 
   def run(self, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns function(*args), computed one operation after the other."""
+    """Returns function(*args), computed one operation at a time."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     out = self._run(closed, jax.tree.leaves(args), '', {})
     return jax.tree.unflatten(jax.tree.structure(shape), out)
@@ -118,7 +118,7 @@ class Trace:
   def _layer_of(self, stack: str, at: dict[str, str]) -> str:
     """Returns the path of the layer in whose scope an operation is."""
     where = _path(stack)
-    # The scan with the longest matching path is the innermost one; it gives the number of the repeated layer.
+    # The scan with the longest matching path is the innermost one; it gives the index of the repeated layer.
     for prefix in sorted(at, key=len, reverse=True):
       if where.startswith(prefix):
         where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'
@@ -144,11 +144,11 @@ class Trace:
 
 
 class Activations(Trace):
-  """The last result of each layer of a forward pass. It may run in a traced function, which then computes them.
+  """The last result of each layer in a forward pass. Inside a traced function, the results are traced values.
 
   Attributes:
-    results: by the path of a layer; of several arrays the last one.
-    products: the result of the last product of matrices in each layer, such as logits.
+    results: the last array that each layer computes, by path.
+    products: the result of the last matrix product in each layer, such as logits, by path.
   """
 
   def __init__(self, root: str = ''):
@@ -165,7 +165,7 @@ class Activations(Trace):
 
 
 def _path(stack: str) -> str:
-  """Returns the path of a layer from the names of nested scopes, 'transpose(jvp(lm))/softmax'."""
+  """Returns the path of a layer, given its scopes: 'lm.softmax' for 'transpose(jvp(lm))/softmax'."""
   names = re.sub(r'\b(transpose|jvp|vmap)\(|\)', '', stack).split('/')
   return '.'.join(name for name in names if not _NOT_LAYERS.match(name) and not re.search(r'[^\w~\[\]]', name))
 

@@ -1,4 +1,4 @@
-"""Counts a model's operations in the jaxpr. XLA's own count includes a loop's body once, and skips library kernels.
+"""Counts the FLOPs of products in a jaxpr. XLA's own cost analysis counts loop bodies once, and skips library kernels.
 
     dot_general             2 * batch * M * N * K
     ragged_dot_general      2 * M * N * K: each row is multiplied by the weights of its group
@@ -33,8 +33,8 @@ _JIT = ('jit', 'pjit')
 
 
 def model_flops(partitioned: PartitionedTask) -> float:
-  """Returns the FLOPs of a training step on all devices; two thirds of them belong to the backward pass."""
-  # Traced without the mesh: on a mesh, buffers for exchanges between devices have more room than there is data.
+  """Returns the FLOPs of a training step, summed over all devices; the backward pass has two thirds of them."""
+  # Traced without the mesh, because on a mesh, buffers for exchanges between devices are larger than their data.
   evaluate = functools.partial(eval_step_single_learner, partitioned.jax_task)
   key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros((), jnp.int32)))
   variables = partitioned.unpadded_state_shapes.mdl_vars
@@ -42,11 +42,11 @@ def model_flops(partitioned: PartitionedTask) -> float:
 
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-  """Returns the operations of one call.
+  """Returns the FLOPs of one call of a program.
 
-  For a `cond`, the most expensive branch counts; for a `while`, the largest possible number of iterations. So blockwise
-  attention counts as if each row were one segment, because segment ids decide how many blocks meet, and attention over
-  a ring of devices counts as if there were no mask. If the program does not show such a limit, a `while` counts once.
+  For a `cond`, the most expensive branch counts; for a `while`, the largest possible number of iterations, or one if
+  the program shows no limit. So blockwise attention counts as if each row were one segment, because segment ids are
+  data that decide which blocks are skipped, and ring attention counts as if there were no mask.
   """
   return _flops(jaxpr, [])
 
@@ -54,7 +54,7 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
 def flops_by_scope(
   jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
 ) -> Iterator[tuple[str, float]]:
-  """Yields for each product its scopes, such as 'jvp(lm)/ff', and its operations in a call, like `count_flops`."""
+  """Yields the scopes, such as 'jvp(lm)/ff', and the FLOPs in one call of each product; see `count_flops`."""
   bounds = LoopBounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
@@ -78,7 +78,7 @@ def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> flo
 
 
 def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
-  """Returns the operations of an equation, including programs inside it; `bounds` belong to the program around it."""
+  """Returns the FLOPs of an equation, including programs inside it; `bounds` are those of the program around it."""
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
@@ -88,7 +88,7 @@ def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
   if name == 'ragged_dot_general':
     numbers = params['ragged_dot_dimension_numbers']
     (contracting, _), _ = numbers.dot_dimension_numbers
-    # If the groups divide the dimension that is summed over, each group has its own result, summed over its part.
+    # If groups divide the contracted dimension, each group has its own result, summed over its part of the dimension.
     summed_in_groups = set(numbers.lhs_ragged_dimensions) <= set(contracting)
     groups = shapes[2][-1] if summed_in_groups else 1
     return 2.0 * elements * math.prod(shapes[0][d] for d in contracting) / groups
@@ -98,7 +98,7 @@ def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
-  # In the gradient of a scan, parts of these functions are before the scan, without operands or products.
+  # In the gradient of a scan, parts of these functions without operands or products are moved before the scan.
   if name in _JIT and params['name'] == 'grouped_product' and len(shapes) == 3:
     return 2.0 * elements * shapes[0][-1]
   if name in _JIT and params['name'] == 'grouped_sum' and len(shapes) == 3:

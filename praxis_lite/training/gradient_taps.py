@@ -1,7 +1,8 @@
 """Statistics of the gradients of activations, which a step computes in its backward pass.
 
-`layers/base/taps.py` says how: the gradient by a probe, zeros among the variables of a layer, is a part of a statistic.
-Layers in a stack have a probe each. This file makes the probes, and takes the gradients by them.
+A probe is an array of zeros among the variables of a layer; the gradient with respect to it is a part of a statistic,
+see `layers/base/taps.py`. Each layer of a stack has its own probe. This file makes the probes, and computes these
+gradients.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from praxis_lite.training.microbatches import GradientFn, LossOutput
 
 
 class Probes(NamedTuple):
-  """The probes of the gradients that taps want.
+  """The probes for gradients that are tapped.
 
   Attributes:
-    arrays: zeros, in a tree of variables.
-    paths: where the probe of each summary is in this tree, by the name of the summary.
+    arrays: zeros, in a tree like the variables.
+    paths: the path of the probe of each summary in this tree, by the name of the summary.
     share: see `Taps`.
   """
 
@@ -37,8 +38,8 @@ def make_probes(output: LossOutput, probed: dict[str, Path], num_losses: int) ->
   """Returns the probes of a step.
 
   Args:
-    output: shapes of the outputs of its loss, in a call without probes.
-    probed: the paths of the layers of the points whose gradients are wanted, in the tree of variables.
+    output: shapes of the outputs of the loss function, called without probes.
+    probed: for each tapped point, the path of its layer in the tree of variables.
     num_losses: the number of devices whose losses are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()
@@ -55,11 +56,11 @@ def make_probes(output: LossOutput, probed: dict[str, Path], num_losses: int) ->
 
 
 def watch_gradients(loss_fn: Callable[..., Any], probes: Probes) -> Callable[[jax.Array], GradientFn]:
-  """Returns what `value_and_grad` takes as `watch`.
+  """Returns the argument `watch` of `value_and_grad`, with which it also computes the gradients by the probes.
 
   Args:
-    loss_fn: a loss function, which takes `probes`.
-    probes: of `make_probes`.
+    loss_fn: a loss function with an argument `probes`.
+    probes: the result of `make_probes`.
   """
 
   def watch(share: jax.Array) -> GradientFn:

@@ -1,8 +1,8 @@
-"""What all learners do in a step: which variables they train, and what happens if a step is not finite.
+"""The part of a step that all learners share: which variables are trained, and what happens if a step is not finite.
 
     gradient -> [the learner: updates and new slots] -> new variables -> moving averages
 
-If its loss or gradient is not finite, a step changes neither variables nor slots nor averages.
+A step whose loss or gradient is not finite changes neither variables nor slots nor averages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from praxis_lite.training.learning.optimizer import States
 from praxis_lite.training.learning.owners import Splits
 
 T = TypeVar('T')
-# Tree of sums over parts of variables -> tree of sums over the whole variables.
+# Tree of sums over shards of variables -> tree of sums over the whole variables.
 SumParts = Callable[[NestedDict], NestedDict]
 
 
@@ -36,9 +36,9 @@ class LearnerUpdate(NamedTuple):
     mdl_vars: all variables, the trained ones updated.
     opt_states: new optimizer state.
     ema_vars: new moving averages; None if they are disabled.
-    stats: float32 scalars: learning_rate, or learning_rate/<name> of each of several learners; grad_norm, of the whole
-      gradient before clipping; skipped, 0 or 1, absent if on_nonfinite is 'ignore'; and param_norm if report_param_norm
-      is set.
+    stats: float32 scalars: learning_rate, or learning_rate/<name> for each of several learners; grad_norm, the norm of
+      the whole gradient before clipping; skipped, 0 or 1, unless on_nonfinite is 'ignore'; and param_norm if
+      report_param_norm is set.
     finite: whether loss and gradient were finite; None if on_nonfinite is 'ignore'.
   """
 
@@ -50,7 +50,7 @@ class LearnerUpdate(NamedTuple):
 
 
 class BaseLearner:
-  """What a task and its run need to know of a learner. Subclasses are `Configurable`, and declare these fields."""
+  """The interface of learners for tasks and runs. Subclasses are `Configurable`, and declare these fields."""
 
   clip_gradient_norm_to_value: float
   bprop_variable_inclusion: tuple[str, ...] | str
@@ -63,22 +63,22 @@ class BaseLearner:
 
   @property
   def keeps_averages(self) -> bool:
-    """Whether there are moving averages of some variables."""
+    """Whether the learner keeps moving averages of some variables."""
     raise NotImplementedError
 
   @property
   def rate_field(self) -> str:
-    """The path of the learning rate in the learner's config, for advice."""
+    """The path of the learning rate in the learner's config, for messages that advise to change it."""
     return 'learning_rate'
 
   def describe(self) -> str:
-    """Returns the optimizers and their learning rates in a few words, for summaries."""
+    """Returns a short text with the optimizers and their learning rates, for summaries."""
     raise NotImplementedError
 
   def bind(self, weights: NestedDict) -> BoundLearner:
-    """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
+    """Returns this learner for the variables of a model, declared by `weights`, the result of its `abstract_init()`.
 
-    Raises ConfigError if a regex is not valid or matches no variable, if no variable is left to train, or if a
+    Raises ConfigError if a regex is not valid or matches no variable, if there is no variable to train, or if a
     schedule does not return a scalar.
     """
     if self._bound is None or self._bound[0] != weights:  # A bound learner caches facts about its optimizer.
@@ -104,13 +104,14 @@ class BaseLearner:
 
 
 class GivenGradients(NamedTuple):
-  """The gradients of a step, and what else its updates depend on, besides the state of the optimizer.
+  """The arguments of a step's updates, except the state of the optimizer.
 
   Attributes:
-    gradients, variables: of the trained variables.
+    gradients: the gradients of the trained variables.
     squares: the squared norm of each gradient, a scalar.
-    losses: the loss of each variable's rule, by name; see `BoundLearner.paths_by_loss`.
-    step, sum_parts, splits: as for `BoundLearner.update`.
+    losses: the losses by name; see `BoundLearner.paths_by_loss`.
+    variables: the trained variables.
+    step, sum_parts, splits: see `BoundLearner.update`.
   """
 
   gradients: NestedDict
@@ -122,7 +123,7 @@ class GivenGradients(NamedTuple):
   splits: Splits | None
 
   def select(self, part: Callable[[NestedDict], NestedDict]) -> GivenGradients:
-    """Returns the same for a part of the variables."""
+    """Returns the arguments for a part of the variables; `part` selects it from a tree."""
     return self._replace(gradients=part(self.gradients), squares=part(self.squares), variables=part(self.variables))
 
 
@@ -170,23 +171,23 @@ class BoundLearner:
     return path in self._trained
 
   def paths_by_loss(self) -> dict[str, set[Path]]:
-    """Returns the trained variables that each metric of the model is reduced by."""
+    """Returns, by name of a loss, which is a metric of the model, the variables that are trained to reduce it."""
     return {'loss': self._trained}
 
   def remark(self, path: Path) -> str:
-    """Returns how the trained variable at `path` is trained, for reports; '' if there is nothing to say."""
+    """Returns a text for reports about how the variable at `path` is trained; '' for all that are trained as usual."""
     del path
     return ''
 
   def growth_remark(self, path: Path) -> str:
-    """Returns what a model with `Mup` changes for the trained variable at `path`, and why; '' if it changes nothing."""
+    """Returns a text about what `Mup` changes for the trained variable at `path`, and why; '' if it changes nothing."""
     del path
     return ''
 
   # ---------------------------------------------------------------- state
 
   def init(self, mdl_vars: NestedDict) -> States:
-    """Returns the initial optimizer state: slots only for the trained variables."""
+    """Returns the initial optimizer state, with slots only for the trained variables."""
     raise NotImplementedError
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
@@ -201,7 +202,7 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
-    """Returns how the slots are split that the optimizer places itself, by path; others follow their variables.
+    """Returns the specs, by path, of slots that the optimizer places itself; other slots follow their variables.
 
     Args:
       opt_states: shapes of the optimizer's state.
@@ -211,15 +212,15 @@ class BoundLearner:
     return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    """Returns what may treat a part of a variable differently from the whole: a field's path, and names of functions.
+    """Returns a field's path and the names of its functions that may treat a shard differently from the whole variable.
 
     Args:
-      split_dims: the dimensions that are split, of each variable that has any.
+      split_dims: the split dimensions of each split variable.
     """
     raise NotImplementedError
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
-    """Returns what devices compute for each other in an update on a mesh, in sentences for reports."""
+    """Returns sentences for reports about what devices compute for each other in an update on a mesh."""
     del splits
     return []
 
@@ -240,12 +241,12 @@ class BoundLearner:
 
     Args:
       gradients: the gradients of the trained variables, a part of the variable tree.
-      loss: the loss, or each of `paths_by_loss` by name; if one that counts in the step is not finite, the step is not
-        applied. It is the same on all devices.
+      loss: the loss, or the losses of `paths_by_loss` by name, equal on all devices. If a loss that counts in the step
+        is not finite, the step is not applied.
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      sum_parts: sums over devices, if each device has only a part of some variables.
+      sum_parts: adds sums over shards across devices; None if each device has whole variables.
       splits: how a mesh splits the variables; None if there is no mesh.
 
     Raises:
@@ -288,14 +289,14 @@ class BoundLearner:
     return optax.apply_updates(variables, updates)
 
   def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
-    """Returns the optimizer's state of a step that gave these values to the trained variables."""
+    """Returns the optimizer's state, after it has seen the trained variables' values at the end of a step."""
     del variables, step
     return states
 
   def update_averages(
     self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
   ) -> NestedDict | None:
-    """Returns the averages after a step that gave these values to the trained variables and the optimizer's state."""
+    """Returns the averages after a step, given its new trained variables and optimizer state."""
     raise NotImplementedError
 
   def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:
@@ -303,28 +304,28 @@ class BoundLearner:
     return jax.tree.map(jnp.sqrt, squares_of_layers(gradients, self._declared, sum_parts))
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
-    """Returns the gradients that count in the step."""
+    """Returns the gradients that are used in the step."""
     del step
     return gradients
 
   def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns the losses, with zeros for those that are not reduced in the step."""
+    """Returns the losses, with zeros for those that no rule reduces in the step."""
     del step
     return losses
 
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:
-    """Returns float32 scalars to report: learning rates, and what else the learner knows."""
+    """Returns float32 scalars to report, such as learning rates."""
     raise NotImplementedError
 
 
 def matching_paths(
   where: str, patterns: Iterable[str] | str, declared: Mapping[Path, WeightHParams], what: str = 'variable'
 ) -> set[Path]:
-  """Returns the paths of the declared variables that one of the regexes matches as a whole.
+  """Returns the paths of declared variables that a regex matches as a whole.
 
   Raises:
-    ConfigError: a regex is not valid, or matches none. `where` is the path of the field, and `what` says what the
-      declared variables are, for the message.
+    ConfigError: a regex is not valid, or matches no path. The message begins with `where`, the path of the field, and
+      calls the variables `what`.
   """
   matching: set[Path] = set()
   for pattern in (patterns,) if isinstance(patterns, str) else patterns:
@@ -347,9 +348,9 @@ def total_loss(losses: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
 def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:
   """Returns `changed()` if `condition`, else `kept`, which has the same structure and consists of donated arrays.
 
-  On a GPU, `where` chooses each element in the same pass that updates the array; with a branch, XLA would copy every
-  result: twice the bytes of all variables and slots. Elsewhere a branch is used, which XLA updates in place; `where`
-  would need a separate pass over each array, and a copy of the old one.
+  On a GPU, `where` chooses each element in the same pass that updates the array; with `cond`, XLA would copy every
+  result, and move twice the bytes of all variables and slots. On other platforms, `cond` is used, which XLA updates in
+  place; `where` would need a separate pass over each array, and a copy of the old one.
   """
   if platform() == 'gpu':
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), changed(), kept)
@@ -365,12 +366,12 @@ def squares_of(tree: NestedDict, sum_parts: SumParts) -> NestedDict:
 
 
 def norm_of(squares: NestedDict) -> jax.Array:
-  """Returns the norm of all arrays of a tree as one vector, from their squared norms."""
+  """Returns the global norm of the arrays of a tree, given their squared norms."""
   return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))
 
 
 def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: SumParts) -> NestedDict:
-  """Returns the squared norm of each gradient; for a stack of layers, one per layer: [layers, 1, ...]."""
+  """Returns the squared norm of each gradient, a scalar; for a stack, one for each layer, [layers, 1, ...]."""
 
   def square(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
     axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
@@ -380,5 +381,5 @@ def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: Sum
 
 
 def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float | jax.Array) -> jax.Array:
-  """Returns the gradient, made smaller if `norm` is above the limit, which is positive."""
+  """Returns the gradient, scaled down to the norm `limit`, which is positive, if `norm` is larger."""
   return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)

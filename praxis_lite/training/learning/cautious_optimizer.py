@@ -1,6 +1,6 @@
-"""Cautious optimizers (Liang et al., 2024): an update whose sign the gradient of the step does not confirm is left out.
+"""Cautious optimizers (Liang et al., 2024): entries of an update that do not point against the gradient become 0.
 
-    agrees = update * gradient < 0             an update is added to its variable
+    agrees = update * gradient < 0             updates are added to variables
     update = update * agrees / max(mean of agrees over the variable, 1e-3)
 
 A weight decay inside the optimizer would be masked too; use the learner's `decoupled_weight_decay`.
@@ -18,15 +18,15 @@ from praxis_lite.common.errors import ConfigError
 
 
 def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer without those updates whose sign the gradient does not confirm.
+  """Returns an optimizer that masks entries of updates which do not point against the gradient.
 
   Args:
-    optimizer: a config of it, as in `Config(cautious, Config(optax.adam))`.
-    rescale: makes up for what is left out, by the fraction of each variable that is. Without it, an elementwise
-      optimizer stays elementwise.
+    optimizer: config of the optimizer to mask, as in `Config(cautious, Config(optax.adam))`.
+    rescale: whether to divide the update of a variable by the fraction of its entries that remain. With False, an
+      elementwise optimizer stays elementwise.
 
   Raises:
-    ConfigError: `optimizer` is no optimizer.
+    ConfigError: `optimizer` is not an optimizer.
   """
   inner = inner_optimizer(optimizer, 'cautious')
 
@@ -45,7 +45,7 @@ def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> o
 
 
 def inner_optimizer(optimizer: object, name: str) -> optax.GradientTransformationExtraArgs:
-  """Returns what the optimizer `name` wraps; raises ConfigError if that is no optimizer."""
+  """Returns the optimizer that the optimizer `name` wraps; raises ConfigError if it is not an optimizer."""
   if isinstance(optimizer, optax.GradientTransformation):
     return optax.with_extra_args_support(optimizer)
   got = getattr(optimizer, '__qualname__', None) or repr(optimizer)

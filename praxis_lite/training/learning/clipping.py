@@ -1,14 +1,14 @@
 """Clips gradients: by value, by the norm of each variable, by the norm of its units, and by the global norm.
 
     by value       each entry g to [-limit, limit]
-    of a variable  its norm to the limit; of a stack of layers, the norm of each layer
-    of units       the norm of each unit of a weight to limit * max(norm of its weights, 1e-3) (AGC; Brock et al., 2021)
-    by z-score     the global norm, if it is more than `limit` standard deviations above its mean (ZClip; Kumar et al.,
-                   2025): to mean + limit^2 / z * deviation
-    global         the norm of all to the limit
+    by variable    the norm of each variable, or of each layer of a stack, to the limit
+    by unit        the norm of each unit of a weight to limit * max(norm of its weights, 1e-3) (AGC; Brock et al., 2021)
+    by z-score     the global norm, if its z-score z is above the limit, to mean + limit^2 / z * standard deviation
+                   (ZClip; Kumar et al., 2025)
+    global         the global norm to the limit
 
-A unit is an output of a matrix: the entries of all of its inputs. Of a weight without outputs, such as a bias, all
-entries are a unit, and of a table of embeddings a row.
+A unit of a matrix is an output, with the entries of all inputs. A unit of an embedding table is a row. A weight without
+outputs, such as a bias, is one unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from praxis_lite.training.learning.base_learner import SumParts, clip_to_norm, n
 ArrayT = TypeVar('ArrayT', jax.Array, np.ndarray)
 
 _LEAST_WEIGHT_NORM = 1e-3
-_DECAY, _FIRST_STEPS = 0.97, 25  # Of the statistics of norms; nothing is clipped in the first steps.
+_DECAY, _FIRST_STEPS = 0.97, 25  # Decay of the norm statistics, and the number of first steps without clipping.
 
 
 class NormHistory(NamedTuple):
@@ -43,14 +43,14 @@ class NormHistory(NamedTuple):
     return cls(jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()))
 
   def limit(self, norm: jax.Array, limit: float) -> jax.Array:
-    """Returns the norm that a gradient of norm `norm` is given, above zero."""
+    """Returns the norm, above zero, to which a gradient of norm `norm` is clipped."""
     deviation = jnp.sqrt(self.variance)
     z = (norm - self.mean) / jnp.maximum(deviation, 1e-12)
     lower = self.mean + limit**2 / jnp.maximum(z, limit) * deviation
     return jnp.maximum(jnp.where((z > limit) & (self.num_steps >= _FIRST_STEPS), lower, norm), 1e-30)
 
   def add(self, norm: jax.Array) -> NormHistory:
-    """Returns the history with one more norm: plain means in the first steps, then moving averages."""
+    """Returns the history with one more norm; statistics are plain means at first, then moving averages."""
     new = jnp.maximum(1.0 - _DECAY, 1.0 / (self.num_steps + 1.0))
     mean = self.mean + new * (norm - self.mean)
     variance = (1.0 - new) * (self.variance + new * jnp.square(norm - self.mean))
@@ -81,8 +81,8 @@ class Clipping:
     Args:
       gradients, squares: the gradients, and the squared norm of each.
       variables, declared: the variables, and their declarations.
-      sum_parts: sums over devices, if each device has only a part of some variables.
-      history: of the steps before; needed for `z_score`.
+      sum_parts: adds sums over shards across devices; None if each device has whole variables.
+      history: the history of the steps before; needed for `z_score`.
     """
     original = gradients
     if limit := self.value:
@@ -105,7 +105,7 @@ class Clipping:
 
 
 def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
-  """Returns the dimensions of a variable, those of its stack included, along which the entries of one unit lie."""
+  """Returns the dimensions of a variable, counted with those of its stack, along which a unit's entries lie."""
   rank, stack = len(weight.shape), len(weight.repeat_prefix)
   inputs = weight.fan_in_axes
   if inputs is None and weight.fan_out_axes is None and rank > 1:
@@ -115,7 +115,7 @@ def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
 
 
 def unit_norms(x: ArrayT, weight: WeightHParams) -> ArrayT:
-  """Returns the norm of each unit of a JAX or NumPy array with the dimensions of a variable; units keep dimensions."""
+  """Returns the norm of each unit of a JAX or NumPy array like a variable; the reduced dimensions have size 1."""
   xp: Any = x.__array_namespace__()
   norms: ArrayT = xp.sqrt(xp.sum(xp.square(x), axis=unit_axes(weight), keepdims=True))
   return norms

@@ -1,4 +1,4 @@
-"""Schedules made of other schedules: one after the other, once or again and again."""
+"""Schedules made of other schedules, which follow one another once or in a cycle."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Composed(BaseSchedule):
 
 
 class PiecewiseSchedule(_Composed):
-  """`schedules[i]` from step `boundaries[i - 1]` up to `boundaries[i]`; its own steps begin at 0.
+  """`schedules[i]` from step `boundaries[i - 1]` to `boundaries[i]`; each schedule counts steps from its own start.
 
   Attributes:
-    boundaries: steps that increase.
+    boundaries: increasing steps.
     schedules: a config of a schedule, or a function of the step, for each interval: one more than there are boundaries.
   """
 
@@ -51,9 +51,9 @@ class PiecewiseSchedule(_Composed):
 
 
 class CycleSchedule(_Composed):
-  """Each of `schedules` in turn, `schedules[i]` for `steps[i]` steps, and then again from the first one.
+  """A cycle of schedules: `schedules[i]` for `steps[i]` steps; after the last one, the first one again.
 
-  Unlike those of a `PiecewiseSchedule`, all of them are functions of the step of the run.
+  Unlike the schedules of a `PiecewiseSchedule`, each one is a function of the step of the run.
 
   Attributes:
     schedules: a config of a schedule, or a function of the step, for each part of the cycle.

@@ -1,4 +1,4 @@
-"""Layer-wise decay of the learning rate: the further a layer is from the output, the less it is changed.
+"""Layer-wise learning rate decay: the further a layer is from the output, the smaller its updates.
 
 With a factor d and L layers, an update is multiplied by
 
@@ -6,8 +6,8 @@ With a factor d and L layers, an update is multiplied by
     layer i of L    d^(L - i)        i = 0, ..., L - 1
     all others      1                such as the last norm and the head
 
-(Clark et al., 2020; Bao et al., 2021). Layers may be separate in the tree of variables, with their number in the path;
-or stacked in one array [layers, ...]; or rounds of a pattern, numbered by the stack and then by the path.
+(Clark et al., 2020; Bao et al., 2021). Layers may be separate in the tree of variables, with an index in the path;
+stacked in one array [layers, ...]; or a stack of groups of layers, in which the stack index counts before the path.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LayerDecay(Configurable):
   Attributes:
     factor: above 0, at most 1; 0.65 to 0.9 is usual for fine-tuning.
     layers: regex that matches the whole paths of the variables of layers. If layers are separate in the tree, its first
-      group is their number, as in `encoder\.layers_(\d+)\..*`. Several regexes are for several parts of the network,
-      one above the other.
+      group is their index, as in `encoder\.layers_(\d+)\..*`. Several regexes stand for several parts of the network,
+      the lowest part first.
     embeddings: regexes that match the whole paths of the variables below the first layer.
   """
 
@@ -46,10 +46,10 @@ class LayerDecay(Configurable):
       raise ConfigError(f'LayerDecay.factor: expected a number above 0 and at most 1, got {self.factor}')
 
   def factors(self, weights: NestedDict) -> dict[Path, Factor]:
-    """Returns the factor of each variable that is in a layer or below the first one: a number, or [layers, 1, ...].
+    """Returns the factors of variables in or below the layers, by path: a number, or [layers, 1, ...] for a stack.
 
     Raises:
-      ConfigError: a regex is not valid or matches no variable, a group is not a number, or two regexes match the same
+      ConfigError: a regex is not valid or matches no variable, a group is not an integer, or two regexes match the same
         variable.
     """
     declared, depths, below = leaves(weights), dict[Path, np.ndarray](), 0
@@ -88,6 +88,6 @@ def _number_in_path(pattern: str, path: Path) -> int:
 
 
 def _numbers_in_stack(weight: WeightHParams) -> np.ndarray:
-  """Returns the number of each layer of a stack, [layers, 1, ...]; 0 for a variable that is in no stack."""
+  """Returns the index of each layer of a stack, [layers, 1, ...]; 0 for a variable that is in no stack."""
   numbers = np.arange(math.prod(weight.repeat_prefix))
   return numbers.reshape(weight.repeat_prefix + (1,) * len(weight.shape) if weight.repeat_prefix else ())

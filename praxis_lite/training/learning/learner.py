@@ -3,7 +3,7 @@
     gradient -> clipping, see `clipping.py`
              -> L2 -> optimizer -> decoupled weight decay -> new variables -> moving averages
 
-`base_learner.py` has what all learners share, `multi_learner.py` a learner with several optimizers.
+`base_learner.py` has the code that all learners share, `multi_learner.py` a learner with several optimizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIMITS = {
   'clip_gradient_norm_to_value': 'norm',
 }
 _DECAYS = ('l2_regularizer_weight', 'decoupled_weight_decay', 'independent_weight_decay')
-# Names in the state of a learner, beside those of the groups of its optimizer.
+# Names in the state of a learner, in addition to the groups of its optimizer.
 _NORMS, _AVERAGES = 'gradient_norms', 'averages'
 
 
@@ -52,46 +52,46 @@ class Learner(BaseLearner, Configurable):
 
   Attributes:
     optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
-      returns an optax transformation. If it, or a config nested in it, has a learning rate, a weight decay mask, or
-      Muon's axes of matrices that are not set, the learner fills them in.
+      returns an optax transformation. In this config and configs nested in it, the learner fills in a learning rate, a
+      mask for weight decay, and Muon's axes of matrices, where they are not set.
     learning_rate: factor of the schedule.
-    schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar; or its config.
+    schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar; or the config of
+      such a function.
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
     clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
-    clip_gradient_unit_ratio: upper limit of the norm of the gradient of each unit, an output of a matrix, as a multiple
-      of the norm of the unit's weights (adaptive gradient clipping); 0 disables it, 0.01 is usual.
+    clip_gradient_unit_ratio: upper limit of the gradient norm of each unit, an output of a matrix, as a multiple of the
+      norm of the unit's weights (adaptive gradient clipping); 0 disables it, 0.01 is usual.
     clip_gradient_z_score: a global gradient norm that is more than this many standard deviations above the mean of past
       steps is reduced (ZClip); 0 disables it, 2.5 is usual. The optimizer's state then has the mean and the variance.
     l2_regularizer_weight: adds this times the variable to its gradient; 0 disables it.
     decoupled_weight_decay: subtracts learning rate times this times the variable from the variable; 0 disables it.
     independent_weight_decay: subtracts the schedule's factor, without the learning rate, times this times the variable
       from the variable (Wortsman et al., 2023); 0 disables it.
-    bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
-    bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
+    bprop_variable_inclusion: regexes that match whole paths of the variables to train; empty trains all.
+    bprop_variable_exclusion: regexes that match whole paths of variables that are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
-      disables them. A schedule-free optimizer has an average of its own, which takes their place.
-    power_averages: relative widths of further averages, whose weights are powers of the step (Karras et al., 2024), as
-      in (0.05, 0.1). They are part of the optimizer's state; `load(power_average=...)` computes averages of any width
-      from those in all checkpoints.
+      disables them. A schedule-free optimizer has its own average, which replaces them.
+    power_averages: relative widths, as in (0.05, 0.1), of additional averages, whose weights are powers of the step
+      (Karras et al., 2024). They are part of the optimizer's state; `load(power_average=...)` computes averages of any
+      width from those in all checkpoints.
     num_microbatches: gradients are accumulated over this many parts of a batch.
     on_nonfinite: what to do in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing.
       'raise' changes nothing and ends the run. 'rollback' makes the run go back to its last checkpoint and leave out
       the batch. 'ignore' updates as in any other step.
     moments: the dtype in which the optimizer's moments are stored: 'float32', 'bfloat16' or 'int8'; see `moments.py`.
-    round_stochastically: rounds new values of bfloat16 variables up or down with the probabilities that make the mean
-      exact, so that small updates are not lost; the random bits are a hash of the new value and the step. The optimizer
-      then computes in float32.
+    round_stochastically: rounds new values of bfloat16 variables up or down at random, without bias, so that small
+      updates are not lost; the random bits are a hash of the new value and the step. The optimizer then computes in
+      float32.
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. With None, it does
       so only if that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
-    report_noise_scale: adds the metrics `grad_noise/variance` and `grad_noise/signal`. The mean of the first over many
-      steps, divided by that of the second, is the gradient noise scale, in rows, or tokens of a language model. Needs
-      several microbatches.
-    update_size: how large the updates of the optimizer are, for a model with `Mup`: 'normalized', 'gradient',
-      'relative' or 'spectral', see `update_sizes.py`; 'auto' finds it out.
+    report_noise_scale: adds the metrics `grad_noise/variance` and `grad_noise/signal`. The ratio of their means over
+      many steps is the gradient noise scale, in rows, or in tokens for a language model. Needs several microbatches.
+    update_size: how the size of the optimizer's updates depends on the model, for a model with `Mup`: 'normalized',
+      'gradient', 'relative' or 'spectral', see `update_sizes.py`; 'auto' detects it.
 
-  No kind of decay, nor the optimizer's own, applies to variables that are marked to skip regularization.
+  Variables that are marked to skip regularization have no decay of any kind, not even the optimizer's own.
 
   Raises:
     ConfigError: a value is out of range, or several kinds of decay are set.
@@ -221,7 +221,7 @@ class _OneOptimizer(BoundLearner):
     )
     if learner.l2_regularizer_weight:
       gradients = self._plus(gradients, learner.l2_regularizer_weight, variables)
-    # A decay that the optimizer adds to its updates should not get their factors.
+    # The factors of updates must not apply to a weight decay that the optimizer adds to them.
     decayed = self._times_factors(variables, -1) if self._optimizer.decays else variables
     updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, loss, given.splits)
     updates = self._times_factors(updates)
@@ -260,20 +260,20 @@ class _OneOptimizer(BoundLearner):
     return {'learning_rate': self._learner.learning_rate_at(step)}
 
   def _to_update_dtype(self, tree: NestedDict) -> NestedDict:
-    """Returns gradients or variables in the dtypes in which the optimizer computes."""
+    """Casts gradients or variables to the dtypes in which the optimizer computes."""
     if not self._learner.round_stochastically:
       return tree
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
   def _times_factors(self, tree: NestedDict, power: int = 1) -> NestedDict:
-    """Returns `tree` with each array times a power of the factor of its variable's update."""
+    """Multiplies each array of `tree` by a power of the factor of its variable's update."""
     factors = self._factors
     if not factors:
       return tree
     return map_with_path(lambda p, x: x if factors[p] == 1 else x * jnp.asarray(factors[p] ** power, x.dtype), tree)
 
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
-    """Returns `tree` + factor * variables, for the variables that may be regularized; others are unchanged."""
+    """Adds factor * variable to the arrays of `tree` whose variables may be regularized; returns the tree."""
     return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
 
 

@@ -1,4 +1,4 @@
-"""LearnerRule: which variables a learner of a `MultiLearner` trains, when, and how much."""
+"""LearnerRule: a learner of a `MultiLearner`, with the variables that it trains, its steps and its factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from praxis_lite.training.learning.learner import Learner
 
 T = TypeVar('T', bound=Configurable)
 
-# Fields of a `Learner` that hold for all variables together, and so are fields of the `MultiLearner`.
+# Fields of a `Learner` that concern all variables together, and so belong to the `MultiLearner`.
 _OF_ALL = (
   'bprop_variable_inclusion',
   'bprop_variable_exclusion',
@@ -31,22 +31,22 @@ _OF_ALL = (
 
 
 class LearnerRule(Configurable):
-  """Which variables a learner of a `MultiLearner` trains, when, and how much.
+  """A learner of a `MultiLearner`, with the variables that it trains, its steps and its factors.
 
   Attributes:
-    name: letters, digits and underscores. The optimizer state and the metrics of the rule are named by it.
-    regex: regexes that match the whole paths of its variables; None takes all that no other rule takes.
-    loss: the metric of the model that its variables are trained to reduce, as weights of rows and all other variables
-      are given. Microbatches and devices count by the weight of this metric. With 'loss', auxiliary losses are added to
-      it, as always.
-    learner: config of a `Learner`. Fields that hold for all variables together, such as `num_microbatches`, are set in
-      the `MultiLearner`.
-    train_from_step, train_until_step: it trains in the steps after at least `train_from_step` and fewer than
-      `train_until_step` steps of the run; None means to the end. In other steps, its variables and slots keep their
-      values. Its schedule counts the steps of the run.
+    name: letters, digits and underscores; the key of its optimizer state, and a part of the names of its metrics.
+    regex: regexes that match the whole paths of its variables; None means all variables that no other rule takes.
+    loss: the metric of the model that its variables are trained to reduce. Microbatches and devices are averaged by the
+      weight of this metric. For 'loss', auxiliary losses are added, as in other learners.
+    learner: config of a `Learner`. Fields that concern all variables together, such as `num_microbatches`, must be set
+      in the `MultiLearner` instead.
+    train_from_step, train_until_step: it trains in the steps s of the run, counted from 0, with
+      `train_from_step` <= s < `train_until_step`; None means no end. In other steps, its variables and slots do not
+      change. Its schedule counts the steps of the run.
     gradient_factor: factor of its gradient, before any clipping.
-    update_factor: factor of what is added to its variables, weight decay included.
-    layer_decay: config of a `LayerDecay`: further factors of what is added; None means none.
+    update_factor: factor of its updates, including weight decay.
+    layer_decay: config of a `LayerDecay`, which multiplies the updates of each layer by another factor; None disables
+      it.
 
   Raises:
     ConfigError: a value is out of range, or the learner cannot be built.
@@ -81,7 +81,7 @@ class LearnerRule(Configurable):
     self._decay = None if self.layer_decay is None else _build(LayerDecay, 'LearnerRule.layer_decay', self.layer_decay)
 
   def is_training(self, step: jax.Array) -> jax.Array | None:
-    """Returns whether it trains in the step after `step` steps, a bool scalar; None if it does so in all steps."""
+    """Returns whether it trains in the step `step`, a bool scalar; None if it trains in all steps."""
     after = step >= self.train_from_step if self.train_from_step else None
     if self.train_until_step is None:
       return after
@@ -89,10 +89,11 @@ class LearnerRule(Configurable):
     return before if after is None else after & before
 
   def factors(self, trained: NestedDict, weights: NestedDict) -> dict[Path, float | np.ndarray]:
-    """Returns the factor of the updates of each of its variables: a number, or [layers, 1, ...].
+    """Returns the factor of the updates of each of its variables, by path: a number, or [layers, 1, ...] for a stack.
 
     Args:
-      trained, weights: the declarations of its variables, and of all variables of the model.
+      trained: the declarations of its variables.
+      weights: the declarations of all variables of the model.
     """
     by_layer = {} if self._decay is None else self._decay.factors(weights)
     if self._decay is not None and by_layer.keys().isdisjoint(leaves(trained)):
@@ -100,7 +101,7 @@ class LearnerRule(Configurable):
     return {path: self.update_factor * by_layer.get(path, 1.0) for path in leaves(trained)}
 
   def describe(self) -> str:
-    """Returns its name, and when and how much it trains, for reports."""
+    """Returns a text for reports with its name, its steps and its factors."""
     steps = f'from step {self.train_from_step}' if self.train_from_step else ''
     until = f'until step {self.train_until_step}' if self.train_until_step is not None else ''
     factor = f'times {self.update_factor:g}' if self.update_factor != 1 else ''
@@ -113,7 +114,7 @@ def build_rules(configs: Iterable[object]) -> list[LearnerRule]:
   """Builds the rules of a `MultiLearner`.
 
   Raises:
-    ConfigError: a rule cannot be built, two have the same name, or two take the variables that no other rule takes.
+    ConfigError: there is no rule, a rule cannot be built, or two rules have the same name or no regex.
   """
   rules: list[LearnerRule] = []
   for i, config in enumerate(configs):
@@ -136,7 +137,7 @@ def assign_variables(rules: Sequence[LearnerRule], trained: NestedDict) -> dict[
   """Returns the index of the rule of each trained variable.
 
   Raises:
-    ConfigError: a variable belongs to no rule or to two, a rule has none, or a regex matches none.
+    ConfigError: a variable belongs to no rule or to two rules, or a rule or regex matches no variable.
   """
   declared, owners = leaves(trained), dict[Path, int]()
   for i, rule in enumerate(rules):

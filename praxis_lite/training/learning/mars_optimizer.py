@@ -1,10 +1,10 @@
-"""MARS (Yuan et al., 2024): an optimizer is given gradients whose variance the change since the last step reduces.
+"""MARS (Yuan et al., 2024): an optimizer gets gradients whose variance is reduced by the change since the last step.
 
     c = g + gamma b1 / (1 - b1) (g - g of the step before)      in the first step, g
-    c = c / max(|c|, 1)                                         of each variable
+    c = c / max(|c|, 1)                                         for each variable
 
-This is its approximate form, which needs one gradient a step. `Config(mars, Config(optax.adamw, b1=0.95, b2=0.99))` is
-usual.
+This is the approximate form, which needs one gradient per step. `Config(mars, Config(optax.adamw, b1=0.95, b2=0.99))`
+is usual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from praxis_lite.training.learning.cautious_optimizer import inner_optimizer
 
 
 class MarsState(NamedTuple):
-  """The state of `mars`: the number of steps, int32; the gradients of the step before; the state of the optimizer."""
+  """The state of `mars`: number of steps, int32; gradients of the previous step; state of the wrapped optimizer."""
 
   num_steps: jax.Array
   last: Any
@@ -31,16 +31,17 @@ class MarsState(NamedTuple):
 def mars(
   optimizer: optax.GradientTransformation, gamma: float = 0.025, b1: float = 0.95, clip: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that is given gradients with a correction by those of the step before.
+  """Returns an optimizer that corrects gradients by those of the previous step, see above.
 
   Args:
-    optimizer: a config of it.
-    gamma, b1: size of the correction, and the decay of the optimizer's first moment.
-    clip: limits the norm of the corrected gradient of each variable to 1. Without it, an elementwise optimizer stays
-      elementwise.
+    optimizer: config of the optimizer that gets the corrected gradients.
+    gamma: size of the correction.
+    b1: decay of the optimizer's first moment.
+    clip: whether to limit the norm of the corrected gradient of each variable to 1. With False, an elementwise
+      optimizer stays elementwise.
 
   Raises:
-    ConfigError: `optimizer` is no optimizer, or a number is out of range.
+    ConfigError: `optimizer` is not an optimizer, or a number is out of range.
   """
   check_range('learner.optimizer.b1', b1, least=0, below=1)
   check_range('learner.optimizer.gamma', gamma, least=0, below=math.inf)

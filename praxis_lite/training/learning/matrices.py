@@ -1,16 +1,16 @@
-"""Which axes of a weight are the rows and the columns of a matrix, for optimizers of matrices such as Muon.
+"""The axes of a weight that are the rows and the columns of a matrix, for matrix optimizers such as Muon.
 
-A weight's declaration says which of its axes are its inputs and its outputs. All its other axes, and those of a stack
-of layers, number separate matrices:
+The declaration of a weight says which axes are inputs and outputs. All other axes, and those of a stack of layers,
+index separate matrices:
 
     query    [D, N, H]      inputs (0,),    outputs (1, 2)       one matrix [D, N H]
     out      [N, H, D]      inputs (0, 1),  outputs (2,)         one matrix [N H, D]
     experts  [E, D, F]      inputs (1,),    outputs (2,)         E matrices [D, F]
     linear   [D, F]         not declared                         one matrix [D, F]
 
-Weights that declare nothing are no matrices if they skip regularization, as norms and biases do, or have another rank,
-as filters of convolutions have. Neither
-are tables of embeddings [V, D], which are no products of matrices; they declare inputs (1,) and outputs (0,).
+A weight that declares nothing is not a matrix if it skips regularization, like norms and biases, or has another rank,
+like convolution filters. Embedding tables [V, D] are not matrices either, because they are looked up and not
+multiplied; they declare inputs (1,) and outputs (0,).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
-# The argument with which optimizers take the axes of matrices if they treat the layers of a stack by themselves.
+# The argument for the axes of matrices in optimizers that handle stacks of layers themselves.
 STACKED_MATRICES = 'matrices'
-# All arguments that take these axes; the first is optax's.
+# All arguments for these axes; the first is optax's.
 MATRIX_ARGUMENTS = ('muon_weight_dimension_numbers', STACKED_MATRICES)
 
 
 def takes_matrices(config: Config) -> bool:
-  """Whether a factory takes the axes of matrices."""
+  """Whether a factory has an argument for the axes of matrices."""
   return not config.__signature_info__.parameters.keys().isdisjoint(MATRIX_ARGUMENTS)
 
 
 def matrix_dims(
   weights: Mapping[Path, WeightHParams], params: NestedDict
 ) -> optax.contrib.MuonDimensionNumbers | NestedDict:
-  """Returns a tree like `params` with the axes of each matrix; None for a variable that is no matrix.
+  """Returns a tree like `params` with the axes of each matrix; None for a variable that is not a matrix.
 
   Args:
     weights: the declarations by path.
-    params: a part of the variables, whole stacks or single layers, in which a path may have an index at its end.
+    params: some of the variables, whole stacks or single layers; the path of a single layer may end with an index.
   """
 
   def dims(path: jax.tree_util.KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

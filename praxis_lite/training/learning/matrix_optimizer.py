@@ -1,6 +1,6 @@
-"""What optimizers of matrices share: which variables they update, AdamW for the others, and what they cost on a mesh.
+"""The base of matrix optimizers: they update matrices, leave other variables to AdamW, and report costs on a mesh.
 
-`make_matrix_optimizer` completes a transformation that updates matrices only:
+`make_matrix_optimizer` makes an optimizer of a transformation that only handles matrices:
 
     matrices         transformation -> weight decay -> learning rate
     other variables  AdamW
@@ -23,7 +23,7 @@ from praxis_lite.common.trees import Path, leaves_by_path, map_with_path
 from praxis_lite.training.learning.owner_costs import MatrixExchange, MatrixTraffic, plan_exchanges
 from praxis_lite.training.learning.owners import MatrixDims, PerSide, SplitMatrix, Splits, square_specs
 
-# Tree of variables -> the same tree, with the dimensions of each matrix, or None.
+# Tree of variables -> tree with the dimensions of each matrix, or None for other variables.
 DimsFunction: TypeAlias = Callable[[Any], Any]
 
 PLACEMENTS = ('auto', 'owner', 'split')
@@ -33,9 +33,9 @@ class MatrixOptimizer(optax.GradientTransformationExtraArgs):
   """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
 
   Attributes:
-    name: for reports.
-    exchanges: a function of the variables, or their shapes, and of their `Splits`.
-    square_specs: a function of the same; returns how the square arrays of each variable are split, by path.
+    name: name for reports.
+    exchanges: (variables or their shapes, `Splits`) -> the `MatrixExchange` of each group of matrices.
+    square_specs: (variables or their shapes, `Splits`) -> the specs of the square arrays of each variable, by path.
   """
 
   name: str
@@ -57,14 +57,14 @@ def make_matrix_optimizer(
   """Returns an optimizer that updates matrices by a transformation, and all other variables by AdamW.
 
   Args:
-    transformation: the direction in which matrices are changed, without a learning rate.
-    name: of the optimizer, in paths of its state.
+    transformation: computes the direction in which matrices are changed, without a learning rate.
+    name: the name of the optimizer in paths of its state.
     matrices: which dimensions of a variable are the rows and columns of a matrix. None takes each variable of rank 2.
     placement: where a matrix is computed; see `muon`.
     traffic: what the transformation sends and computes for each matrix.
-    learning_rate: of all variables.
+    learning_rate: the learning rate of all variables.
     matrix_decay, matrix_decay_mask: weight decay of the matrices, and its mask.
-    **adam: further arguments of `optax.adamw`.
+    **adam: other arguments of `optax.adamw`.
 
   Raises:
     ConfigError: `placement` is not one of `PLACEMENTS`.
@@ -101,7 +101,7 @@ def check_settings(decays: Mapping[str, float], eps: float, counts: Mapping[str,
 
 
 def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, MatrixDims]:
-  """Returns which dimensions of each matrix are its rows and columns; a variable without entries is no matrix."""
+  """Returns the dimensions of rows and columns of each matrix, by path; a variable without entries is not a matrix."""
   dims = (matrices or _rank_two_dims)(params)
   found = leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
   sizes = {path: x.size for path, x in leaves_by_path(params).items()}
@@ -111,12 +111,12 @@ def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, Ma
 def square_arrays(
   params: object, dims: dict[Path, MatrixDims], largest: int, fill: Callable[[tuple[int, ...]], jax.Array]
 ) -> PerSide:
-  """Returns a square array for each side of each matrix, up to a size; without one, `optax.MaskedNode`.
+  """Returns square arrays for the sides of each matrix, or `optax.MaskedNode` for sides that are too large.
 
   Args:
     params: the variables.
-    dims: of each matrix by path.
-    largest: sides that are larger have none.
+    dims: the dimensions of rows and columns of each matrix, by path.
+    largest: the size of the largest side that has a square array.
     fill: (shape [..., m, m]) -> the array.
   """
 
@@ -128,22 +128,22 @@ def square_arrays(
 
 
 def sides_by_path(squares: PerSide) -> PerSide:
-  """Returns the square arrays of each side by path; absent for a side that has none."""
+  """Returns the square arrays of both sides by path; sides without an array are left out."""
   return PerSide(*map(leaves_by_path, squares))
 
 
 def put_sides(squares: PerSide, into: PerSide) -> PerSide:
-  """The inverse of `sides_by_path`: `into` with other arrays."""
+  """Returns `into` with these arrays; the inverse of `sides_by_path`."""
   return PerSide(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
 
 
 def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
-  """Returns the square arrays of a side, with averages of x x^T in 'statistics'; none for a side that keeps none.
+  """Returns the square arrays of a side with 'statistics', the moving average of x x^T, updated; {} stays {}.
 
   Args:
     side: arrays [N, m, m] by name.
     x: gradients [N, m, n].
-    decay: of the averages.
+    decay: decay of the average.
   """
   return side and {**side, 'statistics': decay * side['statistics'] + (1 - decay) * x @ x.mT}
 

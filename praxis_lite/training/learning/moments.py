@@ -1,27 +1,26 @@
 """Stores the moments of an optimizer in 16 or 8 bits, so that they take less memory than the variables.
 
-    float32     as the optimizer makes them
+    float32     not compressed
     bfloat16    rounded; half of the memory
-    int8        a quarter of the memory: codes of 8 bits, and the maxima of rows and columns, which scale them
+    int8        8-bit codes, and the maxima of rows and columns, which scale them; a quarter of the memory
 
-A state array x with the shape of its variable is stored as codes c of that shape, relative to
+A state array x with the shape of its variable is stored as codes c of the same shape, relative to
 
     scale[i, j] = min(max_j |x[i, j]|, max_i |x[i, j]|)
 
-For more dimensions the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). An entry that is
-much larger than the others makes only its own code coarse. If a dimension is split over devices, its maxima need only
-small reductions. So codes of any shape are split like their variable, and a state does not depend on the mesh. Blocks
-of a fixed number of entries would depend on it, because they cross the borders between devices. Codes are denser near
-zero:
+For more dimensions, the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). So an entry that
+is much larger than the others does not make their codes coarser. If a dimension is split over devices, its maxima only
+need small reductions. So codes are split like their variable, and a state does not depend on the mesh. With blocks of a
+fixed number of entries it would, because blocks would cross the borders between devices. Codes are denser near zero:
 
     x = sign(c) scale (c / 127)^2      of any sign
     x = scale (c / 255)^4              second moments (named nu), which are not negative, and stay above zero
 
-Rounding is stochastic: up or down with the probabilities that make the mean exact. Rounding to the nearest code would
-stop a moving average with a decay of 0.999, because one step changes it by less than half of the distance between two
-codes. The random bits are a hash of the value itself and the number of the step, so they need neither a key nor an
-array of random numbers. Under int8, arrays of fewer than two dimensions, such as those of biases, stay in float32. The
-square arrays of SOAP and Shampoo are no moments, and stay as they are.
+Rounding is stochastic: up or down at random, without bias. Rounding to the nearest code would stop a moving average
+with a decay of 0.999, because one step changes it by less than half of the distance between two codes. The random bits
+are a hash of the value itself and the number of the step, so no PRNG key is needed. With int8, arrays of fewer than two
+dimensions, such as those of biases, stay in float32. The square arrays of SOAP and Shampoo are not moments, and are not
+compressed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from praxis_lite.sharding.slots import owner_of
 from praxis_lite.training.learning.owners import is_square_array
 
 MOMENTS = ('float32', 'bfloat16', 'int8')
-# Names of slots that are never negative: averages of squares.
+# Names of slots that are averages of squares, and so never negative.
 _SQUARES = frozenset({'nu'})
 
 
@@ -59,12 +58,12 @@ class CompressedState(NamedTuple):
 def compress_moments(
   optimizer: optax.GradientTransformationExtraArgs, moments: str
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that stores its moments in one of the formats `MOMENTS`, but computes in its own dtypes."""
+  """Returns an optimizer that stores its moments in one of the formats `MOMENTS`, and computes in the usual dtypes."""
   if moments == 'float32':
     return optimizer
 
   def codecs(params: Any) -> tuple[list[_Codec | None], Any]:
-    """Returns how each array of the state is stored, None if unchanged; and the structure of the state."""
+    """Returns a codec for each array of the state, or None if it is not compressed, and the structure of the state."""
     variables = leaves_by_path(params)
     state = jax.eval_shape(optimizer.init, params)
     found = []
@@ -128,7 +127,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
   low, high = (below / most) ** power, ((below + 1) / most) ** power
   uniform = (_random_bits(x, count) >> 8).astype(jnp.float32) * 2.0**-24
   code = below + (uniform < (relative - low) / (high - low))
-  if power == 4:  # A second moment that is rounded down to zero would no longer bound the step by its root.
+  if power == 4:  # Steps are divided by the root of a second moment, so a positive one is not rounded to zero.
     code = jnp.maximum(code, jnp.where(size > 0, 1.0, 0.0))
   code = jnp.minimum(code, float(most))
   return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)
@@ -142,16 +141,16 @@ def _decode(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
 
 
 def _scale(maxima: Any) -> jax.Array:
-  """Returns for each entry the smallest of the maxima of its row, its column, ..."""
+  """Returns, for each entry, the smallest of the maxima of its row, its column, and so on."""
   rank = len(maxima)
   along = [jnp.expand_dims(m, [d for d in range(rank) if d != dim]) for dim, m in enumerate(maxima)]
   return functools.reduce(jnp.minimum, along)
 
 
 def _random_bits(x: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns 32 bits for each float32 entry: a hash of it and of the step (multiply and xor-shift, twice).
+  """Returns 32 bits for each float32 entry: a hash of the entry and the step (multiply and xor-shift, twice).
 
-  The last 8 bits of the entry are ignored, so that the summation order on a mesh changes few of the results.
+  The last 8 bits of the entry are ignored, so that another summation order on a mesh changes few of the results.
   """
   bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 8) ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
   bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
