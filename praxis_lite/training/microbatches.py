@@ -1,25 +1,25 @@
 """Accumulates gradients over microbatches, with exactly the result of one pass over the whole batch.
 
-A batch of B rows is cut into k microbatches, each of every k-th row. So if the batch is split over devices, each device
-cuts its own rows, and no data moves. The loss of the batch is the mean of the microbatches' losses by their weights
-w_i:
+A batch of B rows is divided into k microbatches; microbatch i has the rows i, i + k, i + 2 k, ... So if the batch is
+split over devices, each device divides its own rows, and no data moves. The loss of the batch is the mean of the losses
+of the microbatches, weighted by w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-If there are several losses, each has weights of its own.
+If there are several losses, each has its own weights.
 
-The gradients g_i of k microbatches also tell how noisy a gradient is (McCandlish et al., 2018). Let s be the variance
-of the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many
-rows. Then, in expectation,
+The gradients g_i of k microbatches also measure the gradient noise (McCandlish et al., 2018). Let s be the variance of
+the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many rows.
+Then, in expectation,
 
-    P = mean of |g_i|^2 by weight = |G|^2 + k s / W        Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
+    P = weighted mean of |g_i|^2 = |G|^2 + k s / W         Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
 
 so s = W (P - Q) / (k - 1) and |G|^2 = (k Q - P) / (k - 1), with means of P and Q over steps. The noise scale
 is s / |G|^2: the batch size at which noise and signal are equal.
 
 Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
-scaled by n w_d / W, where W is the sum of all w_d. Then the mean of losses and gradients over devices is exactly that
-of the whole batch, even if devices have rows of unequal weight or, at the end of a batch, of zero weight.
+scaled by n w_d / W, where W is the sum of all w_d. Then the means of losses and gradients over devices are exactly the
+loss and gradient of the whole batch, even if devices have rows of unequal weight or only padding.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class LossOutput(NamedTuple):
   """The outputs of a loss function besides the loss.
 
   Attributes:
-    weight: weight of the loss in the mean over microbatches, such as the number of tokens; of several losses, each by
-      name.
+    weight: weight of the loss in the mean over microbatches, such as the number of tokens; if there are several losses,
+      a dict with the weight of each.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: summaries by name, from the last microbatch with a nonzero weight; parts of statistics from all.
+    summaries: summaries by name, from the last microbatch with a nonzero weight; parts of statistics are combined over
+      all microbatches.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
@@ -86,17 +87,17 @@ def value_and_grad(
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
-    loss_fn: see `LossFn`; its updates have the paths of `others`.
-    trained, others: the variables to differentiate by, and the others; each microbatch sees the updates of the one
-      before it.
-    key: PRNG key; each microbatch folds in its number.
+    loss_fn: see `LossFn`; its updates have paths of `others`.
+    trained: the variables to differentiate by.
+    others: all other variables; each microbatch gets the updates of the previous one.
+    key: PRNG key; each microbatch folds in its index.
     batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
-    paths_by_loss: if there are several losses: the trained variables that each is differentiated by. Then `loss_fn`
-      also takes the name of the loss, and all losses are returned, by name.
-    reports_noise: adds the metrics `grad_noise/variance`, s above, and `grad_noise/signal`, |G|^2, of a single loss and
-      at least two microbatches.
-    watch: returns the function that computes the gradients of a single loss, given the share of the microbatch in it:
-      w_i / sum_i w_i; by default, that of JAX.
+    paths_by_loss: for several losses, the trained variables by which each is differentiated. `loss_fn` then also takes
+      the name of the loss, and all losses are returned by name.
+    reports_noise: adds the metrics `grad_noise/variance`, s above, and `grad_noise/signal`, |G|^2; needs a single loss
+      and at least two microbatches.
+    watch: (w_i / sum_i w_i) -> the function that computes the gradients of a single loss in microbatch i; None means
+      `jax.value_and_grad`.
 
   Raises:
     ConfigError: k does not divide B.
@@ -113,11 +114,11 @@ def value_and_grad(
   changed: set[Path] = set()
 
   def add(total: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-    # A microbatch that consists of padding has weight zero, so its loss, possibly NaN, must not count.
+    # A microbatch of padding has weight zero; its loss may be NaN, and must be ignored.
     return total + jnp.where(weight != 0, weight * x.astype(jnp.float32), 0)
 
   def weights_of_losses(weight: Losses) -> Any:
-    """Returns for each variable the weight of its loss."""
+    """Returns, for each trained variable, the weight of its loss."""
     if paths_by_loss is None or not isinstance(weight, dict):
       return jax.tree.map(lambda _: weight, trained)
     names = {path: name for name, paths in paths_by_loss.items() for path in paths}
@@ -144,7 +145,7 @@ def value_and_grad(
   no_loss: Losses = zero if paths_by_loss is None else dict.fromkeys(paths_by_loss, zero)
   start = (zeros, no_loss, no_loss, others)
   indices, shares = jnp.arange(num_microbatches), None
-  if watch is not None:  # The weights alone, without the losses, cost nothing.
+  if watch is not None:  # This only computes weights; XLA removes the unused losses.
     one_weight = lambda xs: loss_fn(trained, others, jax.random.fold_in(key, xs[0]), xs[1])[1].weight  # noqa: E731
     weights_i: Any = jax.lax.map(one_weight, (indices, microbatches))
     shares = weights_i / jnp.where(jnp.sum(weights_i) == 0, 1, jnp.sum(weights_i))
@@ -171,7 +172,7 @@ def _squares(gradients: object) -> jax.Array:
 
 
 def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> WeightedScalars:
-  """Returns the metrics of gradient noise, given P, Q and w_i of the docstring of this file."""
+  """Returns the metrics of gradient noise, given P, Q and the weights w_i, see the top of this file."""
   k = jnp.sum(weights != 0)
   others = jnp.maximum(k - 1, 1)
   is_known = (k > 1).astype(jnp.float32)
@@ -182,7 +183,7 @@ def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> Weig
 
 
 def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
-  """Returns the summary of microbatch `last`, given those of all; parts of statistics are combined."""
+  """Returns the summary of microbatch `last`, or combines a part of a statistic over all microbatches."""
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)
   return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)
@@ -203,7 +204,7 @@ def _gradients_of_several(loss_fn: Callable[..., Any], paths_by_loss: Mapping[st
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
-  """Returns [k, B / k, ...] for [B, ...]; part i holds the rows i, i + k, i + 2 k, ..."""
+  """Reshapes [B, ...] to [k, B / k, ...]; part i has the rows i, i + k, i + 2 k, ..."""
   if x.shape[0] % parts:
     raise ConfigError(
       f'task.train.learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches'
@@ -213,12 +214,13 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
 
 @also_named(grads='gradients', axis_name='axes', axis_names='axes')
 def sync_gradients(gradients: _TreeT, axes: str | Sequence[str], specs: object = None) -> _TreeT:
-  """Inside `shard_map`: averages each gradient over those of `axes` over which its parameter is replicated.
+  """Averages gradients, inside `shard_map`, over the axes in `axes` that do not split their parameters.
 
   Over the axes that split a parameter, `gather_array_with_mean_grads` has already averaged its gradient.
 
   Args:
-    gradients, axes: tree of arrays or `ShardedParam`s; and the mesh axis, or axes, that the batch is split over.
+    gradients: tree of arrays or `ShardedParam`s.
+    axes: the mesh axis, or axes, over which the batch is split.
     specs: tree with the PartitionSpec of each parameter; None uses those of the `ShardedParam`s, and assumes that all
       other parameters are replicated.
   """
@@ -236,9 +238,9 @@ def sync_gradients(gradients: _TreeT, axes: str | Sequence[str], specs: object =
 
 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-  """Inside `shard_map`: returns (loss * n w / W, W), so that the mean over devices is the mean by weight.
+  """Returns (loss * n w / W, W), inside `shard_map`, so that the mean over devices is the mean weighted by w.
 
-  No gradient flows through the weight w. If it is zero, the scaled loss is zero too.
+  No gradient flows through the weight w. If it is zero, so is the scaled loss.
   """
   weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
   if not axes:
@@ -262,10 +264,10 @@ def accumulate_gradients(
   Args:
     loss_fn: (params, key, batch) -> (mean loss, metrics); the metrics include the loss and its weight as 'loss'.
     params: tree of arrays, or of `ShardedParam`s which `loss_fn` gathers.
-    key: PRNG key; each microbatch folds in its number.
+    key: PRNG key; each microbatch folds in its index.
     batch: this device's rows, a tree of arrays [B, ...].
     num_microbatches: the number of parts; it must divide B.
-    axes: inside `shard_map`, the axes that the batch is split over. The results are then those of the whole batch,
+    axes: inside `shard_map`, the axes over which the batch is split. The results are then those of the whole batch,
       except the gradients of replicated parameters, which must still be averaged by `sync_gradients`.
 
   Raises:

@@ -1,8 +1,8 @@
-"""Checks that the gradients of a step are right on the devices it runs on, for `train --verify_numerics`.
+"""Checks that the gradients of a step are right on the devices on which it runs, for `train --verify_numerics`.
 
-The norm of each variable's gradient, and of each repeated layer in it, is computed a second time: on one device or, if
-that has too little memory or there are several hosts, by the other partitioning (XLA's communication, or that under
-`shard_map`). Norms are compared instead of gradients, so that the two computations need not share devices.
+The norm of each variable's gradient, and of each repeated layer in it, is computed a second time, on one device. If
+that has too little memory, or there are several hosts, the other partitioning, 'auto' or 'shard_map', is used instead.
+Norms are compared instead of gradients, so the two computations need not share devices.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from praxis_lite.training.execution import EXECUTIONS
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 
-# How far two correct norms may differ, relative to the norm: for float32 on a CPU; and for products that are rounded,
-# such as float32 products on accelerators.
+# Largest relative difference of two correct norms: for float32 on a CPU; and for rounded products, such as float32
+# products on accelerators.
 _EXACT, _ROUNDED = 1e-3, 5e-2
-# A norm below this part of the largest one may be only rounding, such as the norm of the bias of attention's keys.
+# A norm below this fraction of the largest norm may be a rounding error, as for the bias of attention keys.
 _NEGLIGIBLE = 1e-4
 
-Norms = dict[str, np.ndarray]  # By the path of the variable; of a stack of layers, [layers, 1, ...].
+Norms = dict[str, np.ndarray]  # By variable: a scalar, or [layers, 1, ...] for a stack.
 
 
 class Compared(NamedTuple):
   """The outcome of a comparison.
 
   Attributes:
-    reference: what the gradients were compared with, in words.
+    reference: the other computation, as text, such as 'on one device'.
     num_norms: how many norms were compared.
     worst: the largest relative difference of two norms.
   """
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 def compare_gradients(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> Compared:
-  """Compares the norms of a step's gradients with those of another computation of the same step.
+  """Compares the gradient norms of a step with another computation of the same step.
 
   Args:
     partitioned: the task on its mesh.
@@ -56,8 +56,8 @@ def compare_gradients(
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.
-    ConfigError: the step can be computed neither on one device, because it has too little memory or there are several
-      hosts, nor by the other partitioning, because that does not support this task or draws different random numbers.
+    ConfigError: there is no other computation. One device has too little memory, or there are several hosts; and the
+      other partitioning does not support this task, or draws different random numbers.
   """
   found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)
@@ -69,7 +69,7 @@ def compare_gradients(
   for name, norm in expected.items():
     differences = np.abs(found[name] - norm) / np.maximum(norm, floor)
     worst = max(worst, float(np.max(differences)))
-    if not np.all(differences <= tolerance):  # Also true for NaN.
+    if not np.all(differences <= tolerance):  # NaN counts as different.
       at = np.unravel_index(np.argmax(np.nan_to_num(differences, nan=np.inf)), norm.shape)
       layer = ', '.join(str(i) for i, size in zip(at, norm.shape) if size > 1)
       where = f', layer {layer}' if layer else ''
@@ -85,7 +85,7 @@ def compare_gradients(
 
 
 class _Norms:
-  """The norms of the gradients of a task's step, for any state and batch of its shapes; compiled once."""
+  """Computes the gradient norms of a task's step, for any state and batch of its shapes; compiled once."""
 
   def __init__(self, partitioned: PartitionedTask, partitioning: str):
     layout = StateLayout(*(_drop_slots(tree) for tree in partitioned.layout))
@@ -100,7 +100,7 @@ class _Norms:
 def _reference(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> tuple[str, Norms]:
-  """Returns a description of another computation of the norms, and its norms."""
+  """Computes the norms in another way; returns a description of this way, and the norms."""
   task, own = partitioned.jax_task, partitioned.jax_task.partitioning
   problem = 'there are several hosts'
   if jax.process_count() == 1:
@@ -134,6 +134,6 @@ def _drop_slots(tree: TrainState) -> TrainState:
 
 
 def _refuse_random_numbers(one_key: Norms, another: Norms) -> None:
-  """Raises a ConfigError if gradients depend on the key: under `shard_map`, each device draws its own numbers."""
+  """Raises a ConfigError if norms for two PRNG keys differ: under `shard_map`, each device draws its own numbers."""
   if not all(np.allclose(one_key[name], another[name], rtol=_EXACT) for name in one_key):
     raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')

@@ -1,4 +1,4 @@
-"""A step jitted for a mesh. The shapes of its arguments are known, so it can be compiled and measured in advance."""
+"""PartitionedStep: a step jitted for a mesh, with arguments of known shapes, so it can be compiled in advance."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ class PartitionedStep(Generic[_OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
-    fn, mesh: the function, and the mesh, which is the ambient one while the function is traced.
-    arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last one is the batch of inputs.
-    out_shardings: shardings of its result, or a prefix of them.
-    donate_argnums: arguments whose memory the result may reuse.
+    fn: the function.
+    mesh: the mesh; it is the ambient mesh while the function is traced.
+    arguments: arguments of the function as `jax.ShapeDtypeStruct`s with shardings; the last one is the batch of inputs.
+    out_shardings: shardings of its result, or a prefix tree of them.
+    donate_argnums: indices of arguments whose memory the result may reuse.
     flags: compiler flags.
 
   Attributes:
-    guarded: the operations that XLA would have computed wrongly, known after lowering; see `sharding/guards/`.
+    guarded: the operations that XLA would have computed wrongly without the guards, set when the step is lowered; see
+      `sharding/guards/`.
   """
 
   def __init__(
@@ -75,7 +77,7 @@ class PartitionedStep(Generic[_OutT]):
       batch: host arrays: the global batch, or with several processes this process's share of it.
 
     Raises:
-      DataError: the batch has other arrays than the step was built for.
+      DataError: the arrays of the batch differ from those for which the step was built.
     """
     expected = self.arguments[-1]
     padded = pad_batch(batch, batch_size(expected) // jax.process_count())
@@ -83,7 +85,7 @@ class PartitionedStep(Generic[_OutT]):
     return put_on_mesh(padded, self.mesh, self._input_specs)
 
   def trace(self) -> jax.stages.Traced:
-    """Traces from shapes only, so that errors about arguments are raised before anything is compiled."""
+    """Traces from shapes only, so errors about arguments are raised before anything is compiled."""
     if self._traced is None:
       start = time.perf_counter()
       self._traced = _check_no_strangers(self.jitted.trace(*self.arguments))
@@ -106,7 +108,7 @@ class PartitionedStep(Generic[_OutT]):
     return self._times
 
   def begin_to_compile(self) -> None:
-    """Traces and lowers, and compiles in another thread; code that needs the compiled program waits for it."""
+    """Traces and lowers, then compiles in another thread; code that needs the compiled program waits for it."""
     if self._compiling is None:
       lowered = self.lower()
       thread = ThreadPoolExecutor(1, 'compile')
@@ -129,14 +131,14 @@ class PartitionedStep(Generic[_OutT]):
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
     others = [
-      jax.random.wrap_key_data(x) if is_prng_key(expected) and not is_prng_key(x) else x  # Of `jax.random.PRNGKey`.
+      jax.random.wrap_key_data(x) if is_prng_key(expected) and not is_prng_key(x) else x  # From `jax.random.PRNGKey`.
       for x, expected in zip(others, self.arguments, strict=False)
     ]
     return self.compiled(*others, inputs)
 
 
 def _check_no_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
-  """Returns `traced`; raises ConfigError if it uses an array of another trace, which JAX turns into an argument."""
+  """Returns `traced`; raises ConfigError if it uses an array of another trace, which JAX would make an argument."""
   if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
     raise ConfigError(
       f'task.model: {traced.fun_name} uses an array that another step has left in a global or in an object, where it '

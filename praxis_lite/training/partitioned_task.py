@@ -1,4 +1,4 @@
-"""Partitioned train, eval and decode functions of a task, on any mesh; dimensions need not divide by the mesh."""
+"""Partitioned train, eval and decode functions of a task, on any mesh; the mesh need not divide any dimension."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _OutT = TypeVar('_OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.De
 
 
 class Partitioner(Protocol):
-  """Decides mesh and specs instead of a task, for example a T5X partitioner."""
+  """An object that decides mesh and specs instead of a task, for example a T5X partitioner."""
 
   @property
   def mesh(self) -> Mesh: ...
@@ -68,7 +68,7 @@ class _PartitionedModel(NamedTuple):
 
 
 class PartitionedModel(_PartitionedModel):
-  """The result of `partition_spmd_model`: a tuple, and the `PartitionedTask` behind it."""
+  """The result of `partition_spmd_model`: a tuple, with an attribute for the `PartitionedTask`."""
 
   partitioned_task: PartitionedTask
 
@@ -78,25 +78,25 @@ class PartitionedTask:
 
   Args:
     jax_task: an instantiated `SingleTask`.
-    inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
-    mesh: the mesh; by default the one that the task asks for.
+    inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, whose dimension 0 is the batch.
+    mesh: the mesh; by default the mesh of the task's config.
     partitioner: decides mesh and specs instead of the task, by the partitioner's logical axis rules.
-    layout: the layout of an existing train state, including its mesh, instead of all these.
-    taps: statistics that the steps report of the values in them; see `taps.py`. None reports none.
-    edits: changes of values between layers in the steps that infer; None changes none.
+    layout: the layout of an existing train state, including its mesh, instead of `mesh` and `partitioner`.
+    taps: statistics of values that the steps report; see `taps.py`. None reports no statistics.
+    edits: changes of values between layers in inference steps; None changes nothing.
 
   Attributes:
     mesh: the mesh.
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
-    inputs_shape: the same including the rows that fill up the mesh.
-    train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps, compiled when first used, like
-      the others below.
-    batch_size: rows of a global batch, not counting rows that fill up the mesh.
-    untapped: the same task without taps, for steps whose statistics nobody reads.
-    row_parts: the number of rows that a step computes is a multiple of this.
-    total_num_params: number of model parameters, without padding, but with moving statistics.
+    inputs_shape: the same, including rows of padding for the mesh.
+    train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps; like the other steps below,
+      they are compiled when first used.
+    batch_size: rows of a global batch, without padding for the mesh.
+    untapped: the same task without taps, for steps whose statistics are not needed.
+    row_parts: steps compute a multiple of this number of rows.
+    total_num_params: number of model parameters, without padding, including moving statistics.
   """
 
   def __init__(
@@ -139,7 +139,7 @@ class PartitionedTask:
       self.untapped = PartitionedTask(jax_task, self.batch_shape, layout=self.layout, edits=edits)
 
   def _specs_inside(self, inputs_shape: NestedDict) -> list[PartitionSpec | None]:
-    """Returns how the arrays of a batch are split inside a step; [] if each device takes whole rows."""
+    """Returns the specs of the arrays of a batch inside a step; [] if each device takes whole rows."""
     mapping, names = self.jax_task.train.inputs_split_mapping, self.mesh.axis_names
     if self.jax_task.partitioning != 'auto':
       return []
@@ -164,14 +164,14 @@ class PartitionedTask:
 
   @property
   def rows_of_microbatch(self) -> int:
-    """Rows that the model processes at once in training, including those that fill up the mesh."""
+    """The number of rows, including padding for the mesh, that the model processes at once in training."""
     return self.train_rows.computed // self.jax_task.learner.num_microbatches
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
     fn, arguments = self._train_fn(self.execution)
-    # The structure of the step's result, with a sharding for each array.
+    # A prefix tree of the step's result: shardings of the state, and one sharding for all arrays of each other field.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
 
@@ -192,7 +192,7 @@ class PartitionedTask:
 
   @functools.cached_property
   def score_training_step(self) -> PartitionedStep[steps.PredictStepOutput]:
-    """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`, of a language model, as in training."""
+    """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`; see `steps.score_training_step`."""
     return self._inference_step(steps.score_training_step, 'predictions')
 
   @functools.cached_property
@@ -207,11 +207,11 @@ class PartitionedTask:
 
   @functools.cached_property
   def sample_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
-    """Like `decode_step`, of a model that samples answers from its own distribution."""
+    """Like `decode_step`, for a `PolicyModel`, which samples answers from its own distribution."""
     return self._inference_step(functools.partial(steps.decode_step, method='sample'), 'decoded', 'sample_step')
 
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
-    """`steps.gradient_norms` on the mesh; arguments as in `train_step`. By default executed like the train step."""
+    """Returns `steps.gradient_norms` on the mesh, with the arguments and, by default, the execution of `train_step`."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, flags=self._flags)
@@ -221,7 +221,7 @@ class PartitionedTask:
     return self._init_state(init_key)
 
   def init_state_from(self, init_key: jax.Array, given: GivenVariables) -> TrainState[jax.Array]:
-    """Like `init_state`, but some variables start from given values, padded and on the mesh."""
+    """Returns a new train state in which some variables have given values, which are padded and on the mesh."""
     return state_initializer(self.jax_task, self.layout, given.known)(init_key, given.values)
 
   @functools.cached_property
@@ -241,14 +241,14 @@ class PartitionedTask:
     return self._layout_of(state).to_host(state)
 
   def pad(self, state: StateT) -> StateT:
-    """The inverse of `unpad`: puts arrays of true shapes, from any device or host, on the mesh."""
+    """Pads arrays of true shapes, from any device or host, and puts them on the mesh; the inverse of `unpad`."""
     return self._layout_of(state).to_mesh(state)
 
   def _layout_of(self, state: object) -> StateLayout:
     return self.layout if isinstance(state, TrainState) else self.layout.mdl_vars
 
   def trace_train_step(self, listener: Callable[[SplitConstraint], object]) -> jax.extend.core.ClosedJaxpr:
-    """Traces the train step without compiling it; works on an abstract mesh too.
+    """Traces the train step without compiling it; also works on an abstract mesh.
 
     The program's arguments are the leaves of the padded state, the key, and the leaves of the padded inputs. `listener`
     is called with each sharding constraint of the model's layers.
@@ -269,7 +269,7 @@ class PartitionedTask:
 
   @functools.cached_property
   def _placed(self) -> CompilerPlaced:
-    """How evaluation and decoding are executed, whatever the partitioning of the train step."""
+    """How evaluation and decoding are executed, for any partitioning of the train step."""
     return CompilerPlaced(self.jax_task, self.layout)
 
   def _train_fn(
@@ -292,12 +292,12 @@ class PartitionedTask:
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
   def _inference_step(self, step: Callable[..., _OutT], by_row: str, name: str = '') -> PartitionedStep[_OutT]:
-    """Returns a step without a state.
+    """Returns a step that takes the model's variables instead of a train state.
 
     Args:
-      step: one of `steps`.
-      by_row: names the output whose arrays have the batch as dimension 0.
-      name: the name of the program in profiles; '' takes that of `step`.
+      step: a function of `steps`.
+      by_row: the name of the output whose arrays have the batch as dimension 0.
+      name: the name of the program in profiles; '' means the name of `step`.
     """
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
@@ -330,7 +330,7 @@ class PartitionedTask:
     return NamedSharding(self.mesh, PartitionSpec())
 
   def _placed_shapes(self, rows: BatchRows, *replicated: object) -> tuple[object, ...]:
-    """Returns the key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
+    """Returns shapes, with shardings, of the PRNG key, these replicated arguments and the inputs of a step."""
     inputs = padded_batch_shape(self.batch_shape, rows.entering)
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
@@ -349,17 +349,17 @@ def partition_spmd_model(
 
   Args:
     task_p: config of the task, or the instantiated task.
-    init_key: PRNG key of the initial values of the variables.
-    inputs_shape: tree of shapes and dtypes of one global batch; the devices need not divide its batch size.
-    mesh: the mesh; by default the one that the task asks for.
-    partitioner: decides mesh and specs instead of the task; if `task_p` is a config, sets its mesh axes and rules.
+    init_key: PRNG key for the initial values of the variables.
+    inputs_shape: tree of shapes and dtypes of one global batch; its batch size may be any number.
+    mesh: the mesh; by default the mesh of the task's config.
+    partitioner: decides mesh and specs instead of the task; if `task_p` is a config, also sets its mesh axes and rules.
 
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
     batches already placed by `step.put_inputs`. If the partitioner has params_on_devices=False, the variables are in
-    host memory, and its `move_params_to_devices` makes the state ready for the steps. The result's `partitioned_task`
-    converts states: `unpad(state)` and `pad(state)`.
+    host memory; call its `move_params_to_devices` before a step. The result's `partitioned_task` converts states with
+    `unpad(state)` and `pad(state)`.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
@@ -403,9 +403,9 @@ def get_partitioned_spmd_model_decode_fn(
 
   Args:
     jax_task: an instantiated task.
-    init_key: not used, because decoding takes its key in each call. Pax has this argument too.
+    init_key: not used, because decoding takes its key in each call; Pax has this argument.
     partitioned_train_state: the function runs on the mesh of this state.
-    train_state_partition_specs: specs of that state, whatever decided them.
+    train_state_partition_specs: specs of that state.
     inputs_shape: tree of shapes and dtypes of one global batch of prompts.
   """
   del init_key

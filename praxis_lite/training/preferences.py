@@ -1,4 +1,4 @@
-"""train_preferences, train_rewards and train_policy: make the task of a language model learn which answers are good."""
+"""train_preferences, train_rewards and train_policy: make a language model learn from preferences or rewards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config
 
       train_preferences(task, Config(Dpo, beta=0.1))
 
-  If the loss needs a reference and the model has no adapters, the model gets a frozen copy, `reference`: the learner
-  does not train it, and a run that starts from the variables of another one (`task.train.init_from`) copies them to
-  both.
+  If the loss needs a reference and the model has no adapters, the model gets a frozen copy of its network, `reference`,
+  which the learner does not train. If `task.train.init_from` names another run, both get the variables of that run.
 
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
@@ -38,16 +37,16 @@ def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config
 
 
 def train_policy(task: Config[TaskT], loss: Config | None = None, sampler: Config | None = None) -> Config[TaskT]:
-  """Makes the model of a task a `PolicyModel`, in place, and returns the task. It learns from rewards of its answers.
+  """Makes the model of a task a `PolicyModel`, which learns from rewards of its answers, in place; returns the task.
 
       train_policy(task, Config(Grpo, kl_weight=0.02))
 
-  A reference is as in `train_preferences`. The training input must be a `RewardedInput`.
+  For a reference, see `train_preferences`. The training input must be a `RewardedInput`.
 
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
     loss: config of a `Grpo`; None means its defaults.
-    sampler: config of the `Sampler` of training; None takes `max_decode_steps` and `stop_ids` of `decoder_tpl`.
+    sampler: config of the `Sampler` for training; None takes `max_decode_steps` and `stop_ids` from `decoder_tpl`.
   """
   model = to_class(task.model, PolicyModel)
   model.loss_tpl = Config(Grpo) if loss is None else loss
@@ -60,7 +59,7 @@ def train_policy(task: Config[TaskT], loss: Config | None = None, sampler: Confi
 
 
 def _keep_reference(task: Config[TaskT]) -> None:
-  """Makes a run not train the frozen copy of the network, if the model has one, and start it from the same weights."""
+  """Excludes the frozen copy of the network, if there is one, from training, and initializes it like the network."""
   if not task.model.adapters:
     exclude(task, r'reference\..*')
     task.train.init_from.rules = ((r'reference\.(.*)', r'lm.\1'), *task.train.init_from.rules)
@@ -69,8 +68,8 @@ def _keep_reference(task: Config[TaskT]) -> None:
 def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   """Makes the model of a task a `RewardModel`, in place, and returns the task.
 
-  The head starts from the seed, and the network from the variables that `task.train.init_from` names. The learner does
-  not train the softmax, unless its table is also that of the embeddings.
+  The head gets random initial values, and the network the variables that `task.train.init_from` names. The learner does
+  not train the softmax, unless it shares its table with the embedding.
 
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
@@ -87,15 +86,15 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
 
 
 def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
-  """Returns the config of a model of another class with the same fields, as far as it has them.
+  """Returns the config of a model of another class, with all fields that both classes have.
 
   Args:
     model: config of a `LanguageModel`.
     kind: the other class.
-    without: fields that this class may lack, whatever their values.
+    without: fields that may be lost, even if they are set.
 
   Raises:
-    ConfigError: the model is no language model, or another field, which is not at its default, would be lost.
+    ConfigError: the model is not a language model, or another field that is not at its default would be lost.
   """
   check_is_language_model('task.model', model)
   known = set(field_names(Config(kind)) or ())
@@ -110,14 +109,14 @@ def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config
 
 
 def check_is_language_model(where: str, model: Config) -> None:
-  """Raises a ConfigError if a config, whose path is `where`, is not that of a `LanguageModel`."""
+  """Raises a ConfigError if a config is not that of a `LanguageModel`; `where` is its path."""
   built = target(model)
   if not (isinstance(built, type) and issubclass(built, LanguageModel)):
     raise ConfigError(f'{where}: expected a LanguageModel, got {getattr(built, "__name__", built)}')
 
 
 def exclude(task: Config[TaskT], pattern: str) -> None:
-  """Makes the learner of a task not train the variables whose paths a regex matches."""
+  """Excludes the variables whose paths match a regex from the training of a task."""
   learner = task.train.learner
   excluded = _several(learner.bprop_variable_exclusion)
   if pattern not in excluded:

@@ -1,4 +1,4 @@
-"""The registry of experiments: classes by their full names, or by any unique ending of these.
+"""The registry of experiments: finds classes by their full names, or by any unique ending of a full name.
 
 @registry.register
 class StdlibLm(BaseExperiment): ...                in experiments/lm.py
@@ -41,7 +41,7 @@ _BUILT_IN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code of the module body that registered it: a new object whenever the module runs."""
+  """A registered class, and the code object of the module that registered it, which is new whenever the module runs."""
 
   experiment: type[BaseExperiment]
   code: CodeType
@@ -61,7 +61,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
   known = _entries.get(name)
   if known is not None and known.experiment is not checked:
     files = [os.path.realpath(c.co_filename) for c in (known.code, code)]
-    # A module that is executed again has the same file, but a new code object. Each notebook cell has its own file.
+    # A module that runs again has the same file, but a new code object. Each notebook cell has its own file.
     if known.code is code or (files[0] != files[1] and experiment.__module__ != '__main__'):
       where = ' and '.join(sorted({*map(short_path, files)}))
       raise UserError(f'two experiments are registered as {name}, in {where}; rename one')
@@ -77,8 +77,8 @@ def get(name: str) -> type[BaseExperiment]:
       `path/to/file.py:Class`. After a colon, the class may be left out if the module has only one experiment.
 
   Raises:
-    UserError: no experiment has this name, or several have it; the message lists similar names. Or importing the module
-      fails; the message says what was raised, and where.
+    UserError: no experiment has this name, or several have it, and the message lists similar names; or importing the
+      module fails, and the message says what was raised, and where.
   """
   if name in _entries:
     return _entries[name].experiment
@@ -110,26 +110,26 @@ def load_module(name: str) -> str:
   """Imports a module, or the module in `path/to/file.py`, and returns the name under which it is imported.
 
   Raises:
-    UserError: it does not exist, or importing it fails.
+    UserError: the module does not exist, or importing it fails.
   """
   return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
 
 
 def names() -> list[str]:
-  """Returns the full names of the registered experiments, sorted. Call `load_all` first to have all of `PACKAGES`."""
+  """Returns the sorted full names of the registered experiments; call `load_all` first to include all of `PACKAGES`."""
   return sorted(_entries)
 
 
 def names_in_sources() -> list[str]:
   """Returns the short names of the experiments in the sources of `PACKAGES`, sorted, without importing anything.
 
-  Finds classes with the decorator `register` at the top level of modules, which is enough for shell completion.
+  Only finds classes with the decorator `register` at the top level of modules, which is enough for shell completion.
   """
   return sorted({*_docs_in_sources(_BUILT_IN_FOLDER), *_docs_in_sources(os.path.abspath(_OWN))})
 
 
 class Summaries(NamedTuple):
-  """The first lines of the docstrings of experiments by their short names, and why modules cannot be imported."""
+  """The first docstring lines of experiments by short names, and the errors of modules that cannot be imported."""
 
   by_name: dict[str, str]
   problems: list[str]
@@ -138,8 +138,8 @@ class Summaries(NamedTuple):
 def summaries() -> Summaries:
   """Returns the summaries of all experiments, sorted by full names, without importing JAX.
 
-  Those of this package are read from its sources. The user's own package is imported, so that experiments that its code
-  registers in other ways are there, and its mistakes too.
+  Summaries of this package are read from its sources. The user's package is imported, so that experiments that its code
+  registers in other ways are found, and errors in it are reported.
   """
   docs: dict[str, str] = {}
   problems: list[str] = []
@@ -153,7 +153,7 @@ def summaries() -> Summaries:
 
 
 def _docs_in_sources(folder: str) -> dict[str, str]:
-  """Returns the docstrings of the classes with the decorator `register` in a folder, by their module and name."""
+  """Returns the docstrings of the classes with the decorator `register` in a folder, by module and name."""
   found: dict[str, str] = {}
   for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
     module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
@@ -169,9 +169,9 @@ def full_name(experiment: type) -> str:
 
 
 def short_name(name: str, among: Iterable[str] | None = None) -> str:
-  """Returns the shortest ending of a full name that none `among` others has, by default of those registered.
+  """Returns the shortest ending of a full name that no name in `among` has, by default the registered ones.
 
-  It is at least a module and a class.
+  The ending has at least a module and a class.
   """
   parts = name.split('.')
   endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
@@ -181,7 +181,7 @@ def short_name(name: str, among: Iterable[str] | None = None) -> str:
 def load_all() -> list[str]:
   """Imports all modules of `PACKAGES`, which register their experiments.
 
-  Returns one line for each module that cannot be imported, which says what was raised, and where.
+  Returns a line for each module that cannot be imported, which says what was raised, and where.
   """
   return [problem for package in dict.fromkeys(map(_canonical, PACKAGES)) for problem in _load(package)]
 
@@ -227,13 +227,13 @@ def _origin(module: str) -> str | None:
   else:
     try:
       file = getattr(importlib.util.find_spec(module), 'origin', None)
-    except Exception as error:  # Importing a parent package raised it.
+    except Exception as error:  # Importing a parent package failed.
       raise import_failure(module, error) from error
   return os.path.realpath(file) if file else None
 
 
 def _load_file(path: str) -> ModuleType:
-  """Imports a Python file: as a module of its package if it is in one, otherwise by its own name."""
+  """Imports a Python file, as a module of its package if it is in one, otherwise under the name of the file."""
   file = os.path.realpath(path)
   if not os.path.isfile(file):
     raise UserError(f'there is no file {path!r}')
@@ -266,11 +266,11 @@ def _load_as(name: str, file: str) -> ModuleType:
 
 
 class _MissingExperimentError(UserError):
-  """A module has no experiment with this name."""
+  """Raised if a module has no experiment with the given name."""
 
 
 def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
-  """Returns the experiment with a qualified name in a module, or its only one if the name is empty."""
+  """Returns the experiment with a qualified name in a module; for the name '', the only experiment of the module."""
   known = {key: v for key, v in vars(module).items() if _is_experiment(v) and v.__module__ == module.__name__}
   if not name and len(known) == 1:
     return next(iter(known.values()))

@@ -1,10 +1,11 @@
-"""Finds operations of a step that take a slow path on its chips, by its jaxpr, and says which field changes that.
+"""Finds operations in the jaxpr of a step that take a slow path on its chips, and says which field changes that.
 
     expanded grouped product   a `ragged_dot` outside of TPUs: XLA multiplies every row by the weights of every group
-    logits in memory           a product with a row and a column for each pair of tokens, of attention that is not fused
+    logits in memory           a product with an entry for each pair of tokens, in attention that is not fused
     float32 product            both operands are float32, on a chip that multiplies bfloat16 faster
 
-Products inside of kernels do not count. Times are what the published figures of the chip give for the additional work.
+Products inside of kernels do not count. Times are computed from the additional work and the published figures of the
+chip.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _LEAST = 0.01  # Of the time of all products: findings that take less are left o
 
 
 class SlowPath(NamedTuple):
-  """Work of a layer that another path would not have.
+  """Additional work of a layer because of a slow path.
 
   Attributes:
-    layer: path of the layer; '' if the work is in none.
-    what: the work.
-    seconds: what it takes on each device in a step.
+    layer: path of the layer; '' if the work is in no layer.
+    what: a description of the work.
+    seconds: the time that it takes on each device in a step.
     remedy: what to change.
   """
 
@@ -54,7 +55,7 @@ class SlowPath(NamedTuple):
 
 
 def describe_slow_paths(found: Sequence[SlowPath]) -> Iterator[str]:
-  """Yields a line for each kind of slow path, in the order of `found`; layers of the same kind share one."""
+  """Yields a line for each kind of slow path, in the order of `found`; layers with the same kind share a line."""
   kinds: dict[tuple[str, str], list[SlowPath]] = {}
   for slow in found:
     kinds.setdefault((slow.what, slow.remedy), []).append(slow)
@@ -70,15 +71,15 @@ def describe_slow_paths(found: Sequence[SlowPath]) -> Iterator[str]:
 def find_slow_paths(
   jaxpr: core.ClosedJaxpr, model: Layer, accelerator: Accelerator, num_devices: int
 ) -> list[SlowPath]:
-  """Returns slow paths that take at least 1 % of the time of a step's products, most costly first; none on a CPU.
+  """Returns slow paths that take at least 1 % of the time of a step's products, most costly first; [] on a CPU.
 
   Args:
     jaxpr: the step, traced for a mesh of such chips.
-    model: the model, whose layers are named.
+    model: the model, for the paths of its layers.
     accelerator: the chip.
-    num_devices: number of devices of the mesh, which share the work that no `shard_map` maps.
+    num_devices: number of devices of the mesh, which share all work outside of `shard_map`.
   """
-  if accelerator.kind == 'cpu':  # Its figures are imagined.
+  if accelerator.kind == 'cpu':  # The figures for CPUs are placeholders.
     return []
   paths, products = {path_name(layer.path) for layer in model.descendants()}, 0.0
   found: dict[tuple[str, str, str], tuple[float, float]] = {}
@@ -98,7 +99,7 @@ def find_slow_paths(
 
 
 def _slow_path(equation: core.JaxprEqn, flops: float, accelerator: Accelerator) -> tuple[str, float, float, str] | None:
-  """Returns the text of a slow path, a number for the text, seconds of a device, and the remedy; None if it is fast."""
+  """Returns the text of a slow path, a number for the text, seconds on a device, and the remedy; None if it is fast."""
   name, dtype = equation.primitive.name, _dtype(equation)
   shapes = [tuple(_array(v).shape) for v in equation.invars]
   out = _array(equation.outvars[0])
@@ -128,7 +129,7 @@ def _array(var: core.Var | core.Literal) -> Any:
 
 
 def _dtype(equation: core.JaxprEqn) -> str:
-  """Returns 'f32' if both operands are float32, otherwise 'bf16': the spelling of `Accelerator.peaks`."""
+  """Returns 'f32' if both operands are float32, otherwise 'bf16', as spelled in `Accelerator.peaks`."""
   return 'f32' if all(_array(v).dtype == jnp.float32 for v in equation.invars[:2]) else 'bf16'
 
 
@@ -155,7 +156,7 @@ def _products(
 
 
 def _layer(scope: str, paths: set[str]) -> str:
-  """Returns the path of the layer that scopes are in: 'lm/while/body/ff/search' gives 'lm.ff'."""
+  """Returns the path of the innermost layer in a scope: 'lm.ff' for 'lm/while/body/ff/search'."""
   path = ''
   for part in scopes(scope).split('/'):
     if (below := f'{path}.{part}' if path else part) in paths:

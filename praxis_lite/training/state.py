@@ -29,13 +29,13 @@ from praxis_lite.training.task import SingleTask
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')
 
-# With fewer parameters, it takes a CPU longer to optimize the program that draws them than to run it as it is.
+# With fewer parameters, optimizing the program that draws them takes a CPU longer than running it without optimization.
 _FEW = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState(Generic[T]):
-  """What a train step reads and returns, as arrays, or as their shapes, specs or shardings.
+  """The state that a train step takes and returns: arrays, or their shapes, specs or shardings.
 
   Attributes:
     step: int32 scalar, the number of steps taken, including skipped ones.
@@ -46,7 +46,7 @@ class TrainState(Generic[T]):
 
   step: T
   mdl_vars: NestedDict
-  opt_states: Any  # Whatever structure optax makes.
+  opt_states: Any  # Any structure that optax makes.
   ema_vars: NestedDict | None = None
 
   def replace(self, **changes: Any) -> TrainState:
@@ -67,7 +67,7 @@ class PartitionedModelStates(NamedTuple):
 
 
 class GivenVariables(NamedTuple):
-  """Initial values of some variables that are not drawn from the seed, for example from another run.
+  """Initial values of some variables that are given, for example by another run, instead of drawn at random.
 
   Attributes:
     values: a part of the variable tree; arrays have the shapes of the variables.
@@ -96,7 +96,7 @@ def train_state_shapes(jax_task: SingleTask, *, optimizer: bool = True) -> Train
 
 
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
-  """Returns a tree with a `Placement` for each variable of a task's model: its spec, and what decided it.
+  """Returns a tree with the `Placement` of each variable of a task's model: its spec, and the reasons for it.
 
   Raises:
     ShardingError: a mapping, rule or strategy does not fit.
@@ -134,7 +134,7 @@ def state_layout(
 
   Args:
     jax_task, mesh: the task and the mesh.
-    specs_of_vars: the spec of each variable; None uses those that the task asks for.
+    specs_of_vars: the spec of each variable; None uses the specs of the task.
     optimizer: False leaves out `opt_states`, which only training needs, and which take long to trace.
   """
   unpadded = train_state_shapes(jax_task, optimizer=optimizer)
@@ -153,7 +153,7 @@ def state_layout(
 def _slot_specs(
   unpadded: TrainState, specs_of_vars: NestedDict, learner: BoundLearner, mesh: Mesh | AbstractMesh
 ) -> Any:
-  """Returns the specs of the optimizer's slots: its own, or those of their variables."""
+  """Returns the specs of the optimizer's slots: those that the optimizer sets, otherwise those of their variables."""
   if unpadded.opt_states is None:
     return None
   specs = opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes)
@@ -164,7 +164,7 @@ def _slot_specs(
 
 
 def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
-  """Returns the layout with the optimizer's state in host memory, if the task asks for that.
+  """Returns the layout, with the optimizer's state in host memory if the task sets `offload_optimizer_state`.
 
   Raises:
     ConfigError: the devices do not support host memory.
@@ -194,7 +194,7 @@ def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
 
 
 def declared_state(jax_task: SingleTask) -> TrainState:
-  """Returns a task's train state for partitioners: variables are `WeightHParams`, and the rest are shapes."""
+  """Returns a task's train state for partitioners: variables are `WeightHParams`, all else is shapes."""
   return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 
@@ -212,9 +212,9 @@ def _use_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.
 def state_initializer(
   jax_task: SingleTask, layout: StateLayout, known: Mapping[Path, tuple[int, ...]] | None = None
 ) -> Callable[..., TrainState[jax.Array]]:
-  """Returns a jitted function of the init key that creates a padded train state; each device makes its own part.
+  """Returns a jitted function of the init key that creates a padded train state; each device makes its own shards.
 
-  With `known`, as in `GivenVariables`, the function also takes the padded values of the given variables.
+  With `known`, see `GivenVariables`, the function also takes the padded values of the given variables.
   """
 
   def init(key: jax.Array, values: NestedDict | None = None) -> TrainState[jax.Array]:
@@ -234,8 +234,8 @@ def initialize_partitioned_model_states(
   """Creates the train state of a task, sharded and padded on its mesh, never whole on one device.
 
   Args:
-    jax_task, init_key: an instantiated task, and the PRNG key of the initial values.
-    mesh: the mesh; by default the one that the task asks for.
+    jax_task, init_key: an instantiated task, and the PRNG key for the initial values.
+    mesh: the mesh; by default the mesh of the task's config.
   """
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)

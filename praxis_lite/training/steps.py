@@ -1,7 +1,8 @@
 """The single-learner steps: pure functions of a task, its state and one batch.
 
-Each is written once. The differences between one device, a mesh whose communication XLA places, and a mesh under
-`shard_map` are in the `Execution` passed to the step; by default a step can be jitted as it is, without a mesh.
+Each step is written once. The differences between one device, a mesh for which XLA inserts the communication, and a
+mesh with `shard_map` are in the `Execution` that a step gets; by default, a step can be jitted directly, without a
+mesh.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class TrainStepOutput(NamedTuple):
   Attributes:
     state: the new train state.
     weighted_loss: float32 scalar, the differentiated loss: the model's loss plus its auxiliary losses; if rules of the
-      learner have other losses, the sum of all that are differentiated.
+      learner have their own losses, the sum of all differentiated losses.
     mean_metrics: (mean, weight) of each metric of the model and the learner.
     per_example_out: tree of arrays with the batch as dimension 0.
-    summaries: what layers added with `add_summary`, by name.
+    summaries: values that layers added with `add_summary`, by name.
   """
 
   state: TrainState[jax.Array]
@@ -47,7 +48,7 @@ class TrainStepOutput(NamedTuple):
 
 
 class EvalStepOutput(NamedTuple):
-  """Result of an eval step: that of a train step, without the state."""
+  """Result of an eval step: the same as of a train step, without the state."""
 
   weighted_loss: jax.Array
   mean_metrics: WeightedScalars
@@ -69,7 +70,7 @@ class PredictStepOutput(NamedTuple):
 
 
 class TapStepOutput(NamedTuple):
-  """Values between the layers of a prediction, by the name of their summary.
+  """Result of a tap step: values between layers in a prediction, by the name of their summary.
 
   Attributes:
     arrays: values, with the batch as dimension 0.
@@ -90,10 +91,10 @@ def train_step_single_learner(
   """Takes one step.
 
   Args:
-    jax_task, states: the task, and its state with arrays in their true shapes; under `shard_map`, this device's parts.
+    jax_task, states: the task, and its state with arrays in their true shapes; under `shard_map`, this device's shards.
     prng_key: key of the run; `states.step` is folded in.
-    inputs: a batch, dim 0 the batch; under `shard_map`, this device's rows.
-    execution: what the step needs to know about the mesh; None means no mesh.
+    inputs: a batch; under `shard_map`, this device's rows.
+    execution: how the step is executed on the mesh; None means no mesh.
   """
   execution = execution or Execution()
   learner = jax_task.bind_learner()
@@ -106,7 +107,7 @@ def train_step_single_learner(
     tapped = {path: execution.whole(path, node_at(gradients, path)) for path in taps.variables_of('grad')}
     out = out._replace(summaries={**out.summaries, **taps.summarize('grad', tapped)})
   updates, finite = out.updates, update.finite
-  if finite is not None:  # After a step that is not applied, variables that are not trained keep their values.
+  if finite is not None:  # If a step is not applied, variables that are not trained keep their values too.
     updates = map_with_path(lambda path, new: jnp.where(finite, new, node_at(states.mdl_vars, path)), updates)
   mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)
@@ -118,7 +119,7 @@ def train_step_single_learner(
 def loss_and_gradients(
   jax_task: SingleTask, mdl_vars: NestedDict, step: jax.Array, prng_key: jax.Array, inputs: NestedDict
 ) -> tuple[jax.Array, NestedDict]:
-  """Returns the loss of a step and its gradients, without a mesh; arguments as in `train_step_single_learner`."""
+  """Returns the loss of a step and its gradients, without a mesh; see `train_step_single_learner` for the arguments."""
   states = TrainState(step, mdl_vars, {}, None)
   learner = jax_task.bind_learner()
   losses, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
@@ -146,7 +147,7 @@ def _loss_and_gradients(
   inputs: NestedDict,
   execution: Execution,
 ) -> tuple[Losses, LossOutput, NestedDict]:
-  """Returns the whole batch's losses, outputs and gradients; under `shard_map`, gradients of this device's parts."""
+  """Returns losses, outputs and gradients of the whole batch; under `shard_map`, gradients of this device's shards."""
   model, taps = jax_task.model, execution.taps
   probed: dict[str, Path] = {}
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
@@ -228,9 +229,10 @@ def eval_step_single_learner(
 
   Args:
     jax_task, mdl_vars: the task, and the model's variables, or their moving averages.
-    prng_key: `global_step`, an int32 scalar, is folded in, for models that draw random numbers in evaluation.
-    inputs: a batch, dim 0 the batch.
-    surroundings: what layers need to know about the mesh; None means no mesh.
+    prng_key: key of the run, for models that draw random numbers in evaluation; `global_step` is folded in.
+    global_step: int32 scalar.
+    inputs: a batch.
+    surroundings: the surroundings of the layers on the mesh; None means no mesh.
   """
   key = jax.random.fold_in(prng_key, global_step)
   out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
@@ -248,10 +250,10 @@ def predict_step(
   surroundings: Surroundings | None = None,
   method: str = 'predict',
 ) -> PredictStepOutput:
-  """Returns the model's predictions for one batch; other arguments as in `eval_step_single_learner`.
+  """Returns the model's predictions for one batch; see `eval_step_single_learner` for the other arguments.
 
   Args:
-    method: 'predict', or 'score' for how probable a language model finds the labels.
+    method: 'predict', or 'score' for the log-probabilities of the labels under a language model.
 
   Raises:
     ConfigError: the model returns nothing, or an array that does not have the batch as dimension 0.
@@ -270,10 +272,10 @@ def score_training_step(
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> PredictStepOutput:
-  """Returns what `predict_step` returns for 'score', as the loss of training computes it: layers train, not evaluate.
+  """Returns the result of `predict_step` for 'score', but with layers in training mode, as in the loss of training.
 
   Raises:
-    ConfigError: a layer draws random numbers in training, such as a dropout.
+    ConfigError: a layer draws random numbers in training, such as dropout.
   """
   del prng_key, global_step  # Without a key, a layer that draws random numbers raises an error.
   out, _ = jax_task.model.apply(
@@ -290,7 +292,7 @@ def tap_step(
   inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> TapStepOutput:
-  """Returns what the taps of the surroundings report while the model predicts; arguments as in `predict_step`."""
+  """Returns what the taps of the surroundings report while the model predicts; see `predict_step` for the arguments."""
   key = jax.random.fold_in(prng_key, global_step)
   _, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
   arrays, summaries = {}, {}
@@ -313,7 +315,7 @@ def decode_step(
   surroundings: Surroundings | None = None,
   method: str = 'decode',
 ) -> DecodeStepOutput:
-  """Decodes one batch of prompts; other arguments as in `eval_step_single_learner`.
+  """Decodes one batch of prompts; see `eval_step_single_learner` for the other arguments.
 
   Args:
     method: 'decode', or 'sample' for answers that a `PolicyModel` learns from.
@@ -324,7 +326,7 @@ def decode_step(
 
 
 def add_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
-  """Returns the total loss, and the metrics, to which the auxiliary losses are added as `aux/<name>`."""
+  """Returns the total loss, and the metrics, in which the auxiliary losses are named `aux/<name>`."""
   loss, weight = metrics['loss']
   total = loss.astype(jnp.float32)
   for name, (value, scale) in side.aux_losses.items():

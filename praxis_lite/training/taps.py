@@ -1,16 +1,15 @@
-"""Taps of a step: statistics of activations, gradients, updates and weights by path.
+"""Taps of a step: statistics of activations, gradients, updates and weights, chosen by path.
 
-    lm.transformer.*.attention:rms,max     of the result of each attention; '*' stands for any text
-    lm.transformer.*.attention.entropy     of the probabilities of each query and head, in nats
-    lm.transformer.layers.in:mean          of the input of a block, its first argument
-    lm.transformer.layers.attention.grad   of the gradient of the loss by the result, of the whole batch
-    grad(lm.softmax.*):rms                 of the gradients of variables, of the whole batch, before clipping
-    update(*.w):rms,ratio                  of what a step adds; ratio: rms of the update / rms of the weight
-    weight(lm.softmax.w):hist              of variables before the step
+    lm.transformer.*.attention:rms,max     results of each attention layer; '*' stands for any text
+    lm.transformer.*.attention.entropy     entropy of the probabilities of each query and head, in nats
+    lm.transformer.layers.in:mean          input of a block, its first argument
+    lm.transformer.layers.attention.grad   gradient of the loss by the result, for the whole batch
+    grad(lm.softmax.*):rms                 gradients of variables, for the whole batch, before clipping
+    update(*.w):rms,ratio                  changes of variables in a step; ratio is rms of the update / rms of the
+    weight weight(lm.softmax.w):hist              variables before the step
 
-Statistics are over the real entries: no padding tokens, no rows that fill up a batch, no entries that fill up a mesh.
-Each layer of a stack has its own. `layers/base/taps.py` listens to activations; variables are read where the step has
-them as whole arrays.
+Statistics exclude padding: of tokens, of rows of a batch, and of arrays on a mesh. Each layer of a stack has separate
+statistics. `layers/base/taps.py` observes activations; variables are read where a step has them as whole arrays.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.task import SingleTask
 
 _DEFAULT = ('rms',)
-_RATIO = 'ratio'  # Of the rms of an update to that of its weight.
+_RATIO = 'ratio'  # The rms of an update divided by the rms of its weight.
 _FUNCTION = re.compile(r'(\w+)\((.*)\)')
 OF_VARIABLES = ('grad', 'update', 'weight')
-# Ends of points that a pattern has to name.
+# Endings of points that a pattern must name, since '*' does not match them.
 _SPECIAL = ('.in', '.entropy', f'.in{GRADIENT}', GRADIENT, '.rows_of_experts', '.hidden_rows_of_experts')
 # Names of arrays of a batch that say which tokens are padding.
 _MARKS = ('weights', 'segment_ids', 'paddings')
@@ -47,10 +46,10 @@ _MARKS = ('weights', 'segment_ids', 'paddings')
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-  """Which values to observe, and the statistics to compute of them.
+  """The values to observe, and the statistics to compute.
 
   Attributes:
-    text: as it was given.
+    text: the text from which the tap was parsed.
     of: 'grad', 'update', 'weight', or '' for an activation.
     pattern: a path, in which '*' stands for any text.
     statistics: names in `STATISTICS`, or 'ratio'; or `ARRAY` alone.
@@ -63,7 +62,7 @@ class Tap:
 
   @classmethod
   def parse(cls, text: str, default: tuple[str, ...] = _DEFAULT) -> Tap:
-    """Reads 'path:statistics' or 'grad(path):statistics'; without statistics, takes `default`.
+    """Parses 'path:statistics' or 'grad(path):statistics'; the statistics may be omitted, and are then `default`.
 
     Raises:
       ConfigError: the text does not have this form, or there is no such statistic.
@@ -94,7 +93,7 @@ class Tap:
     return cls(text, of, path, tuple(dict.fromkeys(statistics)))
 
   def matches(self, name: str) -> bool:
-    """Whether the path of a value is meant."""
+    """Whether the pattern matches the path of a value."""
     return _regex(self.pattern).fullmatch(name) is not None
 
 
@@ -107,18 +106,18 @@ class StepTaps:
   """The taps of the steps of a task.
 
   Args:
-    taps: what to compute.
+    taps: the taps.
     weights: the declarations of the variables.
-    trained: whether a variable is trained; None for steps that only infer.
+    trained: (path) -> whether the variable is trained; None for inference steps.
 
   Attributes:
     trains: whether the steps train.
-    seen: the points of activations in the step that was traced last, and '' or why a point cannot be tapped.
-    left_out: lines about points that a pattern matches but that cannot be tapped, once the step is traced.
-    wants_gradients: the first tap of a gradient of activations, as it was given; '' if there is none.
+    seen: for each point of activations in the step that was traced last, '' or why it cannot be tapped.
+    left_out: lines about points that match a pattern but cannot be tapped, set when the step is traced.
+    wants_gradients: the text of the first tap of gradients of activations; '' if there is none.
 
   Raises:
-    ConfigError: `grad`, `update` or `weight` matches no variable, or asks for what only a train step has.
+    ConfigError: `grad`, `update` or `weight` matches no variable, or needs a train step.
   """
 
   def __init__(self, taps: Sequence[Tap], weights: NestedDict, trained: Callable[[Path], bool] | None):
@@ -153,7 +152,7 @@ class StepTaps:
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
 
   def check_parts(self, axes: Iterable[str]) -> None:
-    """Raises ConfigError if activations are tapped in a program for one device, with layers split over these axes."""
+    """Raises ConfigError if activations are tapped inside `shard_map` and layers are split over these axes."""
     if self._activations and (split := sorted(axes)):
       raise ConfigError(
         f"tap {self._activations[0].text!r}: under task.partitioning='shard_map', the results of layers that are split "
@@ -169,7 +168,7 @@ class StepTaps:
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    """Returns the surroundings of a call of the model for a batch, with taps; see `Taps` for `probed` and `share`."""
+    """Returns the surroundings, with taps, for a call of the model; see `Taps` for `probed` and `share`."""
     if not self._activations:
       return surroundings
     self.seen.clear()
@@ -189,7 +188,7 @@ class StepTaps:
     return tuple(found)
 
   def check_seen(self) -> None:
-    """Raises ConfigError if a tap of activations has met no value in the step just traced, or none that it can tap."""
+    """Raises ConfigError if a tap matched no activation in the step just traced, or none that can be tapped."""
     for tap in self._activations:
       met = {name: problem for name, problem in self.seen.items() if _is_meant(tap, name)}
       if not met:
@@ -206,11 +205,11 @@ class StepTaps:
   # ---------------------------------------------------------------- variables
 
   def variables_of(self, of: str) -> list[Path]:
-    """Returns the paths of the variables whose 'grad', 'update' or 'weight' is tapped."""
+    """Returns the paths of the variables that are tapped; `of` is 'grad', 'update' or 'weight'."""
     return [path for path in self._weights if self._statistics(of, path)]
 
   def summarize(self, of: str, values: Mapping[Path, jax.Array]) -> dict[str, Summary]:
-    """Returns the summaries of gradients, updates or weights, whole arrays in their true shapes by path."""
+    """Returns the summaries of gradients, updates or weights, given as whole arrays in true shapes by path."""
     summaries: dict[str, Summary] = {}
     for path, value in values.items():
       statistics, label = self._statistics(of, path), f'{of}({path_name(path)})'
@@ -224,7 +223,7 @@ class StepTaps:
     return summaries
 
   def summarize_step(self, before: NestedDict, after: NestedDict) -> dict[str, Summary]:
-    """Returns the summaries of weights, and of what a step has added to them; variables have their true shapes."""
+    """Returns the summaries of weights and of their changes in a step; variables have their true shapes."""
     summaries = self.summarize('weight', {path: node_at(before, path) for path in self.variables_of('weight')})
     updated = self.variables_of('update')
     old, new = ({path: node_at(tree, path).astype(jnp.float32) for path in updated} for tree in (before, after))
@@ -246,7 +245,7 @@ class StepTaps:
 
 
 def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool = True) -> StepTaps:
-  """Returns the taps of a task's steps, of texts such as 'lm.transformer.*:rms'.
+  """Returns the taps of a task's steps, parsed from texts such as 'lm.transformer.*:rms'.
 
   Raises:
     ConfigError: a text has another form, or matches nothing.
@@ -256,13 +255,13 @@ def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool =
 
 
 def _is_meant(tap: Tap, name: str) -> bool:
-  """Whether a tap means a point; '*' at the end does not stand for inputs, gradients, or what is only for taps."""
+  """Whether a tap matches a point; a pattern must end with the ending in `_SPECIAL` that the point has, if any."""
   special = next((end for end in _SPECIAL if name.endswith(end)), '')
   return tap.matches(name) and tap.pattern.endswith(special)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-  """Returns paths that are near a pattern, as the end of a message."""
+  """Returns the end of a message, with paths that are similar to a pattern."""
   known = list(names)
   last = pattern.removesuffix(GRADIENT).rstrip('.*').rpartition('.')[2].rpartition('*')[2]
   inside = [name for name in known if last and last in name.split('.')][:3] or [
@@ -274,9 +273,9 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 
 def real_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
-  """Returns [B, T] bool, False for padding; or [B], False for rows that fill up a batch; None if neither is known.
+  """Returns a mask of tokens, [B, T] bool, or of rows, [B], that are not padding; None if a batch has no weights.
 
-  A batch whose arrays mark the tokens of several sequences, such as sources and targets, has only rows.
+  The mask is of rows if no array of a batch marks tokens, or several sequences are marked, such as sources and targets.
   """
   marks = [name for name in batch if name.endswith(_MARKS)]
   weights = batch.get('weights')
@@ -311,9 +310,9 @@ class TappedParts:
     self._last: dict[str, Summary] = {}
 
   def add(self, summaries: Mapping[str, Summary]) -> None:
-    """Adds those summaries of a batch that are parts of statistics.
+    """Adds the summaries of a batch that are parts of statistics.
 
-    It reads those of the batch before, so that it does not wait for a device, which then holds those of one batch.
+    The summaries of a batch are only read in the next call, so that this call does not wait for a device.
     """
     self._read_last()
     self._last = {name: s for name, s in summaries.items() if is_tapped(name) and s.kind != ARRAY}
@@ -326,7 +325,7 @@ class TappedParts:
     self._last = {}
 
   def statistics(self) -> dict[str, Summary]:
-    """Returns the statistics by name, `path/rms`; those of histograms have the kind 'bins'."""
+    """Returns the statistics by name, such as `path/rms`; histograms have the kind 'bins'."""
     return {
       name: summary
       for (statistics, label), parts in self.combine().items()
@@ -334,7 +333,7 @@ class TappedParts:
     }
 
   def combine(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
-    """Returns the parts of all batches by name, for each (statistics, label)."""
+    """Returns, for each (statistics, label), the combined parts of all batches by name."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
     for name, (_, combined) in self._parts.items():
@@ -360,7 +359,7 @@ def _finish(label: str, statistics: Sequence[str], parts: Mapping[str, np.ndarra
 
 
 def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-  """Returns the tapped values of a `TapStepOutput` by path, with the first rows only, after dimensions of stacks."""
+  """Returns the tapped values of a `TapStepOutput` by path, [stacks..., num_rows, ...], for the first rows."""
   found: dict[str, np.ndarray] = {}
   for name, value in arrays.items():
     raw = read_raw_name(name)
@@ -370,7 +369,7 @@ def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str,
 
 
 def finish_summaries(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
-  """Returns the summaries of a step with statistics in place of their parts."""
+  """Returns the summaries of a step, in which parts of statistics are replaced by the statistics."""
   parts = TappedParts()
   parts.add(summaries)
   return {**{name: s for name, s in summaries.items() if not is_tapped(name)}, **parts.statistics()}

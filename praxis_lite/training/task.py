@@ -1,4 +1,4 @@
-"""SingleTask: one model, how to train, evaluate and decode it, and the mesh that it is split over."""
+"""SingleTask: a model, how it is trained, evaluated and decoded, and the mesh over which it is split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from praxis_lite.training.learning.multi_learner import nested_learners
 
 
 def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
-  """Builds the configs in some fields of `owner`, and stores the results in these fields."""
+  """Builds the configs in some fields of `owner`, and replaces them by the results."""
   for section in sections:
     config = getattr(owner, section)
     if not isinstance(config, Config):
@@ -30,19 +30,19 @@ def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
     setattr(owner, section, build_at(f'{path}.{section}', config))
 
 
-# Which values of a metric are better: lower ones, higher ones, or those that its name tells.
+# Which values of a metric are better: lower ones, higher ones, or as its name suggests.
 MODES = ('auto', 'min', 'max')
 
 
 class EarlyStoppingParams(Configurable):
-  """When a run ends early: once a metric of its evaluations no longer improves.
+  """Early stopping: ends a run when a metric of its evaluations no longer improves.
 
   Attributes:
     patience: number of evaluations in a row without an improvement after which the run stops; None disables it.
-    metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated. If the run has a
-      `best_metric`, this default gives way to it.
-    mode: 'min', 'max' or 'auto', as `best_metric_mode` of the training. For `best_metric`, its mode counts.
-    min_delta: a value is an improvement if it is better than the best one by more than this.
+    metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated. If this has its default
+      value and the run has a `best_metric`, that metric is used.
+    mode: 'min', 'max' or 'auto', see `best_metric_mode` of the training. If `best_metric` is used, so is its mode.
+    min_delta: a value is an improvement if it is better than the best value by more than this.
   """
 
   patience: int | None = None
@@ -58,14 +58,14 @@ class EarlyStoppingParams(Configurable):
 
 
 class LossSpikeParams(Configurable):
-  """What counts as a spike of the training loss, and what to do about it.
+  """Detection of spikes of the training loss, and the reaction to them.
 
   Attributes:
-    factor: a loss is too high if it exceeds this times the median of the previous losses; None disables it.
+    factor: a loss is too high if it exceeds this times the median of the previous losses; None disables detection.
     steps: how many losses in a row must be too high.
-    window: how many losses the median is taken over, not counting those that are too high.
-    action: 'rollback': the run goes back to the last checkpoint before the spike, and leaves out the batches of its
-      steps. 'raise': the run ends with an error.
+    window: the number of losses for the median, not counting those that are too high.
+    action: with 'rollback', the run goes back to the last checkpoint before the spike, and skips the batches of the
+      spike. With 'raise', the run ends with an error.
   """
 
   factor: float | None = None
@@ -88,12 +88,12 @@ class EmergencyCopiesParams(Configurable):
 
   Attributes:
     every_n_steps: steps between copies; None disables them. A killed process loses less than twice this many steps.
-    directories: where each host keeps its copies: a RAM disk, or a disk. Each directory gets all copies. The first one
-      with a complete copy is read, so one of them may be on another host.
-    peers: to how many other hosts each process sends its part, so that a copy survives the loss of a host. Each is in
-      another failure domain.
-    failure_domain: how many successive processes may be lost together: those of a host, a rack or a slice. Processes
-      that share a directory are always in one domain.
+    directories: where each host keeps its copies: on a RAM disk or a disk. Each directory gets all copies. The first
+      directory with a complete copy is read, so one of them may be on another host.
+    peers: the number of other hosts to which each process sends its shards, so that a copy survives the loss of a host.
+      Each peer is in another failure domain.
+    failure_domain: the number of successive processes that may be lost together, such as those of a host, a rack or a
+      slice. Processes that share a directory are always in one domain.
   """
 
   every_n_steps: int | None = None
@@ -111,24 +111,23 @@ class EmergencyCopiesParams(Configurable):
 
 
 class InitFromParams(Configurable):
-  """A checkpoint of another run from which a new run takes its first values. A run that resumes ignores it.
+  """A checkpoint of another run from which a new run takes initial values; a run that resumes ignores it.
 
   The optimizer state is not taken. A variable comes from the variable with the same path in the checkpoint, unless a
-  rule says otherwise. Regular expressions match whole paths, `lm.softmax.w`, of variables of the model to train.
-  Learned positions of patches are resampled if images have another size there, unless `partial` matches them.
+  rule says otherwise. Regular expressions match whole paths, such as `lm.softmax.w`, in the model to train. Learned
+  positions of image patches are resampled if the other run has another image size, unless `partial` matches them.
 
   Attributes:
-    path: the directory of the other run; None disables this, and variables are drawn from the seed.
+    path: the directory of the other run; None disables this, and variables get random initial values.
     step: step of the checkpoint, or 'best'; None means the newest.
     rules: pairs (regex, path in the checkpoint). The first match counts. The path may contain groups of the regex as
-      \\1, \\2, ...; None draws the variable from the seed.
-    partial: regexes of variables whose shape may differ: the entries that both have are copied, and the others are
-      drawn from the seed.
+      \\1, \\2, ...; a path of None means random initial values.
+    partial: regexes of variables whose shape may differ: entries that exist in both are copied, and the others get
+      random initial values.
     use_ema: whether to take the moving averages, if the checkpoint has them.
-    store_changes_only: whether checkpoints leave out the variables that come from there and that the learner does not
-      train, such as all but adapters. Whatever reads such a checkpoint takes them from the checkpoint of the other run,
-      which must stay as it is: if that run still trains, its max_to_keep may remove it. Only a run that starts can
-      begin with this.
+    store_changes_only: whether checkpoints leave out variables that come from the other run and that the learner does
+      not train, such as all but adapters. They are read from the checkpoint of the other run, which must therefore be
+      kept: if that run still trains, its max_to_keep may remove it. This can only be set when a run starts.
   """
 
   path: str | None = None
@@ -152,12 +151,12 @@ class TrainParams(Configurable):
   """How the task is trained.
 
   Attributes:
-    learner: optimizer, schedule, clipping, moving averages, accumulation.
+    learner: optimizer, schedule, clipping, moving averages, and gradient accumulation.
     num_train_steps: number of steps of the whole run.
-    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank. None splits their
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs of each rank are split inside the step. None splits their
       batch dimension over all mesh axes.
-    offload_optimizer_state: keeps the optimizer's state in host memory between updates; an error if the devices do not
-      support that.
+    offload_optimizer_state: whether to keep the optimizer's state in host memory between updates; raises ConfigError if
+      the devices do not support this.
     log_interval_steps: steps between lines on the console, and between scalars in the event files.
     eval_interval_steps: steps between evaluations; None evaluates only at the end.
     decode_interval_steps: steps between decoding runs; None decodes only in the command `decode`.
@@ -165,16 +164,15 @@ class TrainParams(Configurable):
     max_to_keep: how many of the newest checkpoints are kept.
     keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
-      kept as well. It also decides when `early_stopping` stops. None uses the metric of `early_stopping`, if that is
-      enabled.
-    best_metric_mode: 'min' if lower is better, 'max' if higher is better; 'auto' goes by the name of the metric, and is
-      an error for a name that does not tell.
-    loggers: what else gets the metrics: names, such as 'wandb', or configs of loggers; see `runs/loggers`.
+      also kept. `early_stopping` uses this metric too. None means the metric of `early_stopping`, if that is enabled.
+    best_metric_mode: 'min' if lower is better, 'max' if higher is better; 'auto' depends on the name of the metric, and
+      is an error if the name does not say which.
+    loggers: additional receivers of the metrics: names, such as 'wandb', or configs of loggers; see `runs/loggers`.
     mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
-      checkpoint that is kept, and the other files of its directory. If it is newer than the directory, the run resumes
-      from it. None disables it.
+      checkpoint that is kept, and the other files of its directory. If the mirror is newer than the directory, the run
+      resumes from it. None disables it.
     max_skipped_steps: number of steps in a row without a finite loss and gradient after which the run ends with an
-      error; with 0 or None, any number is skipped.
+      error; 0 and None set no limit.
     slow_step_factor: a step that takes more than this times the median of the previous steps is reported; None disables
       the reports.
     max_rollbacks: how many times a run may go back because of a step that is not finite, or a spike of the loss.
@@ -225,7 +223,7 @@ class DecodeParams(Configurable):
 
   Attributes:
     use_ema: whether to use the moving averages, if the learner keeps them.
-    max_batches: number of batches; None means the whole set.
+    max_batches: number of batches; None means the whole data set.
   """
 
   use_ema: bool = True
@@ -236,7 +234,7 @@ class EvalParams(DecodeParams):
   """How the task is evaluated.
 
   Attributes: the same as for `DecodeParams`, and
-    task_files: config of a `TaskFile`, or several, questions to evaluate a language model on; see `runs/task_files.py`.
+    task_files: one or several configs of `TaskFile`s, with questions for language models; see `runs/task_files.py`.
   """
 
   task_files: Config | tuple[Any, ...] = ()
@@ -246,26 +244,27 @@ TaskT = TypeVar('TaskT', bound='SingleTask')
 
 
 class SingleTask(Configurable):
-  """A model and everything that its training run needs, except data.
+  """A model and everything else that a training run needs, except data.
 
   In the config of a task, `model`, `train`, `evaluate` and `decode` are configs; in the task they are built objects.
 
   Attributes:
     name: name of the task, for logs.
     model: the model.
-    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes. A mesh shape of one size needs none: its
-      axis is 'data' then.
+    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes. A mesh shape of one size needs no names;
+      its axis is then 'data'.
     ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device. One size may be
-      -1 or 'auto', for the rest of the devices: `(-1, 1)` are all devices along the first axis, and so is 'auto'.
+      -1 or 'auto', which stands for the rest of the devices; the shape `(-1, 1)` or 'auto' puts all devices along the
+      first axis.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
-    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for the weights that declare
-      no mapping.
-    partitioning: how the train step communicates. 'auto': XLA inserts collectives. 'shard_map': they are explicit. Each
-      device computes its own rows, gathers weights before it uses them, and averages gradients.
-    xla_flags: values, by name, of the XLA flags for compiling the steps, such as {'xla_gpu_enable_triton_gemm': False}.
-      The value None leaves a flag to XLA. The environment variable XLA_FLAGS wins.
-    default_xla_flags: whether to use the default flags of the platform in `xla_flags.py` too.
+    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for weights that declare no
+      mapping.
+    partitioning: how the train step communicates. With 'auto', XLA inserts collectives. With 'shard_map', they are
+      explicit: each device computes its own rows, gathers weights before it uses them, and averages gradients.
+    xla_flags: values of the XLA flags for compiling the steps, by name, as in {'xla_gpu_enable_triton_gemm': False}.
+      None means XLA's default. The environment variable XLA_FLAGS takes precedence.
+    default_xla_flags: whether to also use the default flags of the platform in `xla_flags.py`.
     train, evaluate, decode: see the classes.
   """
 
@@ -341,7 +340,7 @@ class SingleTask(Configurable):
     """Returns the size of each mesh axis by name; needs no devices, unless a size is -1.
 
     Args:
-      num_devices: how many devices there are, if a size is -1; None means those of this process, and starts JAX.
+      num_devices: the number of devices, if a size is -1; None means all devices, for which JAX is started.
     """
     ici, dcn, names = self._mesh_shape()
     with prefix_errors('task'):

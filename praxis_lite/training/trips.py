@@ -1,8 +1,8 @@
 """Finds the largest number of iterations of a `while` in a jaxpr, if the program shows it.
 
 A loop made by `jax.lax.fori_loop` runs while its counter is below a limit. If the limit is data, such as the number of
-blocks that a mask does not empty, it often has a bound: a sum of n booleans is at most n. So bounds are carried from
-equation to equation, for arrays of integers and booleans:
+blocks that a mask does not empty, it often has a bound: a sum of n booleans is at most n. So bounds of integer and
+boolean arrays are propagated from equation to equation:
 
     constants           themselves
     booleans            1: True
@@ -28,7 +28,7 @@ _MOST_ENTRIES = 2**20
 
 
 class LoopBounds:
-  """Bounds of the values in a jaxpr; `add` processes one equation after the other.
+  """Upper bounds of the values in a jaxpr; call `add` for each equation, in order.
 
   Args:
     jaxpr: the program.
@@ -58,7 +58,7 @@ class LoopBounds:
       self._set(equation.outvars[0], rule(bounds, equation.params))
 
   def below(self, equation: core.JaxprEqn, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[Bound]:
-    """Returns the bounds of the inputs of a jaxpr that an equation runs."""
+    """Returns the bounds of the inputs of a jaxpr inside an equation."""
     name = equation.primitive.name
     inputs = [self.bound_of(var) for var in equation.invars]
     inner = strip_constants(jaxpr)

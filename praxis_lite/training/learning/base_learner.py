@@ -246,7 +246,7 @@ class BoundLearner:
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      sum_parts: adds sums over shards across devices; None if each device has whole variables.
+      sum_parts: adds sums over shards across devices; the identity if each device has whole variables.
       splits: how a mesh splits the variables; None if there is no mesh.
 
     Raises:

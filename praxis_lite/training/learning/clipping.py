@@ -81,7 +81,7 @@ class Clipping:
     Args:
       gradients, squares: the gradients, and the squared norm of each.
       variables, declared: the variables, and their declarations.
-      sum_parts: adds sums over shards across devices; None if each device has whole variables.
+      sum_parts: adds sums over shards across devices; the identity if each device has whole variables.
       history: the history of the steps before; needed for `z_score`.
     """
     original = gradients

@@ -1,16 +1,16 @@
-r"""MultiLearner: several learners, each for the variables that its rule takes.
+r"""MultiLearner: several learners, each for the variables of its rule.
 
     rules = (
       Config(LearnerRule, name='encoder', regex=r'encoder\..*', learner=..., train_from_step=1000),
       Config(LearnerRule, name='head', learner=...),                           # no regex: all others
     )
 
-    gradient -> factors of gradients -> clipping of the whole -> each learner its part -> factors of updates
+    gradient -> gradient factors of the rules -> clipping of the global norm -> learner of each rule -> update factors
 
     opt_states = {'encoder': {'all': state}, 'head': {'all': state}}
 
-Each rule may have a loss of its own, a metric of the model: see `LearnerRule.loss`. Gradients of all losses are taken
-at the same variables, so both parts of an adversarial model take their step at once.
+Each rule may have its own loss, a metric of the model: see `LearnerRule.loss`. Gradients of all losses are taken at the
+same values of the variables, so both parts of an adversarial model are updated simultaneously.
 
 A rule that does not train in a step adds nothing to the norm of the gradient, and keeps its slots.
 """
@@ -47,19 +47,18 @@ class MultiLearner(BaseLearner, Configurable):
   """Several learners, each for a part of the variables; Praxis calls it `MultiOptimizerLearner`.
 
   Attributes:
-    rules: configs of `LearnerRule`s. Each trained variable belongs to exactly one.
-    clip_gradient_norm_to_value: upper limit of the norm of the gradients of all rules together; 0 disables it. The
-      field of a rule's learner limits the norm of the rule's part, after that.
-    bprop_variable_inclusion: regexes that match whole variable paths; only these are trained. Empty trains all.
-    bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
+    rules: configs of `LearnerRule`s. Each trained variable belongs to exactly one rule.
+    clip_gradient_norm_to_value: upper limit of the norm of the gradients of all rules together; 0 disables it. After
+      that, the same field of a rule's learner limits the norm of the rule's gradients.
+    bprop_variable_inclusion: regexes that match whole paths of the variables to train; empty trains all.
+    bprop_variable_exclusion: regexes that match whole paths of variables that are not trained, and have no slots.
     num_microbatches: gradients are accumulated over this many parts of a batch.
-    on_nonfinite: what to do in a step whose loss or gradient norm is not finite, as for a `Learner`; gradients of rules
-      that do not train in the step do not count.
+    on_nonfinite: see `Learner`; gradients of rules that do not train in the step do not count.
     report_param_norm: adds the norm of the trained variables to the stats.
-    report_noise_scale: adds the metrics of gradient noise, as for a `Learner`.
+    report_noise_scale: see `Learner`.
 
-  The stats have, for each rule, `grad_norm/<name>`, and `learning_rate/<name>`: with its `update_factor`, and 0 if it
-  does not train in the step.
+  For each rule, the stats have `grad_norm/<name>` and `learning_rate/<name>`. The latter is multiplied by the rule's
+  `update_factor`, and is 0 if the rule does not train in the step.
 
   Raises:
     ConfigError: a value is out of range, or a rule or its learner cannot be built.
@@ -97,9 +96,9 @@ class MultiLearner(BaseLearner, Configurable):
 
 
 def nested_learners(config: Config) -> dict[str, Config]:
-  """Returns the config of each `Learner` in the config of a learner, by its path in it: '' if it is one.
+  """Returns the config of each `Learner` in the config of a learner, by path.
 
-  In that of a `MultiLearner`, they are at 'rules[0].learner' and so on.
+  The path is 'rules[0].learner' and so on in a `MultiLearner`, and '' if the config is that of a `Learner`.
   """
   if not _is_multi(config):
     return {'': config}
@@ -108,12 +107,12 @@ def nested_learners(config: Config) -> dict[str, Config]:
 
 
 def has_averages(config: Config) -> bool:
-  """Whether the learner of a config keeps averages of some variables; see `BaseLearner.keeps_averages`."""
+  """Whether the learner that a config describes keeps averages; see `BaseLearner.keeps_averages`."""
   return any(learner.ema_decay or is_schedule_free(learner.optimizer) for learner in nested_learners(config).values())
 
 
 def nested_rules(config: Config) -> list[Config]:
-  """Returns the configs of the rules in the config of a learner; none if it is not that of a `MultiLearner`."""
+  """Returns the configs of the rules of a `MultiLearner`, given its config; [] for other learners."""
   rules = config.rules if _is_multi(config) else ()
   return [rule for rule in rules if isinstance(rule, Config)] if isinstance(rules, list | tuple) else []
 
@@ -249,7 +248,7 @@ class _Part:
     return f'{self._where}.{where}', names
 
   def _needs_whole_stack(self, split_dims: Mapping[Path, tuple[int, ...]]) -> bool:
-    """Whether a stack is split whose layers have different factors."""
+    """Whether a stack whose layers have different factors is split along its layers."""
     return any(
       np.ndim(factor) and np.shape(factor)[dim] > 1
       for path, factor in self._factors.items()
@@ -266,7 +265,7 @@ class _Part:
     return jax.tree.map(lambda g: jnp.where(trains, g, jnp.zeros_like(g)), gradients)
 
   def updates(self, given: GivenGradients, opt_states: Any) -> tuple[NestedDict, States]:
-    """Returns (updates, new state), as `BoundLearner.updates` does, for the variables of the rule."""
+    """Returns (updates, new state) for the variables of the rule; see `BoundLearner.updates`."""
 
     def change() -> tuple[NestedDict, States]:
       with self._naming():
@@ -299,6 +298,6 @@ class _Part:
 
 
 def _merge_averages(averages: Iterable[NestedDict | None]) -> NestedDict | None:
-  """Returns the averages of all rules that keep any; None if none does."""
+  """Returns the averages of all rules, merged; None if no rule keeps averages."""
   kept = [tree for tree in averages if tree is not None]
   return merge(*kept) if kept else None

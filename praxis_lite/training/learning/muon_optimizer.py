@@ -1,13 +1,13 @@
-"""Muon with whole matrices on their owners: orthogonal updates of matrices, AdamW for other variables.
+"""Muon: orthogonalized updates of matrices, each computed whole on one device, its owner; AdamW for other variables.
 
     momentum    mu <- beta mu + (1 - beta) g                    split like the variable
     direction   d = beta mu / (1 - beta^(t + 1)) + (1 - beta) g / (1 - beta^t)         (Nesterov)
     orthogonal  X_0 = d / |d|;  X_(i + 1) = a X_i + (b A + c A A) X_i,  A = X_i X_i^T  Newton-Schulz, on the owner
     update      - learning rate (X sqrt(max(1, columns / rows)) + weight decay times variable)
 
-(Jordan et al., 2024; Liu et al., 2025.) The results equal `optax.contrib.muon`, up to rounding. There, products
-of a matrix that a mesh splits are left to the compiler, which communicates for each; see `owners.py`. Stacks of layers
-are updated together, each layer as a matrix of its own.
+(Jordan et al., 2024; Liu et al., 2025.) The results equal those of `optax.contrib.muon`, up to rounding. There, the
+compiler computes products of matrices that a mesh splits, with communication for each product; see `owners.py`. Stacks
+of layers are updated together, each layer as a separate matrix.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ def muon(
   placement: str = 'auto',
   matrices: DimsFunction | None = None,
 ) -> MatrixOptimizer:
-  """Returns Muon, which computes each split matrix whole, on one device; the names are optax's.
+  """Returns Muon, which computes each split matrix whole, on one device. Arguments are named as in optax.
 
   Args:
     learning_rate: filled in by a learner.
     ns_coeffs, ns_steps: a, b and c above, and the number of iterations.
     beta: decay of the momentum.
     eps: added to the norm of the direction, and Adam's epsilon.
-    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
+    weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
     nesterov: whether the direction is the momentum after one more step.
-    consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)) instead; 0.2 makes them as
-      large as AdamW's.
-    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
-    placement: where a matrix is computed. 'owner' sends each to one device; 'split' leaves it where it is, and the
-      communication to the compiler; 'auto' sends those that the mesh splits, and of others those that are so large
-      that computing them on each device takes longer.
-    matrices: filled in by a learner: which dimensions of a variable are the rows and columns of a matrix. None takes
+    consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)), instead of
+      sqrt(max(1, columns / rows)); 0.2 makes them as large as AdamW's.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
+      matrices.
+    placement: where a matrix is computed. 'owner' sends each matrix to one device. 'split' does not move it, and lets
+      the compiler communicate. 'auto' sends matrices that the mesh splits, and also others if they are so large that
+      computing them on every device would take longer.
+    matrices: which dimensions of a variable are the rows and columns of a matrix; filled in by a learner. None takes
       each variable of rank 2 as a matrix.
 
   Raises:
@@ -126,7 +127,7 @@ def muon(
 
 
 def newton_schulz(x: jax.Array, coeffs: Sequence[float], steps: int, eps: float) -> jax.Array:
-  """Returns matrices whose singular values are near 1, with the singular vectors of `x`, [N, m, n], m <= n."""
+  """Returns matrices with the singular vectors of `x`, [N, m, n], m <= n, and singular values near 1."""
   a, b, c = coeffs
   x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + eps)
   for _ in range(steps):
@@ -136,6 +137,6 @@ def newton_schulz(x: jax.Array, coeffs: Sequence[float], steps: int, eps: float)
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-  """Returns the FLOPs of the products of `newton_schulz` for one matrix: of steps (4 m^2 n + 2 m^3)."""
+  """Returns the FLOPs of the products of `newton_schulz` for one matrix: steps * (4 m^2 n + 2 m^3)."""
   m, n = sorted((rows, columns))
   return steps * (4 * m * m * n + 2 * m**3)

@@ -1,6 +1,6 @@
 """Builds an optax transformation from its config, for a tree in which some variables are stacks of layers.
 
-The learner fills in what it knows, in nested configs too:
+The learner fills in these arguments, in nested configs too:
 
     Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
                                               mask = the variables not marked to skip regularization
@@ -11,20 +11,20 @@ The learner fills in what it knows, in nested configs too:
 The rate is a number: the value of the schedule at the train state's step. So it does not depend on the optimizer's own
 count of updates, which does not advance when a step is skipped.
 
-A repeated layer keeps the weights of all its repetitions in one array [layers, ...]. Some optimizers use statistics of
-a whole variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix), which must be those of each layer. So the
+A repeated layer stores the weights of all repetitions in one array [layers, ...]. Some optimizers use statistics of a
+whole variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix), which must be computed for each layer. So the
 optimizer is mapped over the stack: variables are grouped by their repeat prefix, and each group has its own optimizer.
-Then a layer in a stack is trained as if it were not in one. Optimizers that treat a stack like its separate layers,
-such as elementwise ones, run as one group without the map; `probe.py` finds out which do.
+Then a layer in a stack is trained like a separate layer. Optimizers that already do this without a map, such as
+elementwise ones, run as one group; `probe.py` detects them.
 
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
 
-Optimizers that take `matrices`, such as `muon`, get the axes that number layers, so they are not mapped either,
-unless another part of the optimizer is. Their `update` is also given the `Splits` of the variables, if not mapped.
+Optimizers that take `matrices`, such as `muon`, know which axes index layers, so they are not mapped either, unless
+another part of the optimizer is. If they are not mapped, their `update` also gets the `Splits` of the variables.
 
-In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are kept once
-for all layers. So decisions that an optimizer takes every few steps are still taken once.
+In a mapped state, values that belong to no variable and cannot differ between layers, such as a count, are stored once
+for all layers. So a decision that an optimizer takes every few steps is still the same for all layers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# Factories that treat each entry of a variable by itself if their arguments are plain. To find this out takes half a
-# second for a language model, so it is said here; `probe.py` confirms it in a test.
+# Factories that treat each entry of a variable separately if their arguments are plain. `probe.py` could detect this,
+# but takes half a second for a language model; a test confirms this list with it.
 ELEMENTWISE = frozenset(
   {
     *(optax.adabelief, optax.adagrad, optax.adam, optax.adamax, optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion),
@@ -69,7 +69,7 @@ ELEMENTWISE = frozenset(
   }
 )
 
-# For each argument that sets a weight decay, the arguments that take its mask; those of others end with `_mask`.
+# For arguments that set a weight decay: the arguments for its mask. Masks of other decays are named `<decay>_mask`.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
@@ -77,12 +77,12 @@ class GroupedOptimizer:
   """Applies an optimizer to each group of variables with the same kind of stacking.
 
   Args:
-    config: of an optax factory, or of a function that returns a transformation; it is not changed. If a factory in it
-      takes a `learning_rate` that is not set, the learner's is filled in. If it takes a mask for its weight decay that
-      is not set, the mask of the variables that may be regularized is filled in, and so are the axes of matrices.
-    weights: declarations of the variables it updates, a nested dict.
+    config: config of an optax factory, or of a function that returns a transformation; it is not changed. Where a
+      factory in it takes a `learning_rate`, a mask for its weight decay, or the axes of matrices, and they are not set,
+      they are filled in. The mask selects the variables that may be regularized.
+    weights: declarations of the variables that it updates, a nested dict.
     per_layer: whether each layer of a stack is updated separately; with None, only if that may make a difference.
-    moments: how its moments are stored; see `moments.py`.
+    moments: how moments are stored; see `moments.py`.
 
   `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
   that are marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of
@@ -92,11 +92,11 @@ class GroupedOptimizer:
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
     self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
-    # Whether a factory takes `matrices`, so that it treats the layers of a stack separately by itself.
+    # Whether a factory takes `matrices`, and so treats the layers of a stack separately without a map.
     self._treats_stacks = any(map(_treats_stacks, nested_configs(config)))
 
   def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
-    """Whether this was made from these arguments, or from equal ones."""
+    """Whether this was made from equal arguments."""
     if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
       return False
     try:
@@ -105,7 +105,7 @@ class GroupedOptimizer:
       return False
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
-    """Returns the initial state; `learning_rate` is the first step's, a scalar."""
+    """Returns the initial state; `learning_rate` is that of the first step, a scalar."""
     optimizer = self._build(learning_rate)
     return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
 
@@ -121,7 +121,8 @@ class GroupedOptimizer:
     """Returns (updates to add to the variables, new state).
 
     Args:
-      gradients, states, variables: the gradients, in a nested dict like the variables; the state; and the variables.
+      gradients, variables: nested dicts of the same structure.
+      states: the state.
       learning_rate, loss: scalars of this step; few optimizers use the loss.
       splits: how a mesh splits the variables; None if there is no mesh.
 
@@ -139,7 +140,7 @@ class GroupedOptimizer:
           raise
         raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
       updates.append(changes)
-      # Some optimizers promote the dtype of a slot. The state keeps its dtype, so that it can be donated and saved.
+      # Some optimizers promote the dtype of a slot. It is cast back, so that the state can be donated and saved.
       new_states[name] = jax.tree.map(lambda old, new: new.astype(old.dtype), states[name], state)
     return merge(*updates), new_states
 
@@ -150,7 +151,7 @@ class GroupedOptimizer:
 
   @property
   def decays(self) -> bool:
-    """Whether an optimizer in the config has a weight decay of its own."""
+    """Whether an optimizer in the config has a weight decay."""
     return any(
       is_set
       for nested in nested_configs(self._config)
@@ -166,7 +167,7 @@ class GroupedOptimizer:
     if self._treats_stacks and any(depth for _, depth in self._groups.values()):
       at_fault += map(_name, filter(_treats_stacks, nested_configs(self._config)))
     if not at_fault and self._treats_stacks and self._moments != 'int8':
-      return []  # Those that take `matrices` gather what they need.
+      return []  # Factories that take `matrices` gather what they need.
     if not at_fault and self._moments == 'int8':
       at_fault = ["learner.moments='int8'"]
     return at_fault or [_name(self._config)]
@@ -184,7 +185,7 @@ class GroupedOptimizer:
     return axes
 
   def slot_specs(self, states: States, splits: Splits) -> dict[Path, PartitionSpec]:
-    """Returns how the square arrays are split that an optimizer of matrices keeps; see `owners.py`."""
+    """Returns the specs, by path, of the square arrays of matrix optimizers; see `owners.py`."""
     specs: dict[Path, PartitionSpec] = {}
     for made, weights in self._matrix_optimizers():
       owners = made.square_specs(weights, splits)
@@ -195,7 +196,7 @@ class GroupedOptimizer:
     return specs
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
-    """Returns a sentence for each group of matrices that devices compute for each other on a mesh."""
+    """Returns a sentence for each group of matrices that owners compute for other devices on a mesh."""
     found = []
     for made, weights in self._matrix_optimizers():
       # Directions are computed in at least float32.
@@ -204,7 +205,7 @@ class GroupedOptimizer:
     return found
 
   def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
-    """Returns the optimizers of matrices in the config, with the shapes of the variables that are not mapped over."""
+    """Returns the matrix optimizers in the config, with the shapes of the variables that are not mapped over."""
     if not self._treats_stacks:
       return []
     not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
@@ -214,12 +215,12 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """For each group, its variables, and how many leading dimensions its optimizer is mapped over."""
+    """The groups by name: the variables of each, and over how many leading dimensions its optimizer is mapped."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer
     if apart is None:
-      # Checkpoints keep the states of stacks of a single layer, and of stacks of scalars, layer by layer.
+      # Stacks of a single layer and stacks of scalars are mapped, since checkpoints have their states layer by layer.
       is_trivial = any(w.repeat_prefix and 1 in (*w.repeat_prefix, math.prod(w.shape)) for w in weights.values())
       apart = any(prefixes) and not self._is_stackable(is_trivial)
     elif apart and self._treats_stacks:
@@ -298,7 +299,7 @@ class GroupedOptimizer:
     return filled
 
   def _regularization_mask(self, params: NestedDict) -> object:
-    """Returns a mask by path. It fits any part of the tree, such as the parts that some optimizers treat separately."""
+    """Returns a mask for `params`, which may be a part of the tree, as some optimizers treat parts separately."""
 
     def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
       names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
@@ -312,7 +313,7 @@ class GroupedOptimizer:
     return [(name, build) for name, build in self._factories() if name not in known]
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
-    """Returns for each factory in the config its name, and a function that builds only its own transformation.
+    """Returns, for each factory in the config, its name and a function that builds its transformation without others.
 
     Transformations nested in it are replaced by the identity.
     """
@@ -320,7 +321,7 @@ class GroupedOptimizer:
     def build(config: Config, rate: Rate) -> object:
       return self._fill_in(config, rate, []).instantiate()
 
-    def makes_one(config: Config) -> bool:  # Other configs make schedules, for example of a decay.
+    def makes_one(config: Config) -> bool:  # Other configs make schedules, for example for a decay.
       return isinstance(build(config, 1.0), optax.GradientTransformation)
 
     def alone(config: Config, rate: Rate) -> Transformation:
@@ -355,10 +356,10 @@ _RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
 
 
 def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
-  """Returns a `GroupedOptimizer` for these arguments, possibly one that was made from equal arguments before.
+  """Returns a `GroupedOptimizer` for these arguments, possibly one that was made earlier from equal arguments.
 
-  A `GroupedOptimizer` caches what it finds out about its optimizer, which does not depend on how a mesh splits the
-  variables. So a search over meshes, or a comparison of a mesh with one device, traces the optimizer only once.
+  A `GroupedOptimizer` caches properties of its optimizer, which do not depend on how a mesh splits the variables. So a
+  search over meshes, or a comparison of a mesh with one device, traces the optimizer only once.
   """
   declared = jax.tree.map(_strip_split, weights)
   for known in _RECENT:
@@ -377,7 +378,7 @@ def _remove_decay(config: Config) -> Config:
 
 
 def _strip_split(weight: WeightHParams) -> WeightHParams:
-  """Returns the part of a declaration that an optimizer can know."""
+  """Returns the declaration without its split, which optimizers do not see."""
   return WeightHParams(
     weight.shape,
     init=None if weight.growth is None else weight.init,
@@ -391,14 +392,14 @@ def _strip_split(weight: WeightHParams) -> WeightHParams:
 
 
 def is_regularized(weight: WeightHParams) -> bool:
-  """Whether a variable is not marked to skip regularization."""
+  """Whether a variable may be regularized, that is, whether it is not marked to skip this."""
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
 def _is_known_elementwise(config: Config) -> bool:
-  """Whether a config has only factories in `ELEMENTWISE`, with numbers, texts or names as their settings.
+  """Whether a config has only factories in `ELEMENTWISE`, with numbers, texts or names as arguments.
 
-  A function, such as a mask or a schedule, may do anything.
+  Functions, such as masks or schedules, are excluded because they may do anything.
   """
   plain = bool | int | float | str | None
   return target(config) in ELEMENTWISE and all(
@@ -478,7 +479,7 @@ def _update(
 
 
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
-  """Returns, for each array of a layer's state, 0 if each layer has its own, or None if all layers share one."""
+  """Returns, for each array of a layer's state, the axis of layers: 0, or None if all layers share the array."""
   known = leaves_by_path(variables)
   slots, structure = leaves_by_path(state), jax.tree.structure(state)
   axes = [None if owner_of(path, known) is None else 0 for path in slots]
@@ -489,7 +490,7 @@ def _state_axes(optimizer: Transformation, variables: NestedDict, state: object)
 
   try:
     jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
-  except ValueError:  # A value without an owner depends on the gradients after all, so each layer needs its own.
+  except ValueError:  # A value that belongs to no variable depends on gradients after all, so layers do not share it.
     return [0] * len(axes)
   return axes
 

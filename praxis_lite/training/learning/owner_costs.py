@@ -1,6 +1,6 @@
-"""What whole matrices on their owners cost in a step: the bytes that are sent and the FLOPs, by the layout.
+"""Costs per step of owner placement: bytes that are sent and FLOPs, computed from the layout.
 
-The formulas are those at the top of `owners.py`; compiled programs show the same numbers.
+The formulas are those at the top of `owners.py`; compiled programs have the same numbers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from praxis_lite.training.learning.owners import (
 
 @dataclasses.dataclass(frozen=True)
 class MatrixExchange:
-  """What one group costs in a step.
+  """The costs of one group of matrices in a step.
 
   Attributes:
-    paths: its variables.
+    paths: the variables of the group.
     rows, columns: size of each matrix, the smaller side first.
-    matrices, computed: number of matrices in it, and on how many a device computes.
-    devices: number of owners among which the matrices are dealt out: 1 if each device computes all that it has.
+    matrices, computed: number of matrices in the group, and number that each device computes.
+    devices: number of owners over which the matrices are distributed; 1 if each device computes all that it has.
     all_to_all, all_gather: number of entries in the results of these collectives on a device.
     flops: FLOPs of a device.
-    why: what decided whether they are dealt out.
+    why: the reason why the matrices are distributed or not.
   """
 
   paths: tuple[Path, ...]
@@ -59,13 +59,13 @@ class MatrixExchange:
 
 
 class MatrixTraffic(NamedTuple):
-  """What an optimizer sends and computes for each matrix in a step.
+  """The arrays that an optimizer sends for each matrix in a step, and the FLOPs that it computes.
 
   Attributes:
-    flops: FLOPs of one matrix, by its sides m <= n.
-    matrices: arrays [m, n] that its owner gets, and that it returns.
-    squares: square arrays of each side that its owner gets, and that it returns.
-    largest: sides that are larger have no square arrays.
+    flops: (m, n) -> FLOPs for one matrix with sides m <= n.
+    matrices: the number of arrays [m, n] that its owner receives, and the number that it returns.
+    squares: the number of square arrays of each side that its owner receives, and the number that it returns.
+    largest: the size of the largest side that has square arrays.
   """
 
   flops: Callable[[int, int], float]
@@ -77,11 +77,11 @@ class MatrixTraffic(NamedTuple):
 def plan_exchanges(
   dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, traffic: MatrixTraffic
 ) -> list[MatrixExchange]:
-  """Returns what each group of matrices costs in a step; none on one device, or if they are left to the compiler.
+  """Returns the costs of each group of matrices in a step; [] on one device, or if products are left to the compiler.
 
   Args:
-    dims, splits, placement: as for `change_batches`.
-    traffic: what is sent and computed for each matrix.
+    dims, splits, placement: see `change_batches`.
+    traffic: arrays and FLOPs for each matrix.
   """
   found: list[MatrixExchange] = []
   if math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
@@ -95,7 +95,7 @@ def plan_exchanges(
       math.prod(-(-size // axes_size(axes, splits.sizes)) * axes_size(axes, splits.sizes) for size, axes in zip(*side))
       for side in (group.rows, group.columns)
     )
-    entries = computed * rows * columns  # Of a device, before padding is cut off.
+    entries = computed * rows * columns  # Entries on a device, with padding.
     of_squares = sum(
       computed * -(-side.size // owners) * owners * side.size
       for side in (group.rows, group.columns)

@@ -1,31 +1,31 @@
 """Owner placement: each matrix that a mesh splits is gathered on one device, changed there, and sent back.
 
 Optimizers such as Muon compute products of whole matrices. If a mesh splits a matrix, each of a dozen products would
-communicate. Instead, matrices are dealt out over the devices, whole, for one function of a batch of matrices:
+communicate. Instead, whole matrices are distributed over the devices, and each device applies a function to its own:
 
-    parts of N matrices on each device       [N, m / a, n / b]     on a mesh a x b x c, where c splits no dimension
-    take a part of the numbers               [N / c, m / a, n / b]
+    shards of N matrices on each device      [N, m / a, n / b]     on a mesh a x b x c, where c splits no dimension
+    slice of the N matrices                  [N / c, m / a, n / b]
     all-to-all over a, over b                [N / (a b c), m, n]   whole matrices of this owner
     fn, without communication                [N / (a b c), m, n]
     the same way back; all-gather over c     [N, m / a, n / b]
 
-Matrices of one group have the same shape and are split in the same way, so that they form one batch: those of all
-layers of a stack, and of all variables. Each owner gets equally many of each group, filled up with zeros. So the
+Matrices of the same shape that are split in the same way form one group, whichever layers and variables they belong to.
+A group is one batch. Each owner gets the same number of matrices of each group, padded with zero matrices. So the
 devices have equal work, and a step takes one exchange each way for each group and split dimension.
 
 With N matrices of m x n entries of s bytes in a group, D devices and N' = N rounded up to a multiple of D, a device
 
-    calls fn on          N' / D matrices
-    passes all-to-alls   2 N' m n s / D bytes for each split dimension
-    gathers over c       N' m n s c / D bytes, if c > 1
+    calls fn on             N' / D matrices
+    receives in all-to-alls 2 N' m n s / D bytes for each split dimension
+    gathers over c          N' m n s c / D bytes, if c > 1
 
-Axes that already deal out the matrices, such as those over experts, are not exchanged.
+Mesh axes that already distribute whole matrices, such as those over experts, are not exchanged.
 
-Optimizers such as SOAP and Shampoo also keep square arrays of the rows and columns of each matrix, [N, m, m] and
-[N, n, n]. No device keeps one whole: each is split by its first side over all owners of its matrix, so that a state
-does not depend on the mesh, and travels like the matrix, by one all-to-all each way. A device
+Optimizers such as SOAP and Shampoo also keep square arrays for the rows and columns of each matrix, [N, m, m] and
+[N, n, n]. No device stores a whole one: each is split along its first side over all owners, so that a state does not
+depend on the mesh. It is sent with one all-to-all each way, like the matrix. A device
 
-    passes all-to-alls   N' m m s / D bytes for each array of rows that is given, and for each that is returned
+    receives in all-to-alls N' m m s / D bytes for each array of rows that fn takes, and for each that it returns
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Arrays: TypeAlias = dict[Path, jax.Array]
 
 
 class PerSide(NamedTuple):
-  """Something that belongs to the inputs and the outputs of matrices, such as square arrays."""
+  """Two values, for the inputs and for the outputs of matrices, such as square arrays."""
 
   inputs: Any
   outputs: Any
 
 
 def is_square_array(path: Path, owner: Path) -> bool:
-  """Whether an array of an optimizer's state, whose path ends with that of its variable, belongs to a `PerSide`."""
+  """Whether an array of an optimizer's state belongs to a `PerSide`; its path must end with that of its variable."""
   before = path[: len(path) - len(owner)]
   return before[-1:] in {(side,) for side in PerSide._fields}
 
@@ -70,7 +70,7 @@ class MatrixBatch(NamedTuple):
 
   Attributes:
     matrices: arrays [N, m, n], m <= n, by name.
-    rows, columns: arrays [N, m, m] and [N, n, n] by name; a name is absent if the optimizer keeps none for this size.
+    rows, columns: arrays [N, m, m] and [N, n, n] by name; without a name if the side is too large to keep its array.
   """
 
   matrices: dict[str, jax.Array]
@@ -79,13 +79,13 @@ class MatrixBatch(NamedTuple):
 
 
 BatchFunction: TypeAlias = Callable[[MatrixBatch], MatrixBatch]
-# What an optimizer has for its variables by name: arrays like the variables, and square arrays of their sides.
+# Arrays of an optimizer by name: arrays like the variables, and square arrays of their sides.
 Matrices: TypeAlias = dict[str, Arrays]
 Squares: TypeAlias = dict[str, PerSide]
 MatrixDims: TypeAlias = optax.contrib.MuonDimensionNumbers
 
-# Below this smaller side, computing a matrix on each device that has it takes less time than sending it: a product of
-# its smaller side m takes 2 m FLOPs for each entry, and the exchange 4 bytes.
+# If the smaller side m is below this, computing a matrix on each device that has it takes less time than sending it: a
+# product takes 2 m FLOPs for each entry, and the exchange 4 bytes.
 LEAST_SIDE = 512
 
 
@@ -95,7 +95,7 @@ class Splits(NamedTuple):
   Attributes:
     shapes, specs: true shape, and spec of full rank, of each variable by path.
     sizes: sizes of the mesh axes.
-    inside: whether the step runs inside `shard_map`, on this device's parts.
+    inside: whether the step runs inside `shard_map`, on this device's shards.
   """
 
   shapes: Mapping[Path, tuple[int, ...]]
@@ -115,7 +115,7 @@ class MatrixSide(NamedTuple):
     return math.prod(self.sizes)
 
   def merge_unsplit(self) -> MatrixSide:
-    """Returns the same side with each unsplit dimension merged into the dimension before it."""
+    """Returns the side with each unsplit dimension merged into the dimension before it."""
     sizes, axes = [*self.sizes[:1]], [*self.axes[:1]]
     for size, over in zip(self.sizes[1:], self.axes[1:]):
       if over:
@@ -131,11 +131,10 @@ class SplitMatrix:
   """A variable as a batch of matrices, and how a mesh splits it.
 
   Attributes:
-    shape: its true shape.
-    order: its dimensions: those that number matrices, then the rows, then the columns; the smaller side is first.
-    num_batch: how many dimensions number matrices.
-    batch: these dimensions.
-    rows, columns: the two sides, the smaller one first.
+    shape: the true shape of the variable.
+    order: a permutation of its dimensions: those that index matrices, then the rows, then the columns.
+    batch: the dimensions that index matrices.
+    rows, columns: the two sides; rows are the smaller side.
     is_turned: whether the rows are the outputs of the matrix.
   """
 
@@ -155,7 +154,7 @@ class SplitMatrix:
     def side(dims: tuple[int, ...]) -> MatrixSide:
       return MatrixSide(tuple(shape[d] for d in dims), tuple(axes[d] for d in dims))
 
-    # Equal sides are sorted by their splits, so that [D, N H] and [N H, D] are in one group.
+    # Sides of equal size are sorted by their splits, so that [D, N H] and [N H, D] are in one group.
     inputs = sides[0]
     sides.sort(key=lambda dims: (side(dims).size, side(dims).merge_unsplit()))
     order = (*batch, *sides[0], *sides[1])
@@ -167,7 +166,7 @@ class SplitMatrix:
     return MatrixGroup(rows, columns, tuple(a for axes in self.batch.axes for a in axes))
 
   def to_batch(self, x: jax.Array) -> jax.Array:
-    """Returns parts as [matrices, rows..., columns...], in the dimensions of the group."""
+    """Reshapes shards of the variable to [matrices, rows..., columns...], the dimensions of the group."""
     self_sizes = tuple(x.shape[d] for d in self.order)
     num_batch, num_rows = len(self.batch.sizes), len(self.rows.sizes)
     sizes = [math.prod(self_sizes[:num_batch])]
@@ -176,12 +175,12 @@ class SplitMatrix:
     return x.transpose(self.order).reshape(sizes)
 
   def to_parts(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `to_batch`, for parts of this shape."""
+    """Reshapes a batch to shards of this shape; the inverse of `to_batch`."""
     back = sorted(range(len(shape)), key=lambda i: self.order[i])
     return x.reshape([shape[d] for d in self.order]).transpose(back)
 
   def turn(self, sides: PerSide) -> PerSide:
-    """Returns (inputs, outputs) as (rows, columns), and the reverse."""
+    """Converts (inputs, outputs) to (rows, columns), and back."""
     return PerSide(sides.outputs, sides.inputs) if self.is_turned else sides
 
   def square_shapes(self) -> PerSide:
@@ -189,12 +188,12 @@ class SplitMatrix:
     return self.turn(PerSide(*((*self.batch.sizes, side.size, side.size) for side in (self.rows, self.columns))))
 
   def count(self, sizes: Mapping[str, int]) -> int:
-    """Returns the number of matrices, filled up, on each of the devices among which `batch` deals them out."""
+    """Returns the number of matrices, with padding, on each device; `batch` may be split over devices."""
     return math.prod(-(-size // axes_size(axes, sizes)) for size, axes in zip(self.batch.sizes, self.batch.axes))
 
 
 class MatrixGroup(NamedTuple):
-  """What matrices of one batch have in common: both sides, merged, and the mesh axes that deal them out already."""
+  """The common properties of the matrices in a batch: both sides, merged, and the mesh axes that split the batch."""
 
   rows: MatrixSide
   columns: MatrixSide
@@ -206,19 +205,19 @@ class MatrixGroup(NamedTuple):
     return [(i, axes) for i, axes in enumerate((*self.rows.axes, *self.columns.axes), start=1) if axes]
 
   def spread(self, sizes: Mapping[str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the mesh axes over which matrices are dealt out that do not split them; none if not `whole`."""
+    """Returns the mesh axes that split neither matrices nor batch, over which to distribute matrices if `whole`."""
     used = {*self.dealt, *(a for _, axes in self.split for a in axes)}
     return tuple(a for a, size in sizes.items() if whole and size > 1 and a not in used)
 
   def owner_axes(self, sizes: Mapping[str, int], placement: str) -> tuple[str, ...]:
-    """Returns the mesh axes that number the owners among which matrices are dealt out, in the order of exchanges."""
+    """Returns the mesh axes of the owners over which matrices are distributed, in the order of exchanges."""
     return (*self.spread(sizes, _spreads(self, placement)), *(a for _, axes in self.split for a in axes))
 
 
 def change_matrices(
   fn: MatrixFunction, arrays: Arrays, dims: Mapping[Path, MatrixDims], splits: Splits | None, placement: str = 'auto'
 ) -> Arrays:
-  """Returns `fn` of each matrix in each of the arrays; see `change_batches`."""
+  """Applies `fn` to all matrices in the arrays; see `change_batches`."""
 
   def change(batch: MatrixBatch) -> MatrixBatch:
     return MatrixBatch({'x': fn(batch.matrices['x'])}, {}, {})
@@ -235,18 +234,18 @@ def change_batches(
   placement: str = 'auto',
   returns: Sequence[str] = ('x',),
 ) -> tuple[Matrices, Squares]:
-  """Returns what `fn` returns for all matrices of some variables, by name and path.
+  """Applies `fn` to all matrices of some variables; returns its matrices and square arrays, by name and path.
 
   Args:
-    fn: a function of whole matrices and their square arrays, and of nothing else that devices have parts of. Its
-      results for a matrix depend only on this matrix, and are finite where everything is zero.
-    matrices: arrays by name and path, in true shapes, or parts if `splits.inside`.
-    squares: square arrays by name, side and path, in the shapes of `square_shapes`, or parts as in `square_specs`.
-    dims: for each variable, which of its dimensions are rows and columns; the others number matrices.
+    fn: a function of whole matrices and their square arrays. It must not use other arrays that are split over devices.
+      Its result for a matrix must only depend on this matrix, and be finite if all its inputs are zero.
+    matrices: arrays by name and path, in true shapes, or shards if `splits.inside`.
+    squares: square arrays by name, side and path, in the shapes of `square_shapes`, or shards by `square_specs`.
+    dims: for each variable, which of its dimensions are rows and columns; the others index matrices.
     splits: how the mesh splits the variables; None if there is no mesh.
-    placement: 'owner' deals all matrices out; 'auto' those that the mesh splits, and others from `LEAST_SIDE` on;
-      'split' leaves products of split matrices to the compiler.
-    returns: names of the matrices that `fn` returns. The square arrays are those that it is given.
+    placement: 'owner' distributes all matrices; 'auto' those that the mesh splits, and others whose smaller side is at
+      least `LEAST_SIDE`; 'split' leaves products of split matrices to the compiler.
+    returns: names of the matrices that `fn` returns. It must return the square arrays that it gets.
   """
   given, paths = (matrices, squares), next(iter(matrices.values()))
   if splits is None or math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
@@ -274,7 +273,7 @@ def change_batches(
 def square_specs(
   dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, paths: Iterable[Path]
 ) -> dict[Path, PartitionSpec]:
-  """Returns how the square arrays of each variable are split: like the number of its matrices; one side over owners."""
+  """Returns the specs of the square arrays: split like the batch of matrices, and along the first side over owners."""
   return {
     path: PartitionSpec(
       *map(axes_to_entry, matrix.batch.axes), axes_to_entry(group.owner_axes(splits.sizes, placement)), None
@@ -287,7 +286,7 @@ def square_specs(
 def group_matrices(
   dims: Mapping[Path, MatrixDims], splits: Splits, paths: Iterable[Path]
 ) -> dict[MatrixGroup, dict[Path, SplitMatrix]]:
-  """Returns the groups, in the order of their first variables."""
+  """Returns the groups of matrices and the variables of each, in the order of their first variables."""
   groups: dict[MatrixGroup, dict[Path, SplitMatrix]] = {}
   for path in paths:
     shape = splits.shapes[path]
@@ -308,7 +307,7 @@ def _change_groups(
   sizes: Mapping[str, int],
   placement: str,
 ) -> tuple[Matrices, Squares]:
-  """Changes this device's parts of all variables; inside `shard_map`, unless there is one device."""
+  """Applies `fn` to this device's shards of all variables; inside `shard_map`, unless there is one device."""
   matrices, squares = parts
   part_shapes = {path: x.shape for path, x in next(iter(matrices.values())).items()}
   changed, changed_squares = defaultdict[str, Arrays](dict), {name: PerSide({}, {}) for name in squares}
@@ -343,13 +342,13 @@ def _squares_of_side(squares: Squares, members: Mapping[Path, SplitMatrix], side
   found = {}
   for name, sides in squares.items():
     arrays = [matrix.turn(sides)[side].get(path) for path, matrix in members.items()]
-    if arrays[0] is not None:  # All sides of one size have them, or none.
+    if arrays[0] is not None:  # Whether a side has an array depends only on its size, which is equal in a group.
       found[name] = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
   return found
 
 
 class OwnerExchange(NamedTuple):
-  """Brings parts of the matrices of one group to their owners, and back."""
+  """Sends shards of the matrices of one group to their owners, and back."""
 
   group: MatrixGroup
   owner_axes: tuple[str, ...]
@@ -361,11 +360,11 @@ class OwnerExchange(NamedTuple):
 
   @property
   def spread(self) -> tuple[str, ...]:
-    """The owners' axes that do not split the matrices."""
+    """The axes of the owners that do not split the matrices."""
     return self.owner_axes[: len(self.owner_axes) - sum(len(axes) for _, axes in self.group.split)]
 
   def gather(self, x: jax.Array) -> jax.Array:
-    """Returns whole matrices [N / owners, m, n] for parts [N, rows..., columns...], filled up with zeros."""
+    """Returns whole matrices [N / owners, m, n], given shards [N, rows..., columns...]; N is padded with zeros."""
     if self.owners > 1:
       x = self._fill_up(x)
       if self.spread:
@@ -377,7 +376,7 @@ class OwnerExchange(NamedTuple):
     return x.reshape(len(x), self.group.rows.size, self.group.columns.size)
 
   def scatter(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """The inverse of `gather`, for parts of this shape."""
+    """Returns shards of this shape; the inverse of `gather`."""
     x = x.reshape(len(x), *self.group.rows.sizes, *self.group.columns.sizes)
     if self.owners == 1:
       return x
@@ -390,14 +389,14 @@ class OwnerExchange(NamedTuple):
     return x[: shape[0]]
 
   def gather_square(self, x: jax.Array, side: int) -> jax.Array:
-    """Returns whole arrays [N / owners, m, m] for parts [N, m / owners, m] of the rows or columns."""
+    """Returns whole square arrays [N / owners, m, m] of a side, given shards [N, m / owners, m]."""
     if self.owners == 1:
       return x
     x = jax.lax.all_to_all(self._fill_up(x), self.owner_axes, split_axis=0, concat_axis=1, tiled=True)
     return x[:, : self._size(side)]
 
   def scatter_square(self, x: jax.Array, side: int, number: int) -> jax.Array:
-    """The inverse of `gather_square`, for `number` matrices."""
+    """Returns shards of square arrays of `number` matrices; the inverse of `gather_square`."""
     if self.owners == 1:
       return x
     size = self._size(side)
@@ -416,7 +415,7 @@ def _concatenate(batches: Sequence[jax.Array]) -> jax.Array:
 
 
 def _spreads(group: MatrixGroup, placement: str) -> bool:
-  """Whether matrices are also dealt out over axes that do not split them."""
+  """Whether matrices are also distributed over axes that do not split them."""
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
 
 
@@ -436,5 +435,5 @@ def axes_size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def dims_of_side(side: int | Sequence[int]) -> tuple[int, ...]:
-  """Returns the dimensions of a variable that are one side of its matrices."""
+  """Returns the dimensions of one side of matrices as a tuple."""
   return (side,) if isinstance(side, int) else tuple(side)

@@ -1,18 +1,17 @@
-"""Averages of weights over training whose width is a share of the run, and averages of any width made of them later.
+"""Averages of variables over training whose width is a fraction of the run, and how to combine them to other widths.
 
 The weight of step t in the average after T steps is (g + 1) t^g / T^(g + 1) (Karras et al., 2024), so the standard
-deviation of t is a fixed share of T, the *relative width*:
+deviation of t is a fixed fraction of T, the *relative width*:
 
     width^2 = (g + 1) / ((g + 2)^2 (g + 3))             0.05 -> g = 16.97;  0.1 -> g = 6.94
     average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
 
-A run keeps one or two of these. The weights q_i of those in all checkpoints, as functions of t, span many others. For
-the weights p of another width, the factors f with
+A run keeps one or two averages. Together, those in all checkpoints approximate many others: if q_i are their weights,
+as functions of t, and p are the weights of an average of another width, then this average is computed after the run
+with the factors f for which
 
-    sum_i f_i = 1,  so that variables that did not change stay what they are, and
-    |p - sum_i f_i q_i| as small as possible
-
-give its average, after the run.
+    sum_i f_i = 1,  so that variables that were constant keep their values, and
+    |p - sum_i f_i q_i| is as small as possible.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def start_averages(variables: NestedDict, widths: Sequence[float]) -> dict[str, 
 def update_averages(
   averages: dict[str, NestedDict], variables: NestedDict, widths: Sequence[float], step: jax.Array
 ) -> dict[str, NestedDict]:
-  """Returns the averages after the step after `step` steps, which gave these values to the variables."""
+  """Returns the averages after step `step`, counted from 0, which gave the variables these values."""
   t = step.astype(jnp.float32) + 1.0
   updated = {}
   for i, width in enumerate(widths):
@@ -63,20 +62,20 @@ def update_averages(
 
 
 def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int) -> tuple[np.ndarray, float]:
-  """Returns the factors of known averages whose sum is nearest to the average of another width, and what it misses.
+  """Returns factors of known averages that approximate the average of another width, and the relative error.
 
-  The factors are float64 [n], and sum to 1. What it misses is |p - sum_i f_i q_i| / |p|, in the terms above.
+  The factors are float64 [n], and sum to 1. The error is |p - sum_i f_i q_i| / |p|, see above.
 
   Args:
-    known: the step and the relative width of each average.
-    width, step: those of the average to make; no known step is later.
+    known: the step and the relative width of each known average.
+    width, step: relative width and step of the average to make; `step` must not be before a known step.
   """
   steps = np.array([at for at, _ in known], np.float64) / step
   exponents = np.array([exponent_of(each) for _, each in known])
   products = _inner_products(steps[:, None], exponents[:, None], steps, exponents)
   end, exponent = np.ones(()), np.asarray(exponent_of(width))
   target = _inner_products(steps, exponents, end, exponent)
-  # Equal factors, and changes of them that sum to 0.
+  # The solution is equal factors plus changes that sum to 0.
   centered = np.eye(len(known)) - 1 / len(known)
   rest = centered @ (target - products.mean(axis=1))
   changes = centered @ np.linalg.lstsq(centered @ products @ centered, rest, rcond=1e-12)[0]
@@ -87,7 +86,7 @@ def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int
 
 
 def _inner_products(t_a: np.ndarray, g_a: np.ndarray, t_b: np.ndarray, g_b: np.ndarray) -> np.ndarray:
-  """Returns the integrals of the products of the weights of averages after t_a and t_b steps."""
+  """Returns integrals over t of products of the weights of two averages, after t_a and t_b steps, with exponents g."""
   least, most = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
   size: np.ndarray = (g_a + 1) * (g_b + 1) / (g_a + g_b + 1) / most
   return size * (least / t_a) ** g_a * (least / t_b) ** g_b

@@ -1,7 +1,7 @@
-"""Adafactor with the second-moment decay of Adam, as Praxis's `ShardedAdafactor` has it.
+"""Adafactor with the second-moment decay of Adam, like Praxis's `ShardedAdafactor`.
 
-optax's `adafactor` has the decay of the paper (Shazeer and Stern, 2018), 1 - t^-0.8, which goes to 1, so that
-the second moment hardly changes after many steps. Here it is the decay of Adam's second moment with its bias corrected:
+optax's `adafactor` has the decay of the paper (Shazeer and Stern, 2018), 1 - t^-0.8, which goes to 1, so the second
+moment hardly changes after many steps. Here, the decay is that of Adam's second moment with bias correction:
 
     decay of step t    b (1 - b^(t - 1)) / (1 - b^t)        t = 1, 2, ...;  b = decay_adam
     update             gradient / sqrt(second moment, of rows and columns if both are large)
@@ -30,14 +30,14 @@ def adafactor(
   weight_decay: float = 0.0,
   mask: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Returns Adafactor with Adam's decay; the names are Praxis's.
+  """Returns Adafactor with Adam's decay. Arguments are named as in Praxis.
 
   Args:
     learning_rate: filled in by a learner.
     decay_adam: b above, at least 0 and less than 1.
-    beta1: decay of the moving average of the updates; 0 disables it, and its slot.
-    min_dim_size_to_factor: a variable keeps the second moments of rows and columns, instead of all, if two of its
-      dimensions are at least this large.
+    beta1: decay of the moving average of the updates; 0 disables this average and its slot.
+    min_dim_size_to_factor: a variable with two dimensions of at least this size keeps second moments of rows and
+      columns, instead of all entries.
     clipping_threshold: upper limit of the RMS of the update of each variable; None disables it.
     multiply_by_parameter_scale: multiplies the update by the RMS of the variable.
     epsilon1_grad_sq_reg: added to the squares of the gradient.

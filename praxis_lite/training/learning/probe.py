@@ -1,20 +1,21 @@
-"""Finds out how an optax transformation treats stacks and parts of variables: computes small ones, exactly.
+"""Detects how an optax transformation treats stacks and parts of variables, by exact computation on small variables.
 
     is_stackable      does it treat a stack of layers like each layer separately?
     is_elementwise    does it treat a part of a variable like that part of the whole?
     looks_at_all      does its update of one variable depend on several variables?
     slot_axes         which axis of its variable does each dimension of a slot run along?
 
-The programs (jaxprs) of `init` and `update` are traced on variables that keep their ranks and the order of their sizes,
-but are small. Then a few steps are computed on random numbers modulo a prime, and compared: a stack with its layers, a
-variable with its part. Additions and multiplications are exact, in any order. Every other operation returns a random
-number for each combination of its operands, so the result of a maximum or a choice depends on all of its operands,
-whatever their values. Equal formulas give equal results; different ones give different results, except with a
-probability of 10^-9. The result of an unknown operation depends on all of its operands and on their shapes. So in doubt
-the answer is no, as for L-BFGS, which writes to rows of its slots in a loop.
+The programs (jaxprs) of `init` and `update` are traced for small variables with the same ranks and order of sizes. Then
+a few steps are computed on random numbers modulo a prime, and compared: a stack with its layers, a variable with its
+part. Additions and multiplications are exact, in any order. Every other operation returns a random number that depends
+on all its operands, even for a maximum or a `select`, whose value depends on one operand. So equal formulas give equal
+results, and different formulas give different results, except with a probability of 10^-9. The result of an unknown
+operation also depends on the shapes of its operands. So in doubt, the answer is no, as for L-BFGS, which writes to rows
+of its slots in a loop.
 
 An optimizer that treats small variables differently from large ones, such as Adafactor, has other operations in its
-programs for small ones. Then the answers for small variables do not count.
+programs for small ones. Results for small variables then prove nothing: `is_stackable` and `is_elementwise` return
+False, and `slot_axes` returns no axes.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from praxis_lite.sharding.weights import WeightHParams
 
 # Builds the transformation for a learning rate.
 _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
-# Makes the tree entry of a variable from an array of its shape: the array, a part of it, or its layers.
+# (path, declaration, array of the variable) -> its entry in a tree: the array, a part of it, or its layers.
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
-_SMALLEST = 3  # A part of a dimension of this size is still larger than 1.
+_SMALLEST = 3  # Even a part of a dimension of this size is larger than 1.
 _MAX_LOOP = 64
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
@@ -59,7 +60,7 @@ _DRAWS = ('random_', 'threefry')
 
 
 def is_stackable(build: _Build, weights: NestedDict) -> bool:
-  """Whether the transformation that `build` makes treats a stack of layers like its layers one by one."""
+  """Whether the transformation that `build` makes treats a stack of layers like the separate layers."""
   small = _shrink(weights)
   stacks, layers = _train(build, small, _whole), _train(build, small, _deal)
   return (
@@ -70,7 +71,7 @@ def is_stackable(build: _Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: _Build, weights: NestedDict) -> bool:
-  """Whether a transformation treats parts of variables like the whole; false if it draws random numbers."""
+  """Whether a transformation treats parts of variables like whole ones; False if it draws random numbers."""
   small = _shrink(weights)
   whole, part = _train(build, small, _whole), _train(build, small, _part)
   if whole is None or whole.programs.draws:
@@ -79,7 +80,7 @@ def is_elementwise(build: _Build, weights: NestedDict) -> bool:
 
 
 def looks_at_all(build: _Build, weights: NestedDict) -> bool:
-  """Whether the update of a variable, or of a layer, depends on several of them."""
+  """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers."""
   small = _shrink(weights)
   runs = [_train(build, small, _deal, changed) for changed in (None, 0, 1)]
   if None in runs:
@@ -133,17 +134,17 @@ def _whole(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
 
 
 def _part(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
-  """Returns a part that a device could have of this variable. A dimension of size 1 is never split."""
+  """Returns a part of the variable, such as a device could have; dimensions of size 1 are never split."""
   for dim, size in enumerate(x.shape):
     x = np.delete(x, _secret(path, dim) % size, dim) if size > 1 else x
   return x
 
 
 def _deal(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray | list[np.ndarray]:
-  """Returns the layers of a stack, with their entries in another order; returns other variables unchanged.
+  """Returns the layers of a stack, with permuted entries; returns other variables unchanged.
 
-  The entries of vectors are dealt out among all layers; in arrays of higher rank, each axis is permuted. So results
-  change if they depend on the positions of entries, or on a whole vector.
+  The entries of vectors are permuted across all layers; in arrays of higher rank, each axis is permuted. So results
+  differ if they depend on the positions of entries, or on a whole vector.
   """
   if not weight.repeat_prefix:
     return x
@@ -159,7 +160,7 @@ def _along(axis: int, path: Path, weight: WeightHParams, x: np.ndarray) -> np.nd
 
 
 class _Programs(NamedTuple):
-  """What a transformation computes for variables of some shapes, and the tree of its state."""
+  """The programs of a transformation for variables of some shapes, and the tree of its state."""
 
   init: ClosedJaxpr
   update: ClosedJaxpr
@@ -175,7 +176,7 @@ class _Programs(NamedTuple):
     return any(name.startswith(_DRAWS) for name, _ in self.operations)
 
 
-@functools.lru_cache(maxsize=8)  # Several of the functions above ask for the same programs.
+@functools.lru_cache(maxsize=8)  # Several of the functions above need the same programs.
 def _trace(
   build: _Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
 ) -> _Programs | None:
@@ -186,13 +187,13 @@ def _trace(
     update = jax.make_jaxpr(lambda rate, loss, g, s, p: build(rate).update(g, s, p, value=loss))(
       scalar, scalar, tree, state, tree
     )
-  except Exception:  # User code may raise anything if it needs other variables or further arguments.
+  except Exception:  # User code may raise anything if it needs other variables or more arguments.
     return None
   return _Programs(init, update, state)
 
 
 def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[tuple[str, object]]:
-  """Yields the names of all operations of a program and of the programs in it, and the axes that they reduce."""
+  """Yields the name and the reduced axes, if any, of each operation in a program and its inner programs."""
   for eqn in strip_constants(program).eqns:
     yield eqn.primitive.name, eqn.params.get('axes')
     for inner in inner_programs(eqn):
@@ -200,9 +201,9 @@ def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[tuple[str, object]]:
 
 
 def _acts_alike(build: _Build, weights: NestedDict, small: NestedDict) -> bool:
-  """Whether a transformation consists of the same operations for small variables as for those declared.
+  """Whether a transformation consists of the same operations for small variables as for the declared ones.
 
-  Slots that belong to no variable have to have the same shapes too.
+  Slots that belong to no variable must also have the same shapes.
   """
   found = set[Any]()
   for tree in (weights, small):
@@ -224,7 +225,7 @@ def _flatten(tree: Any) -> tuple[tuple[Any, ...], jax.tree_util.PyTreeDef]:
 
 
 class _Run(NamedTuple):
-  """What a transformation has computed: the trees of its updates, one for each step, and its last state."""
+  """The results of a transformation: the updates of each step, and the last state."""
 
   programs: _Programs
   updates: list[Any]
@@ -237,10 +238,10 @@ def _train(
   """Takes a few steps on random numbers; None if the transformation cannot be traced.
 
   Args:
-    build, small: the transformation, and the declarations of variables.
-    view: makes the entry of each variable that the transformation sees.
-    changed: 0 or 1 gives other numbers to every second array, beginning with this index; None changes none.
-    num_steps: number of steps. A factor of a slot that starts as zero has an effect only from the second step on.
+    build, small: the transformation, and the declarations of small variables.
+    view: converts each variable to what the transformation gets.
+    changed: 0 or 1: gives other numbers to every second array, beginning with this index; None changes no array.
+    num_steps: number of steps. The factor of a slot that starts at zero only has an effect from the second step on.
   """
 
   def struct(path: Path, weight: WeightHParams) -> Any:
@@ -267,7 +268,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether the updates computed on a view of the variables equal the view of the updates of whole variables."""
+  """Whether updates of a view of the variables equal the view of updates of whole variables."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -275,7 +276,7 @@ def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run
 
 
 def _are_stacks(small: NestedDict, stacks: _Run | None, layers: _Run | None) -> bool:
-  """Whether each slot of a stack has the shape of its layers' slots, stacked; other slots and scalars do not matter."""
+  """Whether each slot of a stack has the shape of the stacked slots of its layers; ignores scalars and other slots."""
   if stacks is None or layers is None:
     return False
   declared = leaves(small)
@@ -326,7 +327,7 @@ def _results(eqn: JaxprEqn, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _is_loop(eqn: JaxprEqn) -> bool:
-  """Whether a scan has no per-iteration inputs or outputs, like those that `fori_loop` makes."""
+  """Whether a scan has no per-iteration inputs or outputs, like a scan that `fori_loop` makes."""
   try:
     sizes = scan_sizes(eqn)
   except UnknownJax:
@@ -335,7 +336,7 @@ def _is_loop(eqn: JaxprEqn) -> bool:
 
 
 def _result(eqn: JaxprEqn, name: str, operands: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
-  """Computes an operation with one result; None if it is not known."""
+  """Returns the result of an operation with one result; None if the operation is not known."""
   params = eqn.params
   if name in ELEMENTWISE:
     return _entrywise(eqn, name, operands)
@@ -390,13 +391,13 @@ def _power(x: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _extreme(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Stands for a maximum or minimum of two operands; associative, so that it serves any number in any order."""
+  """Replaces a maximum or minimum of two operands; associative, so it can be applied to many operands in any order."""
   offset = _secret(name)
   return ((x + offset) % _PRIME * ((y + offset) % _PRIME) + (_PRIME - offset)) % _PRIME
 
 
 def _mix(name: str, *operands: np.ndarray) -> np.ndarray:
-  """Stands for any function of the same entry of each operand."""
+  """Replaces an elementwise function of its operands."""
   total = sum((_secret(name, i) * x % _PRIME for i, x in enumerate(operands)), start=np.uint64(_secret(name)))
   return _power(np.asarray(total % _PRIME), 5)
 

@@ -4,8 +4,8 @@
     x = a weighted mean of all z
     y = b1 x + (1 - b1) z
 
-The variables of a train state are y, and the optimizer's state has z. A learner keeps x as it keeps moving averages, so
-evaluation, decoding, exports and other runs take it as they take these.
+The variables of a train state are y, and the optimizer's state contains z. A learner stores x in place of moving
+averages, so evaluation, decoding, exports and other runs use x.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_schedule_free(optimizer: Config) -> bool:
 
 
 def check_schedule_free(optimizer: Config, ema_decay: float, moments: str, decoupled_weight_decay: float) -> None:
-  """Raises ConfigError if x of a schedule-free optimizer cannot be kept, or if a learner decays y, but never z."""
+  """Raises ConfigError if fields of a learner conflict with x of a schedule-free optimizer, or would decay only y."""
   if ema_decay:
     raise ConfigError(
       f'learner.ema_decay = {ema_decay}: a schedule-free optimizer has an average of its own, which evaluation uses; '
@@ -52,7 +52,7 @@ def check_schedule_free(optimizer: Config, ema_decay: float, moments: str, decou
 
 
 def average_point(states: States, variables: NestedDict) -> NestedDict:
-  """Returns x of each variable: (y - (1 - b1) z) / b1; the variable itself if no schedule-free optimizer trains it."""
+  """Returns x = (y - (1 - b1) z) / b1 of each variable; other variables than those of schedule-free optimizers stay."""
   found: dict[Any, tuple[jax.Array, jax.Array]] = {}
   for state in jax.tree.leaves(states, is_leaf=_is_state):
     if _is_state(state):

@@ -1,12 +1,12 @@
 """Learning rate schedules: functions of the step, as configurable objects.
 
 A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule works too:
-`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So does a function of your own:
+`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So does any function of the step:
 
     def halved_every(step, period=1000): ...
 
     learner.schedule = halved_every
-    learner.schedule = Config(halved_every, period=500)      # its first argument is not set: it is the step
+    learner.schedule = Config(halved_every, period=500)      # The first argument, the step, is not set.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Schedule = Callable[[jax.Array | int], ArrayLike]
 def to_schedule(schedule: object, where: str) -> Schedule:
   """Returns the schedule, a function of the step, that a config describes; returns a function unchanged.
 
-  If a config leaves the first argument of its function unset, that argument is the step, and the function with the
-  other arguments set is the schedule. Any other config is instantiated, and the result is the schedule.
+  If a config does not set the first argument of its function, this argument is the step, and the function with the
+  other arguments is the schedule. Any other config is instantiated to get the schedule.
 
   Raises:
     ConfigError: the value is neither a config nor a function. `where` is the path of the field, for the message.
@@ -50,7 +50,7 @@ def to_schedule(schedule: object, where: str) -> Schedule:
 
 
 def check_schedule(function: Schedule, where: str) -> None:
-  """Raises ConfigError unless a function takes a step and returns a scalar. It is traced, which may start JAX."""
+  """Traces a function; raises ConfigError unless it takes a step and returns a scalar. Tracing may start JAX."""
   try:
     returned = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
   except TypeError as error:
@@ -71,8 +71,8 @@ def _name(function: Callable[..., object]) -> str:
 class BaseSchedule(Configurable):
   """A function of the step.
 
-  Raises ConfigError if a number among the fields is not finite, if a field that the subclass lists in `_positive` is
-  not positive, or if a number in a field that it lists in `_not_negative` is negative.
+  Raises ConfigError if a number in a field is not finite, not positive although the subclass lists the field in
+  `_positive`, or negative although the subclass lists the field in `_not_negative`.
   """
 
   _positive: ClassVar[tuple[str, ...]] = ()
@@ -126,7 +126,7 @@ class LinearRamp(BaseSchedule):
     return y0 + self._share(done) * (y1 - y0)
 
   def _share(self, done: jax.Array) -> jax.Array:
-    """Returns the share of the change of the value, given the share of the steps; both go from 0 to 1."""
+    """Returns which fraction of the value's change is done after this fraction of the steps; both go from 0 to 1."""
     return done
 
 
@@ -135,8 +135,8 @@ class Polynomial(LinearRamp):
 
   Attributes:
     power: more than 0; 1 is linear.
-    origin: where the polynomial is flat if the power is more than 1. With d the share of the steps that is over, the
-      share of the change is d^power for 'start', and 1 - (1 - d)^power for 'limit'.
+    origin: where the polynomial is flat if the power is more than 1. After the fraction d of the steps, the fraction
+      d^power of the change is done for 'start', and 1 - (1 - d)^power for 'limit'.
   """
 
   start: tuple[int, float] = (0, 1.0)
@@ -269,8 +269,8 @@ class Transformer(BaseSchedule):
 class _Warmup(BaseSchedule):
   """Linear warm-up to `peak` for `warmup_steps` steps, then `decay`.
 
-  Step s of the warm-up has the factor (s + 1) / warmup_steps, so that the first step changes the variables, and the
-  last one of the warm-up has the peak. With `warmup_from_zero`, as in Pax, it is s / warmup_steps.
+  Step s of the warm-up has the factor (s + 1) / warmup_steps times the peak, so the first step changes the variables,
+  and the last step of the warm-up has the peak. With `warmup_from_zero`, as in Pax, it is s / warmup_steps.
   """
 
   warmup_steps: int = REQUIRED
@@ -295,8 +295,8 @@ class _Warmup(BaseSchedule):
 class _WarmupThenDecay(_Warmup):
   """Linear warm-up to 1, 1 up to step `decay_start`, then a decay to `final_value` at step `total_steps`.
 
-  If `total_steps` is not set, a task fills in its number of train steps. `decay_start` is `warmup_steps` unless it is
-  set. A run that is shorter than that has no decay.
+  If `total_steps` is not set, a task fills in its number of train steps. If `decay_start` is not set, it is
+  `warmup_steps`. A run that ends before `decay_start` has no decay.
   """
 
   total_steps: int = REQUIRED
@@ -322,9 +322,9 @@ class _WarmupThenDecay(_Warmup):
 class LinearWarmupCosine(_WarmupThenDecay):
   """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
 
-  If `total_steps` is not set, a task fills in its number of train steps. The factor is 1 up to step `decay_start`,
-  which is `warmup_steps` unless it is set. A run that is shorter than that has no decay. With `warmup_from_zero`, step
-  s of the warm-up has the factor s / warmup_steps, as in Pax, instead of (s + 1) / warmup_steps.
+  If `total_steps` is not set, a task fills in its number of train steps. The factor is 1 up to step `decay_start`, by
+  default `warmup_steps`. A run that ends before `decay_start` has no decay. With `warmup_from_zero`, step s of the
+  warm-up has the factor s / warmup_steps, as in Pax, instead of (s + 1) / warmup_steps.
   """
 
   final_value: float = 0.1
@@ -335,9 +335,9 @@ class LinearWarmupCosine(_WarmupThenDecay):
 
 
 class LinearWarmupPolynomialDecay(_WarmupThenDecay):
-  """Linear warm-up to 1, then 1 - d^power * (1 - final_value), where d is the share of the decay that is over.
+  """Linear warm-up to 1, then 1 - d^power * (1 - final_value), where d goes from 0 to 1 during the decay.
 
-  `power` 1 is a linear decay. For the other fields, see `LinearWarmupCosine`.
+  A `power` of 1 is a linear decay. For the other fields, see `LinearWarmupCosine`.
   """
 
   power: float = 1.0

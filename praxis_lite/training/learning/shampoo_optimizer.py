@@ -1,4 +1,4 @@
-"""Shampoo with whole matrices on their owners: gradients times roots of their statistics, AdamW for other variables.
+"""Shampoo: gradients times roots of their statistics, each matrix whole on its owner; AdamW for other variables.
 
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n]:
 
@@ -7,9 +7,9 @@ For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n]:
     momentum    mu <- b1 mu + (1 - b1) g,  d = mu / (1 - b1^t)
     direction   A d B, times |a| / |A d B| by grafting
 
-where `ridge` is a share of the largest eigenvalue, the number of sides is 2, or 1 if the other one has more than
-`largest_side`, and a is the direction of Adam (Gupta et al., 2018; Anil et al., 2021; Shi et al., 2023). Where whole
-matrices come together on a mesh, and how the statistics are split, says `owners.py`.
+where `ridge` is a fraction of the largest eigenvalue; the number of sides is 2, or 1 if the other side is larger than
+`largest_side`; and a is the direction of Adam (Gupta et al., 2018; Anil et al., 2021; Shi et al., 2023). `owners.py`
+says where whole matrices are computed on a mesh, and how the statistics are split.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GRAFTS = ('adam', 'sgd', 'none')
 class ShampooState(NamedTuple):
   """The number of updates; for each matrix the moments, in float32, and for each of its sides, statistics and roots.
 
-  Statistics and roots are [..., m, m] for a side of size m; `optax.MaskedNode` for one that is too large. `nu` is of
-  Adam, and None if grafting does not need it.
+  Statistics and roots are [..., m, m] for a side of size m, and `optax.MaskedNode` for a side that is too large. `nu`
+  is the second moment of Adam, or None if grafting does not need it.
   """
 
   num_updates: jax.Array
@@ -79,14 +79,15 @@ def shampoo(
     learning_rate: filled in by a learner.
     b1, b2, b3: decays of the momentum, of Adam's second moment in grafting, and of the statistics.
     eps: added to the root of Adam's second moment.
-    ridge: this share of the largest eigenvalue is added to all.
-    refresh_every: number of steps after which roots are computed again.
-    largest_side: sides that are larger keep no statistics.
-    graft: which norm each matrix of the update gets: 'adam', that of Adam's update; 'sgd', that of the momentum; 'none'
-      keeps its own.
+    ridge: this fraction of the largest eigenvalue is added to all eigenvalues.
+    refresh_every: number of steps between computations of the roots.
+    largest_side: the size of the largest side that has statistics.
+    graft: the norm to which each matrix of the update is scaled: 'adam', the norm of Adam's update; 'sgd', the norm of
+      the momentum; 'none', its own norm.
     weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
-    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
-    placement, matrices: as in `muon`.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
+      matrices.
+    placement, matrices: see `muon`.
 
   Raises:
     ConfigError: a value is out of range.
@@ -165,9 +166,9 @@ def shampoo(
 
 
 def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
-  """Returns the FLOPs of `shampoo` for one matrix: two products with each side, and a root every few steps.
+  """Returns the FLOPs per step of `shampoo` for one matrix: two products with each side, and its root every few steps.
 
-  The root of a side of m takes an eigendecomposition, about 9 m^3, and a product [m, m].
+  The root for a side of size m takes an eigendecomposition, about 9 m^3 FLOPs, and a product [m, m].
   """
   sides = [side for side in (rows, columns) if side <= largest_side]
   return sum(2 * 2 * rows * columns * side + 11 * side**3 / refresh_every for side in sides)
@@ -176,7 +177,7 @@ def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int
 def _refresh(
   side: dict[str, jax.Array], count: jax.Array, decay: float, ridge: float, num_sides: int, refresh_every: int
 ) -> dict[str, jax.Array]:
-  """Returns a side with the roots of its statistics, [N, m, m], computed again if that is due."""
+  """Returns a side with the roots of its statistics, [N, m, m], computed again every `refresh_every` steps."""
 
   def roots(statistics: jax.Array) -> jax.Array:
     values, vectors = jnp.linalg.eigh(statistics / (1 - decay ** (count + 1).astype(jnp.float32)))

@@ -1,4 +1,4 @@
-"""SOAP with whole matrices on their owners: Adam in a basis of eigenvectors, AdamW for other variables.
+"""SOAP: Adam in a basis of eigenvectors, each matrix whole on its owner; AdamW for other variables.
 
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and their eigenvectors A and B:
 
@@ -9,13 +9,13 @@ For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and thei
     every `refresh_every` steps, sort the columns of A by the diagonal of A^T L A, and nu like them; then let A be the Q
     of the QR decomposition of L A; the same for B and R
 
-(Vyas et al., 2024, algorithms 3 and 4.) As there, the first step only computes the first eigenvectors, so that they
-never come from the gradient that they are applied to. A side of more than `largest_side` keeps A = I.
+(Vyas et al., 2024, algorithms 3 and 4.) As there, the first step only computes the first eigenvectors, so a gradient is
+never rotated by its own eigenvectors. A side that is larger than `largest_side` keeps A = I.
 
 The statistics of one gradient may have eigenvalues of zero, whose eigenvectors would depend on rounding, and so on the
-mesh. Unit vectors, made orthogonal to the other eigenvectors, take their place.
+mesh. They are replaced by unit vectors, made orthogonal to the other eigenvectors.
 
-Where whole matrices come together on a mesh, and how the statistics are split, says `owners.py`.
+`owners.py` says where whole matrices are computed on a mesh, and how the statistics are split.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from praxis_lite.training.learning.owners import MatrixBatch, PerSide, Splits, c
 class SoapState(NamedTuple):
   """The number of updates; for each matrix the moments, in float32, and for each of its sides, statistics and bases.
 
-  Statistics and bases are [..., m, m] for a side of size m; `optax.MaskedNode` for one that is too large.
+  Statistics and bases are [..., m, m] for a side of size m, and `optax.MaskedNode` for a side that is too large.
   """
 
   num_updates: jax.Array
@@ -77,12 +77,13 @@ def soap(
   Args:
     learning_rate: filled in by a learner.
     b1, b2, b3: decays of the momentum, of the second moment, and of the statistics.
-    eps: added to the root of the second moment; Adam's epsilon too.
-    refresh_every: number of steps after which eigenvectors are computed again.
-    largest_side: sides that are larger keep no statistics.
-    weight_decay, weight_decay_mask: for matrices; the mask is filled in by a learner, and so is the other one.
-    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: of AdamW, for the variables that are no matrices.
-    placement, matrices: as in `muon`.
+    eps: added to the root of the second moment; also Adam's epsilon.
+    refresh_every: number of steps between computations of the eigenvectors.
+    largest_side: the size of the largest side that has statistics.
+    weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
+    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
+      matrices.
+    placement, matrices: see `muon`.
 
   Raises:
     ConfigError: a value is out of range.
@@ -149,16 +150,16 @@ def soap(
 
 
 def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
-  """Returns the FLOPs of `soap` for one matrix: four products with each side, and a refresh every few steps.
+  """Returns the FLOPs per step of `soap` for one matrix: four products with each side, and a refresh every few steps.
 
-  A refresh of a side of m takes a product [m, m], and a QR decomposition with its Q: 2 m^3 + 8/3 m^3.
+  A refresh for a side of size m takes 2 m^3 FLOPs for a product [m, m], and 8/3 m^3 for a QR decomposition with its Q.
   """
   sides = [side for side in (rows, columns) if side <= largest_side]
   return sum(4 * 2 * rows * columns * side + (2 + 8 / 3) * side**3 / refresh_every for side in sides)
 
 
 def _rotate(x: jax.Array, bases: PerSide) -> jax.Array:
-  """Returns A^T x B; None for a side leaves it as it is."""
+  """Returns A^T x B; a basis of None stands for the identity."""
   x = x if bases.inputs is None else bases.inputs.mT @ x
   return x if bases.outputs is None else x @ bases.outputs
 
@@ -171,7 +172,7 @@ def _rotate_back(x: jax.Array, bases: PerSide) -> jax.Array:
 def _refresh(
   rows: dict[str, jax.Array], columns: dict[str, jax.Array], nu: jax.Array, count: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
-  """Returns both sides with new bases, and the second moment sorted like them."""
+  """Returns both sides with new bases, and the second moment reordered like their columns."""
   with jax.default_matmul_precision('float32'):
     new_rows, order = _new_basis(rows, count)
     nu = nu if order is None else jnp.take_along_axis(nu, order[:, :, None], axis=1)
@@ -181,7 +182,7 @@ def _refresh(
 
 
 def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
-  """Returns a side with its new basis, [N, m, m], and the order of its columns, [N, m]; all eigenvectors at first."""
+  """Returns a side with its new basis, [N, m, m], and the order of its columns, [N, m], None without statistics."""
   if not side:
     return side, None
   statistics, basis = side['statistics'], side['bases']
@@ -196,7 +197,7 @@ def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, 
 
 
 def _eigenvectors(statistics: jax.Array) -> jax.Array:
-  """Returns eigenvectors, [N, m, m], the largest eigenvalue first; unit vectors complete those of positive ones."""
+  """Returns eigenvectors, [N, m, m], the largest eigenvalue first; unit vectors replace those of zero eigenvalues."""
   values, vectors = (jnp.flip(x, axis=-1) for x in jnp.linalg.eigh(statistics))
   is_positive = values > 1e-5 * values[:, :1]
   column = jnp.arange(values.shape[1]) - jnp.sum(is_positive, axis=1, keepdims=True)

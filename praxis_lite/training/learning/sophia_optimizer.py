@@ -1,12 +1,12 @@
-"""A Sophia-like optimizer: steps of Newton, clipped entry by entry (Liu et al., 2023).
+"""A Sophia-like optimizer: Newton steps, clipped entry by entry (Liu et al., 2023).
 
     m = b1 m + (1 - b1) g
     h = b2 h + (1 - b2) batch_weight g^2       in every `refresh_every`-th step
     update = - learning rate clip(m / max(rho h, eps), -1, 1)
 
-Sophia-G estimates the diagonal h of the curvature by gradients of labels that it draws from the model. A step has no
-such labels, so here g is the gradient of the step itself (the empirical Fisher information). optax's `sophia` takes the
-estimate of the paper, but evaluates the loss again within an update.
+Sophia-G estimates the diagonal h of the curvature from gradients for labels that are drawn from the model. A step has
+no such labels, so here g is the gradient of the step itself (the empirical Fisher information). optax's `sophia` uses
+the estimate of the paper, but evaluates the loss again in each update.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def sophia(
   weight_decay: float = 0.1,
   mask: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Returns a Sophia-like optimizer; it treats each entry by itself.
+  """Returns a Sophia-like optimizer, which is elementwise.
 
   Args:
     learning_rate: filled in by a learner; the size of a clipped entry of an update.
-    batch_weight: number of rows of a batch, or of tokens of a language model, of which the loss is the mean.
+    batch_weight: number of rows, or of tokens for a language model, over which the loss of a batch is averaged.
     b1, b2: decays of m and h.
-    rho: the smaller it is, the more entries are clipped.
+    rho: smaller values clip more entries.
     eps: lower limit of rho h.
     refresh_every: number of steps between updates of h.
     weight_decay: adds this times learning rate times the variable to what is subtracted.

@@ -1,16 +1,16 @@
-"""How large the updates of an optimizer are, and the factors that make them right for a model with `Mup`.
+"""The size of an optimizer's updates, and the factors by which they are corrected in a model with `Mup`.
 
-`sharding/growth.py` says how large an entry of an update should be, in relation to the smaller model. How large it is
-by itself depends on the optimizer:
+`sharding/growth.py` says how large an entry of an update should be, relative to the smaller model. How large it would
+be depends on the optimizer:
 
     size          optimizers                       an entry of the update, without a factor
     'normalized'  Adam, Lion, RMSprop              as in the smaller model
-    'gradient'    SGD, momentum                    as the gradient: 1 / fan out, and depth^-a in a branch
-    'relative'    LAMB, Adafactor                  as the variable, whose initial values are smaller too
+    'gradient'    SGD, momentum                    like the gradient: 1 / fan out, and depth^-a in a branch
+    'relative'    LAMB, Adafactor                  like the variable, whose initial values are also smaller
     'spectral'    Muon, for matrices               a matrix of orthogonal rows or columns, times a factor of its shape
 
-The factor of a variable is the ratio of both. The size is found by computing updates of small variables: for gradients
-that are 4 times as large, for variables that are so, and for a gradient of rank 1.
+The factor of a variable is the ratio of both. The size is detected from updates of small variables: for gradients that
+are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from praxis_lite.training.learning.matrices import matrix_dims, takes_matrices
 
 UPDATE_SIZES = ('auto', 'normalized', 'gradient', 'relative', 'spectral')
 
-# Optimizers that keep points of their own, which a factor of the update of a variable would contradict.
+# Optimizers whose state contains points of the trajectory; a factor of the updates would make these inconsistent.
 _OWN_POINTS = ('schedule_free', 'lookahead', 'prodigy', 'dog', 'dowg', 'mechanize', 'cocob')
 _TIMES = 4.0
 
@@ -50,18 +50,18 @@ def update_factors(
   size: str,
   decays: bool = False,
 ) -> dict[Path, float]:
-  """Returns the factor of the update of each variable.
+  """Returns the factor of the update of each variable, by path.
 
   Args:
-    config: of the optimizer.
-    build: (a learning rate) -> the transformation, without a weight decay.
+    config: config of the optimizer.
+    build: (learning rate) -> the transformation, without weight decay.
     weights: declarations of the variables.
-    size: one of `UPDATE_SIZES`; 'auto' finds it out for each variable.
-    decays: whether the optimizer has a weight decay of its own.
+    size: one of `UPDATE_SIZES`; 'auto' detects it for each variable.
+    decays: whether the optimizer has a weight decay.
 
   Raises:
-    ConfigError: the size of an update is not one of these, the optimizer keeps points of its own, or it decays
-      variables whose norms it also multiplies updates by.
+    ConfigError: the size of an update is not one of these; the optimizer is one of `_OWN_POINTS`; or it decays
+      variables, and also scales updates by their norms.
   """
   for nested in nested_configs(config):
     name = getattr(target(nested), '__name__', '')
@@ -69,7 +69,7 @@ def update_factors(
       raise ConfigError(f'learner.optimizer: {name} keeps points of its own, so a model with mup cannot use it')
   declared = leaves(weights)
   sizes = find_sizes(config, build, weights) if size == 'auto' else dict.fromkeys(declared, size)
-  # A learner corrects the decay of an optimizer by dividing the variables, which would change their norms too.
+  # A learner corrects the decay of an optimizer by dividing the variables, which would also change their norms.
   if decays and (relative := next((path for path, of in sizes.items() if of == 'relative'), None)) is not None:
     raise ConfigError(
       f'learner.optimizer: its updates are relative to the sizes of variables, such as {path_name(relative)}, and it '
@@ -81,7 +81,7 @@ def update_factors(
 def find_sizes(
   config: Config, build: Callable[[float], optax.GradientTransformationExtraArgs], weights: NestedDict
 ) -> dict[Path, str]:
-  """Returns the size of the updates of each variable; see the top of this file."""
+  """Returns the size of the updates of each variable, by path; see the top of this file."""
   matrices = _matrices(config, weights)
   alike = _group(config, weights, matrices)
   chosen = select(weights, set(alike.values()).__contains__)
@@ -122,7 +122,7 @@ def find_sizes(
 
 
 def remark_of(weight: WeightHParams, factor: float) -> str:
-  """Returns what is different for a variable because of its growth, and why; '' if nothing is."""
+  """Returns a text about what `Mup` changes for a variable, and why; '' if it changes nothing."""
   growth = weight.growth
   if growth is None or (growth.base_shape == weight.shape and growth.depth == 1):
     return ''
@@ -165,7 +165,7 @@ def _muon_scale(fan_in: int, fan_out: int, config: Config) -> float:
 
 
 def _matrices(config: Config, weights: NestedDict) -> set[Path]:
-  """Returns the variables that an optimizer treats as matrices."""
+  """Returns the paths of the variables that an optimizer treats as matrices."""
   if not any(map(takes_matrices, nested_configs(config))):
     return set()
   declared = leaves(weights)
@@ -181,7 +181,7 @@ def _get_at(tree: Any, path: Path) -> Any:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns for each variable one that the optimizer treats alike: itself, if the optimizer may know the paths."""
+  """Returns, for each variable, one that the optimizer treats alike; the same one if paths may matter to it."""
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
@@ -193,21 +193,21 @@ def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Pat
 
 
 def _is_of_optax(config: Config) -> bool:
-  """Whether a config makes a transformation of optax that does not know the paths of variables."""
+  """Whether a config makes a transformation of optax that ignores the paths of variables."""
   build = target(config)
   name, module = getattr(build, '__name__', ''), getattr(build, '__module__', '')
   return module.startswith('optax') and name not in ('multi_transform', 'partition', 'masked', 'multi_steps')
 
 
 def _small(weight: WeightHParams) -> np.ndarray:
-  """Returns the entries, far from zero, of a small variable with the rank of the given one."""
+  """Returns random values, none near zero, of a small variable with the rank of the given one."""
   shape = tuple(range(3, 3 + len(weight.shape)))
   draws = np.random.default_rng(1)
   return (draws.uniform(0.5, 1.5, shape) * draws.choice([-1.0, 1.0], shape)).astype(np.float32)
 
 
 def _rank_1(x: np.ndarray) -> np.ndarray:
-  """Returns a product of vectors of unequal positive entries, in the shape of x."""
+  """Returns an outer product of vectors of unequal positive entries, with the shape of x."""
   product = np.ones((), np.float32)
   for size in x.shape:
     product = np.multiply.outer(product, 1000.0 ** np.linspace(0, 1 / x.ndim, size, dtype=np.float32))
