@@ -51,9 +51,9 @@ def adapter_paths(model: Layer) -> frozenset[Path]:
 
 
 def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:
-  """Returns variables of the model without adapters that computes the same: adapters are added to the weights.
+  """Adds adapters to the weights; returns variables with which the model without adapters computes the same.
 
-  The sum is computed in float32, and rounded to the dtype of the weight. Weights in few bits become plain ones.
+  The sum is computed in float32, and rounded to the dtype of the weight. Quantized weights become plain ones.
 
   Args:
     model: the built model, with adapters.

@@ -31,7 +31,7 @@ from praxis_lite.models.padding import make_padding_finite
 
 
 class AdversarialOutput(NamedTuple):
-  """Images [B, H, W, C] of random latents, and the logits [B] that they and the images of the batch are real."""
+  """Generated images [B, H, W, C], and the discriminator's logits [B] for them and for the images of the batch."""
 
   generated: jax.Array
   of_generated: jax.Array

@@ -14,7 +14,7 @@ from praxis_lite.sharding.weights import WeightInit
 
 
 class ConvNeXtSizes(TypedDict, total=False):
-  """What `convnext` takes."""
+  """The arguments of `convnext`."""
 
   channels: int
   patch_size: int

@@ -62,7 +62,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
     labels, weights_B = self.labels_of(batch), batch['weights']
     frames_B = jnp.sum(predictions.paddings == 0, axis=1)
     fits_B = (ctc_frames_needed(labels.ids, labels.paddings) <= frames_B) & (frames_B > 0)
-    # Rows without a path have a loss of 1e5 nats, and no gradient that helps.
+    # `ctc_loss` would return 1e5 nats for rows without a path, and no useful gradient.
     given_BL = jnp.where(fits_B[:, None], labels.paddings, 1)
     loss_B = ctc_loss(*predictions, labels.ids, given_BL, blank_id=self.blank_id)
     loss_B = jnp.where(fits_B & (weights_B != 0), loss_B, 0)

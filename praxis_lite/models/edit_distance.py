@@ -28,7 +28,7 @@ def edit_distance(
     found_B, is_symbol_B = symbol
     substituted_BU = row_BV[:, :-1] + (labels_BU != found_B[:, None])
     best_BV = jnp.minimum(row_BV + 1, jnp.pad(substituted_BU, ((0, 0), (1, 0)), constant_values=2**30))
-    # Further labels may be left out: the smallest of best[j] + (u - j) for j <= u.
+    # Any number of labels may be skipped: next[u] is the minimum of best[j] + (u - j) over j <= u.
     next_BV = at_V + jax.lax.cummin(best_BV - at_V, axis=1)
     return jnp.where(is_symbol_B[:, None], next_BV, row_BV), None
 

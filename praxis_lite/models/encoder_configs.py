@@ -26,7 +26,7 @@ ENCODER_STYLES = ('bert', 'pre_norm')
 
 
 class EncoderSizes(TypedDict, total=False):
-  """What `transformer_encoder` takes."""
+  """The arguments of `transformer_encoder`."""
 
   vocab_size: int
   model_dims: int

@@ -244,7 +244,7 @@ class EncoderDecoderModel(LanguageModel):
     length: jax.Array,
     adapter: jax.Array | int = -1,
   ) -> RowsState[NestedDict]:
-    """Reads a source into each row; see `LanguageModel.read_rows`, with `start` 0, and T not below the length."""
+    """Reads a whole source into each row; see `LanguageModel.read_rows`. `start` must be 0, and T at least `length`."""
     del adapter
     B, L = state.ids.shape
     source = _prompts_as_sources(ids_BT[:, :L], jnp.full(B, length), self.source_end_id)

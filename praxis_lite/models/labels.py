@@ -1,4 +1,4 @@
-"""Checks for labels that are no class of a model; JAX would silently compute with another class."""
+"""Checks for labels that are not a class of the model; JAX would silently compute with another class."""
 
 from __future__ import annotations
 

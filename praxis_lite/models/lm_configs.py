@@ -66,8 +66,8 @@ def transformer_lm(
       each block; with None, the layer is dense.
     first_hidden_dims: hidden dims of each dense block that comes before the blocks with experts.
     fprop_dtype: dtype of the computation, such as jnp.bfloat16; None means the dtype of the weights, float32.
-    matmul: 'fprop', 'fp8' or 'int8', see `layers/products.py`; for the projections of attention and the linear layers
-      of dense feed-forward layers. The softmax is computed in `fprop_dtype`.
+    matmul: how the projections of attention and the linear layers of dense feed-forward layers multiply: 'fprop', 'fp8'
+      or 'int8', see `layers/products.py`. The softmax is computed in `fprop_dtype`.
   """
   if style not in ('llama', 'gpt2'):
     raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")

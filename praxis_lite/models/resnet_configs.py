@@ -20,7 +20,7 @@ RESNET_STYLES = ('v1.5', 'v2', 'bit')
 
 
 class ResNetSizes(TypedDict, total=False):
-  """What `resnet` takes."""
+  """The arguments of `resnet`."""
 
   channels: int
   style: str

@@ -73,8 +73,8 @@ def conformer_ctc(
 
   Args:
     vocab_size, blank_id, space_id: see `CtcModel`.
-    frontend: the front end; None means 80 bands at 16 kHz, normalized.
-    fprop_dtype: dtype of the computation; None means that of the weights.
+    frontend: config of the front end; None means 80 mel bands of audio at 16 kHz, normalized.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights.
     **encoder: the arguments of `conformer_encoder`.
   """
   model = Config(CtcModel, vocab_size=vocab_size, blank_id=blank_id, space_id=space_id, fprop_dtype=fprop_dtype)
@@ -100,8 +100,8 @@ def conformer_transducer(
     vocab_size, blank_id, space_id, max_labels: see `TransducerModel`.
     label_dims: dims of the network that reads labels.
     joint_dims: dims of the inputs of the softmax.
-    frontend: the front end; None means 80 bands at 16 kHz, normalized.
-    fprop_dtype: dtype of the computation; None means that of the weights.
+    frontend: config of the front end; None means 80 mel bands of audio at 16 kHz, normalized.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights.
     **encoder: the arguments of `conformer_encoder`.
   """
   model = Config(TransducerModel, vocab_size=vocab_size, blank_id=blank_id, space_id=space_id, max_labels=max_labels)

@@ -24,7 +24,7 @@ POSITION_KINDS = ('learned', 'sinusoidal')
 
 
 class VisionSizes(TypedDict, total=False):
-  """What `vision_transformer` takes."""
+  """The arguments of `vision_transformer`."""
 
   image_size: int | tuple[int, int]
   patch_size: int | tuple[int, int]

@@ -110,7 +110,7 @@ class Edits:
     raise ConfigError(f'edit of {name}: it has no weights, so its place in a stack is unknown; edit the layer above')
 
   def add_to(self, variables: NestedDict, surroundings: Surroundings) -> tuple[NestedDict, Surroundings]:
-    """Returns the variables and the surroundings of a call with these edits."""
+    """Adds the edits to the variables and the surroundings of a call; returns both."""
     return merge(variables, self._variables), dataclasses.replace(surroundings, edited={})
 
   def check_met(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -128,7 +128,7 @@ class Edits:
 
 
 def _arrays(name: str, edit: Edit, stacked: tuple[int, ...]) -> dict[str, Any]:
-  """Returns the arrays of an edit, whose first dimensions are those of the stacks, of sizes `stacked`."""
+  """Returns the arrays of an edit; their first dimensions are the stacks of layers, of sizes `stacked`."""
   size, value = math.prod(stacked), np.asarray(edit.add, np.float32)
   chosen = np.ones(size, bool)
   if edit.layers is not None:

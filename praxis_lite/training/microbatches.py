@@ -92,8 +92,8 @@ def value_and_grad(
     others: all other variables; each microbatch gets the updates of the previous one.
     key: PRNG key; each microbatch folds in its index.
     batch, num_microbatches: tree of arrays [B, ...], and k, which must divide B.
-    paths_by_loss: for several losses, the trained variables by which each is differentiated. `loss_fn` then also takes
-      the name of the loss, and all losses are returned by name.
+    paths_by_loss: for several losses, the paths of the variables that each one trains. `loss_fn` then also takes the
+      name of the loss, and all losses are returned by name.
     reports_noise: adds the metrics `grad_noise/variance`, s above, and `grad_noise/signal`, |G|^2; needs a single loss
       and at least two microbatches.
     watch: (w_i / sum_i w_i) -> the function that computes the gradients of a single loss in microbatch i; None means

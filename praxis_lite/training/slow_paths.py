@@ -25,10 +25,10 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.training.flops import equation_flops
 from praxis_lite.training.trips import Bound, LoopBounds
 
-_LONG = 1024  # Products with this many rows and columns for each entry of a batch are of pairs of tokens.
-_MOST_SUMMED = 512  # Dims of a head.
-_USES_OF_LOGITS = 4  # Written and read as logits, and as probabilities.
-_LEAST = 0.01  # Of the time of all products: findings that take less are left out.
+_LONG = 1024  # Batched products with at least this many rows and columns may be attention logits.
+_MOST_SUMMED = 512  # The largest number of dims of a head.
+_USES_OF_LOGITS = 4  # Logits and probabilities are each written and read.
+_LEAST = 0.01  # Findings that take less than this fraction of the time of all products are left out.
 
 
 class SlowPath(NamedTuple):

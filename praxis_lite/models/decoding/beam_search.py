@@ -19,7 +19,7 @@ from praxis_lite.models.decoding.decoder import Decoder
 from praxis_lite.models.decoding.loop import Draws
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
-_LEAST_COVERED = float(np.finfo(np.float32).tiny)  # Instead of 0, whose logarithm would exclude a continuation.
+_LEAST_COVERED = float(np.finfo(np.float32).tiny)  # A lower limit: the logarithm of 0 would exclude a continuation.
 
 
 class BeamSearch(Decoder):

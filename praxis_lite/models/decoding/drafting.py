@@ -111,7 +111,7 @@ class LookupDrafter:
 class ModelDrafter(Generic[DecodingState]):
   """A `Drafter` that continues rows with a smaller model.
 
-  It reads the last two tokens of the row before it guesses, because it has not read its own last guess.
+  Before it guesses, it reads the last two tokens of the row: it never feeds its last guess back to the smaller model.
   Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
 
   Attributes:

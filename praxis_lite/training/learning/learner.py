@@ -153,11 +153,11 @@ class Learner(BaseLearner, Configurable):
     return f'{dotted_name(target(self.optimizer))}, learning rate {self.learning_rate:g}'
 
   def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
-    """Returns the learning rate of the step after `step` steps, a float32 scalar."""
+    """Returns the learning rate of step `step`, counted from 0, a float32 scalar."""
     return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
 
   def schedule_at(self, step: jax.Array | int) -> jax.Array:
-    """Returns the factor of the learning rate of the step after `step` steps, a float32 scalar."""
+    """Returns the schedule's factor for step `step`, counted from 0, a float32 scalar."""
     return jnp.asarray(self._schedule(step), jnp.float32)
 
   def _bind(self, weights: NestedDict) -> BoundLearner:

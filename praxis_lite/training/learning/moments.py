@@ -92,7 +92,7 @@ def compress_moments(
 
 
 class _Codec(NamedTuple):
-  encode: Callable[[jax.Array, jax.Array], Any]  # (array, count of updates) -> what is stored
+  encode: Callable[[jax.Array, jax.Array], Any]  # (array, number of updates) -> its stored form
   decode: Callable[[Any], jax.Array]
 
 

@@ -98,7 +98,7 @@ class MultiLearner(BaseLearner, Configurable):
 def nested_learners(config: Config) -> dict[str, Config]:
   """Returns the config of each `Learner` in the config of a learner, by path.
 
-  The path is 'rules[0].learner' and so on in a `MultiLearner`, and '' if the config is that of a `Learner`.
+  The path is 'rules[0].learner' and so on in a `MultiLearner`, and '' for the config of a `Learner` itself.
   """
   if not _is_multi(config):
     return {'': config}

@@ -105,7 +105,7 @@ class GroupedOptimizer:
       return False
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
-    """Returns the initial state; `learning_rate` is that of the first step, a scalar."""
+    """Returns the initial state; `learning_rate` is the rate of the first step, a scalar."""
     optimizer = self._build(learning_rate)
     return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
 
@@ -342,7 +342,7 @@ class GroupedOptimizer:
       for name, value in nested.__arguments__.items():
         if _is_decay(name) and value and not any(mask in parameters for mask in _masks_of(name)):
           instead = 'learner.decoupled_weight_decay'
-          if _name(nested).startswith('schedule_free'):  # The learner cannot decay the points that it keeps.
+          if _name(nested).startswith('schedule_free'):  # The learner cannot decay the points in its state.
             instead = (
               'Config(optax.contrib.schedule_free, base_optimizer=Config(optax.adamw, b1=0.0, weight_decay=...))'
             )

@@ -1,7 +1,7 @@
 """Adafactor with the second-moment decay of Adam, like Praxis's `ShardedAdafactor`.
 
 optax's `adafactor` has the decay of the paper (Shazeer and Stern, 2018), 1 - t^-0.8, which goes to 1, so the second
-moment hardly changes after many steps. Here, the decay is that of Adam's second moment with bias correction:
+moment hardly changes after many steps. Here, it decays like Adam's second moment with bias correction:
 
     decay of step t    b (1 - b^(t - 1)) / (1 - b^t)        t = 1, 2, ...;  b = decay_adam
     update             gradient / sqrt(second moment, of rows and columns if both are large)
@@ -66,6 +66,6 @@ def adafactor(
 
 
 def _decay_of_adam(step: jax.Array, decay: Any) -> jax.Array:
-  """Returns the decay of the step after `step` steps."""
+  """Returns the decay of the step with index `step`, counted from 0."""
   t = jnp.asarray(step, jnp.float32) + 1.0
   return decay * (1.0 - decay ** (t - 1.0)) / (1.0 - decay**t)

@@ -46,7 +46,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, m
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.weights import WeightHParams
 
-# Builds the transformation for a learning rate.
+# (learning rate) -> the transformation
 _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 # (path, declaration, array of the variable) -> its entry in a tree: the array, a part of it, or its layers.
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]

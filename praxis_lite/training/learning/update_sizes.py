@@ -1,4 +1,4 @@
-"""The size of an optimizer's updates, and the factors by which they are corrected in a model with `Mup`.
+"""The size of an optimizer's updates, and the factors that correct it in a model with `Mup`.
 
 `sharding/growth.py` says how large an entry of an update should be, relative to the smaller model. How large it would
 be depends on the optimizer:
