@@ -90,8 +90,8 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   # Whether `decode` writes a separate text for each prompt, such as a translation, instead of continuing it.
   prompts_are_sources: ClassVar[bool] = False
-  # Whether the network also reads images, sound or sources. If so, a plan counts the FLOPs of the lowered step, instead
-  # of using a formula for each token in `ids`.
+  # Whether the network also reads images, sound or sources. If so, a plan counts the FLOPs in the program of a step,
+  # instead of using a formula for each token in `ids`.
   has_work_besides_ids: ClassVar[bool] = False
   # Children whose weights are quantized only if a regex matches their paths.
   plain_children: ClassVar[tuple[str, ...]] = ()

@@ -113,7 +113,7 @@ class ClassificationModel(Classifier):
     other_B, _ = cross_entropy(
       output.logits, other_rows(batch['label'], batch['weights']), self.softmax.label_smoothing
     )
-    # A row that is mixed with padding, whose label may be any number, has a share of 1.
+    # A row whose partner is padding has a share of 1; the partner's label may be any number.
     share_B = mixed.share
     return output._replace(xent=jnp.where(share_B == 1, output.xent, share_B * output.xent + (1 - share_B) * other_B))
 
