@@ -1,12 +1,12 @@
-"""A run as a model of EleutherAI's `lm_eval`, on any mesh. Needs `pip install 'praxis_lite[eval]'`.
+"""A run as a model for EleutherAI's `lm_eval`, on any mesh. Needs `pip install 'praxis_lite[eval]'`.
 
     praxis-lite-lm-eval --model praxis_lite --model_args path=runs/x --tasks my_task --include_path tasks
 
-This takes all arguments of the command `lm_eval`, which itself knows no models of other packages. From Python:
+This command takes all arguments of `lm_eval`, which cannot load models of other packages by itself. From Python:
 
     lm_eval.simple_evaluate(model=RunLM('runs/x'), tasks=['my_task'], task_manager=...)
 
-Each process of a run of several hosts evaluates all requests together with the others.
+With several hosts, all processes take part in the evaluation of each request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError as error:
   raise ConfigError(f"lm_eval cannot be imported ({error}); pip install 'praxis_lite[eval]'") from None
 
 NAME = 'praxis_lite'
-_MOST_TOKENS = 2048  # Of a window, for a model without a limit.
+_MOST_TOKENS = 2048  # The length of a window for a model without a limit.
 _SETTINGS = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
@@ -39,16 +39,16 @@ class RunLM(LM):
   """A language model of a run.
 
   Args:
-    path: the run's directory; or a model, as `open_run(...).load()` returns it.
+    path: the run's directory, or the `TrainedModel` that `open_run(...).load()` returns.
     mesh: the size along each mesh axis of the run, as in '1x8x1' or (1, 8, 1); None uses one device.
     step: step of the checkpoint, 'best' or 'newest'; None uses the newest.
     batch_size: how many requests are computed at a time; 'auto' means 8.
-    max_length: the largest number of tokens of a window; None uses the positions of the model, or 2048.
-    max_gen_toks: the largest number of tokens to generate, for tasks that do not say so.
-    **others: what `lm_eval` gives to all models, which has no effect here: `device` and `max_batch_size`.
+    max_length: the largest number of tokens in a window; None uses the model's limit, or 2048 if it has none.
+    max_gen_toks: the largest number of tokens to generate, for tasks that do not set it.
+    **others: `device` and `max_batch_size`, which `lm_eval` passes to all models, and which have no effect here.
 
   Raises:
-    UserError: there is no such run, it has no tokenizer, or its model is no language model with one sequence.
+    UserError: there is no such run, it has no tokenizer, or its model is not a decoder-only language model.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class RunLM(LM):
     self.max_gen_toks = _positive('max_gen_toks', str(max_gen_toks))
     self._context = getattr(self.model.layer, 'context', None)
 
-  # ---------------------------------------------------------------- what lm_eval asks for
+  # ---------------------------------------------------------------- the requests of lm_eval
 
   def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
     """Returns (log-probability of the continuation in nats, whether it is greedy) of each pair of texts."""
@@ -108,7 +108,7 @@ class RunLM(LM):
     return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
   def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-    """Returns what follows each context, up to one of the texts in `until`, without it."""
+    """Returns the text that follows each context, up to, and without, the first of the texts in `until`."""
     answers: dict[int, str] = {}
     groups: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
@@ -132,7 +132,7 @@ class RunLM(LM):
     return str(getattr(self.tokenizer, 'path', type(self.tokenizer).__name__)).replace('/', '__')
 
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """Returns a chat as text, in the template of the tokenizer, up to where the model answers."""
+    """Returns a chat as text, in the tokenizer's template, up to where the model's answer begins."""
     if not isinstance(self.tokenizer, HfTokenizer) or not add_generation_prompt:
       raise UserError(
         'lm_eval: --apply_chat_template needs a tokenizer with a chat template, and no beginning of answers'
@@ -159,7 +159,7 @@ class RunLM(LM):
     return until, {name: float(x) if name == 'temperature' else x for name, x in settings.items()}
 
   def _fit(self, context: str, max_tokens: int) -> list[int]:
-    """Returns the tokens of a context, without the first ones if the model does not see it together with the answer."""
+    """Returns the tokens of a context; drops the first ones if context and answer together are too long."""
     tokens = encode_prompt(self.tokenizer, context)
     if self._context is None:
       return tokens
@@ -170,7 +170,7 @@ class RunLM(LM):
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-  """Returns a pair with the spaces at the end of a context in the continuation, as all models of `lm_eval` do."""
+  """Returns a pair in which spaces at the context's end begin the continuation, as for all models of `lm_eval`."""
   kept = context.rstrip()
   return (context, continuation) if not kept else (kept, context[len(kept) :] + continuation)
 
@@ -201,7 +201,7 @@ def _positive(name: str, text: str) -> int:
 
 
 def register_with_lm_eval() -> None:
-  """Makes `praxis_lite` a model that `lm_eval` knows by its name."""
+  """Registers `RunLM` with `lm_eval` under the name `praxis_lite`."""
   from lm_eval.api.registry import register_model
 
   register_model(NAME)(RunLM)

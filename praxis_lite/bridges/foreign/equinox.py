@@ -24,15 +24,15 @@ _TRAINED, _STATE = 'params', 'state'
 class EquinoxLayer(ForeignLayer):
   """An Equinox module. Needs `pip install praxis_lite[equinox]`.
 
-  `module_tpl` lacks `key`, which this layer gives. Arrays of floats in the module are at `params`, and trained; its
-  other arrays, and those of `eqx.nn.State`, are at `state`, and the module updates the latter in training. A module
-  with state is called with it as the last positional argument, and returns it last. The module gets `key` if it takes
-  that argument, and is in the mode of `eqx.nn.inference_mode` in evaluation.
+  `module_tpl` omits `key`, because this layer passes it. Arrays of floats in the module are at `params`, and trained.
+  Its other arrays, and the arrays of `eqx.nn.State`, are at `state`; in training, the module updates the arrays of
+  `eqx.nn.State`. A module with state is called with the state as the last positional argument, and returns the new
+  state last. The module gets `key` if it takes that argument, and is under `eqx.nn.inference_mode` in evaluation.
 
   Attributes: those of `ForeignLayer`, and
-    over_rows: whether the module takes one example, as Equinox's own do, and is mapped over dimension 0 of all
-      positional arguments. Each row has a key of its own.
-    row_axis_name: the name of that mapping, which `eqx.nn.BatchNorm` is given as its `axis_name`.
+    over_rows: whether the module takes one example, as Equinox's own modules do; `jax.vmap` then maps it over
+      dimension 0 of all positional arguments, with a different key for each row.
+    row_axis_name: the axis name of that `jax.vmap`, to be given to `eqx.nn.BatchNorm` as its `axis_name`.
   """
 
   package = 'equinox'
@@ -52,7 +52,7 @@ class EquinoxLayer(ForeignLayer):
           f'{type(module).__name__}'
         )
       arrays, self._static = eqx.partition(module, _is_array)
-    # A layer holds no arrays, so it keeps structures and shapes.
+    # A layer holds no arrays, so it keeps only structures and shapes.
     self._of_module: Any = jax.tree.structure(arrays)
     self._of_state: Any = jax.tree.structure(state)
     self._shapes = [*jax.tree.leaves(arrays), *jax.tree.leaves(state)]
@@ -121,7 +121,7 @@ def _paths_of_arrays(arrays: Any) -> list[Path]:
 
 
 def _paths_of_state(eqx: Any, module: Any, structure: Any) -> list[Path]:
-  """Returns the path of each array of a state: that of its index in the module, and its own below the entry."""
+  """Returns the path of each array of a state: the path of its `StateIndex` in the module, then the path below that."""
   numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
   found: dict[int, Path] = {}
   for path, index in jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[

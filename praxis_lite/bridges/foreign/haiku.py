@@ -23,9 +23,9 @@ from praxis_lite.common.trees import Path, path_name
 class HaikuLayer(ExampleInputs):
   """A Haiku module or function. Needs `pip install praxis_lite[haiku]`.
 
-  `module_tpl` is the config of a class of modules, or of a function that uses modules, which is called with the
-  arguments of this layer and those that are set in its config. The variables of `mlp/~/linear_0` are at
-  `params.mlp.linear_0`; the function updates those of `state` in training.
+  `module_tpl` is the config of a module class, or of a function that uses modules; the function is called with the
+  arguments of this layer and the arguments that are set in its config. The parameters of `mlp/~/linear_0` are at
+  `params.mlp.linear_0`. Haiku's state is at `state`, and the module or function updates it in training.
 
   Attributes: those of `ExampleInputs`.
   """
@@ -81,7 +81,7 @@ class HaikuLayer(ExampleInputs):
     return self._transformed.init(key, *examples, **self.mode(train=True))
 
   def _forward(self, *args: Any, **kwargs: Any) -> Any:
-    """What Haiku transforms."""
+    """The function that Haiku transforms."""
     built = target(self.module_tpl)
     if isinstance(built, type):
       return self.build_module()(*args, **kwargs)

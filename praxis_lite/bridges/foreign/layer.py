@@ -35,7 +35,7 @@ from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams
 
 VariableValues = dict[Path, jax.Array]
 
-# What takes a class of a package, for messages.
+# For error messages: what to use for a class of each package.
 _LAYER_OF = {
   'flax.linen': 'use LinenLayer',
   'flax.nnx': 'use NnxLayer',
@@ -49,9 +49,9 @@ class ForeignVariable(NamedTuple):
   """A variable of a module of another library.
 
   Attributes:
-    shape, dtype: of its value.
+    shape, dtype: shape and dtype of its value.
     trainable: whether gradients change it. Otherwise the module updates it in training.
-    split: how the module itself says that it is split, one mesh or logical axis per dimension; None if it says nothing.
+    split: the split in the module's own metadata, one mesh or logical axis per dimension; None if it has none.
   """
 
   shape: tuple[int, ...]
@@ -61,18 +61,18 @@ class ForeignVariable(NamedTuple):
 
 
 class RunResult(NamedTuple):
-  """What a call of a module returns: its result, and new values of variables by path."""
+  """The result of a call of a module, and the new values of the variables that the call updates, by path."""
 
   outputs: Any
   updated: Mapping[Path, jax.Array]
 
 
 class Variables(Layer):
-  """The variables of one submodule, and its own submodules.
+  """The variables of one submodule, with a child layer for each of its own submodules.
 
   Attributes:
     declared: nested dict of `WeightHParams`.
-    field: the config field that says how they are split.
+    field: path of the config field that says how the variables are split.
   """
 
   declared: dict[str, Any] = REQUIRED
@@ -87,7 +87,7 @@ class Variables(Layer):
         self._weights[name] = dataclasses.replace(self._weights[name], mapping_field=self.field)
 
   def read(self) -> NestedDict:
-    """In a call: returns the values, as nested as they are declared."""
+    """In a call: returns the values, nested like `declared`."""
     own = {name: self._read_weight(name, self._read_dtype(weight)) for name, weight in self._weights.items()}
     return own | {name: child.read() for name, child in self.named_children() if isinstance(child, Variables)}
 
@@ -99,7 +99,7 @@ class Variables(Layer):
       self.update_var(path[0], value)
 
 
-# What modules often call the argument that says whether they are trained, and the field that names it.
+# Common names of a module's argument for training or evaluation, and the field of `ExampleInputs` that names it.
 _MODE_ARGUMENTS = {
   **dict.fromkeys(('train', 'training', 'is_training'), 'train_argument'),
   **dict.fromkeys(('deterministic', 'use_running_average', 'eval', 'inference'), 'eval_argument'),
@@ -111,19 +111,19 @@ class ForeignLayer(Layer):
   """Base of the layers that call a module of another library.
 
   Attributes:
-    module_tpl: config of the module, as in `Config(nn.Dense, features=6)`: its class, or a function that returns it,
-      with its arguments.
-    variable_splits: pairs (pattern, mapping), tried in order: the first regular expression that matches the whole path
-      of a variable, such as 'params.dense.kernel', says how it is split: one mesh or logical axis, or None, for each
-      dimension.
-    use_own_splits: whether variables that no pattern matches are split as the module itself says in its metadata.
+    module_tpl: config of the module's class, or of a function that returns the module, with its arguments, as in
+      `Config(nn.Dense, features=6)`.
+    variable_splits: pairs (pattern, mapping). The first pattern, a regular expression, that matches the whole path of
+      a variable, such as 'params.dense.kernel', says how it is split. A mapping has a mesh axis, a logical axis or
+      None for each dimension.
+    use_own_splits: whether variables that no pattern matches are split as the module's own metadata says.
   """
 
   # The library: what to import, its name in messages, and the extra that installs it.
   package: ClassVar[str] = ''
   library: ClassVar[str] = ''
   extra: ClassVar[str] = ''
-  # The arguments of a module's class that this layer gives itself, so the config does not.
+  # The arguments of a module's class that this layer passes; a config must not set them.
   given: ClassVar[tuple[str, ...]] = ()
 
   module_tpl: Config = REQUIRED
@@ -134,14 +134,14 @@ class ForeignLayer(Layer):
     with self._named_errors('cannot be built'):
       self._declared = self.declare()
     if not self._declared:
-      return  # Such as an activation function, or dropout.
+      return  # For example, an activation function or dropout.
     splits = self._splits()
     weights = {path: self._to_weight(path, variable, splits.get(path)) for path, variable in self._declared.items()}
     self._check_names(weights)
     for name, tree in nest(weights).items():
       self.create_child(name, Config(Variables, declared=tree, field=f'{self.path_name}.variable_splits'))
 
-  # ---------------------------------------------------------------- what a library answers
+  # ---------------------------------------------------------------- what a subclass defines
 
   def declare(self) -> dict[Path, ForeignVariable]:
     """Returns the variables of the module, without computing values."""
@@ -161,8 +161,9 @@ class ForeignLayer(Layer):
     """Returns what the module returns for these arguments.
 
     Raises:
-      ConfigError: the module raises an error, which is the cause; or it updates variables in training where this layer
-        does not see all rows: under `partitioning='shard_map'`, or in a pipeline that fills up a microbatch.
+      ConfigError: the module raises an error, which becomes the cause of this one; or it updates variables in training,
+        and the layer does not see exactly the rows of the batch: under `partitioning='shard_map'`, or in a pipeline
+        that pads a microbatch with copies of rows.
     """
     self._check_sees_all_rows()
     read = {name: child.read() for name, child in self.named_children() if isinstance(child, Variables)}
@@ -176,7 +177,7 @@ class ForeignLayer(Layer):
     return self.shard(outputs) if isinstance(outputs, jax.Array) else outputs
 
   def draw_key(self) -> jax.Array | None:
-    """In a call: returns a new key, or None if the call has none."""
+    """In a call: returns a new key, or None if the call was given no key."""
     return self.next_prng_key() if self.has_prng_key() else None
 
   def _check_sees_all_rows(self) -> None:
@@ -198,7 +199,7 @@ class ForeignLayer(Layer):
   # ---------------------------------------------------------------- building the module
 
   def build_module(self, **given: Any) -> Any:
-    """Returns the module of `module_tpl`, which gets those of these arguments that it takes."""
+    """Returns the module of `module_tpl`, built with the arguments in `given` that it takes."""
     self._check_library()
     known = field_names(self.module_tpl)
     return self.module_tpl.instantiate(**{k: v for k, v in given.items() if known is None or k in known})
@@ -237,7 +238,7 @@ class ForeignLayer(Layer):
       raise ConfigError(f'{self.path_name}.module_tpl: the {self.library} module {name} {what}: {cause}') from error
 
   def remedy_of(self, error: Exception) -> str:
-    """Returns the end of a message about an error in the module, which names a field to change; '' if it is unknown."""
+    """Returns the end of an error message, which names a field to change; '' if no remedy is known."""
     return ''
 
   # ---------------------------------------------------------------- variables
@@ -309,9 +310,9 @@ class ExampleInputs(ForeignLayer):
   """Base of layers around modules that declare their variables when they are called, so they need examples of inputs.
 
   Attributes:
-    example_shapes: the shape of each array that a call gets, without its keywords, as in ((1, 6),). Sizes such as the
-      batch that no variable depends on may be 1.
-    example_dtypes: their dtypes; by default `fprop_dtype` for all.
+    example_shapes: the shape of each positional argument of a call, as in ((1, 6),). A size that no variable depends
+      on, such as the batch size, may be 1.
+    example_dtypes: the dtypes of these arguments; by default `fprop_dtype` for all.
     train_argument: the keyword of the module that is True in training, such as 'train' or 'is_training'; '' for none.
     eval_argument: the keyword of the module that is True in evaluation, such as 'deterministic'; '' for none.
   """
@@ -352,6 +353,6 @@ class ExampleInputs(ForeignLayer):
     return ''
 
   def mode(self, train: bool) -> dict[str, bool]:
-    """Returns the keywords that tell the module whether it is trained."""
+    """Returns the keyword arguments that tell the module whether this is training."""
     names = {self.train_argument: train, self.eval_argument: not train}
     return {name: value for name, value in names.items() if name}

@@ -22,11 +22,11 @@ class LinenLayer(ExampleInputs):
   """A `flax.linen` module. Needs `pip install praxis_lite[flax]`.
 
   The first name in the path of a variable is its collection. `params` are trained; the module updates other
-  collections, such as `batch_stats`, in training. What it sows is dropped. Names of `with_partitioning` and
-  `with_logical_partitioning` say how a variable is split, unless a pattern does.
+  collections, such as `batch_stats`, in training. Values that it sows are dropped. The axis names of
+  `with_partitioning` and `with_logical_partitioning` say how a variable is split, unless a pattern matches it.
 
   Attributes: those of `ExampleInputs`, and
-    rng_names: names of the random streams that the module draws from, besides 'params' at its initialization.
+    rng_names: names of the random streams that the module uses, other than 'params' at initialization.
   """
 
   package = 'flax.linen'
@@ -73,7 +73,7 @@ class LinenLayer(ExampleInputs):
 
 
 def _find_own_split(leaf: Any) -> tuple[Any, ...] | None:
-  """Returns the names in a box of Flax, after the rules that the box itself has."""
+  """Returns the axis names in a Flax box, translated by the box's own rules; None if `leaf` is no such box."""
   if not is_named_box(leaf):
     return None
   rules = dict(getattr(leaf, 'rules', None) or ())

@@ -24,10 +24,11 @@ _NnxPath = tuple[str | int, ...]
 class NnxLayer(ForeignLayer):
   """A `flax.nnx` module. Needs `pip install praxis_lite[flax]`.
 
-  `module_tpl` lacks `rngs`, which this layer gives. Variables of type `nnx.Param` are at `params`, and trained; all
-  others, such as `nnx.BatchStat`, are at `state`, and the module updates them in training. Random streams are no
-  variables: they begin anew in each call, with keys of this layer. The layer calls the module in the mode of `train()`
-  or `eval()`. `with_partitioning` and other sharding metadata say how a variable is split, unless a pattern does.
+  `module_tpl` omits `rngs`, because this layer passes it. Variables of type `nnx.Param` are at `params`, and trained;
+  all others, such as `nnx.BatchStat`, are at `state`, and the module updates them in training. Random streams are not
+  variables: each call gives them new keys, drawn by this layer. The layer calls the module's `train()` or `eval()`
+  before each call. `with_partitioning` and other sharding metadata say how a variable is split, unless a pattern
+  matches it.
 
   Attributes: those of `ForeignLayer`.
   """
@@ -73,7 +74,7 @@ class NnxLayer(ForeignLayer):
     return RunResult(outputs, {p: after[theirs].get_value() for p, theirs in self._paths.items() if theirs in after})
 
   def _new_streams(self) -> list[jax.Array]:
-    """In a call: returns a new key for each random stream of the module, and 0 for each of its counts."""
+    """In a call: returns a new key for each random stream of the module, and 0 for each stream's counter."""
     new = []
     for stream in self._streams.values():
       value = stream.get_value()
@@ -107,7 +108,7 @@ def _our_path(path: _NnxPath, trained: bool) -> Path:
 
 
 def _find_own_split(metadata: Mapping[str, Any]) -> tuple[Any, ...] | None:
-  """Returns the names in the sharding metadata of a variable, after the rules that the variable itself has."""
+  """Returns the axis names in a variable's sharding metadata, translated by its own rules; None if it has no names."""
   names = next((metadata[key] for key in ('out_sharding', 'sharding_names', 'sharding') if metadata.get(key)), None)
   if names is None:
     return None

@@ -20,8 +20,8 @@ class PureOutput(NamedTuple):
 
   Attributes:
     outputs: what the layer returns.
-    state: the variables that are not trained, after the call.
-    aux_loss: the sum of the auxiliary losses, each times its weight, to be added to the loss; 0 if there are none.
+    state: the values of the untrained variables after the call.
+    aux_loss: the sum of the auxiliary losses times their weights, to be added to the loss; 0 if there are none.
   """
 
   outputs: Any
@@ -55,7 +55,7 @@ class PureLayer:
     return self.split(self.layer.init(key))
 
   def specs(self) -> tuple[NestedDict, NestedDict]:
-    """Returns the `PartitionSpec`s that the layer's mappings declare, in the structure of what `init` returns.
+    """Returns the `PartitionSpec`s that the layer's mappings declare, as (trained parameters, state) like `init`.
 
     Raises:
       ConfigError: the layer has no `mesh_axis_names`.
@@ -71,7 +71,7 @@ class PureLayer:
     return self.split(nest(specs))
 
   def split(self, variables: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Returns (trained parameters, state) of the layer's variables, such as those of a checkpoint."""
+    """Splits the layer's variables, for example from a checkpoint, into (trained parameters, state)."""
     return select(variables, self._trained.__contains__), select(variables, lambda path: path not in self._trained)
 
   def apply(
@@ -89,8 +89,8 @@ class PureLayer:
     Args:
       params, state: as `init` returns them.
       *args, **kwargs: arguments of the layer.
-      key: key of random numbers, such as those of dropout; None if the call draws none.
-      train: whether the layer is trained: draws dropout, and updates its state.
+      key: PRNG key, for example for dropout; None if the call needs no random numbers.
+      train: whether this is training, in which the layer applies dropout and updates its state.
       method: which method of the layer to call.
 
     Raises:

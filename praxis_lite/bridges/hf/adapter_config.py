@@ -22,7 +22,7 @@ from praxis_lite.layers.lora import AdaptedLayer, Adapter, LoraLayer
 from praxis_lite.models import BaseModel, LanguageModel
 
 CONFIG_FILE = 'adapter_config.json'
-# Beginnings of `init_lora_weights` with which peft subtracts the first update from the base.
+# peft subtracts the initial update from the base weights if `init_lora_weights` begins with one of these.
 _OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
 
 
@@ -30,9 +30,9 @@ class AdapterKind(NamedTuple):
   """A kind of adapters.
 
   Attributes:
-    adapter, layer: the class of its config, and of its layers.
-    parts: those of `adapter_weights.PARTS` that each weight with an adapter has in a file.
-    in_config: the fields of adapter_config.json that say the kind.
+    adapter, layer: the class of its config, and the class of its layers.
+    parts: which of `adapter_weights.PARTS` a file has for each weight with an adapter.
+    in_config: the fields of adapter_config.json that identify the kind.
   """
 
   adapter: type[Adapter]
@@ -54,7 +54,7 @@ def kind_of_config(config: Mapping[str, Any]) -> AdapterKind:
 
 
 def kind_in_folder(folder: str | os.PathLike[str]) -> type[Adapter]:
-  """Returns the kind of the adapters of a folder that peft has written: `Lora`, `Dora` or `Ia3`."""
+  """Returns the kind of the adapters in a folder that peft has written: `Lora`, `Dora` or `Ia3`."""
   return kind_of_config(read_adapter_config(folder)).adapter
 
 
@@ -121,9 +121,10 @@ def make_config(
   base: str | None,
   fan_in_fan_out: bool,
 ) -> dict[str, object]:
-  """Returns the content of adapter_config.json for a model, of whose `network` some `weights` are `adapted`.
+  """Returns the content of adapter_config.json for a model with adapters.
 
-  `declared` are the declarations of its variables, and `base` names the checkpoint without adapters.
+  `weights` are all weights of its `network` that can have adapters, and `adapted` those that do. `declared` are the
+  declarations of the variables, and `base` names the checkpoint without adapters.
   """
   modules = {module: weight for weight in adapted for module in modules_of(weight, declared)}
   others = {m for w in weights for m in modules_of(w, declared)} - modules.keys()
@@ -181,8 +182,9 @@ def adapters_of(
 
   Args:
     kind, config: the kind of all adapters, and the content of adapter_config.json.
-    shapes, names: the shape of the first part of the adapter of each weight that has one, and the path of its layer.
-    modules: the names of the modules with each weight.
+    shapes: for each weight with an adapter, the shape of the adapter's first part.
+    names: for each of these weights, the path of its layer.
+    modules: for each of these weights, the names of the modules that have it.
   """
   if 'scale' in kind.parts:
     if of_others := [modules[w][0] for w in shapes if w.name or w.is_table]:
@@ -191,7 +193,7 @@ def adapters_of(
     of_outputs = [name for name in names.values() if name not in of_inputs]
     yield Config(Ia3, layers=_escape([*of_outputs, *of_inputs]), of_inputs=_escape(of_inputs))
     return
-  groups: dict[tuple[int, float, object], dict[str, None]] = {}  # The layers of each rank, alpha and dropout.
+  groups: dict[tuple[int, float, object], dict[str, None]] = {}  # Layers by their rank, alpha and dropout.
   for weight, (rank, _) in shapes.items():
     dropout = 0.0 if weight.name else config.get('lora_dropout', 0.0)  # Experts have no dropout.
     group = rank, _alpha(weight, modules[weight], config), dropout
@@ -217,7 +219,7 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns alpha of a weight; `alpha_pattern` may give some modules one of their own."""
+  """Returns alpha of a weight; `alpha_pattern` may override `lora_alpha` for some modules."""
   patterns = config.get('alpha_pattern')
   own = [*patterns.items()] if isinstance(patterns, dict) else []
   alphas = {

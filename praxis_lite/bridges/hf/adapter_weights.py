@@ -1,15 +1,15 @@
-"""The weights of a model that may have adapters, and the tensors in which peft stores these.
+"""The weights of a model that may have adapters, and the tensors in which peft stores the adapters.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    [R, in]     A, transposed
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [out, R]    B, transposed
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]     of DoRA: (1 + m) |W|
-    base_model.model.model.layers.0.self_attn.q_proj.ia3_l            [out, 1] or, of the inputs, [1, in]
+    base_model.model.model.layers.0.self_attn.q_proj.ia3_l            [out, 1]; [1, in] if it scales the inputs
     base_model.model.model.embed_tokens.lora_embedding_A              [R, V]
     base_model.model.model.embed_tokens.lora_embedding_B              [D, R]
 
-After `base_model.model.` comes the name of the weight's tensor in a checkpoint of the family, without `.weight`. So the
-table of the family that locates weights also locates adapters. If a tensor holds several of our weights, such as those
-of queries, keys and values, all of them have the same A.
+R is the rank, V the size of the vocabulary, D the model dims. After `base_model.model.` comes the name of the weight's
+tensor in a checkpoint of the family, without `.weight`. So the family's table, which locates weights, also locates
+adapters. If a tensor holds several of our weights, such as the weights of queries, keys and values, they share one A.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AdaptableWeight(NamedTuple):
   scales_inputs: bool = False
 
   def path_of(self, part: str) -> Path:
-    """Returns the path of a variable below the network: A, B, or what the layer has for another one of `PARTS`."""
+    """Returns the path below the network of the variable for `part`, one of `PARTS`."""
     if part in _OF_LAYER:
       return (*self.layer, _OF_LAYER[part])
     return (*self.layer, f'{self.name}_lora_{part}') if self.name else (*self.layer, 'lora', part)
@@ -69,15 +69,15 @@ class AdaptableWeight(NamedTuple):
 
   @property
   def module(self) -> str:
-    """The name of the module in transformers, with {layer} and {expert}."""
+    """The name of the module in transformers, with the placeholders {layer} and {expert}."""
     return self.pair.theirs.removesuffix('.weight')
 
   def ending(self, part: str) -> str:
-    """Returns the last part of the name of the tensor of one of `PARTS`."""
+    """Returns the end of the name of the tensor that stores `part`, one of `PARTS`."""
     return (_ENDINGS | _TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
 
   def pair_of(self, part: str) -> Pair:
-    """Returns the row for one of `PARTS`."""
+    """Returns the row of the table that locates `part`, one of `PARTS`."""
     experts, _, axes = self.pair.axes.rpartition(': ')
     names, theirs = (axes or 'I O -> I O').split(' -> ')
     dims = _DIMS.findall(names)
@@ -101,12 +101,12 @@ _DIMS = re.compile(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+')
 
 
 def _letters(dims: Iterable[str]) -> set[str]:
-  """Returns the names of dimensions."""
+  """Returns the letters that name dimensions."""
   return {*re.findall('[A-Za-z]', ' '.join(dims))}
 
 
 def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[AdaptableWeight]:
-  """Yields the weights of layers that can have an adapter, with their rows in the table."""
+  """Yields the weights that can have an adapter."""
   rows = {pair.ours: pair for pair in family.table_of(family.part_of(model.abstract_init()))}
   for layer in network.descendants():
     kind, path = _kind(layer), layer.path[len(network.path) :]
@@ -132,11 +132,11 @@ def layer_at(network: Layer, path: Path) -> Layer:
 
 
 def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the tensors of the variables of adapters."""
+  """Returns, by path, the pieces of the adapters' variables."""
   chosen = [(w, part) for w in weights for part in PARTS if node_at(declared, w.path_of(part)) is not None]
   paths = {w.path_of(part) for w, part in chosen}
   table = [w.pair_of(part) for w, part in chosen]
-  # Together with the other variables, which say in what order the layers of a stack come.
+  # `pieces` also needs the other variables: they give the order of the layers in a stack.
   others = select(declared, lambda path: path not in paths)
   rest = [Pair('', _NUMBERED.sub('.layers.', path_name(path))) for path in leaves(others)]
   found = pieces([*rest, *table], declared)

@@ -1,7 +1,8 @@
 """Ways of a model that has been exported: read again by praxis_lite, and computed by transformers.
 
-PyTorch may be installed for another Python, so transformers runs in a process of its own, which needs nothing of this
-package (`transformers_process.py`). Everything is computed in float32, on the CPU for transformers.
+PyTorch may be installed for another Python, so transformers runs in a separate process, whose script
+(`transformers_process.py`) does not import this package. Everything is computed in float32; transformers runs on the
+CPU.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def agree(
 
   Args:
     model: a language model, on any mesh.
-    texts: what to compare; `texts_of_batch`, `texts_of_tokens` and `random_texts` make some.
-    cache_dtype: also decode with caches of this dtype, such as 'int8'.
-    python: the Python that runs transformers, where it is installed.
+    texts: the texts to compare, as `texts_of_batch`, `texts_of_tokens` and `random_texts` return them.
+    cache_dtype: decodes once more, with caches of this dtype, such as 'int8'; None leaves this out.
+    python: path of a Python in which transformers is installed.
     progress: called with each line of the table.
 
   Raises:
@@ -92,7 +93,7 @@ def export(model: TrainedModel, folder: Path) -> None:
 
 
 def read_again(agreement: Agreement, folder: Path) -> Way:
-  """Returns the way of an exported model that praxis_lite reads, on one device."""
+  """Returns the `Way` that reads the exported model with praxis_lite, and computes it on one device."""
 
   @functools.cache
   def read() -> tuple[BaseModel, NestedDict]:
@@ -110,7 +111,7 @@ def read_again(agreement: Agreement, folder: Path) -> Way:
 
 
 def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
-  """Returns the way of an exported model in transformers, which runs in `python`."""
+  """Returns the `Way` that computes the exported model with transformers, in `python`."""
 
   @functools.cache
   def outputs() -> Mapping[str, np.ndarray]:
@@ -127,7 +128,7 @@ def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
     if not blocks or len(hidden[0]) - 1 != len(expected[blocks].values):
       raise UserError('the blocks of the two models are not the same')
     found = np.ma.masked_all_like(expected[blocks].values)
-    for row, states in enumerate(hidden):  # Its last state is after the final norm.
+    for row, states in enumerate(hidden):  # The last of the states comes after the final norm, so it is left out.
       found[:-1, row, : states.shape[1]] = states[1:-1]
     return {blocks: PointValues(found, True)}
 
@@ -140,7 +141,7 @@ def run_transformers(
   """Returns the log-probabilities and the hidden states of each text, float32, as transformers computes them.
 
   Raises:
-    UserError: transformers or PyTorch is not installed for that Python, or it fails.
+    UserError: transformers or PyTorch is not installed for that Python, or the process fails.
   """
   end = [] if source_end_id is None else [source_end_id]
   request: dict[str, Any] = {'folder': str(folder), 'start_id': start_id, 'continuations': texts.continuations}
@@ -156,7 +157,7 @@ def run_transformers(
         env=os.environ | offline,
         capture_output=True,
         text=True,
-        errors='replace',  # Of transformers' messages.
+        errors='replace',  # Messages of transformers may not be valid text.
         timeout=_MOST_SECONDS,
         check=False,
       )

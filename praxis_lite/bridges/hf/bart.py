@@ -39,7 +39,7 @@ def sizes_of_stacks(hf: HfConfig) -> dict[str, Any]:
 
 
 def values_of_stacks(lm: TransformerEncoderDecoder, ff: FeedForward) -> Values:
-  """The inverse of `sizes_of_stacks`; `ff` is the feed-forward layer of each block."""
+  """Inverts `sizes_of_stacks`: returns values of config.json. `ff` is the feed-forward layer of each block."""
   return {
     'is_encoder_decoder': True,
     'vocab_size': lm.vocab_size,
@@ -66,7 +66,7 @@ class Bart(Family):
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.replace_defaults(self.defaults)
     for name in ('normalize_before', 'add_final_layer_norm', 'static_position_embeddings', 'extra_pos_embeddings'):
-      # Of old files, which say so of the models that were trained; others are of other families.
+      # Old files have these fields. Published BART models have these values; other values mean another family.
       hf.must_be(name, None, _FIRST_POSITION if name == 'extra_pos_embeddings' else False)
     model = encoder_decoder(style='bart', max_len=hf.size('max_position_embeddings'), **sizes_of_stacks(hf))
     model.lm_tpl.softmax_tpl.scale_sqrt_depth = bool(hf['scale_embedding'])

@@ -34,12 +34,12 @@ class Encoder(WholeModelFamily):
 
   Attributes: those of `Family`, where `architecture` names the masked language model, and
     classifier: the architecture of the classifier.
-    bare: the architecture without a head, whose tensors have names without `prefix`.
+    bare: the architecture without a head; the names of its tensors lack `prefix`.
     also_masked: other architectures whose checkpoints have a masked language model.
-    head_names: the names of tensors of the head that predicts tokens: of its linear layer, its norm and its softmax,
-      without `.weight` and `.bias`, and the whole name of its bias.
+    head_names: names of tensors of the head that predicts tokens: the linear layer, the norm and the softmax, each
+      without `.weight` or `.bias`, and then the full name of the softmax's bias.
     classifier_names: the names of the tensors of the classifier's pooler and softmax.
-    counts_from_padding: whether positions begin after the id of padding, as in RoBERTa.
+    counts_from_padding: whether the first position is the padding id + 1, as in RoBERTa.
   """
 
   classifier: str = ''
@@ -91,7 +91,7 @@ class Encoder(WholeModelFamily):
     else:
       model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
       model.packed = False
-      if self.counts_from_padding:  # The head of RoBERTa always has this function.
+      if self.counts_from_padding:  # RoBERTa's head always uses this activation.
         model.transform_tpl.activation = 'gelu'
     if self.counts_from_padding:
       padding = hf['pad_token_id']
@@ -122,7 +122,7 @@ class Encoder(WholeModelFamily):
     return hf
 
   def current_name(self, name: str) -> str:
-    # Checkpoints of 2018 call the weights of norms so.
+    # Checkpoints from 2018 use the names gamma and beta.
     return re.sub(r'LayerNorm\.(gamma|beta)$', lambda m: f'LayerNorm.{_NORM[m[1]]}', name)
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
@@ -132,10 +132,10 @@ class Encoder(WholeModelFamily):
     if self._is_bare(hf):
       return False
     if self._is_classifier(hf):
-      # The classifier of RoBERTa has a pooler of its own.
+      # RoBERTa's classifier has its own pooler instead of the encoder's.
       return name.startswith(f'{self.prefix}pooler.') and not self.classifier_names[0].startswith(self.prefix)
     if not hf['tie_word_embeddings'] and name == self.head_names[3]:
-      return True  # A head of its own has a bias of its own.
+      return True  # A head that is not tied has a separate bias.
     return name.startswith((f'{self.prefix}pooler.', 'cls.seq_relationship.'))
 
   def values(self, model: MaskedLanguageModel | SequenceClassifier | TextEncoder) -> Values:
@@ -191,7 +191,7 @@ class Encoder(WholeModelFamily):
     yield from norm_pairs(f'{theirs}output.LayerNorm', f'{ours}ff_norm')
 
 
-# Says in config.json whether a model without a head has a pooler, which no field of transformers does.
+# Our own field of config.json: whether a model without a head has a pooler. transformers has no field for this.
 _POOLER = 'add_pooling_layer'
 _NORM = {'gamma': 'weight', 'beta': 'bias'}
 _BERT = {

@@ -10,7 +10,7 @@ The weight [O, I] of a module is stored as
 and w = s (q - z), with q and z in -2^(b-1) ... 2^(b-1) - 1. Checkpoints of the format `int-quantized` have q itself in
 place of `weight_packed`, int8 [O, I], as `weight`.
 
-O outputs, I inputs, b bits, g inputs of a group.
+O is the number of outputs, I of inputs, b of bits, and g of inputs in a group; s is the scale, and z the zero point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ = ('pack-quantized', 'int-quantized', 'naive-quantized')
 
 
 def is_compressed(quantization: object) -> bool:
-  """Whether `quantization_config` of config.json says that weights are stored in a form that can be read here."""
+  """Whether this `quantization_config` of config.json describes a format that this module can read."""
   if not isinstance(quantization, dict) or quantization.get('quant_method') != 'compressed-tensors':
     return False
   return quantization.get('format') in _READ
@@ -64,17 +64,18 @@ def compress_tensors(
   head: str,
   dtype: str | None = None,
 ) -> CompressedTensors:
-  """Returns the tensors of a checkpoint in which weights are in few bits as they are in the run.
+  """Returns the tensors of a checkpoint whose weights keep the few bits that they have in the run.
 
   Args:
     variables: the variables of the network, with plain weights.
     spread: the result of `spread_streamed` for the network.
-    found: the tensors of each variable.
-    head: the name of the tensor of the head, which stays as it is also if the checkpoint does not have it.
-    dtype: dtype of the other tensors and of scales; None keeps theirs.
+    found: the pieces of each variable, by its path.
+    head: the name of the head's tensor; `quantization_config` lists it as not quantized, even if the checkpoint lacks
+      it.
+    dtype: dtype of the plain tensors and of the scales; None keeps the dtypes that they have.
 
   Raises:
-    ConfigError: a format has no counterpart there, or a group does not fit.
+    ConfigError: compressed-tensors has no such format, or its groups cannot be those of the run.
   """
   plain, tensor = tensors_to_write(variables, found, dtype)
   parts: dict[str, Callable[[str], np.ndarray]] = {}
@@ -126,7 +127,7 @@ def _module(name: str) -> str:
 
 
 def _forms_of_tensors(integers: NestedDict, found: Mapping[Path, Sequence[Piece]]) -> dict[str, WeightFormat]:
-  """Returns the format of each tensor that is in few bits."""
+  """Returns, by name, the format of each tensor that has few bits."""
   by_path: dict[Path, SpreadPart] = leaves(integers)
   forms: dict[str, set[WeightFormat | None]] = {}
   for path, of_variable in found.items():
@@ -159,7 +160,7 @@ def _check_form(form: WeightFormat, shape: tuple[int, ...], name: str) -> None:
 
 
 def _one_of_group(spread_OI: np.ndarray, count: int, name: str) -> np.ndarray:
-  """Returns [O, count] for values that are equal in each group of inputs."""
+  """Returns one value for each of `count` groups, [O, count]; `spread_OI` repeats it for all inputs of the group."""
   groups = spread_OI.reshape(len(spread_OI), count, -1)
   if (groups != groups[..., :1]).any():
     raise ConfigError(f'task.model.quantized: the inputs of a group of {name} are not adjacent in that tensor')
@@ -215,7 +216,7 @@ def unpack(packed: np.ndarray, bits: int, num: int) -> np.ndarray:
 
 
 class PackedTensor(NamedTuple):
-  """A weight [O, I] in few bits, which is read in the dtype of its scales."""
+  """A weight [O, I] in few bits; it is read as an array in the dtype of its scales."""
 
   name: str
   values: StoredTensor
@@ -233,7 +234,7 @@ class PackedTensor(NamedTuple):
     return self.scale.dtype
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part; reads all inputs of its outputs."""
+    """Returns a copy of a part; reads all inputs of the outputs in that part."""
     rows, columns = (slice(*i.indices(size)[:2]) for i, size in zip(index, self.shape))
     whole = slice(0, None)
     stored = self.values.read_integers((rows, whole))
@@ -248,10 +249,10 @@ class PackedTensor(NamedTuple):
 
 
 def join_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-  """Returns the tensors of a checkpoint, in which a weight, its scales and its zero points are one tensor.
+  """Returns the tensors of a checkpoint; joins each weight with its scales and zero points in one `PackedTensor`.
 
   Raises:
-    CheckpointError: a weight lacks its scales, or they do not fit; or its inputs are in another order.
+    CheckpointError: a weight lacks its scales, or their shapes do not fit, or its inputs are permuted.
   """
   found: dict[str, Tensor] = {}
   of_weights = {name.removesuffix('_scale') for name in tensors if name.endswith('.weight_scale')}

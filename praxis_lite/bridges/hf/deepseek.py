@@ -26,14 +26,14 @@ from praxis_lite.layers import (
 from praxis_lite.layers.positions import YarnRotaryScaling
 from praxis_lite.models import LanguageModel, transformer_lm
 
-_BIAS_UPDATE_RATE = 0.001  # Of DeepSeek-V3's training.
+_BIAS_UPDATE_RATE = 0.001  # As in DeepSeek-V3's training.
 
 
 class DeepseekV3(LlamaLike):
   """DeepSeek-V3.
 
-  Modules that predict further tokens come after the last layer; transformers leaves them out. They are read if the
-  checkpoint has them, and then written too, with their copies of the tables.
+  Modules that predict further tokens (MTP) come after the last layer; transformers ignores them. They are read if the
+  checkpoint has them, and then written too, together with their copies of the embedding and softmax tables.
   """
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
@@ -103,7 +103,7 @@ class DeepseekV3(LlamaLike):
     return experts
 
   def _logit_scale(self, hf: HfConfig, dims: int) -> float:
-    """Returns the factor of the logits. YaRN's factor of all dims multiplies queries and keys."""
+    """Returns the factor of the attention logits, which includes YaRN's `mscale_all_dim` for queries and for keys."""
     scaling = hf.rotary().scaling_tpl
     if scaling is None or target(scaling) is not YarnRotaryScaling:
       return dims**-0.5
@@ -186,7 +186,7 @@ class DeepseekV3(LlamaLike):
 
 
 def _module_pairs(weights: NestedDict, of_layers: list[Pair]) -> Iterator[Pair]:
-  """Yields the pairs of modules that predict further tokens, whose blocks have the pairs of a layer."""
+  """Yields the pairs of the modules that predict further tokens; each contains a block like those of the layers."""
   num_layers = sum(
     math.prod(weight.repeat_prefix)
     for path, weight in leaves(weights['transformer']).items()
@@ -204,8 +204,8 @@ def _module_pairs(weights: NestedDict, of_layers: list[Pair]) -> Iterator[Pair]:
 
 
 _MODULES = 'num_nextn_predict_layers'
-_MTP_LOSS_WEIGHT = 0.1  # That of the end of DeepSeek-V3's training.
-_LATENT_EPSILON = 1e-6  # transformers does not read it from config.json.
+_MTP_LOSS_WEIGHT = 0.1  # As at the end of DeepSeek-V3's training.
+_LATENT_EPSILON = 1e-6  # Fixed in transformers, not a field of config.json.
 _V3 = LLAMA_DEFAULTS | {
   'first_k_dense_replace': 3,
   'kv_lora_rank': 512,

@@ -1,4 +1,4 @@
-"""The fields of config.json that encoders of texts and of images share, as BERT, ViT, CLIP and SigLIP have them."""
+"""The fields of config.json that text and image encoders share, such as BERT, ViT, CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encoder_sizes(hf: HfConfig) -> dict[str, Any]:
 
 
 def encoder_values(encoder: TransformerEncoder | VisionTransformer, epsilon: float) -> Values:
-  """Returns the inverse of `encoder_sizes`; raises ConfigError if transformers has no such blocks."""
+  """Inverts `encoder_sizes`: returns values of config.json; raises ConfigError if transformers has no such blocks."""
   blocks = blocks_of_stack(encoder.transformer)
   ff = blocks[0].ff
   if not isinstance(ff, FeedForward):

@@ -87,10 +87,10 @@ def family_of(hf: HfConfig) -> Family:
 
 
 def _check_multipliers(model: BaseModel) -> None:
-  """Raises ConfigError if a `Mup` multiplies what no config.json describes."""
+  """Raises ConfigError if a `Mup` adds a factor that no config.json can express."""
   for layer in model.descendants():
     for what, factor in layer.growth_multipliers().items():
-      if what != 'logits of attention':  # This is compared as the scale of attention.
+      if what != 'logits of attention':  # `_differences` compares this factor as the scale of attention.
         raise ConfigError(
           f'{layer.path_name} multiplies {what} by {factor:.3g} because of {model.path_name}.mup, which no family of '
           'transformers does; this model cannot be exported'
@@ -161,12 +161,12 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
 
 
 def _layers_in_common(ours: Layer, theirs: Layer) -> int:
-  """Returns how many layers of two trees have the same place and class."""
+  """Returns how many layers of two trees have the same position and class."""
   return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if _kind(ours) is _kind(theirs) else 0
 
 
 def _kind(layer: Layer) -> type[Layer]:
-  """Returns the class of a layer, or of the one that has got an adapter."""
+  """Returns the class of a layer; for a layer with an adapter, the class without it."""
   return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
 
 
@@ -188,7 +188,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
 _STACKS = Repeat, StackedTransformer
 _SHOWN = 3
-# Fields that do not change what a trained model computes, or that the layers below repeat with defaults filled in.
+# Fields that do not change what a trained model computes, or that the layers below have too, with defaults filled in.
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
@@ -216,7 +216,7 @@ def _class_name(value: object) -> str:
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
-  """Yields the differences of two layers, and of those below them, that change what they compute."""
+  """Yields the differences between two layers, and the layers below them, that change what the layers compute."""
   if isinstance(ours, Dropout):
     return
   if _kind(ours) is not _kind(theirs):
@@ -233,5 +233,5 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
       here, there = ours.logit_scale, theirs.logit_scale
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
-  for pair in _pairs(ours, theirs):  # If only one model has a layer, fields of a pair differ.
+  for pair in _pairs(ours, theirs):  # If only one model has a layer, fields of its parent differ, compared above.
     yield from _differences(*pair)

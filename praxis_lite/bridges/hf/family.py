@@ -1,4 +1,4 @@
-"""A family of models, which is a `model_type` of transformers: converts config.json to our configs, and back."""
+"""A family of models, which is a `model_type` of transformers. It converts config.json to our configs, and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Family:
 
   Attributes:
     model_type, architecture: as in config.json.
-    defaults: values that transformers assumes if config.json does not have them.
-    prefix: the prefix of the names of tensors below the head; checkpoints of a model without its head omit it.
+    defaults: values that transformers assumes for fields that config.json leaves out.
+    prefix: the prefix of the names of tensors outside the head; checkpoints without a head omit it.
   """
 
   model_type: str
@@ -35,37 +35,37 @@ class Family:
   prefix: str = 'model.'
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
   table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
-  # First parts of names of tensors that belong to heads, which other families do not have.
   stores_inputs_first: ClassVar[bool] = False  # Whether tensors of linear layers are [in, out].
+  # First parts of the names of tensors of heads that only this family has.
   own_heads: ClassVar[frozenset[str]] = frozenset()
 
   @property
   def head(self) -> str:
-    """The name of the softmax's table if it is not shared; some checkpoints have it as a copy too."""
+    """The name of the softmax's table if it is not shared; if it is, some checkpoints still have a copy of it."""
     return 'lm_head.weight'
 
   def prefix_in(self, hf: HfConfig) -> str:
-    """Returns the prefix of the names of tensors below the head in a model of this config.json."""
+    """Returns the prefix of the names of tensors outside the head, for a model with this config.json."""
     return self.prefix
 
   def to_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
-    """Returns config.json without parts that it names and the tensors of these names lack."""
+    """Returns config.json without the parts of the model that have no tensor among `names`."""
     return hf
 
   def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
-    """Returns the names of tensors that repeat another one in some checkpoints, and the name of that."""
+    """Returns {copy: original}, the names of tensors that repeat another tensor in some checkpoints."""
     return {}
 
   def written_copies(self, hf: HfConfig) -> Mapping[str, str]:
-    """Returns which of these copies are written too."""
+    """Returns the part of `copies_in` that an export writes."""
     return {}
 
   def network_in(self, model: BaseModel) -> Layer | None:
-    """Returns the network of a model, whose variables a checkpoint holds."""
+    """Returns the part of a model whose variables a checkpoint holds; None if the model has no such part."""
     return getattr(model, 'lm', None)
 
   def part_of(self, variables: NestedDict) -> NestedDict:
-    """Returns the variables of the network, of those of a model."""
+    """Returns the network's part of a model's variables."""
     return variables['lm']
 
   def model_variables(self, part: NestedDict) -> NestedDict:
@@ -73,7 +73,7 @@ class Family:
     return {'lm': part}
 
   def accepts(self, architecture: str) -> bool:
-    """Whether a checkpoint of this architecture has the head of this family, or none."""
+    """Whether a checkpoint of this architecture has this family's head, or no head."""
     return 'For' not in architecture or architecture.endswith('ForCausalLM') or architecture == self.architecture
 
   def takes(self, quantization: object) -> bool:
@@ -81,18 +81,18 @@ class Family:
     return quantization is None or is_compressed(quantization)
 
   def refusal(self) -> str:
-    """Returns the end of the message about another architecture."""
+    """Returns the end of the error message for an architecture that `accepts` rejects."""
     return (
       ': a head that does not predict the next token, such as a classification head, is not supported; only '
       f'{self.architecture} is'
     )
 
   def current_name(self, name: str) -> str:
-    """Returns the name that a tensor has today; old checkpoints may call it otherwise."""
+    """Returns a tensor's name in current checkpoints, given its name in a file, which may be old."""
     return name
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:
-    """Whether a tensor belongs to a part that the architecture of config.json does not have."""
+    """Whether a tensor belongs to a part of the model that the architecture in config.json lacks."""
     return False
 
   def model(self, hf: HfConfig) -> Config[Any]:
@@ -100,7 +100,7 @@ class Family:
     raise NotImplementedError
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
-    """Whether a tensor of an old checkpoint is no weight: a buffer with the values that follow from config.json."""
+    """Whether a tensor of an old checkpoint is not a weight, but a buffer whose values follow from config.json."""
     return False
 
   def values(self, lm: Any) -> Values:
@@ -108,25 +108,25 @@ class Family:
     raise NotImplementedError
 
   def more_values(self, model: BaseModel) -> Values:
-    """Returns what config.json says of a model besides its network."""
+    """Returns the values of config.json that do not come from the network."""
     return {}
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
-    """Returns which tensor of a checkpoint holds which variable, for a network with these variables."""
+    """Returns the table that maps tensors of a checkpoint to variables, for a network with these variables."""
     return self.table('embedding' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns which tensor holds which variable; `tied` says whether softmax and embedding share a table."""
+    """Returns the table that maps tensors to variables; `tied` says whether softmax and embedding share theirs."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeModelFamily(Family):
-  """A family whose checkpoints hold all variables of a model; `architectures` names the models that it has."""
+  """A family whose checkpoints hold all variables of a model, not only of its network."""
 
   @property
   def architectures(self) -> tuple[str, ...]:
-    """The names in config.json of the models that there are."""
+    """The supported architectures, as config.json names them."""
     raise NotImplementedError
 
   def part_of(self, variables: NestedDict) -> NestedDict:

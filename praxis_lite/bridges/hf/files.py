@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files: a header, and after it the named arrays that it locates.
+"""Reads and writes safetensors files: a header, and then the arrays, whose names and positions the header lists.
 
     8 bytes     n, the length of the header, little endian
     n bytes     JSON: {"wte.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}, ...}
@@ -72,7 +72,6 @@ class StoredTensor(NamedTuple):
     name: the tensor's name in the checkpoint.
     file: the path of the file.
     kind: the dtype, as safetensors spells it.
-    shape: the shape.
     offset: the position of the first byte in the file.
   """
 
@@ -163,10 +162,10 @@ _OTHERS = {
 
 
 def other_format(path: str) -> str:
-  """Returns the end of an error message that names a file of another format; '' if the path is no such file.
+  """Returns the end of an error message that names a file of another format; '' if there is no such file.
 
   Args:
-    path: a folder, or a file.
+    path: the file, or a folder to search.
   """
   names = sorted(os.listdir(path)) if os.path.isdir(path) else [os.path.basename(path)]
   return next((f'; {n} {remedy}' for ending, remedy in _OTHERS.items() for n in names if n.endswith(ending)), '')

@@ -1,13 +1,14 @@
-"""Adapters of all experts of a layer together, as peft saves those of `target_parameters`.
+"""Adapters in which one tensor serves all experts of a layer, as peft saves them for `target_parameters`.
 
-    ...mlp.experts.lora_A.weight               [E R, in]     row e R + r is of expert e
-    ...mlp.experts.lora_B.weight               [out, R E]    column r E + e is of expert e
-    ...mlp.experts.base_layer.lora_A.weight    the same of another parameter: one is inside of the other
+    ...mlp.experts.lora_A.weight               [E R, in]     row e R + r belongs to expert e
+    ...mlp.experts.lora_B.weight               [out, R E]    column r E + e belongs to expert e
+    ...mlp.experts.base_layer.lora_A.weight    likewise, for the second parameter, whose adapter peft nests in the first
 
-transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj. The rows `out` of the first
-belong to the gate, then to up; both have the same A. The shapes say which parameter an adapter belongs to.
+transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj. Of the `out` rows of
+gate_up_proj, the first half belongs to the gate and the second to up; both have the same A. Only the shapes say which
+parameter an adapter belongs to.
 
-E experts, R rank.
+E is the number of experts, R the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PLACES = ('', 'base_layer.')
 
 
 class PartOfTensor(NamedTuple):
-  """The adapter of one expert, with the name that it would have by itself; see `StoredTensor`."""
+  """One expert's part of an adapter, with the name that a separate adapter would have; used like a `StoredTensor`."""
 
   name: str
   whole: StoredTensor
@@ -50,23 +51,23 @@ class PartOfTensor(NamedTuple):
     return self.whole.dtype
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a part of it."""
+    """Returns a slice of this part."""
     return self.value[index]
 
 
 def are_of_experts(parameters: object) -> bool:
-  """Whether these `target_parameters` belong to experts."""
+  """Whether all of these `target_parameters` belong to experts."""
   return isinstance(parameters, list) and all(isinstance(p, str) and _PARAMETERS.fullmatch(p) for p in parameters)
 
 
 def split_experts(
   stored: Mapping[str, StoredTensor], modules: Mapping[AdaptableWeight, Sequence[str]], declared: NestedDict
 ) -> dict[str, StoredTensor | PartOfTensor]:
-  """Returns tensors by name, with those of all experts replaced by one for each expert.
+  """Returns tensors by name, in which the tensors that serve all experts are replaced by one for each expert.
 
   Args:
     stored: the tensors of the file.
-    modules: the names of the modules with each weight.
+    modules: for each weight, the names of the modules that have it.
     declared: the declarations of the variables of the network.
   """
   found: dict[str, StoredTensor | PartOfTensor] = dict(stored)
@@ -97,7 +98,7 @@ def split_experts(
 def _pair_of(
   stored: Mapping[str, StoredTensor], prefix: str, inputs: int, outputs: int, experts: int
 ) -> tuple[StoredTensor, StoredTensor] | None:
-  """Returns A and B of the parameter with these numbers of inputs and outputs; None without an adapter of it."""
+  """Returns A and B of the parameter with these numbers of inputs and outputs; None if it has no adapter."""
   for place in _PLACES:
     a, b = (stored.get(f'{prefix}{place}lora_{x}.weight') for x in 'AB')
     if a is None or b is None:

@@ -16,8 +16,8 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import BeamSearch, Decoder, Sampler
 
 GENERATION_FILE = 'generation_config.json'
-# Numbers with the same meaning in a `Sampler`. Those of the first group have an effect only if tokens are sampled; then
-# transformers takes the 50 most probable tokens unless the file says otherwise.
+# Settings with the same meaning in a `Sampler`, and transformers' defaults. `_SAMPLED` have an effect only if tokens
+# are sampled.
 _SAMPLED: dict[str, Any] = {'temperature': 1.0, 'top_k': 50, 'top_p': 1.0, 'min_p': None, 'typical_p': 1.0}
 _ALWAYS: dict[str, Any] = {
   'repetition_penalty': 1.0,
@@ -25,10 +25,10 @@ _ALWAYS: dict[str, Any] = {
   'max_new_tokens': None,
   'min_new_tokens': 0,
 }
-# Those of a beam search, which is made if there are several beams and nothing is sampled.
+# Settings of beam search, which is used if `num_beams` is over 1 and tokens are not sampled.
 _OF_BEAMS: dict[str, Any] = {'num_beams': 1, 'length_penalty': 1.0, 'num_beam_groups': 1, 'diversity_penalty': 0.0}
 _USED = {*_SAMPLED, *_ALWAYS, 'do_sample', 'eos_token_id'}
-# Settings that change no token. Others change none if they are null, false, 0, 1 or empty.
+# Settings that never change a token. A setting in none of these tables is off if it is null, false, 0, 1 or empty.
 _NO_EFFECT = {
   *('transformers_version', '_from_model_config', 'bos_token_id', 'pad_token_id', 'decoder_start_token_id'),
   *('use_cache', 'cache_implementation', 'assistant_confidence_threshold', 'num_assistant_tokens'),
@@ -42,13 +42,13 @@ def set_decoder(model: Config, checkpoint: HfCheckpoint) -> list[str]:
   Args:
     model: config of the model, whose `decoder_tpl` is a `Sampler`. It becomes a `BeamSearch` if the file asks for
       several beams, as in transformers.
-    checkpoint: its folder may have the file; without it, decoding is greedy, as in transformers.
+    checkpoint: the checkpoint. If its folder lacks the file, decoding is greedy, as in transformers.
 
   Returns:
     Lines about the settings in the file that are not used.
 
   Raises:
-    ConfigError: a value in the file has the wrong type, or a number of beams is not possible.
+    ConfigError: a value in the file has the wrong type, or the number of beams is invalid.
   """
   file = os.path.join(checkpoint.folder, GENERATION_FILE)
   given: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
@@ -103,14 +103,14 @@ def _beam_search(file: str, says: Mapping[str, Any]) -> Config:
 
 
 def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
-  """Writes generation_config.json: the settings of a decoder, and what the file of the import says of others.
+  """Writes generation_config.json: the settings of a decoder, and other settings from the imported file.
 
-  The length penalty of a `BeamSearch` is among them only if `length_norm` is 'length', as in transformers.
+  The length penalty of a `BeamSearch` is written only if its `length_norm` is 'length', which transformers uses.
 
   Args:
     folder: where to write the file.
     decoder: the `Sampler` or `BeamSearch` of the exported model.
-    kept: the folder that may have the file of the import. If that limits the number of tokens, the new one does too.
+    kept: the folder that may have the imported file. If that file limits the number of tokens, the new one does too.
   """
   says: dict[str, Any] = read_json(kept / GENERATION_FILE) if (kept / GENERATION_FILE).is_file() else {}
   values: dict[str, Any] = {'do_sample': decoder.is_random, 'repetition_penalty': decoder.repetition_penalty}

@@ -97,7 +97,7 @@ class Gpt2(Family):
     return pairs
 
 
-_MASKED_LOGIT = -9000  # Logits of masked keys were set to -1e4; that is -9984 in bfloat16.
+_MASKED_LOGIT = -9000  # Old checkpoints store the logit of masked keys, -1e4, which is -9984 in bfloat16.
 _GPT2 = {
   'n_positions': 1024,
   'n_inner': None,

@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, windows in every other layer, and experts with biases and a limit."""
+"""GPT-OSS: attention sinks, sliding windows in every other layer, and experts with biases and clipped activations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from praxis_lite.common.config import Config
 from praxis_lite.layers import MoeFeedForward, TransformerLm
 from praxis_lite.models import LanguageModel
 
-_SLOPE = 1.702  # Of the sigmoid in 'gelu_sigmoid'.
+_SLOPE = 1.702  # The factor in the sigmoid of 'gelu_sigmoid', x sigmoid(1.702 x).
 
 
 class GptOss(LlamaLike):
   """GPT-OSS, whose checkpoints hold all experts of a layer in one tensor, with gate and up interleaved.
 
-  They may be in 4 bits, see `mxfp4.py`.
+  The experts may have 4 bits; see `mxfp4.py`.
   """
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
@@ -52,7 +52,7 @@ class GptOss(LlamaLike):
       'swiglu_alpha': _SLOPE,
       'swiglu_limit': ff.hidden_limit,
     }
-    if 'rope_theta' in values and 'rope_scaling' not in values:  # Which transformers would take for the default, YaRN.
+    if 'rope_theta' in values and 'rope_scaling' not in values:  # transformers would assume its default, YaRN.
       values['rope_parameters'] = {'rope_type': 'default', 'rope_theta': values['rope_theta']}
     return values
 

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint: values by name, with transformers' defaults for values it leaves out."""
+"""config.json of a Hugging Face checkpoint: values by name, with transformers' defaults for missing ones."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class HfConfig:
 
   Args:
     values: the content of the file.
-    where: the name of the file, for messages.
-    defaults: values for names that the file may leave out.
+    where: the name of the file, for error messages.
+    defaults: values of fields that the file may leave out.
   """
 
   def __init__(self, values: Mapping[str, Any], where: str = CONFIG_FILE, defaults: Mapping[str, Any] | None = None):
@@ -69,14 +69,14 @@ class HfConfig:
     return value
 
   def check_ids(self, names: str, *ids: object) -> None:
-    """Raises ConfigError unless these values, which fields of these names give, are ids of tokens."""
+    """Raises ConfigError unless `ids`, the values of the fields in `names`, are ids of tokens."""
     for value in ids:
       if type(value) is not int or not 0 <= value < self.size('vocab_size'):
         most = self.size('vocab_size')
         raise ConfigError(f'{self.where}: {names} gives {value!r}; expected an id below vocab_size = {most}')
 
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
-    """Returns a finite number, from `of` if given; raises ConfigError if the value is not one."""
+    """Returns the number `name`, from `of` if it is given; raises ConfigError if it is not a finite number."""
     value = self[name] if of is None else of[name]
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
@@ -90,7 +90,7 @@ class HfConfig:
       raise ConfigError(f'{self.where}: {name} = {json.dumps(value)} is not supported; only {shown} is')
 
   def activation(self, name: str) -> str:
-    """Returns the name of an activation function in `layers/activations.py`."""
+    """Returns an activation function, by its name in `layers/activations.py`."""
     value = self[name]
     if not isinstance(value, str) or value not in _ACTIVATIONS:
       raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')
@@ -99,11 +99,11 @@ class HfConfig:
   def rotary(self, share: float | None = None) -> Config[RotaryPositions]:
     """Returns the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    If `rope_parameters` differ by the kind of a layer, returns those of layers with full attention.
+    If `rope_parameters` has one entry for each kind of layer, this uses the entry for full attention.
 
     Args:
-      share: the default share of the dims of a head that are rotated, for files that do not name it; None if the family
-        always rotates all dims.
+      share: the share of the dims of a head that are rotated, for files that do not say; None if the family always
+        rotates all dims.
     """
     given = self._rope_parameters('full_attention')
     field = 'rope_parameters' if given else 'rope_scaling'
@@ -111,7 +111,7 @@ class HfConfig:
     return self._rotary(field, given or self._object(field, scaling), 'rope_theta', share)
 
   def local_rotary(self) -> Config[RotaryPositions]:
-    """Returns the rotary positions of layers with a sliding window that differ from others (Gemma 3)."""
+    """Returns the rotary positions of layers with a sliding window, in families that have different ones (Gemma 3)."""
     return self._rotary('rope_parameters', self._rope_parameters('sliding_attention'), 'rope_local_base_freq')
 
   def _rope_parameters(self, kind: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class HfConfig:
   def _rotary(
     self, field: str, rope: dict[str, Any], base_field: str, default_share: float | None = None
   ) -> Config[RotaryPositions]:
-    """Returns rotary positions; `base_field` is the name of the longest wavelength in files of transformers 4."""
+    """Returns rotary positions; in files of transformers 4, the field `base_field` has the base of the wavelengths."""
     base = rope.get('rope_theta', self.values.get(base_field, self._defaults.get(base_field, 10_000.0)))
     kind = rope.get('rope_type', rope.get('type', 'default'))
     share = rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', default_share or 1.0))
@@ -162,7 +162,7 @@ class HfConfig:
     return rotary
 
   def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns those fields of `YarnRotaryScaling` that are optional in config.json."""
+    """Returns the fields of `YarnRotaryScaling` that are optional in config.json."""
     given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
     fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
     if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
@@ -238,7 +238,7 @@ def activation_name(ours: str, field: str) -> str:
 
 
 def count_classes(hf: HfConfig) -> int:
-  """Returns the number of classes; raises ConfigError for a regression, which has one."""
+  """Returns the number of classes; raises ConfigError if it is 1, which means regression."""
   labels = hf.values.get('id2label')
   count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')
   if count < 2:

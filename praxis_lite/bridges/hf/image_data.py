@@ -1,4 +1,4 @@
-"""preprocessor_config.json: how the images of a checkpoint are resized and normalized."""
+"""preprocessor_config.json: how a checkpoint expects images to be resized and normalized."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PREPROCESSOR_FILE = 'preprocessor_config.json'
 
 
 def image_datasets(model: Config, folder: str) -> list[Config]:
-  """Returns the data of a run that fine-tunes a vision transformer: images as its checkpoint needs them.
+  """Returns the datasets of a run that fine-tunes an image model, with images as the checkpoint expects them.
 
   Args:
     model: the config of a model with a `network_tpl`.
-    folder: the folder of the checkpoint; if it has no preprocessor_config.json, pixels become numbers in [-1, 1].
+    folder: the folder of the checkpoint. If it has no preprocessor_config.json, pixels are scaled to [-1, 1].
   """
   fields = _fields_of(model.network_tpl, folder)
   if target(model) in (ImageFeatureModel, MaskedAutoencoder):
@@ -29,7 +29,7 @@ def image_datasets(model: Config, folder: str) -> list[Config]:
 
 
 def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[Config]:
-  """Returns the data of a run that fine-tunes a `TwoTowerModel`: images as its checkpoint needs them, and texts.
+  """Returns the datasets of a run that fine-tunes a `TwoTowerModel`: images as the checkpoint expects them, and texts.
 
   Args:
     model: the config of the model.
@@ -44,7 +44,7 @@ def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[C
 
 
 def _fields_of(network: Config, folder: str) -> dict[str, Any]:
-  """Returns the fields of the input that say what images a vision transformer takes."""
+  """Returns the input's fields for image size and normalization."""
   fields: dict[str, Any] = {'image_size': _size_of(network), 'channels': network.channels}
   path = os.path.join(folder, PREPROCESSOR_FILE)
   if folder and os.path.isfile(path):
@@ -53,7 +53,7 @@ def _fields_of(network: Config, folder: str) -> dict[str, Any]:
 
 
 def _normalization(hf: HfConfig, network: Config) -> dict[str, Any]:
-  """Returns the fields of the input; raises ConfigError if the file says something else than lists of numbers."""
+  """Returns the input's fields for resizing and normalization; raises ConfigError if a mean or std is not numbers."""
   found: dict[str, Any] = {}
   if hf.values.get('do_normalize', True):
     for name, ours in (('image_mean', 'mean'), ('image_std', 'std')):
@@ -71,5 +71,5 @@ def _normalization(hf: HfConfig, network: Config) -> dict[str, Any]:
 
 
 def _size_of(network: Config) -> tuple[int, int]:
-  """Returns the height and the width of the images; a network of convolutions takes any, and gets the usual ones."""
+  """Returns the (height, width) of the images; a convolutional network takes any size, and gets 224 x 224."""
   return getattr(network, 'image_size', (224, 224))

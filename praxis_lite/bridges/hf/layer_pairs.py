@@ -1,4 +1,4 @@
-"""Pairs of tensors of the layers that several families store alike: tables, linear layers, norms, and attention."""
+"""Pairs (tensor, variable) of layers that several families store alike: tables, linear layers, norms, and attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def shapes_by_name(weights: NestedDict) -> dict[str, tuple[int, ...]]:
 
 
 def table_pairs(theirs: str, tied: bool) -> list[Pair]:
-  """Returns the pairs of the table of embeddings, `theirs`, and of the softmax unless it shares the table."""
+  """Returns the pair of the embedding table, the tensor `theirs`, and of the softmax if it has a separate table."""
   if tied:
     return [Pair(theirs, 'softmax.w')]
   return [Pair(theirs, 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
@@ -51,7 +51,7 @@ def attention_pairs(theirs: str, ours: str, *, has_key_bias: bool = True) -> lis
 
 
 def stack_pairs(theirs: str, stack: str, *, has_key_bias: bool = True) -> list[Pair]:
-  """Returns the pairs of the layers of the encoder or decoder of BART, which Whisper has too.
+  """Returns the pairs of the layers of an encoder or decoder of BART or Whisper.
 
   Args:
     theirs: the prefix of the stack.
@@ -69,7 +69,7 @@ def stack_pairs(theirs: str, stack: str, *, has_key_bias: bool = True) -> list[P
 
 
 def block_pairs(theirs: str, ours: str, attention: str) -> list[Pair]:
-  """Returns the pairs of a block of BERT or ViT, without norms. `attention` is the module with Q, K and V."""
+  """Returns the pairs of a block of BERT or ViT, without norms. `attention` names the module with Q, K and V."""
   pairs = out_projection_pairs(f'{theirs}attention.output.dense', f'{ours}attention.out')
   for name in ('query', 'key', 'value'):
     pairs += projection_pairs(f'{theirs}{attention}.{name}', f'{ours}attention.{name}')

@@ -6,9 +6,9 @@ qwen2      biases of queries, keys and values; sliding windows in some layers
 qwen3      norms of queries and keys
 gemma      zero-centred norms, embeddings times sqrt(D), GELU
 gemma2     gemma with norms after each sublayer too, soft caps, and sliding windows in every other layer
-gemma3     gemma2 with norms of queries and keys, without soft caps, and with other rotary positions in windows
-olmo2      norms of the outputs of sublayers, and of all queries and all keys together
-smollm3    llama with some layers, such as every fourth, that have no positions
+gemma3     gemma2 with norms of queries and keys, no soft caps, and different rotary positions in layers with windows
+olmo2      norms only after sublayers; norms of queries and of keys over all heads together
+smollm3    llama without rotary positions in some layers, such as every fourth
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ class LlamaLike(Family):
   """LLaMA and models derived from it.
 
   Attributes:
-    qkv_bias: whether queries, keys and values always have biases, and the output never.
-    optional_biases: names in config.json of flags for biases.
-    qk_norm: what queries and keys are normalized over, see `MultiHeadAttention`; None if they are not.
+    qkv_bias: whether queries, keys and values always have biases, and the output never has one.
+    optional_biases: names of the flags in config.json that turn biases on.
+    qk_norm: what queries and keys are normalized over, see `MultiHeadAttention`; None if they are not normalized.
     is_gemma: whether norms are zero-centred and embeddings scaled.
     norm_policy: see `TransformerBlock`. With 'primer_hybrid', config.json also has the scale and soft caps of logits.
-    windows: which layers have sliding windows: 'none', 'all', or given by `layer_types`.
-    layers_in_period: without `layer_types`, the last layer of each period has full attention, and others a window.
-    may_omit_positions: whether some layers have no rotary positions.
-    has_default_padding: whether transformers assumes an id of padding. It is then written as null, because a small
-      vocabulary does not have it.
-    hidden_dims_field: name in config.json of the feed-forward layers' hidden dims.
+    windows: which layers have sliding windows: 'none', 'all', or as `layer_types` says.
+    layers_in_period: number of layers in a period, for files without `layer_types`: the last layer of each period has
+      full attention, and the others have a window.
+    may_omit_positions: whether layers may lack rotary positions.
+    has_default_padding: whether transformers assumes a padding id if config.json has none. An export then writes null,
+      because the assumed id may exceed a small vocabulary.
+    hidden_dims_field: the field of config.json for the hidden dims of feed-forward layers.
   """
 
   qkv_bias: bool = False
@@ -68,11 +69,11 @@ class LlamaLike(Family):
   hidden_dims_field: str = 'intermediate_size'
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
-    """Returns the mixture of experts for each feed-forward layer; None if they are dense."""
+    """Returns the config of the mixtures of experts that replace feed-forward layers; None if these are dense."""
     return None
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
-    """Returns the pairs of a feed-forward layer: tensors' names begin with `layer`, variables' paths with `ours`."""
+    """Returns the pairs of a feed-forward layer; `layer` begins its tensors' names, and `ours` its variables' paths."""
     names = ('gate', 'up', 'down')
     return [pair for name in names for pair in linear_pairs(f'{layer}mlp.{name}_proj', f'{ours}ff.{name}')]
 
@@ -135,7 +136,7 @@ class LlamaLike(Family):
     return any(rates_h.shape == e.shape and np.allclose(rates_h, e, rtol=1e-2, atol=1e-7) for e in either)
 
   def shared_values(self, lm: TransformerLm, ff: FeedForward | MoeFeedForward) -> Values:
-    """Returns what config.json says of each network of this kind; `ff` is the feed-forward layer of its blocks."""
+    """Returns the values of config.json that all these families have; `ff` is the feed-forward layer of a block."""
     blocks = blocks_of(lm)
     return {
       'vocab_size': lm.vocab_size,
@@ -192,14 +193,14 @@ class LlamaLike(Family):
     return 'hidden_activation' if self.norm_policy == 'primer_hybrid' else 'hidden_act'
 
   def _activation(self, hf: HfConfig) -> str:
-    # Gemma's first config files said 'gelu' but meant its tanh approximation; later files have a second field.
+    # Gemma's first config files said 'gelu' but meant its tanh approximation; later files have `hidden_activation`.
     if self.is_gemma and self.norm_policy == 'pre':
       field = 'hidden_activation' if hf.values.get('hidden_activation') else 'hidden_act'
       return 'gelu_tanh' if hf[field] == 'gelu' else hf.activation(field)
     return hf.activation(self._activation_field)
 
   def _windows(self, hf: HfConfig) -> list[int | None]:
-    """Returns the sliding window of each layer."""
+    """Returns the sliding window of each layer, in tokens; None for a layer with full attention."""
     count = hf.size('num_hidden_layers', most=MOST_LAYERS)
     if self.windows == 'none' or hf['sliding_window'] is None or not hf['use_sliding_window']:
       return [None] * count
@@ -219,11 +220,11 @@ class LlamaLike(Family):
     return [window if kind == 'sliding_attention' else None for kind in types]
 
   def _positions(self, hf: HfConfig) -> list[Config[RotaryPositions] | None]:
-    """Returns the rotary positions of each layer."""
+    """Returns the rotary positions of each layer; None for a layer without them."""
     count = hf.size('num_hidden_layers', most=MOST_LAYERS)
     if not self.may_omit_positions:
       return [hf.rotary()] * count
-    flags = hf['no_rope_layers']  # A flag is 1, or True, for a layer that has them.
+    flags = hf['no_rope_layers']  # Despite the name, a flag is 1 or True for a layer with rotary positions.
     if flags is None:
       period = hf.size('no_rope_layer_interval')
       flags = [(i + 1) % period != 0 for i in range(count)]
@@ -241,7 +242,7 @@ class LlamaLike(Family):
 
 
 class Gemma3(LlamaLike):
-  """Gemma 3: layers with a sliding window have rotary positions of their own."""
+  """Gemma 3, whose layers with a sliding window have different rotary positions."""
 
   def _positions(self, hf: HfConfig) -> list[Config[RotaryPositions] | None]:
     return [hf.rotary() if window is None else hf.local_rotary() for window in self._windows(hf)]
@@ -260,12 +261,12 @@ Kind = TypeVar('Kind')
 
 
 def shortest_cycle(kinds: list[Kind]) -> list[Kind]:
-  """Returns the shortest prefix whose repetition gives the kinds of all layers."""
+  """Returns the shortest prefix of `kinds` that gives all of `kinds` when it is repeated."""
   lengths = range(1, len(kinds) + 1)
   return kinds[: next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))]
 
 
-# The names of norms in each policy. `post_attention_layernorm` is the name of three different ones.
+# The names of norms in each policy. The name `post_attention_layernorm` means a different norm in each.
 _NORMS = {
   'pre': {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'},
   'post_sublayer': {'attention_norm': 'post_attention_layernorm', 'ff_norm': 'post_feedforward_layernorm'},

@@ -19,7 +19,7 @@ from praxis_lite.models import LanguageModel, mamba2_lm
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Family(Family):
-  """Mamba-2, whose checkpoints join the five projections of a mixer, and its three convolutions, in a tensor each."""
+  """Mamba-2, whose checkpoints join a mixer's five projections in one tensor, and its three convolutions in another."""
 
   def current_name(self, name: str) -> str:
     return name.replace('backbone.embedding.', 'backbone.embeddings.')
@@ -123,7 +123,7 @@ class Mamba2Family(Family):
 
 
 def _limits(hf: HfConfig) -> tuple[float, float]:
-  """Returns the least and greatest time step. Infinity is a number, or {"__float__": "Infinity"}, in config.json."""
+  """Returns the least and greatest time step. config.json writes infinity as Infinity or {"__float__": "Infinity"}."""
   values = hf['time_step_limit']
   if not isinstance(values, list | tuple) or len(values) != 2:
     raise ConfigError(f'{hf.where}: time_step_limit = {values!r}; expected two numbers')

@@ -1,4 +1,4 @@
-"""Weights with their adapters merged, read in parts, so that a large model is exported without holding it in memory."""
+"""Weights with merged adapters, read in parts, so that a large model can be exported without holding it in memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from praxis_lite.models import BaseModel
 
 
 def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> NestedDict:
-  """Returns the variables of a model's network without adapters, which are merged into the weights when these are read.
+  """Returns the variables of a model's network without adapters: each part of a weight is merged when it is read.
 
   Args:
-    variables: those of the network, as arrays that are read in parts.
+    variables: the variables of the network, with adapters, as arrays that are read in parts.
     model, family: the built model, and its family.
   """
   network = family.network_in(model)
@@ -83,7 +83,7 @@ class _Merged(_OfWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Whole(_OfWeight):
-  """A weight that is merged layer by layer of a stack, because an entry depends on others."""
+  """A weight that is merged for a whole layer of its stack at a time, because its entries depend on one another."""
 
   layer: AdaptedLayer
   name: str

@@ -22,11 +22,11 @@ class Mixture(LlamaLike):
   """A model of the LLaMA family with experts.
 
   Attributes:
-    num_experts_fields: names in config.json of the number of experts; the first one is used for writing.
-    renormalize_field: name in config.json of the flag that the weights of a token's experts sum to 1; None if they
-      always do.
-    layer_name: name of the mixture in the names of tensors.
-    names: names of an expert's three products in the names of tensors: gate, up, down.
+    num_experts_fields: fields of config.json that may hold the number of experts; an export writes the first one.
+    renormalize_field: the flag in config.json that says whether the weights of a token's experts sum to 1; None if
+      they always do.
+    layer_name: the mixture's part of the names of tensors.
+    names: the parts of tensor names for an expert's gate, up and down weights, in this order.
   """
 
   num_experts_fields: tuple[str, ...]
@@ -46,7 +46,7 @@ class Mixture(LlamaLike):
     return super().values(lm) | self.values_of_experts(cast(MoeFeedForward, blocks_of(lm)[0].ff))
 
   def values_of_experts(self, ff: MoeFeedForward) -> Values:
-    """Returns the inverse of `experts`."""
+    """Returns the values of config.json for a mixture; the inverse of `Mixture.experts`."""
     values: Values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
     if self.renormalize_field is not None:
       values[self.renormalize_field] = ff.router.renormalize

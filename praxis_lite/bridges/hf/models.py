@@ -33,7 +33,7 @@ def read_model(folder: str | os.PathLike[str], device: jax.Device | None = None)
 
   Args:
     folder: a folder with config.json and *.safetensors.
-    device: None uses the first one. To split a model over a mesh, use `import_run`.
+    device: the device; None uses the first one. To split a model over a mesh, use `import_run`.
 
   Raises:
     UserError: the checkpoint cannot be imported; the message says why.

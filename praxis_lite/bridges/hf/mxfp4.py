@@ -1,11 +1,11 @@
-"""Weights in 4 bits with a scale for each 32 of them (MXFP4, Open Compute Project, 2023), as in GPT-OSS.
+"""Weights in 4 bits, with a scale for each 32 values (MXFP4, Open Compute Project, 2023), as in GPT-OSS.
 
 A weight [E, D, F] is stored as two tensors of bytes:
 
     NAME_blocks  [E, F, D / 32, 16]   two values in a byte, the first one in the lower half
     NAME_scales  [E, F, D / 32]       the exponent of a power of two, plus 127
 
-E experts, D input dims, F output dims, G = D / 32.
+E is the number of experts, D of input dims, F of output dims, and G = D / 32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 
 
 class Mxfp4Tensor(NamedTuple):
-  """A weight [E, D, F] in 4 bits, which is read in bfloat16; this holds all of its values exactly."""
+  """A weight [E, D, F] in 4 bits; it is read as bfloat16, which represents all of its values exactly."""
 
   name: str
   blocks: StoredTensor
@@ -45,7 +45,7 @@ class Mxfp4Tensor(NamedTuple):
     return np.dtype(ml_dtypes.bfloat16)
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part; reads whole blocks that contain it."""
+    """Returns a copy of a part; reads the whole blocks that contain it."""
     E, D, F = (slice(*i.indices(size)[:2]) for i, size in zip(index, self.shape))
     of_blocks = E, F, slice(D.start // _BLOCK, -(-D.stop // _BLOCK))
     pairs_EFGb, scales_EFG = self.blocks.read_bytes(of_blocks), self.scales.read_bytes(of_blocks)
@@ -57,7 +57,7 @@ class Mxfp4Tensor(NamedTuple):
 
 
 def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-  """Returns the tensors of a checkpoint, in which blocks and their scales are one tensor.
+  """Returns the tensors of a checkpoint; joins blocks and their scales in one `Mxfp4Tensor`.
 
   Raises:
     CheckpointError: there are blocks without scales of the same shape.

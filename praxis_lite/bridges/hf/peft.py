@@ -1,6 +1,6 @@
 """Reads and writes adapters in the format of the package peft: adapter_config.json and adapter_model.safetensors.
 
-`adapter_config.py` knows the first file. `adapter_weights.py` says in which tensors of the second the adapters are.
+`adapter_config.py` handles the first file; `adapter_weights.py` says which tensors of the second store which adapter.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel, add_adapters, dequantize_variables, remove_adapters
 from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
-# The names of the modules with each weight, one for each layer and expert.
+# For each weight, the names of the modules that have it, one for each layer and expert.
 Modules = Mapping[AdaptableWeight, Sequence[str]]
 Stored = Mapping[str, StoredTensor | PartOfTensor]
 TENSORS_FILE = 'adapter_model.safetensors'
 
 
 class ImportedAdapter(NamedTuple):
-  """The config of a model with adapters, and the variables of the adapters, a part of the tree of its variables."""
+  """The config of a model with adapters, and the adapters' part of the tree of its variables."""
 
   model: Config
   variables: NestedDict
@@ -74,14 +74,15 @@ def write_adapter(
   Args:
     folder: the target, which is created if it does not exist; files in it with the same names are replaced.
     model: the built model, which has adapters, and belongs to a family of transformers.
-    variables: its variables in their true shapes, or only those of the adapters; for DoRA, also the weights that these
-      change.
+    variables: the model's variables in their true shapes, or only the adapters' variables; for DoRA, also the weights
+      that the adapters change.
     base: name or path of the checkpoint without adapters, for adapter_config.json.
-    dtype: dtype to write, such as 'bfloat16'; None keeps that of the variables.
+    dtype: dtype to write, such as 'bfloat16'; None keeps the dtypes of the variables.
 
   Raises:
-    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because several
-      weights, such as those of queries, keys and values, are one in the family, or adapters are of several kinds.
+    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because the family
+      joins several weights with adapters, such as queries, keys and values, in one tensor, or because adapters are of
+      several kinds.
   """
   family, values = describe_model(model)
   network = family.network_in(model)
@@ -118,11 +119,11 @@ def read_adapter(
   Args:
     folder: a folder with adapter_config.json and adapter_model.safetensors.
     model: the config of the model that they belong to, such as an imported one, without adapters.
-    variables: for DoRA, the variables of this model in their true shapes: peft stores lengths of changed weights, and
-      ours are relative to the lengths before.
+    variables: needed only for DoRA: the model's variables in their true shapes. peft stores the norms of the changed
+      weights, but our variable is relative to the norms of the original weights.
 
   Raises:
-    ConfigError: the adapters are of another kind, have settings that ours do not have, or need `variables`.
+    ConfigError: the adapters are of another kind, have settings that ours lack, or need `variables`.
     CheckpointError: files are missing or damaged, or their tensors do not fit the model.
   """
   config = read_adapter_config(folder)
@@ -143,7 +144,7 @@ def read_adapter(
   names = {weight: path_name((*network.path, *weight.layer)[len(base.path) :]) for weight in shapes}
   with prefix_errors(str(folder)):
     with_adapters = add_adapters(remove_adapters(model), *adapters_of(kind, shapes, names, modules, config))
-  layers = {weight.layer for weight in shapes}  # Of experts, also weights without an adapter in the file.
+  layers = {weight.layer for weight in shapes}  # Such layers of experts adapt all weights, even those not in the file.
   built = with_adapters.instantiate()
   adapted = [w for w in weights_below(family.network_in(built) or built, family, built) if w.layer in layers]
   declared_there = family.part_of(built.abstract_init())
@@ -152,7 +153,7 @@ def read_adapter(
   left = sorted(stored.keys() - known - _copies_of_tables(modules, declared, stored))
   if left:
     raise CheckpointError(f'{file} has tensors that belong to no layer of this model: {", ".join(left[:3])}')
-  # What layers of a stack that have no adapter in the file get: something that changes nothing.
+  # Values that change nothing, for the layers of a stack that have no adapter in the file.
   unchanged: dict[Path, ArrayLike] = {w.path_of('scale'): 1.0 for w in adapted}
   if 'magnitude' in kind.parts:
     if variables is None:
@@ -171,7 +172,7 @@ def read_adapter(
 
 
 def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict[AdaptableWeight, tuple[int, ...]]:
-  """Returns the shape of the first part of the adapter of each weight that has one in a file.
+  """Returns, for each weight with an adapter in the file, the shape of the adapter's first part.
 
   Raises:
     CheckpointError: an adapter lacks a part, or layers of a stack have different shapes.
@@ -200,12 +201,12 @@ def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict
 
 
 def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns |W|, the norm over the inputs of each output, [*stack, *O] float32.
+  """Returns the norms |W| over the inputs, one for each output, float32 [*stack, *O].
 
   Args:
     weight: W.
-    variables: those of the network; W may be an array that is read in parts.
-    declared: their declarations.
+    variables: the variables of the network; W may be an array that is read in parts.
+    declared: the declarations of the variables.
   """
   path = weight.weight_path
   if (w := node_at(variables, path)) is None:
@@ -252,7 +253,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) -> set[str]:
-  """Returns the names of stored tables of embeddings: peft writes the base's table beside an adapter of it."""
+  """Returns the names of stored embedding tables, because peft writes the base's table next to its adapter."""
   found = set()
   for weight, names in modules.items():
     shape = tuple(node_at(declared, weight.weight_path).full_shape)
@@ -268,7 +269,7 @@ def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) ->
 
 
 def _read(of_variable: Sequence[Piece], stored: Stored, shape: tuple[int, ...], otherwise: ArrayLike) -> np.ndarray:
-  """Returns a variable, float32; `otherwise` where a layer of a stack has no adapter."""
+  """Returns a variable, float32, which is `otherwise` for layers of a stack that have no adapter."""
   value = np.array(np.broadcast_to(np.asarray(otherwise, np.float32), shape))
   for piece in of_variable:
     tensor = stored.get(piece.name)

@@ -1,4 +1,4 @@
-"""Phi 3 and Phi 4: LLaMA with one tensor for queries, keys and values, and one for gate and up."""
+"""Phi 3 and Phi 4: LLaMA with one tensor for queries, keys and values, and another for gate and up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from praxis_lite.common.trees import NestedDict
 
 
 class Phi3(LlamaLike):
-  """Phi 3 and Phi 4, whose checkpoints join projections along the dimension of their outputs."""
+  """Phi 3 and Phi 4, whose checkpoints join projections along their output dimension."""
 
   def table_of(self, weights: NestedDict) -> list[Pair]:
     of_variable = {pair.ours: pair for pair in super().table_of(weights)}

@@ -1,4 +1,4 @@
-"""Qwen3-Next: blocks of the gated delta rule, in turn with gated attention; all have experts and a gated shared one."""
+"""Qwen3-Next: blocks of the gated delta rule alternate with gated attention; all have experts, one of them shared."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from praxis_lite.layers import (
 from praxis_lite.models import LanguageModel
 
 _KINDS = 'linear_attention', 'full_attention'
-_SHARE = 0.25  # Of the dims of a head, which rotary positions rotate if config.json does not say it.
+_SHARE = 0.25  # The share of a head's dims that rotary positions rotate if config.json does not say.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Mixture):
-  """Qwen3-Next. Its modules that predict further tokens are left out, as transformers does."""
+  """Qwen3-Next, without its modules that predict further tokens (MTP); transformers omits them too."""
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     model = super().model(hf)
@@ -136,7 +136,7 @@ class Qwen3Next(Mixture):
 
 
 def _attention_pairs(theirs: str, ours: str, H: int) -> list[Pair]:
-  """Returns the pairs of queries and of the gate of results, which follow each other in each head."""
+  """Returns the pairs of the queries and the output gate, which are adjacent within each head."""
   return [
     Pair(f'{theirs}.{name}', f'{ours}{layer}.{variable}', axes.replace('H)', f'{dims})'))
     for layer, dims in (('query', f'H+{H}'), ('output_gate', f'{H}+H'))
@@ -145,7 +145,7 @@ def _attention_pairs(theirs: str, ours: str, H: int) -> list[Pair]:
 
 
 def _mixer_pairs(theirs: str, ours: str, sizes: tuple[int, int, int, int]) -> list[Pair]:
-  """Returns the pairs of a mixer; its projections follow each other in each group, and its convolutions as a whole."""
+  """Returns the pairs of a mixer: its projections are concatenated within each group, its convolutions as a whole."""
   G, S, N, H = sizes
   R = N // G
   values, before = 2 * R * H, 2 * S // H

@@ -3,7 +3,7 @@
 The host holds only a few parts of a variable at a time. Each device of a mesh gets its own part of a variable, which is
 assembled on the device if it is large.
 
-    mapped files -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
+    mapped files -> a part, in the dimensions of the variable -> the run's checkpoint, or the array on the device
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class HfCheckpoint(NamedTuple):
     folder: the path of its folder.
     config: the content of its config.json.
     family: the family of its model.
-    tensors: the tensors of its files, by name, without those that say again what others or config.json say.
-    notes: lines about what of config.json the tensors contradict.
+    tensors: the tensors of its files by name, without copies of others and values that config.json implies.
+    notes: lines about tensors that were left out, and about fields of config.json that the tensors contradict.
   """
 
   folder: str
@@ -54,7 +54,7 @@ class HfCheckpoint(NamedTuple):
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
-  """Reads config.json and the headers of the files in a folder, and tensors that may say the same as others.
+  """Reads config.json and the headers of the files in a folder, and the tensors that may be copies of others.
 
   Raises:
     ConfigError: config.json does not exist, or its model is not supported.
@@ -72,9 +72,9 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
       'head; only language models are supported'
     )
   prefix = family.prefix_in(config)
-  if not prefix:  # The model has no head, but some checkpoints of it have the names of one with a head.
+  if not prefix:  # The model has no head, but some of its checkpoints use the names of a model with a head.
     tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
-  elif not any(name.startswith(prefix) for name in tensors):  # The checkpoint is of the model without its head.
+  elif not any(name.startswith(prefix) for name in tensors):  # The checkpoint was saved without a head.
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
   tensors = {family.current_name(name): tensor for name, tensor in tensors.items()}
   config = family.to_stored(config, tensors)
@@ -100,7 +100,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
 
 
 def _leave_out(tensors: dict[str, Tensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
-  """Removes tensors; returns a line that says so, if there are any."""
+  """Removes tensors; returns a line about it, or () if there are none."""
   for name in names:
     del tensors[name]
   if not names:
@@ -118,7 +118,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the tensors of each variable; raises CheckpointError if one is missing, left over or of another shape.
+  """Returns the pieces of each variable; raises CheckpointError if a tensor is missing, left over or of another shape.
 
   Args:
     weights: declarations of the variables of the network.
@@ -165,7 +165,7 @@ def read_variables(
   Args:
     checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
     layout: the layout of the variables of the `TransformerLm`.
-    block_bytes: approximate number of bytes in host memory at the same time.
+    block_bytes: approximate number of bytes of variables in host memory at a time.
   """
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
   return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
@@ -199,7 +199,7 @@ class _Variable(StreamedArray):
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Returns a shape whose parts are contiguous in the files: cut along the outermost dimension of a tensor."""
     stacked = len(self._first.at)
-    if len(sizes) == stacked:  # A number, or one for each layer.
+    if len(sizes) == stacked:  # A scalar variable, or one scalar for each layer.
       return super().part_shape(sizes, part_bytes)
     axis = stacked + self._first.view.outermost
     order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
@@ -212,11 +212,11 @@ class _Variable(StreamedArray):
 
 
 def _put_on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
-  """Returns a variable in a padded shape; each device gets its part, with zeros beyond the end of the variable."""
+  """Returns a variable in a padded shape, split over devices, with zeros as padding."""
   sharding = padded.sharding
   assert sharding is not None
   local_shape = sharding.shard_shape(padded.shape)
-  parts: dict[tuple[int, ...], jax.Array] = {}  # By start index, because several devices may hold the same part.
+  parts: dict[tuple[int, ...], jax.Array] = {}  # By start index: several devices may hold the same part.
   arrays = []
   for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
     starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))

@@ -1,4 +1,4 @@
-"""RecurrentGemma: blocks of a gated linear recurrence, in turn with blocks of local attention (Griffin)."""
+"""RecurrentGemma: blocks of a gated linear recurrence alternate with blocks of local attention (Griffin)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class RecurrentGemma(Family):
 
 
 def _rotary(hf: HfConfig) -> tuple[float, float]:
-  """Returns the longest wavelength of rotary positions, and the share of the dims that they rotate."""
+  """Returns the base of the rotary wavelengths, and the share of the dims that is rotated."""
   rope = hf.values.get('rope_parameters') or {}
   if not isinstance(rope, Mapping) or rope.get('rope_type', 'default') != 'default':
     raise ConfigError(f'{hf.where}: rope_parameters = {rope!r} is not supported; only rope_type = "default" is')

@@ -1,4 +1,4 @@
-"""Residual networks of images: model_type resnet, v1.5, and bit, v2 with group norms and standardized filters."""
+"""Residual networks for images. model_type resnet is v1.5; bit is v2, with group norms and standardized filters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _ResidualFamily(ImageClassifierFamily):
   """A classifier of images with a residual network."""
 
   def sizes(self, hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of `resnet_classifier` that both kinds have; checks what both have."""
+    """Returns the arguments of `resnet_classifier` that both kinds share; checks the fields that both have."""
     hf.must_be('problem_type', None, 'single_label_classification')
     return {
       'num_classes': count_classes(hf),
@@ -70,7 +70,7 @@ class _ResidualFamily(ImageClassifierFamily):
     raise NotImplementedError
 
   def _numbered_blocks(self, network: NestedDict) -> Iterator[tuple[str, str, NestedDict]]:
-    """Yields the name of each block there, its name here, and its declarations; only the first of a stage projects."""
+    """Yields each block's name in transformers, its name here, and its declarations."""
     blocks = {int(name.removeprefix('blocks_')): of for name, of in network.items() if name.startswith('blocks_')}
     stage, start = 0, 0
     for n, block in sorted(blocks.items()):
@@ -135,7 +135,7 @@ class BitFamily(_ResidualFamily):
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
     values = super().values(model)
-    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # That of the whole network: no stage is dilated.
+    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # The whole network's stride: no stage is dilated.
     return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 
   def _network_pairs(self, network: NestedDict) -> Iterator[Pair]:

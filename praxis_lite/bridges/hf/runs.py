@@ -1,7 +1,7 @@
 """Makes run directories from Hugging Face checkpoints, and such checkpoints from run directories.
 
-job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer's state begins with training
-            run.json          the config: the model, a learner to fine-tune it, and text input with its tokenizer
+job_log_dir/checkpoints/0     the variables, in the dtypes of the files, without a state of the optimizer
+            run.json          the config: the model, a learner for fine-tuning, and datasets with the model's tokenizer
             hugging_face/     config.json and the files of the tokenizer, for a later export
 """
 
@@ -84,7 +84,8 @@ _TOKENIZER_FILES = (
   *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
   *('vocab.json', 'merges.txt', *SENTENCEPIECE_FILES),
 )
-# Fields of a kept config.json that an export writes anew from the model, or that depend on the version that wrote it.
+# Fields of the imported config.json that an export does not copy: they follow from the model, or from the version of
+# transformers that wrote them.
 _OUTDATED = {
   *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
   *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types', 'quantization_config'),
@@ -101,12 +102,13 @@ def import_run(
 
   Args:
     folder: the checkpoint's folder, with config.json and *.safetensors.
-    job_log_dir: the run directory, which has no checkpoint yet.
-    overrides: edits of the config, `path=value`, for example of the mesh, which may have more devices than are here.
+    job_log_dir: the run directory, which must not have a checkpoint yet.
+    overrides: edits of the config, `path=value`, for example of the mesh, which may have more devices than this
+      machine.
 
   Raises:
-    UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable; or JAX cannot
-      start.
+    UserError: the checkpoint cannot be imported, in which case nothing is written; or the directory is not usable; or
+      JAX cannot start.
   """
   start_devices()
   checkpoint = open_checkpoint(folder)
@@ -152,18 +154,18 @@ def import_run(
 
 
 def _check_tokenizer(config: ExperimentConfig, folder: str, assets: Path) -> None:
-  """Raises DataError if the tokenizer that the run is going to keep cannot be read."""
+  """Raises DataError if the tokenizer that will be copied into the run cannot be read."""
   tokenizer = tokenizer_in(folder)
   if tokenizer is not None and any(
     tokenizer_in(folder, assets) == getattr(c, 'tokenizer_tpl', None) for c in config.datasets
   ):
-    with contextlib.suppress(ConfigError):  # The package that reads it may not be installed.
+    with contextlib.suppress(ConfigError):  # The package that reads it may be missing here, which is no error yet.
       _ = tokenizer.instantiate().vocab_size
 
 
 @contextlib.contextmanager
 def _unreadable_source_named() -> Iterator[None]:
-  """Raises the error of the checkpoint that is read, in place of that of the save which reads it."""
+  """Replaces a save's CheckpointError by its cause, if the cause is that the imported checkpoint cannot be read."""
   try:
     yield
   except CheckpointError as error:
@@ -173,11 +175,11 @@ def _unreadable_source_named() -> Iterator[None]:
 
 
 def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config of a run that fine-tunes a checkpoint on text, with the sampler's own defaults.
+  """Returns the config of a run that fine-tunes a checkpoint, before generation_config.json sets its decoder.
 
   Args:
     checkpoint: the checkpoint.
-    assets: the folder in the run directory for the files of the tokenizer.
+    assets: the folder in the run directory that will have the files of the tokenizer.
   """
   hf = checkpoint.config
   model = set_sharding(checkpoint.family.model(hf))
@@ -212,7 +214,7 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
 
 
 _OF_IMAGES = (ClassificationModel, ImageFeatureModel, MaskedAutoencoder)
-# Of kinds of models: the name of the task, and the variables that are not trained, such as positions that are given.
+# For each kind of model: the name of the task, and the variables that are not trained, such as fixed positions.
 _ABOUT_TASKS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
   (MaskedAutoencoder, 'masked_autoencoder', ('network.position.w', 'patch_decoder.position.w')),
   (_OF_IMAGES, 'classifier', ()),
@@ -223,7 +225,7 @@ _ABOUT_TASKS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 
 
 def _datasets(model: Config, built: type, checkpoint: HfCheckpoint, tokenizer: Config) -> list[Config]:
-  """Returns the training and validation data for a kind of model; none for a `TextEncoder`, which has no loss."""
+  """Returns datasets for training and validation; [] for a `TextEncoder`, which has no loss."""
   if issubclass(built, _OF_IMAGES):
     return image_datasets(model, checkpoint.folder)
   if issubclass(built, TwoTowerModel):
@@ -251,7 +253,7 @@ def _datasets(model: Config, built: type, checkpoint: HfCheckpoint, tokenizer: C
     data = Config(TextInput, seq_len=min(length, _SEQ_LEN))
   data.set(path=REQUIRED, tokenizer_tpl=tokenizer, batch_size=8)
   train, validation = data.clone(name='train', is_training=True), data.clone(name='validation')
-  if target(data) in (TextInput, MaskedTextInput):  # Both read a part of the same files.
+  if target(data) in (TextInput, MaskedTextInput):  # Both datasets read the same files.
     train.split, validation.split = 'train', 'validation'
   return [train, validation]
 
@@ -274,15 +276,16 @@ def export_run(
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads.
 
-  With it go the files of its tokenizer, which was imported with it or is the `HfTokenizer` of a dataset, and the
-  settings of its sampler. Adapters are merged into the weights, and weights in few bits become plain ones.
+  The export includes the files of the tokenizer, which was imported with the model or is the `HfTokenizer` of a
+  dataset, and the settings of the sampler. Adapters are merged into the weights, and quantized weights become plain
+  ones, unless `adapter` or `quantized` says otherwise.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
     job_log_dir: the run directory.
     out: a folder that does not exist or is empty; it appears complete or not at all.
     step: step of the checkpoint; None uses the newest.
-    dtype: dtype to write, such as 'bfloat16'; None keeps that of the checkpoint.
+    dtype: dtype to write, such as 'bfloat16'; None keeps the checkpoint's dtypes.
     max_file_bytes: above this size, several files are written.
     adapter: write only the adapters, as a folder that peft loads; see `write_adapter`.
     quantized: write weights in few bits as they are, in the format of compressed-tensors, which vLLM reads.
@@ -340,7 +343,7 @@ def export_run(
 
 
 def _base_of(config: ExperimentConfig, directory: Path) -> str | None:
-  """Returns the folder that a run, or the run that it begins from, was imported from; None if no record tells."""
+  """Returns the folder from which a run, or the run that it is initialized from, was imported; None if not recorded."""
   for run in (directory, config.task.train.init_from.path):
     with contextlib.suppress(UserError):
       for command in read_record(run).commands if run else ():
@@ -352,7 +355,7 @@ def _base_of(config: ExperimentConfig, directory: Path) -> str | None:
 
 
 def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, object]:
-  """Returns the fields of config.json: `values`, and those of `recorded` that these lack, in parts too."""
+  """Returns `recorded` updated with `values`; nested dicts are merged in the same way."""
   merged = {**recorded, **values}
   for name, part in values.items():
     other = recorded.get(name)
@@ -362,7 +365,7 @@ def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, 
 
 
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
-  """Returns the folder with the files of the run's tokenizer: the kept one, or that of a dataset's `HfTokenizer`."""
+  """Returns the folder with the tokenizer's files: `kept`, or the folder of a dataset's `HfTokenizer`."""
   templates = [getattr(dataset, 'tokenizer_tpl', None) for dataset in config.datasets]
   tokenizers = [t for t in templates if isinstance(t, Config) and target(t) is HfTokenizer and t.path is not REQUIRED]
   if not tokenizers or tokenizer_in(kept) is not None:
@@ -371,7 +374,7 @@ def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
 
 
 def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
-  """Copies the files that exist; returns their names."""
+  """Copies those of the files `names` that exist; returns their names."""
   present = [name for name in names if os.path.isfile(os.path.join(source, name))]
   for name in present:
     shutil.copyfile(os.path.join(source, name), target / name)
@@ -392,7 +395,7 @@ def _removed_on_failure(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _appears_complete(target: Path) -> Iterator[Path]:
-  """Yields a folder beside `target`, and renames it to `target` at the end."""
+  """Yields a temporary folder next to `target`, and renames it to `target` at the end."""
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}-', dir=target.parent))
@@ -402,7 +405,7 @@ def _appears_complete(target: Path) -> Iterator[Path]:
     yield folder
     folder.chmod(0o755)
     if target.exists():
-      target.rmdir()  # It is empty.
+      target.rmdir()  # `export_run` has checked that it is empty.
     folder.rename(target)
   except OSError as error:
     shutil.rmtree(folder, ignore_errors=True)

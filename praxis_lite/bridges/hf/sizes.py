@@ -1,4 +1,4 @@
-"""An experiment that trains a model from its config.json, without its weights: to plan it, or to train it anew."""
+"""An experiment for the model of a config.json, without its weights: to plan it, or to train it from scratch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def read_sizes_of(path: str | os.PathLike[str]) -> HfConfig:
 def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfig:
   """Returns the configs of an experiment that trains a model of the sizes in a config.json.
 
-  It computes in bfloat16, recomputes activations in the backward pass, splits weights over all devices, and has one
-  sequence of at most 8,192 tokens for each device of the mesh (1, -1, 1). Its datasets lack a path and a tokenizer, and
-  its learner is one to fine-tune.
+  The model computes in bfloat16, recomputes activations in the backward pass, and splits weights over all devices. Each
+  device of the mesh (1, -1, 1) has one sequence of at most 8,192 tokens. The datasets lack a path and a tokenizer. The
+  learner has the settings for fine-tuning.
 
   Args:
     config: the content of config.json.
@@ -55,7 +55,7 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   found.task.ici_mesh_shape = (1, -1, 1)
   length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _LONGEST
   for dataset in found.datasets:
-    if target(dataset) is TextInput:  # Rows of other models have lengths of their own.
+    if target(dataset) is TextInput:  # Datasets of other models have other fields for the length.
       dataset.seq_len = min(length, _LONGEST)
   return found
 
@@ -100,7 +100,7 @@ def write_experiment(path: str | os.PathLike[str], config: HfConfig, overrides: 
     path: the file, which does not exist yet.
     config: the content of config.json.
     overrides: changes of `training_experiment`, such as 'task.ici_mesh_shape=(1, 64, 1)'.
-    chips: the name of the topology.
+    chips: the name of the topology, for the command in the file.
 
   Raises:
     UserError: the file exists, or cannot be written.

@@ -20,7 +20,7 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
 _GATED = 'gated-'
-# Tensors of old checkpoints that transformers ignores: cross attention has no bias by offsets.
+# Tensors of old checkpoints that transformers ignores: cross attention has no relative position bias.
 _UNUSED = re.compile(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight')
 
 
@@ -130,7 +130,7 @@ class T5(Family):
     return pairs
 
 
-# The sublayers of a block: what transformers and what we call them.
+# The sublayers of a block: their names in transformers, and ours.
 _SUBLAYERS = {
   'encoder': (('SelfAttention', 'attention'), ('DenseReluDense', 'ff')),
   'decoder': (('SelfAttention', 'attention'), ('EncDecAttention', 'cross_attention'), ('DenseReluDense', 'ff')),

@@ -3,16 +3,16 @@
     Pair('model.layers.{layer}.self_attn.q_proj.weight', 'transformer.layers.attention.query.w', 'D N H -> (N H) D')
 
 says that the query weight [D, N, H] of a layer is stored transposed, with heads and dims per head in one dimension. The
-letters only name dimensions. Several variables may share a tensor. Numbers say how many entries of others are around:
+letters only name dimensions. Several variables may share a tensor. Numbers count the entries of other variables:
 
     'D N H -> (2+N+1 H) D'      of the heads, two come before, and one comes after
-    'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a single entry
-    'D N H -> 7|(N H)|9 D'      before all heads and dims per head come 7 entries, and after them 9
-    'D (G R=2) H -> (G 1+R H) D'    the heads are groups of two, and before each group come the entries of one head
+    'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a dimension of size 1 that the variable lacks
+    'D N H -> 7|(N H)|9 D'      7 entries come before all heads and dims per head, and 9 after them
+    'D (G R=2) H -> (G 1+R H) D'    the heads form groups of two, and the entries of one other head precede each group
 
-The stacked variables of a repeated layer have a tensor for each `{layer}`. The variables of `layers_0`, `layers_1`, ...
-do too; if these layers form a pattern that is repeated, they are stacked, `first_0`, ... are the layers before them,
-and `rest_0`, ... those after them.
+The stacked variables of a repeated layer have a tensor for each `{layer}`, and so do the variables of `layers_0`,
+`layers_1`, ... If these layers form a repeated pattern, each of them is a stack, `first_0`, ... are the layers before
+the stacks, and `rest_0`, ... the layers after them.
 If a dimension stands before a colon, each of its entries, an `{expert}`, has its own tensor:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
@@ -36,10 +36,10 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Extent(NamedTuple):
-  """One factor of a dimension of a tensor: the entries of a variable, and how many entries of others surround them.
+  """One factor of a dimension of a tensor: a variable's entries, and how many entries of other variables surround them.
 
   Attributes:
-    axis: the dimension of the variable; None if the variable has a single entry here, and no dimension.
+    axis: the dimension of the variable; None if the variable has only one entry here, and no dimension for it.
     before, after: how many entries before and after those of the variable belong to other variables.
   """
 
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
   Attributes:
     theirs: name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
     ours: path of the variable below the `TransformerLm`, without the number of the layer.
-    axes: the dimensions of the variable, and how those of the tensor are made from them; '' if they are the same.
+    axes: the variable's dimensions, and how the tensor's are made from them, as above; '' if both are the same.
   """
 
   theirs: str
@@ -68,10 +68,11 @@ class View:
 
   Attributes:
     shape: shape of the variable, in one layer and for one expert.
-    groups: for each dimension of the tensor, the extents from which it is made, outermost first.
-    around: for each dimension of the tensor, how many entries come before and after all of these; () for none.
-    parted: a dimension of the variable that the extents see as two, groups and their entries; None for none.
-    num_in_group: how many entries of that dimension make a group.
+    groups: for each dimension of the tensor, its extents, outermost first.
+    around: for each dimension of the tensor, how many entries come before and after all of its extents; () if none do.
+    parted: the dimension of the variable that extents treat as two, groups and entries of a group; None if there is no
+      such dimension.
+    num_in_group: how many entries of that dimension form a group.
   """
 
   shape: tuple[int, ...]
@@ -82,7 +83,7 @@ class View:
 
   @classmethod
   def parse(cls, shape: tuple[int, ...], axes: str) -> View:
-    """Returns the view that a row of the table says; '' says that the dimensions are the same."""
+    """Returns the view that `Pair.axes` describes, without experts."""
     if not axes:
       return cls(shape, tuple((Extent(i),) for i in range(len(shape))))
     return cls(shape, parse_axes(axes), parse_around(axes), *_parse_parted(axes))
@@ -95,12 +96,12 @@ class View:
 
   @property
   def outermost(self) -> int:
-    """The dimension of the variable whose entries are contiguous pieces of the tensor."""
+    """The variable's dimension that is outermost in the tensor, so each of its entries is contiguous there."""
     axis = next(extent.axis for extent in self._extents if extent.axis is not None)
     return axis if self.parted is None or axis <= self.parted else axis - 1
 
   def read(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns the part `index` of the variable; reads little more of the tensor than this part."""
+    """Returns the part `index` of the variable; reads hardly more of the tensor than this part."""
     if self.parted is None:
       return self._read(tensor, index)
     at, size = self.parted, self.num_in_group
@@ -135,14 +136,14 @@ class View:
     self._within(theirs)[(*index[:at], *places, *index[at + 1 :])] = ours
 
   def _within(self, theirs: np.ndarray) -> np.ndarray:
-    """Returns the variable in the whole tensor, as a view."""
+    """Returns the variable's part of the whole tensor `theirs`, as a NumPy view."""
     whole = tuple(slice(0, size) for size in self._seen)
     theirs = _part(theirs, (slice(before, n - after) for n, (before, after) in zip(theirs.shape, self._around)))
     split = theirs.reshape([self._size(extent) for extent in self._extents])
     return self._ours(_part(split, (slice(*self._bounds(extent, whole)) for extent in self._extents)))
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns `split`, which has a dimension for each extent, as a view with the variable's dimensions."""
+    """Returns a view of `split`, which has a dimension for each extent, with the variable's dimensions."""
     axes = [extent.axis for extent in self._extents]
     whole = _part(split, (0 if axis is None else slice(None) for axis in axes))
     kept = [axis for axis in axes if axis is not None]
@@ -150,7 +151,7 @@ class View:
 
   @property
   def _seen(self) -> tuple[int, ...]:
-    """The shape of the variable, as the extents see it."""
+    """The shape of the variable, with the dimension `parted` as two."""
     if self.parted is None:
       return self.shape
     at, size = self.parted, self.num_in_group
@@ -173,14 +174,14 @@ class View:
 
 
 def _part(x: np.ndarray, index: Iterable[int | slice]) -> np.ndarray:
-  """Returns a part of an array as a view, also if it is a single number."""
+  """Returns a part of an array as a view, even if it is a single number."""
   at: Any = (*index, ...)
   return x[at]
 
 
 @functools.cache
 def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
-  """Returns the groups of 'D N H -> D (1+.+1 N H)': ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2)))."""
+  """Returns ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2))) for 'D N H -> D (1+.+1 N H)'."""
   ours, theirs = axes.split(' -> ')
   names = _NAME.findall(ours)
 
@@ -195,12 +196,12 @@ def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
 
 
 def parse_around(axes: str) -> tuple[tuple[int, int], ...]:
-  """Returns how many entries come before and after each dimension: ((7, 9), (0, 0)) of 'D N H -> 7|(N H)|9 D'."""
+  """Returns how many entries come before and after each dimension: ((7, 9), (0, 0)) for 'D N H -> 7|(N H)|9 D'."""
   return tuple((int(before or 0), int(after or 0)) for before, *_, after in _GROUP.findall(axes.split(' -> ')[1]))
 
 
 def _parse_parted(axes: str) -> tuple[int | None, int]:
-  """Returns the dimension of the variable that is written as two, and the size of the second: (1, 2) of 'D (G R=2)'."""
+  """Returns `View.parted` and `View.num_in_group`: (1, 2) for 'D (G R=2)', (None, 1) if no dimension is parted."""
   ours, _ = axes.split(' -> ')
   size = re.search(r'=(\d+)\)', ours)
   return (None, 1) if size is None else (len(_NAME.findall(ours[: ours.index('(')])), int(size[1]))
@@ -216,7 +217,7 @@ class Piece(NamedTuple):
   Attributes:
     name: name of the tensor.
     path: path of the variable.
-    at: index along the first dimensions of the variable, for layers and experts; empty if it has neither.
+    at: index along the first dimensions of the variable, its layers and experts; () if it has neither.
     view: the tensor seen as the variable.
   """
 
@@ -226,7 +227,7 @@ class Piece(NamedTuple):
   view: View
 
   def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
-    """Returns the place in the variable of the part `inside` of this piece."""
+    """Returns the index, within the variable, of the part `inside` of this piece."""
     return (*(slice(i, i + 1) for i in self.at), *inside)
 
 
@@ -243,7 +244,10 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dict[Path, list[Piece]]:
-  """Returns pieces to write, and again those of tensors that other names repeat; `copies` is {name: original name}."""
+  """Returns the pieces to write, with a copy of a tensor's pieces for each name that repeats it.
+
+  `copies` is {name: original name}.
+  """
   again = {
     path: [p._replace(name=c) for p in of for c, o in copies.items() if p.name == o] for path, of in found.items()
   }
@@ -251,11 +255,11 @@ def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dic
 
 
 class _LayerOrder(NamedTuple):
-  """The order of the layers of a stack: `first_0`, ...; `layers_0`, ..., which may be stacks; then `rest_0`, ...
+  """The order of layers: `first_0`, ...; then `layers_0`, ..., which may be stacks; then `rest_0`, ...
 
   Attributes:
-    start: the number of the first layer in each of these, by its name; and in `layers`, which is a single stack.
-    period: how many layers lie between successive entries of `layers_0`, ...
+    start: for each of these names, the number of its first layer; also for `layers`, the name of a single stack.
+    period: the difference of the numbers of successive layers in one of the stacks `layers_0`, ...
   """
 
   start: dict[str, int]

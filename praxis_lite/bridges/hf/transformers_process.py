@@ -11,13 +11,13 @@ import sys
 
 
 def missing_package(line: str) -> str:
-  """Returns the package that the last line of an error says is missing, PyTorch or transformers; '' for others."""
+  """Returns 'torch' or 'transformers' if `line`, the last of an error, says that it is missing; '' otherwise."""
   found = re.match(r"ModuleNotFoundError: No module named '(torch|transformers)", line)
   return found[1] if found else ''
 
 
 def answer_request(question: str, answer: str) -> None:
-  """Reads a request, `run_transformers` in `agreement.py` writes it, and writes its answer."""
+  """Reads a request, which `run_transformers` in `agreement.py` has written, and writes its answer."""
   import numpy as np
   import torch
   import transformers
@@ -26,7 +26,7 @@ def answer_request(question: str, answer: str) -> None:
     request = json.load(file)
   start = request['start_id']
   kind = transformers.AutoModelForCausalLM if start is None else transformers.AutoModelForSeq2SeqLM
-  # Kernels of attention and experts that sum in another order would only add noise.
+  # Eager attention, because kernels that sum in another order would only add noise.
   model = kind.from_pretrained(request['folder'], dtype=torch.float32, attn_implementation='eager').eval()
   arrays = {}
   for i, (context, continuation) in enumerate(zip(request['contexts'], request['continuations'])):

@@ -3,7 +3,7 @@
            CLIP                                              SigLIP
 images     class token, a norm before the blocks             attention pooling (MAP)
 texts      causal, features of the first end token           features of the last token of a row, padding included
-both       projections without biases                        a projection with a bias, of texts alone
+both       projections without biases                        a projection with a bias, for texts only
 loss       softmax                                           sigmoid
 """
 
@@ -33,9 +33,9 @@ from praxis_lite.models import BaseModel, TwoTowerModel, transformer_encoder, vi
 class TwoTowers(WholeModelFamily):
   """A vision transformer and an encoder of texts, whose fields are in `vision_config` and `text_config`.
 
-  Attributes: those of `Family`, where `defaults` are of the whole config.json, and
-    text_defaults, vision_defaults: those of these parts.
-    is_siglip: whether it is SigLIP.
+  Attributes: those of `Family`, and
+    text_defaults, vision_defaults: like `defaults`, for the fields in `text_config` and `vision_config`.
+    is_siglip: whether it is SigLIP, and not CLIP.
   """
 
   text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -83,9 +83,9 @@ class TwoTowers(WholeModelFamily):
     return model.set(text_pooling='end', end_id=end)
 
   def _part(self, hf: HfConfig, name: str) -> HfConfig:
-    """Returns the view of a part of config.json."""
+    """Returns the part `name` of config.json, such as `text_config`."""
     values: dict[str, Any] = {}
-    for field in (name, f'{name}_dict'):  # Old files have both, and the second one counts.
+    for field in (name, f'{name}_dict'):  # Old files have both, and the second takes precedence.
       found = hf.values.get(field) or {}
       if not isinstance(found, dict):
         raise ConfigError(f'{hf.where}: {field} = {found!r}; expected a JSON object')
@@ -198,7 +198,7 @@ def _block_pairs(theirs: str, ours: str) -> Iterable[Pair]:
   yield from linear_pairs(f'{theirs}mlp.fc2', f'{ours}ff.down')
 
 
-# What old files say is the end token. Their models take the token with the largest id of each row.
+# The end token in old files, which is wrong: their models use the token with the largest id in each row instead.
 _OLD_END = 2
 _CLIP = {
   'num_hidden_layers': 12,

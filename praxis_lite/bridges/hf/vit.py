@@ -51,7 +51,7 @@ class VisionFamily(WholeModelFamily):
     return image_classifier(num_classes=count_classes(hf), **sizes)
 
   def current_name(self, name: str) -> str:
-    # Names in memory of transformers 5, which some checkpoints have too.
+    # transformers 5 renames tensors when it loads them, and some checkpoints have these names.
     name = re.sub(r'(^|\.)layers\.(\d+)\.', r'\1encoder.layer.\2.', name)
     for new, old in _RENAMED.items():
       name = re.sub(rf'((?:encoder\.layer|decoder_layers)\.\d+\.){re.escape(new)}\.', rf'\g<1>{old}.', name)
@@ -95,7 +95,7 @@ def vision_sizes(hf: HfConfig) -> dict[str, Any]:
 
 
 def vision_values(network: VisionTransformer) -> Values:
-  """Returns what config.json says of a vision transformer; raises ConfigError if transformers has no such one."""
+  """Returns the values of config.json for a vision transformer; raises ConfigError if transformers has none like it."""
   if not network.has_learned_positions or network.final_norm_tpl is None:
     raise ConfigError(
       f'{network.path_name}: a vision transformer of transformers has learned positions and a norm after the blocks'
@@ -109,20 +109,20 @@ def vision_values(network: VisionTransformer) -> Values:
 
 
 def vision_block_pairs(theirs: str, ours: str) -> Iterator[Pair]:
-  """Yields the pairs of the blocks of a stack; both prefixes end with a dot, and `theirs` has '{layer}'."""
+  """Yields the pairs of a stack's blocks. The prefixes `theirs`, with '{layer}', and `ours` end with a dot."""
   yield from block_pairs(theirs, ours, 'attention.attention')
   yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
   yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')
 
 
 def patch_pairs(theirs: str, ours: str) -> Iterable[Pair]:
-  """Yields the pairs of the convolution that makes patches."""
+  """Yields the pairs of the convolution that embeds patches."""
   yield Pair(f'{theirs}.weight', f'{ours}.w', 'h w C D -> D C h w')
   yield Pair(f'{theirs}.bias', f'{ours}.b')
 
 
 def image_sizes(hf: HfConfig, name: str) -> tuple[int, int]:
-  """Returns (height, width) of a field that is a number or both; raises ConfigError if it is neither."""
+  """Returns (height, width) from a field that is one number or a pair; raises ConfigError if it is neither."""
   value = hf[name]
   both = tuple(value) if isinstance(value, list | tuple) else (value, value)
   if len(both) != 2 or not all(type(n) is int and n > 0 for n in both):
@@ -131,7 +131,7 @@ def image_sizes(hf: HfConfig, name: str) -> tuple[int, int]:
 
 
 def one_or_both(size: tuple[int, int]) -> int | list[int]:
-  """Returns a size as config.json has it: one number for a square."""
+  """Returns a size for config.json: one number for a square, otherwise both."""
   return size[0] if size[0] == size[1] else list(size)
 
 

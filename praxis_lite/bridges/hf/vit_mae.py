@@ -54,7 +54,7 @@ class MaskedImageFamily(VisionFamily):
     return model
 
   def current_name(self, name: str) -> str:
-    # transformers 5.24 writes blocks of the decoder under this name, which it reads as it reads the other one.
+    # transformers 5.24 writes blocks of the decoder under a new name; it reads both names.
     return super().current_name(name.replace('decoder.decoder_encoder.layer.', 'decoder.decoder_layers.'))
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:

@@ -20,7 +20,7 @@ from praxis_lite.models import BaseModel, SpeechToTextModel, whisper
 
 @dataclasses.dataclass(frozen=True)
 class Whisper(Family):
-  """Whisper's encoder and decoder. Its positions of sources are sinusoids, stored as a table."""
+  """Whisper's encoder and decoder. The encoder's positions are sinusoids, stored as a table."""
 
   network: ClassVar[type[Layer]] = AudioEncoderDecoder
 
@@ -40,7 +40,7 @@ class Whisper(Family):
     )
     hf.check_ids('decoder_start_token_id', model.start_id)
     for ours, theirs in _SUPPRESSED.items():
-      ids = [i for i in hf[theirs] or () if i >= 0]  # -1 stands for others in the files of the authors.
+      ids = [i for i in hf[theirs] or () if i >= 0]  # The published files also have -1, which is no token.
       hf.check_ids(theirs, *ids)
       setattr(model, ours, tuple(ids))
     return model
@@ -71,7 +71,7 @@ class Whisper(Family):
       return {}
     ends: tuple[int | None, ...] = model.decoder.stop_ids[:1]
     if not ends and model.vocab_size <= self.defaults['eos_token_id']:
-      ends = (None,)  # transformers cannot load a model whose default tokens are outside of its vocabulary.
+      ends = (None,)  # transformers cannot load a model if its default ids are not in the vocabulary.
     return {
       'decoder_start_token_id': model.start_id,
       **{name: end for name in ('eos_token_id', 'bos_token_id', 'pad_token_id') for end in ends},
@@ -93,10 +93,10 @@ class Whisper(Family):
 
 
 def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str, Any]) -> None:
-  """Sets which tokens a transcript begins with, and which are never written, from generation_config.json.
+  """Sets the tokens that begin a transcript, and the tokens that are never generated, from generation_config.json.
 
-  The language is English if the model has several, and the task is to write down what is said. Models of one language
-  have no tokens for both. The last of these tokens asks for no times.
+  A transcript begins with the tokens for the language, English, and the task, transcription, which models of one
+  language lack. The last token turns timestamps off.
   """
   language, task = ((generation.get(f'{name}_to_id') or {}).get(of) for name, of in _GIVEN.items())
   given = () if generation.get('is_multilingual') is False else (language, task)
@@ -108,7 +108,7 @@ def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str,
 
 _GIVEN = {'lang': '<|en|>', 'task': 'transcribe'}
 _SUPPRESSED = {'suppressed_ids': 'suppress_tokens', 'first_suppressed_ids': 'begin_suppress_tokens'}
-# What generation_config.json has for this, for times, which are not written, or for other languages.
+# The fields of generation_config.json for this, for timestamps, which are not generated, and for other languages.
 TRANSCRIPTION_FIELDS = frozenset(
   {
     *('lang_to_id', 'task_to_id', 'is_multilingual', 'no_timestamps_token_id', 'forced_decoder_ids', 'max_length'),

@@ -33,8 +33,8 @@ def write_checkpoint(
   Args:
     folder: an existing folder.
     config: content of config.json.
-    variables: the variables of the `TransformerLm`, possibly padded, or arrays that are read in parts.
-    found: the tensors of each variable, as returned by `tensors.pieces`.
+    variables: the variables of the network, possibly padded, or arrays that are read in parts.
+    found: the pieces of each variable by its path, as `tensors.pieces` returns them.
     max_file_bytes: larger checkpoints are written as several files and an index.
     dtype: the dtype of all tensors; None keeps the dtype of each variable.
   """
@@ -52,7 +52,8 @@ def write_tensors(
 
   Args:
     folder, config, max_file_bytes: see `write_checkpoint`.
-    declared, tensor: dtypes and shapes by name, and a function of the name that returns a tensor.
+    declared: the dtype and shape of each tensor, by name.
+    tensor: a function that returns a tensor, given its name.
   """
   check_range('max_file_bytes', max_file_bytes, least=1)
   files = write_folder(folder, declared, tensor, max_file_bytes)
@@ -67,7 +68,7 @@ def write_tensors(
 def tensors_to_write(
   variables: NestedDict, found: Mapping[Path, Sequence[Piece]], dtype: str | None = None
 ) -> tuple[dict[str, Declared], Callable[[str], np.ndarray]]:
-  """Returns the tensors that hold variables, by name, and a function of the name that collects one of them.
+  """Returns the dtypes and shapes of the tensors to write, by name, and a function that returns a tensor by its name.
 
   Args:
     variables: as for `write_checkpoint`; only those in `found` are written.
@@ -107,15 +108,15 @@ def _copy(variable: StreamedArray, piece: Piece, theirs: np.ndarray) -> None:
 
 
 def _is_in_host_memory(data: jax.Array) -> bool:
-  """Whether NumPy can access an array without a copy."""
+  """Whether NumPy can read an array without a copy."""
   return all(device.platform == 'cpu' for device in data.devices())
 
 
 def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
-  """Returns data[at], on its device."""
+  """Returns data[at], on the device of `data`."""
   if not at:
     return data
-  # The indices are arguments of the program, so one compiled program serves all layers and experts.
+  # The indices are arguments, so one compiled program serves all layers and experts.
   rest = data.shape[len(at) :]
   corner = [*map(np.int32, at), *(np.int32(0) for _ in rest)]
   return jax.lax.dynamic_slice(data, corner, [*(1 for _ in at), *rest]).reshape(rest)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
-# Returns the names that a slot keeps although its shape is not its parameter's. The argument is a path that begins with
-# the parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
+# A function that returns the axis names that a slot keeps although its shape differs from its parameter's. Its argument
+# is a path that begins with the parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
 KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 
@@ -35,7 +35,7 @@ class AxisNames(tuple[Any, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class _Boxed:
-  """An array in a Flax box, as a declaration."""
+  """The declaration of a variable that is given as an array in a Flax box."""
 
   logical_axes: tuple[Any, ...] | None
   struct: Any
@@ -45,7 +45,7 @@ class _Boxed:
 
 
 def remove_boxes(train_state: Any) -> Any:
-  """Returns a train state in which declarations replace the arrays in boxes with axis names."""
+  """Returns a train state without Flax boxes: boxed variables become declarations, other boxes their arrays."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x
@@ -58,7 +58,7 @@ def remove_boxes(train_state: Any) -> Any:
 
 
 def declared_axis_names(weights: Tree) -> Tree:
-  """Returns the AxisNames of a tree of weight declarations, or of objects with their names as `logical_axes`.
+  """Returns the AxisNames of a tree of weight declarations, or of objects with an attribute `logical_axes`.
 
   Raises ShardingError if a leaf is neither, because its axes are then unknown.
   """
@@ -116,7 +116,7 @@ def state_axis_names(
   """Returns the names of the arrays of a train state.
 
   Args:
-    train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
+    train_state: declarations in `mdl_vars`, shapes elsewhere; a state for inference lacks optimizer state and averages.
     params: overrides for `mdl_vars`; slots and averages inherit them.
     state: overrides for other paths, such as 'opt_states/0/v_row/.*'.
     kept: the names kept by slots that do not have the shape of their variable.

@@ -87,7 +87,7 @@ def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | Non
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
   """Returns the place of a device: (x, y, z, core) on a TPU, otherwise (host, index on the host).
 
-  All hosts have `local_device_count` devices; the default is the number of this process's devices.
+  `local_device_count` is the number of devices of each host; by default, of this process.
   """
   coords = _torus_coords(device)
   if coords is not None:
@@ -163,8 +163,8 @@ def get_mesh(
     tile_by_host_if_needed: arrange the boxes host by host if a host's devices would otherwise not be contiguous.
 
   Raises:
-    ShardingError: the devices do not fill a box; a side of the submesh does not divide that of the box; hosts are not
-      contiguous without tiling, or cannot be tiled; or the local devices are not those of one host.
+    ShardingError: the devices do not fill a box; a side of the submesh does not divide the box's side; a host's devices
+      are not contiguous without tiling, or cannot be tiled; or the local devices are not all devices of one host.
   """
   if len(input_devices):
     if devices is not None:
@@ -249,7 +249,7 @@ def num_model_partitions(num_partitions: int | None, model_parallel_submesh: Sub
 
 
 def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
-  """Returns the devices as an array by their coordinates, or [host, device], and the sides of one host's box."""
+  """Returns an array of the devices, indexed by coordinates or by (host, device), and the sides of one host's box."""
   num_hosts, per_host = _hosts(devices)
   ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
   if _torus_coords(devices[0]) is None:
@@ -264,7 +264,7 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
 
 
 def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> None:
-  """Raises ShardingError unless `local_devices` are the devices of one host."""
+  """Raises ShardingError unless `local_devices` are all devices of one host."""
   ids, hosts = {d.id for d in local_devices}, {d.process_index for d in local_devices}
   if len(hosts) != 1 or ids != {d.id for d in devices if d.process_index in hosts}:
     raise ShardingError(
@@ -286,7 +286,7 @@ def _z_major(whole: Sides, part: Sides) -> Sides | None:
 
 
 def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
-  """Returns (hosts of data, devices of data, hosts of model, devices of model) along one side."""
+  """Returns the factors of one side: (hosts along 'data', devices along 'data', the same two along 'model')."""
   if part >= host and part % host == 0:
     return whole // part, 1, part // host, host
   if part < host and host % part == 0 and whole % host == 0:

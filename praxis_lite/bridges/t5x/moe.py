@@ -67,11 +67,11 @@ def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisN
 
 
 def infer_state_filter(opt_states: object) -> str | None:
-  """Returns the pattern of the slots that keep their own expert axis, judging by the given optimizer state.
+  """Infers from an optimizer's state the pattern of the slots that keep an expert axis.
 
   For Adafactor with factored statistics, these are the slots of experts, such as 'mlp/expert/w/v_row'. For any other
-  optax transformation the result is None: its state inherits the axes of the parameters. Raises ShardingError if the
-  state is not from optax.
+  optax transformation the result is None, because its state inherits the axes of the parameters. Raises ShardingError
+  if the state is not from optax.
   """
   rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
   if rows:
@@ -86,10 +86,10 @@ def infer_state_filter(opt_states: object) -> str | None:
 
 
 def infer_state_filter_of(optimizer_def: Any) -> str | None:
-  """Like `infer_state_filter`, for an optimizer of T5X, given its definition.
+  """Infers the pattern of `infer_state_filter` from the definition of a T5X optimizer.
 
-  An optimizer whose hyperparameters have `factored` counts as Adafactor. A wrapped optax transformation has an
-  `optax_optimizer`. Several `sub_optimizers` of the same type count as the first one.
+  An optimizer whose hyperparameters have `factored` is treated as Adafactor. An attribute `optax_optimizer` marks a
+  wrapped optax transformation. Several `sub_optimizers` of the same type are treated like the first one.
 
   Raises:
     ShardingError: the optimizer is not one of these, or its sub-optimizers have different types.
@@ -120,7 +120,7 @@ def infer_state_filter_of(optimizer_def: Any) -> str | None:
 
 
 class MoePjitPartitioner(PjitPartitioner):
-  """Splits experts over 'data', and uses 'model' as a second data axis if there are fewer experts than devices.
+  """A partitioner that splits experts over 'data'; with fewer experts than devices, 'model' is a second data axis.
 
   With `num_expert_partitions`, experts have a separate mesh axis; see `moe_rules.py`.
 
@@ -129,7 +129,7 @@ class MoePjitPartitioner(PjitPartitioner):
 
   Args:
     num_experts: number of experts; 0 if there are none. Must be None with `num_expert_partitions`.
-    params_on_devices: as for `PjitPartitioner`.
+    params_on_devices: see `PjitPartitioner`.
     logical_axis_rules: the rules; by default `moe_logical_axis_rules`, or `expert_axis_rules` with
       `num_expert_partitions`.
     state_filter: which optimizer slots keep the expert axis of their parameter, even if they do not have its shape: a

@@ -1,4 +1,4 @@
-"""Partitioners: objects that know the mesh, the data layout and the logical axis rules, and jit functions for them.
+"""Partitioners: objects that know the mesh, the data layout and the logical axis rules, and jit functions accordingly.
 
     partitioner = PjitPartitioner(num_partitions=2)
     state = TrainState(step=..., mdl_vars=model.abstract_init(), opt_states=...)     # declarations and shapes
@@ -6,7 +6,7 @@
     step = partitioner.partition(train_step, (axes, partitioner.data_partition_spec), (axes, None),
                                  arg_shapes=(partitioner.get_layout(state).unpadded_shapes, None))
 
-The classes have the API of T5X's (Roberts et al., 2022), but dimensions need not divide:
+The classes have the API of T5X's partitioners (Roberts et al., 2022), but meshes need not divide dimensions:
 
     train_step(true arrays) -> true arrays      what the user writes
     step(padded arrays) -> padded arrays        slice to true shapes, train_step, pad
@@ -71,7 +71,7 @@ def put_padded(tree: T, layout: StateLayout) -> T:
 
 
 class _NotGiven:
-  """The default of arguments for which None has a meaning."""
+  """The type of the default of arguments for which None has a meaning."""
 
 
 _NOT_GIVEN = _NotGiven()
@@ -110,7 +110,7 @@ class PjittedFnWithContext(Generic[T]):
     self.mesh = mesh
     self.is_placed = out_axis_resources is not _NOT_GIVEN
     if not self.is_placed:
-      if in_axis_resources is not _NOT_GIVEN:  # In T5X, the third argument has the rules.
+      if in_axis_resources is not _NOT_GIVEN:  # In T5X, the third argument is the rules.
         logical_axis_rules = _to_rules(in_axis_resources)
       if arg_shapes is not None:
         raise ShardingError('PjittedFnWithContext: arg_shapes need in_axis_resources and out_axis_resources')
@@ -164,7 +164,7 @@ class PjittedFnWithContext(Generic[T]):
     return jax.tree.map(lambda s: NamedSharding(self.mesh, stored_spec(s or PartitionSpec())), specs, is_leaf=is_spec)
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
-    """Applies `fn` to each non-static argument, with its number among these."""
+    """Applies `fn` to each non-static argument and its number among the non-static arguments."""
     static = static_positions(self._static, len(args))
     dynamic = len(args) - len(static)
     if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
@@ -214,11 +214,11 @@ def _to_rules(rules: Any) -> LogicalAxisRules:
 
 
 class BasePartitioner(abc.ABC):
-  """Holds the mesh, and knows which part of the data each host reads. Replicates states.
+  """A partitioner that knows the mesh, and which part of the data each host reads; it replicates states.
 
   Args:
     num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices: as for `default_mesh`.
-    params_on_devices: whether new states have their parameters on the devices, and not in host memory.
+    params_on_devices: whether new states have their parameters on the devices; if False, in host memory.
 
   Raises:
     ShardingError: without ici_mesh_shape, neither or both of num_partitions and model_parallel_submesh are given.
@@ -282,7 +282,7 @@ class BasePartitioner(abc.ABC):
     return get_data_layout(chunker, self.data_axes, batch_size)
 
   def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: SpecLike) -> LocalChunkInfo:
-    """Returns the part of an array that this host holds."""
+    """Returns which part of an array this host holds."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
   @functools.cached_property
@@ -311,7 +311,7 @@ class BasePartitioner(abc.ABC):
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state made by `init_fn(*args)`, which has true shapes, split and padded; see `place_params`.
+    """Returns the state that `init_fn(*args)` makes in true shapes, now split and padded; see `place_params`.
 
     `train_state` has declarations and shapes for the same state; `args`, such as a PRNG key, are replicated.
     """
@@ -346,7 +346,7 @@ class BasePartitioner(abc.ABC):
 
 
 class BasePjitPartitioner(BasePartitioner):
-  """Compiles with `jax.jit` and named shardings."""
+  """A partitioner that compiles with `jax.jit` and named shardings."""
 
   def partition(
     self,
@@ -370,7 +370,7 @@ class BasePjitPartitioner(BasePartitioner):
 
 
 class PjitPartitioner(BasePjitPartitioner):
-  """Splits states by logical axis rules.
+  """A partitioner that splits states by logical axis rules.
 
   A train state is a `TrainState`, or an object with a method `as_logical_axes()` that returns its AxisNames. The
   `mdl_vars` of a `TrainState` are weight declarations that name logical axes (or mesh axes), or arrays in Flax boxes
