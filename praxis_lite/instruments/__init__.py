@@ -1,1 +1,1 @@
-"""Tools that inspect a task without training it: explanations, checks, verification of gradients, and plans."""
+"""Tools that study a task without training it: explanations, checks, verification of gradients, and plans."""

@@ -41,13 +41,14 @@ _DEPTH = 'num_layers'
 
 
 class Scaling(NamedTuple):
-  """How the result of a layer depends on the width.
+  """How the result of a layer depends on the model's width.
 
   Attributes:
-    layer: path of the layer; stacked layers have their number.
-    sizes: root mean square of the result after the steps, for each width.
-    changes: that of the difference to the result before them.
-    slope, slope_of_change: exponents of the width, by a fit to the logarithms; 0 for a result that is always zero.
+    layer: path of the layer, with its number if it is in a stack.
+    sizes: for each width, the root mean square of the result after training.
+    changes: for each width, the root mean square of the change of the result in training.
+    slope, slope_of_change: the exponents of the width in `sizes` and `changes`, fitted to logarithms; 0 if a result is
+      zero or not finite.
   """
 
   layer: str
@@ -57,7 +58,7 @@ class Scaling(NamedTuple):
   slope_of_change: float
 
   def trouble(self, tolerance: float) -> str:
-    """Returns 'grows' or 'change grows' if an exponent is above the tolerance, else ''."""
+    """Returns 'not finite', 'grows', or 'change grows' if an exponent is above the tolerance, and else ''."""
     if not all(np.isfinite([*self.sizes, *self.changes])):
       return 'not finite'
     if self.slope > tolerance:
@@ -71,8 +72,8 @@ class Ladder:
 
   Attributes:
     fields: the value of each width field in the narrowest model, by its path in the config of the model.
-    factors: how many times as wide the models are.
-    model: config of the model, with other fields as in the narrowest one.
+    factors: the width of each model, divided by the widths in `fields`.
+    model: config of the model; its fields that are not widths have the values for all models.
   """
 
   fields: Mapping[str, int]
@@ -80,7 +81,7 @@ class Ladder:
   model: Config
 
   def widen_model(self, factor: float) -> Config:
-    """Returns the config of a model that is `factor` times as wide as the narrowest one.
+    """Returns the config of a model whose widths are `factor` times those in `fields`.
 
     Raises:
       ConfigError: a width is not an integer.
@@ -98,13 +99,14 @@ def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] =
   """Returns a ladder for the config of a model.
 
   Args:
-    model: if it has `mup`, its base is the narrowest model, and the fields in which both differ are the widths.
+    model: the config. If it has `mup`, the base of `mup` has factor 1, and the fields in which model and base differ
+      are the widths.
     factors: see `Ladder`.
-    fields: paths of the fields that are widths; the default, without `mup`, is all integers named `*_dims` except
-      `input_dims`, which is usually that of the data.
+    fields: paths of further fields that are widths. Without `mup`, () means all integers named `*_dims` except
+      `input_dims`, which usually depends on the data.
 
   Raises:
-    ConfigError: there are less than two factors, or no widths.
+    ConfigError: there are fewer than two factors, or no widths.
   """
   if len(set(factors)) < 2 or min(factors, default=0) <= 0:
     raise ConfigError(f'--widths: expected two or more different factors above 0, got {tuple(factors)}')
@@ -140,13 +142,13 @@ def coordinate_check(
 ) -> list[Scaling]:
   """Trains each model of the ladder for one step on each batch, on one device; returns what each layer computes.
 
-  The learning rate is constant, without the learner's schedule. Activations belong to the first batch, in evaluation.
+  The learning rate is constant, without the learner's schedule. Results are compared on the first batch, in evaluation.
 
   Args:
     task: config of the task.
     ladder: from `make_ladder`.
-    batches: as for a train step; NumPy arrays.
-    seeds: of the initial values. Each model is trained with each of them, and sizes are means over them.
+    batches: batches for training, as NumPy arrays.
+    seeds: seeds of initial values. Each model is trained once with each seed, and sizes are averages over seeds.
     report: called with a line for each model.
 
   Raises:
@@ -209,7 +211,7 @@ def _draw_plot(title: str, lines: Sequence[tuple[Scaling, Sequence[float], bool]
 
 
 class _Sizes(NamedTuple):
-  """Root mean squares of a layer's result, and of its change."""
+  """The root mean squares of a layer's result, and of its change."""
 
   after: float
   change: float
@@ -248,7 +250,7 @@ def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tu
 
 
 def _named_results(seen: Activations) -> dict[str, jax.Array]:
-  """Returns the results of layers, and of products in them that have other shapes, such as logits."""
+  """Returns the results of layers, and results of products inside them that have other shapes, such as logits."""
   others = {path: product for path, product in seen.products.items() if product.shape != seen.results[path].shape}
   return {**seen.results, **{f'{path} (product)': product for path, product in others.items()}}
 

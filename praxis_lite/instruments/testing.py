@@ -1,4 +1,4 @@
-"""Assertions for the tests of your own project, on the plan of a step and on its collectives.
+"""Assertions about the plan of a step and its collectives, for the tests of your own project.
 
     from praxis_lite.instruments.testing import assert_collectives, assert_plan_matches
 
@@ -38,12 +38,12 @@ def assert_plan_matches(
   limits: GrowthLimits | None = None,
   cache: Path | None = None,
 ) -> None:
-  """Fails if a train step has become worse than a snapshot of its plan, for example by a new gather or more memory.
+  """Raises AssertionError if a train step is worse than a snapshot of its plan, for example uses more memory.
 
   Args:
     task, topology, inputs, compile, cache: see `plan`. 'cpu:8' needs 8 simulated devices but no other compiler.
     path: path of the snapshot; UPDATE_GOLDEN=1 writes it.
-    limits: replace the limits in the snapshot.
+    limits: replaces the limits in the snapshot.
 
   Raises:
     AssertionError: the snapshot is missing, or the step is worse than it by more than the limits; the message names

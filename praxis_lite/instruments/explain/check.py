@@ -4,8 +4,8 @@ error     unknown axis, axis used twice, mapping of the wrong rank, a rule or st
           cannot be traced
 warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
           unused pattern, optimizer slot split unlike its weight, experts that are gathered, are unbalanced or see
-          later tokens, a number of stages that is not a multiple of its mesh axis, rows that are longer
-          than a table of positions
+          later tokens, number of stages that is not a multiple of its mesh axis, rows that are longer than a table of
+          positions
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WarningLimits:
 
   Attributes:
     replicated_bytes: smallest replicated weight that is reported, in bytes.
-    wasted_fraction: share of padding in a stored array, or in the rows of a batch, above which it is reported.
+    wasted_fraction: largest share of padding in a stored array, or in the rows of a batch, that is not reported.
     wasted_bytes: smallest padding of a stored array that is reported, in bytes.
   """
 
@@ -137,7 +137,7 @@ def has_errors(problems: Sequence[Problem]) -> bool:
 
 
 def format_problems(problems: Sequence[Problem]) -> str:
-  """Returns the problems as text, errors first, and their number."""
+  """Returns the problems and their number as text, errors first."""
   if not problems:
     return 'no problems found'
   ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
@@ -150,7 +150,7 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def _error(error: UserError, path: str = 'task') -> Problem:
-  """Converts an exception to a problem. The path comes from the start of the message, or else from `path`."""
+  """Converts an exception to a problem. Its path is the start of the message, up to ': ', or else `path`."""
   head, separator, text = str(error).partition(': ')
   if separator and ' ' not in head:
     path = head
@@ -180,7 +180,7 @@ def _placing_errors(
 
 
 def _slow_paths(step: TracedStep, jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a warning for each slow path of the step on chips like this machine's, if their figures are known."""
+  """Returns a warning for each slow path of the step on this machine's kind of chip, if its figures are known."""
   accelerator = accelerator_of(device_kind())
   if accelerator is None:
     return []
@@ -286,7 +286,7 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> Iterator
 
 
 def _far_positions(model: BaseModel, inputs_struct: Mapping[str, object]) -> Iterator[Problem]:
-  """Yields a problem for each table of positions that is shorter than the rows; their segments may be shorter."""
+  """Yields a problem for each table of positions that is shorter than the rows, whose segments may still fit."""
   for name, limit in model.position_limits().items():
     length = getattr(inputs_struct.get(name), 'shape', (0, 0))[1]
     if length > limit.num_positions:
@@ -328,7 +328,7 @@ def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each matrix product that needs an operand moved; see `contractions.py`."""
+  """Returns a problem for each matrix product for which an operand has to be moved; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
   splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
   for i, path in enumerate(leaves_by_path(step.task.state_shapes)):

@@ -9,7 +9,8 @@ can be
     x [B, T, F/mdl]  w [F/data, D]   the operands split F differently: one operand has to be moved
     x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one operand has to be moved
 
-Only the last two are reported. A split that becomes uncertain is dropped, so every reported move really happens.
+Only the last two are reported. When a split becomes uncertain, it is no longer followed, so every reported move really
+happens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 
 DimAxes = tuple[str, ...]
 
-# Operations whose result is split like its operands of the same shape.
+# Operations whose result is split like those operands that have its shape.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 
@@ -86,7 +87,7 @@ class _Walker:
     self.found: list[Mismatch] = []
 
   def walk(self, jaxpr: Jaxpr, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
-    """Follows splits through a jaxpr; returns the splits of its results, None if not known."""
+    """Follows splits through a jaxpr; returns the split of each result, None if it is not known."""
     known: dict[Var, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
 
     def split_of(atom: Var | Literal) -> Split | None:
@@ -102,7 +103,7 @@ class _Walker:
     return [split_of(v) for v in jaxpr.outvars]
 
   def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
-    """Returns the splits of the results of one equation, None if not known."""
+    """Returns the split of each result of one equation, None if it is not known."""
     name = eqn.primitive.name
     unknown: list[Split | None] = [None] * len(eqn.outvars)
     if name == 'sharding_constraint':
@@ -164,7 +165,7 @@ class _Walker:
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
-      # One operand is split further. Each device cuts its part of the other, unless the axis splits it elsewhere.
+      # One operand is split further. Each device slices the other, unless that axis splits another dimension of it.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:

@@ -88,9 +88,9 @@ class Explanation:
     owner: for an optimizer slot, the variable that it belongs to.
     trainable: for a variable, whether an optimizer may change it.
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
-    per_device: whether the shape describes the part on one device, as inside `shard_map`.
+    per_device: whether the shape is that of the part on one device, as inside `shard_map`.
     of_weight: for an activation, whether it is a weight that its layer constrains where it is used.
-    num_params: for a variable, the number of parameters that it stands for; None if these are its entries.
+    num_params: for a variable, the number of parameters that it represents; None means its number of entries.
     num_active: for a variable, the number of parameters that one token uses; None if it uses all of them.
     compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
   """
@@ -112,7 +112,7 @@ class Explanation:
 
   @property
   def differs(self) -> bool:
-    """Whether the compiler split the array differently than declared."""
+    """Whether the compiler split the array in another way than declared."""
     return self.compiled is not None and any(
       part != dim.local and not dim.free for part, dim in zip(self.compiled, self.dims)
     )
@@ -217,7 +217,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task, in tree order; and activations in the order of the train step.
+  """An `Explanation` of every array of a task, in tree order; of activations, in the order of the train step.
 
   Activations and inputs are empty if the shapes of a batch are not known. `exchanges` maps the path of a
   field to the communication that its layer declares there.
@@ -262,7 +262,7 @@ def format_report(report: ShardingReport) -> str:
   ):
     on_each = sum(e.bytes_per_device for e in rows)
     total = f'{format_bytes(sum(e.bytes for e in rows))}, {format_bytes(on_each)} on each device'
-    if title == 'Activations':  # A sum of their bytes means nothing, because they do not all exist at once.
+    if title == 'Activations':  # The sum of their bytes has no meaning, because they do not all exist at once.
       total = f'{len(rows)}, of one layer each where layers repeat'
     if rows:
       sections.append(f'{title}: {total}\n{_format_rows(rows)}')
@@ -330,7 +330,7 @@ def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) ->
 
 
 def format_counts(variables: Sequence[Explanation]) -> str:
-  """Returns '5,916 parameters, all trained', or the numbers that are trained, frozen and not trainable.
+  """Returns '5,916 parameters, all trained', or how many parameters are trained, frozen and not trainable.
 
   If a token uses only some of the parameters, as with experts, the text also gives their number.
   """

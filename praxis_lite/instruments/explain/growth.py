@@ -1,4 +1,4 @@
-"""What a model with `Mup` takes from its base: factors of variables, and why."""
+"""The factors by which the variables of a model with `Mup` differ from its base, and why."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from praxis_lite.training.task import SingleTask
 
 
 def format_growth(task: SingleTask) -> str:
-  """Returns a line for each trained variable that differs from that of the base: factors of initial values and updates,
-  and the fans that they follow from; '' without a `Mup`.
+  """Returns a table of the trained variables to which `Mup` gives factors; '' if there are none.
+
+  A line has the factors of the initial values and the updates, and the fans that determine them.
   """
   learner, rows = task.bind_learner(), list[tuple[str, str]]()
   for path in leaves_by_path(task.model.abstract_init()):

@@ -58,7 +58,7 @@ def fill_page(package: str, title: str, data: Mapping[str, object], name: str, s
   """Returns a self-contained HTML page: a package's content, style and scripts, with the data filled in.
 
   Args:
-    package: the package with `assets/{name}.html`, the content of the page, `assets/{name}.css` and the scripts.
+    package: the package that has the page's content, `assets/{name}.html`, its style, `assets/{name}.css`, and scripts.
     title: title of the page.
     data: the data that the scripts read from the element `data`; must be serializable as JSON.
     name: name of the content and the style.

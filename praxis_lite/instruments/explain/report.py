@@ -1,7 +1,7 @@
-"""explain: tells how each variable, optimizer slot, activation and input of a task is split, and why.
+"""explain: says how each variable, optimizer slot, activation and input of a task is split, and why.
 
 It needs only shapes, so the model and the mesh may have any size. It traces the train step on a mesh without devices,
-and covers the activations that this step constrains.
+and reports the activations that this step constrains.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None) -> Subject:
-  """Returns the task of a task or experiment, and its batches. `inputs_struct` replaces the training batch."""
+  """Returns the `Subject` of a task or experiment. `inputs_struct` replaces the shapes of the training batch."""
   if isinstance(named, type) and issubclass(named, BaseExperiment):
     named = configure(named)
   if not isinstance(named, ExperimentConfig):
@@ -203,7 +203,7 @@ def declared_exchanges(model: Layer) -> dict[str, Exchange]:
 
 
 def traced_exchanges(step: TracedStep) -> dict[str, Exchange]:
-  """Returns the communication that layers have asked for while the step was traced, by path of the causing field."""
+  """Returns the communication that layers declared while the step was traced, by the path of the causing field."""
   found = {}
   for constraint in step.constraints:
     if constraint.exchange is not None:
@@ -270,7 +270,7 @@ def _activations(constraints: Iterable[SplitConstraint], sizes: Mapping[str, int
 
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
-  """Explains how a step splits each array of a batch. Rows added to make the batch divide evenly are padding."""
+  """Explains how a step splits each array of a batch. Rows that fill up the batch count as padding."""
   rows = task.train_rows
   over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else number_of(task.row_parts, 'part')
   taken = f'; the step takes {task.batch_size} of them, and computes {rows.computed}' if rows.apart else ''

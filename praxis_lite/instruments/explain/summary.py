@@ -83,7 +83,7 @@ def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str
 
 
 def _rules(task: SingleTask, variables: Sequence[Explanation]) -> list[str]:
-  """Returns which rules of a `MultiLearner` train how many variables; nothing for other learners."""
+  """Returns a line for each rule of a `MultiLearner` with the number of variables it trains; [] for other learners."""
   learner, of_rules = task.learner.bind(task.model.abstract_init()), dict[str, list[Explanation]]()
   for e in variables:
     if learner.is_trained(to_path(e.path)) and (how := learner.remark(to_path(e.path))):
@@ -95,7 +95,7 @@ def _rules(task: SingleTask, variables: Sequence[Explanation]) -> list[str]:
 
 
 def _multipliers(task: SingleTask) -> list[str]:
-  """Returns what layers compute otherwise because of a `Mup`; the parameter table says what it changes of variables."""
+  """Returns the factors that a `Mup` adds to computations; the parameter table has the factors of variables."""
   return [
     f'{layer.path_name} multiplies {what} by {factor:.3g}'
     for layer in task.model.descendants()
@@ -108,7 +108,7 @@ def _training_dataset(datasets: Iterable[Config]) -> Config | None:
 
 
 def _sequence_length(dataset: Config) -> int | None:
-  """Returns the tokens in an example; None if the input, or the inputs of a mixture, set none or several."""
+  """Returns the tokens in an example; None if the dataset sets no `seq_len`, or inputs of a mixture set several."""
   lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
   return lengths.pop() if len(lengths) == 1 else None
 

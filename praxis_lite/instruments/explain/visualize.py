@@ -38,7 +38,8 @@ def visualize_sharding(
   Args:
     shape, spec: shape and spec of the array, which has 1 to 4 dimensions; mesh axes need not divide them.
     mesh: the mesh, or the sizes of its axes. Devices are numbered in the order of the mesh.
-    max_parts: largest number of parts to draw in a dimension; of more parts, it draws the first ones and the last one.
+    max_parts: largest number of parts to draw in a dimension; if there are more, only the first ones and the last one
+      are drawn.
     file: the file to print to; standard output by default.
 
   Raises:
@@ -73,7 +74,7 @@ def draw_sharding(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLi
 
 
 def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
-  """Returns the numbers of the devices that hold each part: [parts of dimension 0, ..., parts of the last, copies].
+  """Returns the numbers of the devices that hold each part, [parts of dimension 0, ..., parts of the last, copies].
 
   The spec has full rank. Devices are numbered in the order of the mesh, the last axis fastest.
   """

@@ -1,4 +1,4 @@
-"""Predicts memory, time and communication of a train step on chips that this machine lacks, and explains them."""
+"""Predicts and explains the memory, time and communication of a train step on chips that this machine lacks."""
 
 from praxis_lite.instruments.plan.calibration import apply_calibration, calibrate, calibration_file
 from praxis_lite.instruments.plan.cause import Cause, Reason

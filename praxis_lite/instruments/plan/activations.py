@@ -2,7 +2,7 @@
 
 An activation is found in the program by its layer and its shape: among the results of the layer and its children, it
 looks for shapes that a part of the activation can have. If one of them is the declared part, the activation is split as
-declared. Otherwise its part has the shape that makes up most bytes of these results.
+declared. Otherwise the shape that accounts for most bytes of these results is taken.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Plans use this if that compiler is not installed, refuses the step or would take
 
     FLOPs, collectives    as Shardy splits the program: exact, except where XLA combines, moves or removes operations
     memory                the state is exact; temporaries are the live values, with guesses of what XLA fuses
-    seconds               products and fusions run one after the other; of a collective that can overlap with the work
-                          of its loop, only the time beyond that work is exposed
+    seconds               products and fusions run one after the other; if a collective can overlap with the work of its
+                          loop, only its time beyond that work is exposed
 
 An estimate takes a second or two for any model and mesh. Fields set to 'auto' get the value for the target.
 """
@@ -51,8 +51,9 @@ def analytic_memory(
   """Returns the estimated memory of a step on each device.
 
   Args:
-    program, names: the program, and what finds the layer of an operation by its name.
-    needs: bytes that a compiler which refused the step says it needs; None if it does not say.
+    program: the program.
+    names: finds the layer of an operation by its name.
+    needs: the bytes that the step needs, from the error of a compiler that refused it; None if not known.
     state, target: the arrays among the step's arguments, and the chip.
   """
   kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]
@@ -88,7 +89,7 @@ def _set_exposed(
     work[local.loop] += op.count * op.seconds
   for found, c in zip(program.collectives, collectives):
     waiting[found.loop] += c.count * c.seconds * found.is_beside_work
-  # A loop that runs zero times, as that of the later tokens for a single token, has none.
+  # A loop that runs zero times waits for nothing, such as the loop over later tokens if only one token is drawn.
   exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
   return [
     dataclasses.replace(c, exposed=c.seconds * exposed.get(found.loop, 0.0)) if found.is_beside_work else c

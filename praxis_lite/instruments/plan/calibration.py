@@ -1,14 +1,14 @@
-"""Measures how much of the published figures of local devices programs reach, and stores the shares for plans.
+"""Measures which share of their published figures the local devices reach, and stores the shares for plans.
 
     praxis-lite plan --calibrate
 
-    measured                a program that runs on                share of
+    measured                the program                           as a share of
     compute                 a product of bfloat16 matrices        the peak
     attention               fused attention, on GPUs and TPUs     the peak
     memory                  x + 1 of a large array                the memory's bandwidth
     links                   an all-gather over all local devices  the bandwidth of their fast links
     seconds_per_operation   small operations in a row
-    seconds_per_hop         an all-gather of 64 bytes a device
+    seconds_per_hop         an all-gather of 64 bytes per device
 
 Each program runs for a second, so that power and clock rates settle as in a long run. One host cannot measure the
 network between hosts, so that share stays an assumption. One file stores the measurements of all kinds of accelerators.
@@ -68,7 +68,7 @@ def calibrate(
   """Measures the efficiency that programs reach on devices, and returns a target with that efficiency.
 
   Args:
-    file: the file to store the efficiency in; other targets in the file stay. None stores nothing.
+    file: the file in which to store the efficiency; it keeps those of other targets. None stores nothing.
     devices: devices of one kind; None uses the local devices of this process.
     matrix: number of rows and of columns of the matrices that are multiplied.
     megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.
@@ -164,7 +164,7 @@ def _normal(seed: int, size: int) -> jax.Array:
 
 
 def _product(i: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
-  return x @ w  # Sums are in float32; a result in float32 would be one more array to write and to read.
+  return x @ w  # Sums are in float32, but the result is bfloat16: float32 would add memory traffic.
 
 
 def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
@@ -189,10 +189,10 @@ def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _attention_share(perfect: Target, length: int, seconds: float) -> float:
-  """Returns the share of the peak that fused attention would reach with heads that fill the units for products.
+  """Returns the share of the peak that fused attention reaches with heads that fill the matrix units.
 
-  It counts 2 products in the forward pass and 5 in the backward pass, or 7 on TPUs, half of each because the mask is
-  causal.
+  It counts 2 products in the forward pass and 5 (on TPUs 7) in the backward pass, and half the FLOPs of each, because
+  the mask is causal.
   """
   heads, dims = 8, 128
   kernel: Literal['splash', 'cudnn'] = 'splash' if perfect.kind == 'tpu' else 'cudnn'

@@ -37,7 +37,7 @@ class Cause:
   Attributes:
     reason: the kind of cause.
     layers: paths of the layers involved.
-    fields: the config fields that ask for it. For a surprise: the suspect field, then the fields that contradict it.
+    fields: the config fields that cause it; for a surprise, the suspect field, then the fields that contradict it.
     remedy: for a surprise, what to change; '' if unknown.
     what: for a surprise, what happens; for communication that a layer declares, its purpose.
   """
@@ -50,7 +50,7 @@ class Cause:
 
   @property
   def expected(self) -> bool:
-    """Whether the declarations ask for it."""
+    """Whether it follows from the declarations, and so is no surprise."""
     return self.reason.expected
 
   def __str__(self) -> str:

@@ -1,11 +1,12 @@
-"""cheapest: finds the chips, their number and the settings with which a run takes little money and time.
+"""cheapest: finds the chips, their number and the settings with which a run costs little money and time.
 
-    offers       each kind of chip at its price, in several numbers
+    offers       each kind of chip at its price, in several numbers of chips
     estimates    two settings on each offer, by formulas: the experiment's own and the best on a smaller offer, with a
-                 mesh that fits; then a search on each of the offers that promise most
-    compiled     the offers that promise most, one after the other; each corrects the estimates of its kind of chip
+                 mesh that fits; then a search on each of the most promising offers
+    compiled     the most promising offers, one after the other; each corrects the estimates of its kind of chip
 
-The batch keeps its size, because another one trains another model. So a batch of few rows limits the number of chips.
+The batch size does not change, because another one trains another model. So a batch of few rows limits the number of
+chips.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from praxis_lite.instruments.plan.uncertainty import TimeFactors, time_factors
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-# A function that returns `plan`'s argument `elsewhere` for chips and overrides.
+# A function that returns `plan`'s argument `elsewhere`, given the chips and the overrides.
 ElsewhereOf = Callable[[Topology, Sequence[str]], Callable[[], None] | None]
 
-_MOST_ESTIMATES = 16  # For an offer.
-_FOR_ESTIMATES = 0.5  # Share of the time limit.
+_MOST_ESTIMATES = 16  # Settings to estimate in one search on an offer.
+_FOR_ESTIMATES = 0.5  # The share of the time limit that estimates may take.
 
 
 class Offer(NamedTuple):
@@ -56,9 +57,9 @@ class Goal(NamedTuple):
 
   Attributes:
     tokens: number of tokens to train on; None means 20 for each active parameter.
-    budget: the largest price; None if it does not matter.
-    seconds: the longest time; None if it does not matter.
-    loss: the loss that the tokens reach, with their range; None if the number of tokens is the goal itself.
+    budget: the highest price; None means no limit.
+    seconds: the longest time; None means no limit.
+    loss: the loss to reach, from which `tokens` follows, with its range; None if only the number of tokens is given.
   """
 
   tokens: float | None = None
@@ -74,11 +75,12 @@ class Option:
   Attributes:
     topology: the chips.
     overrides: overrides that apply the setting.
-    plan: plan of the compiled step, or by formulas.
-    step_seconds, peak: seconds of a step and peak bytes of a device; if not compiled, corrected by compiled steps.
+    plan: plan of the step, compiled or by formulas.
+    step_seconds, peak: seconds of a step and peak bytes of a device; compiled steps have corrected estimates.
     price: time and money of the run.
-    failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
-    tokens_range: the least and the largest quotient of the tokens that a loss may take and those of the price.
+    failure: why compiling failed, except for lack of memory; '' if it did not fail or was not tried.
+    tokens_range: the least and the largest number of tokens that may be needed to reach the goal's loss, divided by the
+      number in `price`.
   """
 
   topology: Topology
@@ -105,7 +107,7 @@ class Option:
 
   @property
   def factors(self) -> TimeFactors | None:
-    """The known quotients of the real time, and therefore money, and the planned one."""
+    """The least and the largest quotient of real and planned time, and so of money; None if not known."""
     known, tokens = time_factors(self.topology, self.is_compiled), self.tokens_range
     if tokens == (1.0, 1.0):
       return known
@@ -113,11 +115,11 @@ class Option:
     return TimeFactors(least * tokens[0], largest * tokens[1])
 
   def largest(self, value: float) -> float:
-    """Returns what the planned time or money may become at most, by the errors of earlier plans and of tokens."""
+    """Returns the most that a planned time or price may become, by the errors of earlier plans and of the tokens."""
     return value * (self.factors.largest if self.factors else 1.0)
 
   def is_beaten_by(self, other: Option) -> bool:
-    """Whether another option is no slower and no dearer, and better in one of the two."""
+    """Whether another option is at most as slow and as expensive, and better in time or money."""
     mine, theirs = (self.seconds, self.money), (other.seconds, other.money)
     return theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]
 
@@ -129,7 +131,7 @@ class CheapestRun:
   Attributes:
     goal: the goal, with its number of tokens.
     options: one option for each offer on which a setting fits, the cheapest first.
-    left_out: why other offers have no option, by their names.
+    left_out: for each other offer, by its name, why it has no option.
     estimates: the number of settings that were estimated.
   """
 
@@ -140,7 +142,7 @@ class CheapestRun:
 
   @property
   def frontier(self) -> list[Option]:
-    """The options that no other beats, the cheapest first."""
+    """The options that no other option beats, the cheapest first."""
     return [option for option in self.options if not any(option.is_beaten_by(other) for other in self.options)]
 
   @property
@@ -154,9 +156,9 @@ class CheapestRun:
 
 
 def excess(option: Option, goal: Goal, *, at_most: bool = False) -> float:
-  """Returns the larger quotient of money and budget, and of time and limit; at most 1 if the option reaches the goal.
+  """Returns the larger of money / budget and time / limit, which is at most 1 if the option reaches the goal.
 
-  `at_most` takes the largest time and money by the errors of earlier plans.
+  With `at_most`, time and money are the most that they may become; see `Option.largest`.
   """
   factor = option.largest(1.0) if at_most else 1.0
   shares = [option.money / goal.budget] if goal.budget is not None else []
@@ -180,7 +182,7 @@ def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
 
 
 def offers_of(kinds: Sequence[Offer], numbers: Sequence[int]) -> list[Offer]:
-  """Returns offers of each kind of chip in these numbers of chips, without numbers in which it does not come.
+  """Returns an offer for each kind and number of chips, except numbers in which a kind is not available.
 
   Args:
     kinds: an offer of each kind, with any number of chips.
@@ -204,7 +206,7 @@ def find_cheapest(
   elsewhere: ElsewhereOf | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> CheapestRun:
-  """Returns what a run takes on each offer, with the best known setting on it.
+  """Returns the time and price of a run on each offer, with the best known setting on it.
 
   Args:
     task, inputs, cache, report: see `plan`.
@@ -216,14 +218,14 @@ def find_cheapest(
     elsewhere: makes another process compile; see `ElsewhereOf`. None compiles in this process.
 
   Raises:
-    UserError: the experiment has no batches of tokens, or it can be planned on none of the offers.
+    UserError: the batches have no tokens, or the experiment cannot be planned on any of the offers.
   """
   found = _Search(configure_task(task, inputs), goal, interruptions, cache, elsewhere, report)
   return found.run(offers, verify, seconds)
 
 
 class _Setting(NamedTuple):
-  """A setting on an offer, by formulas."""
+  """A setting on an offer, with its plan by formulas."""
 
   offer: Offer
   overrides: tuple[str, ...]
@@ -242,13 +244,13 @@ class _Search:
   report: Callable[[str], object]
 
   def __post_init__(self) -> None:
-    self._settings: dict[str, list[_Setting]] = {}  # Those of an offer that may fit, by its name.
+    self._settings: dict[str, list[_Setting]] = {}  # The settings that may fit, by the name of the offer.
     self._compiled: dict[tuple[str, tuple[str, ...]], Plan] = {}
     self._failed: dict[tuple[str, tuple[str, ...]], str] = {}
-    self._corrections: dict[str, Correction] = {}  # By the name of a chip.
+    self._corrections: dict[str, Correction] = {}  # By the name of the chip.
     self._left_out: dict[str, str] = {}
     self._estimates = 0
-    self._lowered = LoweredSteps()  # Kinds of GPUs share them, and so do searches of one offer.
+    self._lowered = LoweredSteps()  # Shared by different kinds of GPUs, and by all searches on an offer.
 
   def run(self, offers: Sequence[Offer], verify: int, seconds: float) -> CheapestRun:
     start = time.monotonic()
@@ -267,7 +269,7 @@ class _Search:
   # ---------------------------------------------------------------- estimates
 
   def _estimate_all(self, offers: Sequence[Offer]) -> None:
-    """Estimates a setting for each offer, and more if that does not fit: offers with few chips first, of all kinds."""
+    """Estimates a setting for each offer, and more if it does not fit; offers with few chips come first."""
     least, before = self._state_bytes(), dict[str, tuple[str, ...]]()
     given_up: dict[str, str] = {}
     first_error: UserError | None = None
@@ -290,7 +292,7 @@ class _Search:
       raise first_error
 
   def _estimate_first(self, offer: Offer, before: tuple[str, ...]) -> None:
-    """Estimates the experiment's own setting and that of a smaller offer, and more settings if neither fits."""
+    """Estimates the experiment's own setting and the best of a smaller offer, and more settings if neither fits."""
     try:
       found = self._estimate(offer, (), 1)
     except UserError:
@@ -305,7 +307,7 @@ class _Search:
       self._estimate(offer, before, _MOST_ESTIMATES)
 
   def _estimate_more(self, end: float) -> None:
-    """Estimates more settings of the offers that promise most, until the time `end`."""
+    """Estimates more settings of the most promising offers, until the time `end`."""
     done: set[str] = set()
     while time.monotonic() < end:
       name = next((option.topology.name for option in self._promising() if option.topology.name not in done), None)
@@ -316,7 +318,7 @@ class _Search:
       self._estimate(setting.offer, setting.overrides, _MOST_ESTIMATES)
 
   def _estimate(self, offer: Offer, before: tuple[str, ...], number: int) -> bool:
-    """Estimates `number` settings on an offer, from overrides on; returns whether there is one that fits."""
+    """Estimates `number` settings on an offer, starting with the overrides `before`; returns whether any fits."""
     name, config = offer.topology.name, self.config.change(before)
     self.report(f'estimating {name}, {self._estimates} settings so far')
     found = search(config.explained, config.inputs, offer.topology, verify=0, estimates=number, lowered=self._lowered)
@@ -336,19 +338,19 @@ class _Search:
     return bool(settings)
 
   def _state_bytes(self) -> float:
-    """Returns the bytes of the state in the memory of all devices together; 0 if it is not known."""
+    """Returns the bytes of the whole state in device memory; 0 if they are not known."""
     try:
       one = self.config.change(made_to_fit(self.config.task, parse_topology('cpu:1'))[0])
       task, inputs = task_and_inputs(one.explained, one.inputs)
       state = state_bytes(PartitionedTask(task, dict(inputs or {}), mesh=abstract_mesh(task.mesh_sizes(1))))
-    except (UserError, ValueError):  # Such as stages that need their axis.
+    except (UserError, ValueError):  # For example, pipeline stages need their mesh axis.
       return 0.0
     return float(state.parameters + state.slots + state.averages)
 
   # ---------------------------------------------------------------- what is compiled
 
   def _promising(self) -> list[Option]:
-    """Returns all options, in the order in which it helps the decision to know them better."""
+    """Returns all options, ordered by how much a better estimate of them helps the decision."""
     ordered = order_options([*self._options().values()], self.goal)
     if self.goal.budget is not None or self.goal.seconds is not None or not ordered:
       return ordered
@@ -380,7 +382,7 @@ class _Search:
   # ---------------------------------------------------------------- options
 
   def _options(self) -> dict[str, Option]:
-    """Returns the best setting of each offer by all that is known, by the offer's name."""
+    """Returns the best known setting of each offer, by the offer's name."""
     found = {}
     for name, settings in self._settings.items():
       options = [option for option in map(self._option, settings) if option.peak <= option.plan.memory.capacity]
@@ -414,5 +416,5 @@ class _Search:
 
 
 def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-  """Returns overrides without those that a later one replaces."""
+  """Returns the last of the overrides of each field."""
   return tuple({line.partition('=')[0]: line for line in overrides}.values())

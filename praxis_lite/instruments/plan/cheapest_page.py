@@ -1,4 +1,4 @@
-"""The result of `find_cheapest` as one self-contained HTML page: time against money, and a table."""
+"""The result of `find_cheapest` as one self-contained HTML page: a plot of time against money, and a table."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _NO_LIMIT = 'no limit'  # A loss that may never be reached.
 
 
 def format_cheapest(found: CheapestRun, command: Sequence[str] = ('praxis-lite', 'plan')) -> str:
-  """Returns a table of the options, which one to take, and what was left out.
+  """Returns a table of the options, a recommendation, and the offers that were left out.
 
   Args:
     found: the options.
@@ -63,13 +63,13 @@ def _range(form: Callable[[float], str], value: float, option: Option) -> str:
 
 
 def most_text(form: Callable[[float], str], option: Option, value: float) -> str:
-  """Returns what a planned time or money may become at most, in the form `form`."""
+  """Returns the most that a planned time or price may become, as `form` formats it."""
   largest = option.largest(value)
   return _NO_LIMIT if math.isinf(largest) else form(largest)
 
 
 def format_money(value: float) -> str:
-  """Returns a price without a currency: three digits, or whole numbers from 100 on."""
+  """Returns a price without a currency: three digits below 100, whole numbers from 100."""
   return f'{value:,.0f}' if value >= 100 else f'{value:,.3g}'
 
 
@@ -78,20 +78,20 @@ def mark_of(option: Option) -> str:
 
 
 def setting_text(option: Option) -> str:
-  """Returns the mesh of an option, and the end of each other override."""
+  """Returns an option's mesh and its other overrides, without the first parts of their paths."""
   changes = [line for line in option.overrides if 'mesh_shape' not in line]
   return ', '.join([format_axes(option.plan.mesh), *(line.rpartition('.')[2] for line in changes)])
 
 
 def format_reached(option: Option, goal: Goal) -> str:
-  """Returns 'yes' if an option reaches the goal, 'as planned' if earlier errors leave that open, or 'no, 1.3 x'."""
+  """Returns 'yes' if an option surely reaches the goal, 'as planned' if it may miss it, or 'no, 1.3 x'."""
   if (missed := excess(option, goal)) > 1:
     return f'no, {missed:.3g} x'
   return 'yes' if excess(option, goal, at_most=True) <= 1 else 'as planned'
 
 
 def format_goal(goal: Goal) -> str:
-  """Returns what has to be reached, such as '1.00T tokens within 30.0 d for at most 50,000'."""
+  """Returns the goal as text, such as '1.00T tokens within 30.0 d for at most 50,000'."""
   tokens = '' if goal.tokens is None else f'{short_number(goal.tokens)} tokens'
   tokens = tokens if goal.loss is None else f'a loss of {goal.loss.loss:g}, {tokens} ({format_tokens(goal.loss)})'
   within = '' if goal.seconds is None else f' within {duration(goal.seconds)}'
@@ -100,7 +100,7 @@ def format_goal(goal: Goal) -> str:
 
 
 def recommendation(found: CheapestRun) -> list[str]:
-  """Returns which option to take, what is uncertain about it, and what was looked at, as lines."""
+  """Returns lines that say which option to take, what is uncertain about it, and how many options were compared."""
   best, goal = found.best, found.goal
   if best is None:
     return [f'no setting fits on any of the {len(found.left_out)} numbers of chips']
@@ -141,7 +141,7 @@ def _doubts(found: CheapestRun, best: Option) -> Iterator[str]:
 
 
 def left_out_lines(found: CheapestRun) -> list[str]:
-  """Returns why offers were left out, with all offers of one reason in one line."""
+  """Returns why offers were left out, with one line for each reason."""
   names: dict[str, list[str]] = {}
   for name, reason in found.left_out.items():
     names.setdefault(reason, []).append(name)

@@ -18,14 +18,12 @@ from praxis_lite.instruments.plan.planning import Plan
 
 # The environment variable that tells a child the directory for its compiled program.
 VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
-# Time limit of a compilation.
-_SECONDS = 3 * 3600.0
-# How often a child looks whether its parent still exists.
-_POLL_SECONDS = 0.5
+_SECONDS = 3 * 3600.0  # Time limit of a compilation.
+_POLL_SECONDS = 0.5  # How often a child checks that its parent still exists.
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
-  """Runs `command`, which makes the same plan and stores its compiled program in `cache`.
+  """Runs `command`, which makes the same plan in a child process, and stores its compiled program in `cache`.
 
   Raises:
     CompileError: the compiler refused the step, the process ended early, or it exceeded the time limit.
@@ -58,7 +56,7 @@ def outcome_of(plan: Plan | InferencePlan) -> str:
 
 
 def end_with_parent() -> None:
-  """Ends this process soon after the process that started it, however that one ended."""
+  """Makes this process end soon after its parent ends, for whatever reason."""
   parent = os.getppid()
 
   def watch() -> None:

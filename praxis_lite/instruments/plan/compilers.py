@@ -78,7 +78,7 @@ class CompileError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-  """What plans keep of a compiled step.
+  """The facts about a compiled step that plans use.
 
   Attributes:
     text: XLA's optimized HLO.
@@ -86,7 +86,7 @@ class CompiledStep:
     seconds: compile time.
     is_cached: whether an earlier plan compiled it.
     messages: warnings of XLA's partitioner.
-    added_flags: XLA flags that the step was compiled with only because there is no GPU here.
+    added_flags: XLA flags that were needed to compile the step only because this machine has no GPU.
   """
 
   text: str
@@ -165,13 +165,13 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
     options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
   name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
   devices = topologies.get_topology_desc(platform='tpu', topology_name=name, **options).devices
-  if target.devices_per_chip == 1:  # JAX makes one device of a chip's two cores.
+  if target.devices_per_chip == 1:  # JAX treats a chip's two cores as one device.
     return [d for d in devices if getattr(d, 'core_on_chip', 0) == 0]
   return list(devices)
 
 
 def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
-  """Returns the place of each device in `devices`, in that order; see `Topology.places`."""
+  """Returns the coordinates of each device in `devices`, in that order; see `Topology.places`."""
   target = topology.target
   if target.kind == 'tpu':
     coordinates: list[Any] = [d.coords for d in devices]
@@ -195,7 +195,7 @@ def compile_step(
     step: a step on a mesh of the devices of `topology`.
     layers: paths of the layers of the model.
     cache: a directory of compiled programs; None disables the cache.
-    elsewhere: called if the step is not in the cache; makes another process compile the step into the cache.
+    elsewhere: makes another process compile the step into the cache; called if the step is not there.
     report: called with the name of each stage as it begins: 'tracing', 'compiling'.
 
   Raises:
@@ -238,7 +238,7 @@ def compile_step(
 
 
 def pretend_cudnn_for_plans() -> contextlib.AbstractContextManager[None]:
-  """Allows tracing fused attention without cuDNN. JAX asks for its version, but compiling does not need the library."""
+  """Allows tracing fused attention without cuDNN. JAX reads cuDNN's version, but compiling does not need cuDNN."""
   return pretend_cudnn(_CUDNN_VERSION)
 
 
@@ -275,7 +275,7 @@ def _compile(
   return compiled, text, [*added]
 
 
-# Flags for programs that the GPU compiler refuses only because there is no GPU, by a part of its error.
+# Flags for programs that the GPU compiler refuses only because this machine has no GPU, by a part of its error.
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
   # Since JAX 0.11, it asks the GPU for the scratch memory of CUB's sort. XLA's own sort replaces it.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},

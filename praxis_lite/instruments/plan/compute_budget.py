@@ -1,7 +1,7 @@
-"""The best size for an amount of compute, by a law of scaling.
+"""The best model size for an amount of compute, by a scaling law.
 
-With C = 6 N D operations for training N parameters on D tokens, the least L(N, D) = E + A / N^alpha + B / D^beta is at
-(Hoffmann et al., 2022, section 3.3)
+Training N parameters on D tokens takes C = 6 N D operations. For a given C, L(N, D) = E + A / N^alpha + B / D^beta is
+least at (Hoffmann et al., 2022, section 3.3)
 
     N = G (C / 6)^(beta / (alpha + beta))     D = (C / 6)^(alpha / (alpha + beta)) / G
     G = (alpha A / (beta B))^(1 / (alpha + beta))
@@ -22,12 +22,12 @@ Range = tuple[float, float]
 
 
 class BestSize(NamedTuple):
-  """The size with the least loss for an amount of compute, each figure with the range of resampled fits.
+  """The model size with the least loss for an amount of compute, with ranges.
 
   Attributes:
     flops: operations of the whole training.
     parameters, tokens, loss: the size, and its loss by the law.
-    of_parameters, of_tokens, of_loss: the ranges in which 90 % of fits to resampled losses have them.
+    of_parameters, of_tokens, of_loss: the ranges of these three that contain 90 % of the fits to resampled losses.
   """
 
   flops: float
@@ -58,7 +58,7 @@ def best_loss(law: ScalingLaw, flops: float) -> float:
 
 
 def growth_of_parameters(law: ScalingLaw) -> float:
-  """Returns the exponent with which the best number of parameters grows with compute; that of tokens is 1 minus it."""
+  """Returns the exponent a of compute in the best number of parameters; in the best number of tokens, it is 1 - a."""
   return law.beta / (law.alpha + law.beta)
 
 

@@ -36,8 +36,8 @@ class Operation:
   """An instruction that each device runs, or a fusion of several instructions.
 
   Attributes:
-    name, opcode: the name and the opcode in the program.
-    layer: path of its layer; '' if it has none.
+    name, opcode: its name and opcode in the program.
+    layer: path of its layer; '' if it belongs to no layer.
     phase: 'forward', 'backward', 'recomputed' (rematerialized in the backward pass) or 'update'.
     count: executions in a step.
     flops, bytes, seconds: cost of one execution.
@@ -110,7 +110,7 @@ class Span:
   Attributes:
     name: name of the `Operation`, the `Communication` or the loop.
     start, end: seconds since the start of the step, or of the iteration of the loop that contains it.
-    rounds: number of iterations of a loop, which may be a mean of devices; 0 if it is not a loop.
+    rounds: number of iterations of a loop, which may be a mean over devices; 0 if it is not a loop.
     inside: the spans of one iteration.
   """
 
@@ -328,13 +328,13 @@ class _CostModel:
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
-    """Adds an operation that begins at `begins`, by default at the end of `line`. Returns its seconds."""
+    """Adds an operation that begins at the time `begins`, by default the end of `line`. Returns its seconds."""
     products = list(products_of(instruction, computation, self.program, self.hidden))
     moved = bytes_of(instruction, computation, self.program)
     if not products and not moved:
       return 0.0
     seconds = operation_seconds(self.target, products, moved)
-    # XLA names a fusion after its last operation. The name of its most expensive product says more about its purpose.
+    # XLA names a fusion after its last operation. The name of its most expensive product tells more about it.
     name = max(products, key=lambda p: p.flops).op_name if products else ''
     name = name or self._name(instruction, computation)
     flops = sum(p.flops for p in products)
@@ -345,7 +345,7 @@ class _CostModel:
     return seconds
 
   def _name(self, instruction: Instruction, computation: Computation) -> str:
-    """Returns the name of an operation. If XLA dropped it, returns that of an operand in the loop, or of the loop."""
+    """Returns the name of an operation; if XLA dropped it, the name of an operand in the loop, or of the loop."""
     name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
     of_loop = not loop or name.startswith(loop.rpartition('/')[0])
     return name if instruction.op_name or of_loop else loop

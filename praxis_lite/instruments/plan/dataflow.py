@@ -1,7 +1,7 @@
 """Traces values of a program back to its arguments, through casts, slices, transposes, fusions and loops.
 
-A computed value comes from no argument. So a gathered weight can be told from a gathered activation, however XLA
-transforms them.
+A value that the program computes comes from no argument. This distinguishes a gathered weight from a gathered
+activation, however XLA transforms them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-s
 _KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
 _PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
 
-# The operand that may only fill up the second operand. XLA gathers uneven parts by a sum of filled arrays.
+# The number of the operand that may be only padding. XLA gathers uneven parts as a sum of padded arrays.
 _FILLERS = {'dynamic-update-slice': 0, 'select': 2}
 
 Index = tuple[int, ...]  # The index of an element of a nested tuple.
@@ -52,14 +52,14 @@ class Dataflow:
     filler = _FILLERS.get(origin.opcode)
     if filler is not None and self._is_fill(computation.operands(origin)[filler], computation):
       return self.argument(computation.operands(origin)[1], computation)
-    if origin.opcode == 'concatenate':  # XLA joins small collectives; the first part stands for all.
+    if origin.opcode == 'concatenate':  # XLA joins small collectives; the first part represents all.
       parts = [self.argument(operand, computation) for operand in computation.operands(origin)]
       return parts[0] if all(parts) else ''
     is_argument = origin.opcode == 'parameter' and computation is self._program.entry
     return argument_path(origin.op_name) if is_argument else ''
 
   def _is_fill(self, instruction: Instruction, computation: Computation) -> bool:
-    """Whether all elements of an array are equal."""
+    """Whether an array is a constant repeated for all elements."""
     return self._origin(instruction, computation)[0].opcode in ('broadcast', 'constant')
 
   def _origin(

@@ -2,8 +2,7 @@
 
 Every dimension of a weight or activation has a role: the rows of a batch, the positions of its sequences, or features
 of some size. Declarations should split dimensions of one role over the same axes. For each axis and role, every
-declaration votes on whether the role is split over the axis; those in the minority are the suspects. No vote comes
-from:
+declaration votes on whether the role is split over the axis; the minority are the suspects. There is no vote from
 
     features of an array that splits another dimension over the axis
     weights, about the axes of the batch, because fully sharded training gathers weights where they are used
@@ -113,7 +112,7 @@ class Declarations:
     return [w for w in self.weights if w.path in wanted]
 
   def weights_near(self, layers: Collection[str]) -> list[Declaration]:
-    """Returns the weights of some layers and their children; if there are none, of the layers that contain them."""
+    """Returns the weights of some layers and their children; if these have none, of the layers that contain them."""
     found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
     return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
 
@@ -122,7 +121,7 @@ class Declarations:
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def row_axes(self, activations: Iterable[Declaration]) -> set[str]:
-    """Returns the axes that split the rows of any of these activations, in addition to those of the batch."""
+    """Returns the axes that split the rows of the batch or of any of these activations."""
     return {axis for a in activations for axes, role in zip(a.axes, a.roles) if role == ('rows', 0) for axis in axes}
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
@@ -151,10 +150,10 @@ class Declarations:
   # ---------------------------------------------------------------- what disagrees
 
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
-    """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
+    """Returns the declaration nearest to `layers` that contradicts others about `axes`, and a list of the others.
 
-    If several are equally near, it returns the one that most others contradict. The others declare the same role; the
-    nearest come first. If all declarations agree, it returns None and an empty list.
+    Of equally near declarations, it is the one that most others contradict. The others declare the same role; the
+    nearest come first. If all declarations agree, the result is None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):

@@ -1,10 +1,10 @@
-"""Corrects the times of plans by runs that were measured: plans of a kind of chip learn from steps that ran on it.
+"""Corrects the times of plans for a kind of chip by the measured times of runs on it.
 
     praxis-lite plan --job_log_dir=runs/1 --measured
 
-compares a run with its plan and keeps the quotients of the two times and memories. `train` does so at its end, for
-plans by formulas. Later plans for the chip multiply all times by the typical quotient, which is the geometric mean.
-Those of compiled steps and those of formulas are kept apart.
+compares a run with its plan, and stores the quotients of measured and planned time and memory. `train` does the same
+when it ends, for plans by formulas. Later plans for the chip multiply all times by the geometric mean of the quotients.
+Quotients of compiled plans and of plans by formulas are kept apart.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Measurement(NamedTuple):
   Attributes:
     run: its directory.
     step_seconds: the typical time of a step, without waits for inputs.
-    num_steps: the number of steps that it was measured on.
-    device_peak: largest memory of a device in bytes; None if the platform does not report it.
+    num_steps: the number of measured steps.
+    device_peak: peak memory of a device in bytes; None if the platform does not report it.
     input_wait: the share of the time that the run waited for inputs.
   """
 
@@ -43,11 +43,11 @@ class Measurement(NamedTuple):
 
 
 class Learned(NamedTuple):
-  """What was measured divided by what was planned, of one run.
+  """The measured figures of one run divided by the planned ones.
 
   Attributes:
-    time, memory: the quotients of the time of a step and of its memory; memory is None if it was not reported.
-    chips: the number of chips; None if it was not kept.
+    time, memory: the quotients for the time of a step and for its memory; memory is None if it was not reported.
+    chips: the number of chips; None if the file is from a version that did not store it.
   """
 
   time: float
@@ -56,12 +56,12 @@ class Learned(NamedTuple):
 
 
 def experience_file() -> Path:
-  """Returns the path of the file in which `praxis-lite plan --measured` keeps what it learns."""
+  """Returns the path of the file in which `praxis-lite plan --measured` stores quotients."""
   return cache_folder() / 'measured_runs.json'
 
 
 def remember(file: Path, plan: Plan, measured: Measurement) -> None:
-  """Keeps the quotient of the measured and the planned time; a second measurement of a run replaces its first.
+  """Stores the quotients of measured and planned time and memory; a second measurement of a run replaces the first.
 
   Args:
     file: see `experience_file`.
@@ -78,7 +78,7 @@ def remember(file: Path, plan: Plan, measured: Measurement) -> None:
 
 
 def is_typical(plan: Plan, measured: Measurement) -> bool:
-  """Whether a run says something about the chip: its steps are many and long, and not far from the plan."""
+  """Whether a run tells something about the chip: it has many steps, which are long and not far from the plan."""
   if not plan.is_time_known or measured.num_steps < _FEWEST_STEPS or plan.step_seconds < _SHORTEST_STEP:
     return False
   return 1 / _FARTHEST < measured.step_seconds / plan.step_seconds < _FARTHEST
@@ -88,7 +88,7 @@ _FEWEST_STEPS, _SHORTEST_STEP, _FARTHEST = 50, 0.005, 4.0
 
 
 def format_experience(file: Path) -> str:
-  """Returns what plans have learned, by chip and mode: the number of runs, the typical quotient and its spread."""
+  """Returns a table of the stored quotients by chip and mode: the number of runs, the mean and the spread."""
   rows = [('chip', 'plans', 'runs', 'chips of each', 'step / planned', 'range', 'spread', 'memory / planned')]
   for kind, runs in sorted(_read(file).items()):
     chip, _, mode = kind.partition(' ')
@@ -119,10 +119,10 @@ def apply_experience(topology: Topology, file: Path, mode: str) -> Topology:
   Args:
     topology: the chips.
     file: see `experience_file`.
-    mode: 'compiled' or 'analytic': how the plans are made.
+    mode: how the plans are made, 'compiled' or 'analytic'.
 
   Raises:
-    UserError: `file` does not have the format that `keep` writes.
+    UserError: `file` does not have the format that `remember` writes.
   """
   quotients = [one.time for one in _read(file).get(_kind(topology, mode), {}).values()]
   if not quotients:
@@ -176,7 +176,7 @@ def _read(file: Path) -> dict[str, dict[str, Learned]]:
 
 
 def _parse(one: object) -> Learned:
-  """Returns what was kept of a run; files of earlier versions have only the quotient of times."""
+  """Returns the stored quotients of a run; files of earlier versions have only the quotient of times, a number."""
   learned = Learned(**one) if isinstance(one, dict) else Learned(one)  # type: ignore[arg-type]
   numbers = [learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)]
   if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers):

@@ -25,7 +25,7 @@ from praxis_lite.sharding.specs import all_axes
 def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence about the change.
 
-  Both are empty if the mesh has the right number of devices already, and the sentence is empty if a size was -1.
+  Both are empty if the mesh already has the right number of devices. The sentence is empty if a size was -1.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)
@@ -52,7 +52,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
 
 
 def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, int]:
-  """Returns a mesh of `devices` devices: each axis keeps what it can of its size, and axis `rest` takes the rest."""
+  """Returns a mesh of `devices` devices: axes keep common factors with that number, and axis `rest` takes the rest."""
   fitted, left = dict(sizes), devices
   for name in sizes:
     if name != rest:

@@ -16,26 +16,25 @@ from __future__ import annotations
 import dataclasses
 import math
 
-# What a device copies to its host in a second, while a save stalls the run; an assumption, half of PCIe 4.0 x16.
+# Bytes per second that a device copies to its host while a save stalls the run; an assumption, half of PCIe 4.0 x16.
 _TO_HOST = 12e9
-# What a save stalls a run for at least: its hosts wait for each other and start to copy; an assumption.
+# The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
-# The share of the kept work from which on another interval between saves is advised.
+# Another interval between saves is advised if it raises the share of useful work by at least this share of it.
 _FAR = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Interruptions:
-  """What stops a run for a while.
+  """What interrupts a run.
 
   Attributes:
-    failures_per_chip_day: failures in a day of a chip and its share of the host and the network. The default is what
-      the training of Llama 3 405B saw: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table
-      5).
+    failures_per_chip_day: failures per day of a chip and its share of the host and the network. The default is from
+      the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
     restart_seconds: seconds from a failure to the first new step.
     save_seconds: seconds that a save stalls the run; None derives it from the state on a device.
-    input_wait_share: share of the time of steps that a run also waits for its inputs.
+    input_wait_share: waits for inputs, as a share of the time of the steps.
   """
 
   failures_per_chip_day: float = 419 / 54 / 16384
@@ -49,12 +48,12 @@ EXPECTED = Interruptions()
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedGoodput:
-  """What interruptions do to a run.
+  """The effect of interruptions on a run.
 
   Attributes:
     seconds_to_failure: mean time between failures of any of the chips.
-    save_seconds: how long a save stalls the run.
-    save_interval: the best time of work between saves, in seconds.
+    save_seconds: seconds that a save stalls the run.
+    save_interval: the best interval between saves, in seconds of work.
     share: expected share of the time that is useful work, with this interval.
   """
 
@@ -65,10 +64,10 @@ class ExpectedGoodput:
 
 
 def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXPECTED) -> ExpectedGoodput:
-  """Returns what interruptions do to a run.
+  """Returns the effect of interruptions on a run.
 
   Args:
-    chips: the number of chips; a failure of any one stops the run.
+    chips: the number of chips; a failure of any chip stops the run.
     bytes_to_save: the state on one device.
     interruptions: how often the run stops, and for how long.
   """
@@ -85,7 +84,7 @@ def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXP
 
 
 def best_interval(save_seconds: float, mean: float) -> float:
-  """Returns the seconds of work between saves that take the least time; `mean` is the mean time between failures."""
+  """Returns the best interval between saves, in seconds of work; `mean` is the mean time between failures."""
   if save_seconds >= 2 * mean:
     return mean
   x = save_seconds / (2 * mean)
@@ -93,8 +92,8 @@ def best_interval(save_seconds: float, mean: float) -> float:
 
 
 def useful_share(interval: float, save_seconds: float, mean: float, restart_seconds: float) -> float:
-  """Returns the expected share of the time that is work which is kept."""
-  if interval + save_seconds + restart_seconds > 600 * mean:  # Some exp(600) times as long: it never ends.
+  """Returns the expected share of the time that is useful work, which no failure loses."""
+  if interval + save_seconds + restart_seconds > 600 * mean:  # Takes about exp(600) times as long, so never ends.
     return 0.0
   if interval + save_seconds == 0:
     return math.exp(-restart_seconds / mean)
@@ -103,11 +102,11 @@ def useful_share(interval: float, save_seconds: float, mean: float, restart_seco
 
 
 def advise_interval(found: ExpectedGoodput, seconds: float, restart_seconds: float) -> str:
-  """Returns a sentence if another interval between saves would keep clearly more of the work; '' otherwise.
+  """Returns a sentence if another interval between saves would clearly lose less work; '' otherwise.
 
   Args:
-    found: what failures and saves do to the run.
-    seconds: the time of work between saves that the config asks for.
+    found: the effect of failures and saves on the run.
+    seconds: the interval between saves in the config, in seconds of work.
     restart_seconds: seconds from a failure to the first new step.
   """
   best = found.save_interval
@@ -116,7 +115,7 @@ def advise_interval(found: ExpectedGoodput, seconds: float, restart_seconds: flo
   most, share = (
     useful_share(each, found.save_seconds, found.seconds_to_failure, restart_seconds) for each in (best, seconds)
   )
-  if most - share < _FAR * most or most < _FAR:  # A run that gets nowhere does not need this advice.
+  if most - share < _FAR * most or most < _FAR:  # A run that makes hardly any progress needs other advice.
     return ''
   what = 'too rare: a failure loses more work' if seconds > best else 'too frequent: saves stall the run more'
   return (

@@ -21,7 +21,7 @@ _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 _INSTRUCTION = re.compile(
   r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^()]*(?:\((?:[^()]|\([^()]*\))*\)[^()]*)*)\)(.*)$'
 )
-_CONTINUED = re.compile(r'\n(?="|\}\})')  # The metadata of a TPU kernel has lines of its own.
+_CONTINUED = re.compile(r'\n(?="|\}\})')  # The metadata of a TPU kernel continues on further lines.
 _OPERAND = re.compile(r'%([\w.\-]+)')
 _CALLED = re.compile(
   r'(?:calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation)'
@@ -37,7 +37,7 @@ _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
 _MESH_AXIS = re.compile(
   r"'([^']+)'(?::\((\d+)\)(\d+))?"
-)  # A part of an axis is written as the size of the parts before it, and its own size.
+)  # Part of an axis is written 'name':(m)n, with the size m of the parts before it, and its size n.
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -104,7 +104,7 @@ class Instruction:
 
   @property
   def layout(self) -> str:
-    """The order of the dims of its result in memory, such as '1,0', the fastest first; '' if the program has none."""
+    """The order of the dims of its result in memory, the fastest first, such as '1,0'; '' if the text gives none."""
     found = re.search(r'\{([\d,]+)', self._result)
     return found[1] if found else ''
 
@@ -206,7 +206,7 @@ class CompiledProgram:
     return [self.computations[name] for name in instruction.called_computations if name in self.computations]
 
   def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
-    """Returns the instruction behind bitcasts and in-place copies of TPU fusions, which only rename its value."""
+    """Returns the instruction that computes a value, behind bitcasts and in-place copies of TPU fusions."""
     while self.is_view(instruction) and (operands := computation.operands(instruction)):
       instruction = operands[0]
     return instruction
@@ -300,8 +300,8 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
 def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
   """Returns the result and the opcode of a half of an asynchronous fusion as if it ran in order.
 
-  XLA for GPUs starts some fusions on a stream of their own, `((operands), result, u32[]) fusion-start(...)`. They need
-  the same memory bandwidth as the operations beside them, so little is gained, and nothing in a plan.
+  XLA for GPUs runs some fusions on separate streams, `((operands), result, u32[]) fusion-start(...)`. They compete for
+  memory bandwidth with the operations that run at the same time, so plans assume that this saves no time.
   """
   if opcode == 'fusion-done':
     return result, 'bitcast'
@@ -309,7 +309,7 @@ def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
 
 
 def _tuple_parts(result: str) -> list[str]:
-  """Returns the texts of the parts of a tuple's shape."""
+  """Returns the elements of a tuple's shape, as texts."""
   parts, depth = [''], 0
   for character in result.strip()[1:-1]:
     depth += (character in '({[') - (character in ')}]')
@@ -345,7 +345,10 @@ def _device_ids(dims: Sequence[int], transposed: str | None) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ...], ...]:
-  """Returns groups over mesh axes: "'a'=2,'b'=4", its devices as '[4,2]T(1,0)' or '0,4,1,5', and "'a','b':(1)2"."""
+  """Returns the groups over mesh axes, such as "'a','b':(1)2", of a mesh such as "'a'=2,'b'=4".
+
+  `order` says in which order the devices are in the mesh, such as '[4,2]T(1,0)' or '0,4,1,5'.
+  """
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   if order and (iota := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', order)):
     ids = _device_ids([int(n) for n in iota[1].split(',')], iota[2]).reshape(-1)
@@ -377,7 +380,7 @@ def _shape(text: str) -> ResultShape:
 
 
 def _comparison(program: CompiledProgram, condition: Computation) -> tuple[int, int] | None:
-  """Returns (index, bound) of a condition `state[index] < bound`; None for other conditions."""
+  """Returns (index, bound) for a condition `state[index] < bound`; None for other conditions."""
   root, compared = condition.root, condition
   given = condition.operands(root)
   if root.opcode == 'fusion' and (called := program.called_computations(root)):

@@ -4,8 +4,8 @@
     found.fits, found.first_token_seconds, found.token_seconds, found.largest_rows
     print(format_inference(found))
 
-The program reads all prompts at once, and then draws one token of each row at a time. It is planned like a train step:
-the compiler of the target compiles it, or formulas replace the compiler.
+The program reads all prompts at once, and then draws one token at a time for every row. It is planned like a train
+step: the compiler of the target compiles it, or formulas replace the compiler.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Requests(NamedTuple):
 
   Attributes:
     rows: number of prompts.
-    prompt_length: tokens of each prompt.
-    max_tokens: tokens after each prompt.
+    prompt_length: number of tokens in each prompt.
+    max_tokens: number of tokens to draw after each prompt.
   """
 
   rows: int
@@ -73,10 +73,10 @@ class InferencePlan:
   Attributes:
     name: name of the task.
     topology, mesh, mode, compile_seconds, is_cached, is_refused, notes, failure: see `Plan`.
-    requests: what is decoded.
+    requests: the batch of prompts.
     memory, cost: memory and cost of the program on each device.
     cache_bytes: bytes of the caches of all rows, on all devices together.
-    read_bytes: bytes of the weights of a device in the dtypes in which layers read them.
+    read_bytes: bytes of the weights on a device, in the dtypes in which layers read them.
     largest_rows: about how many rows fit, a multiple of the number of devices; at most 1,048,576.
   """
 
@@ -106,24 +106,24 @@ class InferencePlan:
 
   @property
   def first_token_seconds(self) -> float:
-    """The time from the prompts to the first token of all rows."""
+    """Seconds from the prompts to the first token of every row."""
     return self.cost.seconds - self._seconds_of_later_tokens
 
   @property
   def token_seconds(self) -> float | None:
-    """The time of each further token of all rows, with caches that are nearly full; None if there is only one token."""
+    """Seconds for one more token of every row, with nearly full caches; None if each row gets only one token."""
     later = self.requests.max_tokens - 1
     return self._seconds_of_later_tokens / later if later else None
 
   @property
   def least_token_seconds(self) -> float:
-    """The time to read the weights and the caches once, if each device reads its share at the chip's bandwidth."""
+    """Seconds to read weights and caches once, if each device reads its share at the chip's bandwidth."""
     moved = self.read_bytes + self.cache_bytes / self.topology.num_devices
     return moved / self.topology.target.device_bandwidth
 
   @property
   def tokens_per_second(self) -> float:
-    """The tokens that are drawn in a second, with the time for the prompts."""
+    """Drawn tokens per second; the time includes reading the prompts."""
     return self.requests.rows * self.requests.max_tokens / self.cost.seconds
 
   @property
@@ -146,13 +146,13 @@ def plan_inference(
   """Returns the memory and time of decoding on a topology.
 
   Args:
-    task: the config of the task of a language model. It draws as its `decoder_tpl` says.
+    task: the config of the task of a language model, whose `decoder_tpl` says how to draw tokens.
     topology: the chips, such as 'h100:1x8'.
-    requests: what is decoded.
+    requests: the batch of prompts.
     compile, cache, elsewhere, report: see `plan`.
 
   Raises:
-    ConfigError: the model is no language model with caches, or `requests` have more tokens than it sees at once.
+    ConfigError: the model is not a language model with caches, or `requests` have more tokens than its context.
     ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology
@@ -217,7 +217,7 @@ class _Planner:
     return dataclasses.replace(found, compile_seconds=compiled.seconds, is_cached=compiled.is_cached)
 
   def plan_lowered(self, notes: list[str], failure: str, refused: CompileError | None = None) -> InferencePlan:
-    """Returns the plan of the lowered program; arguments as in `plan`'s planner."""
+    """Returns the plan of the lowered program; see `planning._Planner.plan_lowered` for arguments."""
     self._report('tracing')
     memory, cost = self._estimate(self._requests.rows, refused.needs if refused else None)
     found = self._make('analytic', memory, cost, [*notes, UNCERTAIN])
@@ -245,12 +245,12 @@ class _Planner:
     return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
 
   def _largest_rows(self, memory: Memory) -> int:
-    """Returns about how many rows fit, by formulas that the memory of the plan corrects."""
-    requested, at_once = self._requests.rows, math.prod(self._mesh.values())  # Rows are filled up to a multiple of it.
+    """Returns about how many rows fit, by estimates that are corrected by the plan's memory."""
+    requested, at_once = self._requests.rows, math.prod(self._mesh.values())  # Rows are padded to a multiple of this.
     missing = memory.peak - self._estimate(requested, None)[0].peak
     few = -(-requested // at_once) * at_once
     rows = 2 * few
-    for _ in range(_ROUNDS):  # Memory is nearly linear in rows, but not close to the smallest numbers.
+    for _ in range(_ROUNDS):  # Memory is nearly linear in rows, except for few rows.
       sizes = [self._estimate(number, None)[0].peak + missing for number in (few, rows)]
       each = max((sizes[1] - sizes[0]) / (rows - few), 1)
       largest = int(rows + (memory.capacity - sizes[1]) / each) // at_once * at_once
@@ -276,7 +276,7 @@ class _Planner:
 
 
 def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = None) -> str:
-  """Returns a plan as text; with a price, also the cost of a million tokens."""
+  """Returns a plan as text; with the price of a chip-hour, also the price of a million tokens."""
   (rows, length, tokens), memory, topology = plan.requests, plan.memory, plan.topology
   weights, caches = memory.state.parameters, plan.cache_bytes
   lines = [

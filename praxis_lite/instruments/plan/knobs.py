@@ -29,9 +29,9 @@ class SharedKnob:
 
   Attributes:
     paths: paths of the fields.
-    own: the value in the experiment.
+    own: the experiment's own value.
     neighbours: function that returns the neighbours of a value.
-    kind: what the knob trades off.
+    kind: the kind of the knob.
   """
 
   paths: tuple[str, ...]
@@ -45,7 +45,7 @@ class SharedKnob:
 
 @dataclasses.dataclass(frozen=True)
 class Configured:
-  """The configs of an experiment, or only that of a task; and the shapes of a batch if the caller gave them."""
+  """The configs of an experiment, or only of its task, and the shapes of a batch if the caller gave them."""
 
   roots: Mapping[str, Any]
   inputs: Mapping[str, object] | None = None

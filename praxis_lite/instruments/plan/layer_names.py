@@ -11,8 +11,8 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.expected_trips import read_expected_trips
 from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS
 
-# JAX draws from a gamma distribution by rejection, for all rows until the last is accepted. A draw is accepted with a
-# probability of at least 95 % (Marsaglia and Tsang, 2000), so a batch of thousands takes about 3 rounds.
+# JAX draws from a gamma distribution by rejection, and repeats until the draws of all rows are accepted. A draw is
+# accepted with a probability of at least 95 % (Marsaglia and Tsang, 2000), so thousands of rows take about 3 rounds.
 _GAMMA, _DRAWS = 'jit(_gamma)', 3.0
 
 
@@ -50,7 +50,7 @@ class LayerNames:
     return tuple(self._path(f'{head}/{name}') for name in names)
 
   def _path(self, text: str) -> str:
-    """Returns the path of the layer that scopes are in: 'M/lm/while/body/ff/search/while' gives 'lm.ff'."""
+    """Returns the path of the layer in a name's scopes: 'M/lm/while/body/ff/search/while' gives 'lm.ff'."""
     below, path = self._tree, list[str]()
     for part in text.split('/'):
       if part in below:
@@ -60,7 +60,7 @@ class LayerNames:
 
   @staticmethod
   def phase(op_name: str) -> str:
-    """Returns 'forward', 'backward', 'recomputed' or 'update'; of a decoding program, 'prompts' or 'tokens'."""
+    """Returns 'forward', 'backward', 'recomputed' or 'update'; in a decoding program, 'prompts' or 'tokens'."""
     if READ_PROMPTS in op_name:
       return 'prompts'
     if NEXT_TOKEN in op_name:
@@ -85,9 +85,9 @@ class HiddenWork:
     self.paths: set[str] = set()  # Paths of the layers that answered.
 
   def loop_trips(self, op_name: str) -> float | None:
-    """Returns the trip count of a loop, as its layer gives it by `expected_trips`; None if it gives none.
+    """Returns the trip count that a layer declares for its loop with `expected_trips`; None if it declares none.
 
-    The loops in which JAX draws from gamma and beta distributions are known too.
+    For the loops in which JAX draws from gamma and beta distributions, the count is known too.
     """
     trips, path = read_expected_trips(op_name), self._names.layer(op_name)
     if trips is not None and path:
@@ -95,7 +95,7 @@ class HiddenWork:
     return _DRAWS if trips is None and _GAMMA in op_name else trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the FLOPs of a custom call, as its layer gives them.
+    """Returns the FLOPs that the layer of a custom call declares for it; 0 if it declares none.
 
     Args:
       op_name, target: name and target of the call.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from praxis_lite.layers.tokamax_attention import ATTENTION_KERNEL, kernel_flops
 
 _FUSED_ATTENTION = '__cudnn$fmha'
-_SPLASH = 'splash_mha_'  # Begins the names of the kernels for TPUs.
+_SPLASH = 'splash_mha_'  # The beginning of the names of the attention kernels for TPUs.
 
 
 def is_fused_attention(target: str) -> bool:
@@ -52,14 +52,14 @@ def fused_attention_flops(target: str, config: object, dims_per_head: int) -> fl
 
 
 def named_attention_flops(op_name: str) -> float:
-  """Returns the FLOPs that the name of a call of attention has in its scopes; 0 for other calls."""
+  """Returns the FLOPs that the name of an attention call contains in its scopes; 0 for other calls."""
   found = re.search(rf'jit\(({ATTENTION_KERNEL}\w+)\)', op_name)
   known = kernel_flops(found[1]) if found else None
   return known[0] if known else 0.0
 
 
 def grouped_product_flops(op_name: str, left: Sequence[int], result: Sequence[int]) -> float:
-  """Returns the FLOPs of a kernel for grouped products, as if all rows belonged to groups; 0 for other calls.
+  """Returns the FLOPs of a kernel for grouped products, if all rows belong to groups; 0 for other calls.
 
   The products are rows [M, K] x weights [G, K, N] = [M, N], and the gradient [M, K] x [M, N] = [G, K, N].
 

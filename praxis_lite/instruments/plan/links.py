@@ -11,8 +11,8 @@ A group has n devices, m in each of s domains of fast links (n = m s). Each devi
 
 Both transfers run at the same time, in pieces, so the slower one sets the time. On a torus, a group that forms a box
 uses the links of all dimensions that it extends over: in both directions if the dimension is a ring, in one if it is a
-line. If members are k places apart, k groups share the links. On a torus, the links across the longest dimension of the
-group limit an all-to-all.
+line. If members are k chips apart along a dimension, k groups share its links. On a torus, the links across the longest
+dimension of the group limit an all-to-all.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Links:
 
   Args:
     topology: the chips.
-    places: the places of the program's devices, in the order of the program; by default `Topology.places`.
+    places: the coordinates of the program's devices, in the order of the program; by default `Topology.places`.
   """
 
   def __init__(self, topology: Topology, places: np.ndarray | None = None):
@@ -101,7 +101,7 @@ class Links:
     return self._slowest_extent(groups).hops
 
   def _permute(self, pairs: DeviceGroups, operand_bytes: float) -> Traffic:
-    """Returns the traffic if every device sends to one other. On a ring, messages of h hops use each link h times."""
+    """Returns the traffic if every device sends to one other. On a ring, messages over h hops use each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
     if not moving:
       return Traffic(0.0, 0.0, 0.0)
@@ -156,7 +156,7 @@ class Links:
 
 
 def _unlike(groups: DeviceGroups, places: np.ndarray) -> list[tuple[int, ...]]:
-  """Returns one group for each arrangement of members relative to their lowest coordinates."""
+  """Returns one group of each shape, which is the coordinates of its members relative to the lowest ones."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:
     at = places[list(group)]

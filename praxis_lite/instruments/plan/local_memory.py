@@ -1,7 +1,7 @@
 """Guesses which results of a lowered program XLA stores and which it fuses, and how many bytes are moved.
 
-stored    results of products, collectives, loops and similar operations; values that these read whole; sums; and
-          values with several readers, if storing them moves no more bytes than computing them for each reader
+stored    results of products, collectives, loops and similar operations; values that these need as whole arrays; sums;
+          and values with several readers, if storing them moves no more bytes than computing them for each reader
 fused     all other values: they are computed where they are read, so their inputs stay in memory until then
 view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
 """
@@ -68,8 +68,8 @@ class Buffer:
   Attributes:
     name: name of the operation that makes the value, or that fills it part by part; see `LocalOperation`.
     shape, bytes: dtype, shape and bytes on each device.
-    defined, last_use: numbers of the operations of its block that make it, and that read it last.
-    loop: name of the loop that fills it part by part; '' if none does.
+    defined, last_use: the numbers, in its block, of the operation that makes it and the last that reads it.
+    loop: name of the loop that fills it part by part; '' if no loop does.
   """
 
   name: str
@@ -95,8 +95,8 @@ class _Value:
   """The memory that a value needs.
 
   Attributes:
-    held: buffers that must stay in memory until the value is read.
-    read: the arrays in memory that a reader of the value reads, and their bytes.
+    held: the buffers that must stay in memory until the value is read.
+    read: the arrays in memory that computing the value reads, and their bytes.
   """
 
   held: tuple[Buffer, ...] = ()
@@ -114,8 +114,8 @@ class BlockMemory:
     block: a block of a program with propagated shardings.
     sizes: the sizes of arrays on each device.
     within: the names of the loops around the block.
-    fills_in_place: whether the parts of an array are computed in place, not copied into the array.
-    reads_slices: whether a product reads a slice of an array where it is, without a copy of the slice.
+    fills_in_place: whether operations write the parts of an array directly into it, without a copy.
+    reads_slices: whether products read a slice of an array directly, without a copy of the slice.
   """
 
   def __init__(
@@ -138,7 +138,7 @@ class BlockMemory:
 
     Args:
       op: the operation.
-      inside: what is live in its regions.
+      inside: the peak of live bytes in its regions.
     """
     self._at += 1
     self._inside[self._at] = inside
@@ -180,7 +180,7 @@ class BlockMemory:
         held[0].name, held[0].loop = f'{name}/{operation_name(passed.owner)}', name
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """Returns what a result keeps in memory, and how many bytes computing it moves if it becomes a fusion."""
+    """Returns the memory that a result needs, and the bytes that computing it moves if it becomes a fusion, or 0."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -207,7 +207,7 @@ class BlockMemory:
     return _Value((self._buffers[-1],), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
-    """Returns the bytes that a result reads; 0 if XLA fuses it with another result that reads the same large arrays."""
+    """Returns the bytes that computing a result reads; 0 if XLA fuses it with a result that reads the same arrays."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:
       return 0

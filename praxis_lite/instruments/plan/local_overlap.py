@@ -1,9 +1,9 @@
 """Guesses which collectives of a lowered program XLA can overlap with work, and which all-reduces it joins.
 
 Work means operations that take long: products, loops and library calls. In an iteration of a loop, two kinds of
-collectives can overlap with the work. The first moves values that no work of the iteration computes, such as the
-weights of a layer: XLA can start it early. The second has a result that neither the work of the iteration nor the next
-iteration needs, such as a gradient: XLA can end it late.
+collectives can overlap with work. XLA can start a collective early if no work of the iteration computes its operand,
+such as the weights of a layer. It can end a collective late if neither work of the iteration nor the next iteration
+needs its result, such as a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
   made, needed = set[ir.Value](), set[ir.Value]()
   *_, last = body.operations
   for argument, passed in zip(body.arguments, last.operation.operands):
-    # Values that change from one iteration to the next, except counters and arrays that are filled part by part.
+    # The loop's state that changes between iterations, except counters and arrays that are filled part by part.
     filled = not isinstance(passed.owner, ir.Block) and passed.owner.name == 'stablehlo.dynamic_update_slice'
     if passed != argument and argument.type.shape and not filled:
       made.add(argument)
@@ -32,7 +32,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last. XLA joins them into the last."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, except the last one, which XLA replaces all by."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])
@@ -59,7 +59,7 @@ def _is_reduced(value: ir.Value, axes: str) -> bool:
 
 
 def _only_user(op: ir.Operation) -> ir.Operation | None:
-  """Returns the only user of an operation's only result; None if it has several results, or not exactly one user."""
+  """Returns the user of an operation's result; None unless the operation has one result with one user."""
   users = [use.owner.operation for use in op.results[0].uses] if len(op.results) == 1 else []
   return users[0] if len(users) == 1 else None
 

@@ -50,13 +50,13 @@ from praxis_lite.sharding.propagation import (
 
 # The target of a custom call that the compiler splits by a rule of its own; see `lower_without_devices`.
 SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
-# Marks a loop that the real program unrolls. There, the results of iterations are not copied into one array.
+# Marks a loop that the compiled program unrolls, where results of iterations are not copied into one array.
 UNROLLED = 'praxis_lite.unrolled'
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalOperation:
-  """A product, a convolution, attention by a fused kernel, or a guessed fusion of other operations, on one device.
+  """The work of an operation on one device: a product, convolution, fused attention, or a guessed fusion of others.
 
   Attributes:
     name: the names of the loops that contain it, then the name that JAX gives the operation.
@@ -65,7 +65,7 @@ class LocalOperation:
     flops: FLOPs of one execution; 0 for a fusion.
     dtype: HLO name of the dtype of a product's operands; '' for a fusion.
     attention_dims: dims per head of attention in a fused kernel; 0 for other operations.
-    loop: number of the loop around it; 0 outside loops.
+    loop: number of the innermost loop around it; 0 outside loops.
   """
 
   name: str
@@ -84,8 +84,8 @@ class LocalCollective:
   Attributes:
     name, count, loop: see `LocalOperation`.
     kind: one of `hlo.KINDS`.
-    axes: mesh axes that it communicates over; () if the program gives `groups`.
-    groups: the devices of each group, or the pairs of a collective-permute; () if the program gives `axes`.
+    axes: mesh axes that it communicates over; () if the program has `groups` instead.
+    groups: the devices of each group, or the pairs of a collective-permute; () if the program has `axes`.
     operand_bytes, result_bytes: sizes on one device.
     dtype: dtype of the communicated array.
     is_beside_work: whether it can overlap with the work of its loop; see `local_overlap.py`.
@@ -128,9 +128,9 @@ def local_program(
   Args:
     lowered: the program.
     hidden: what layers say about work that the program does not show.
-    on_tpu: whether the compiler is that of TPUs. It has a kernel for `jax.lax.ragged_dot`, where others multiply every
-      row by the weights of every group; and its products read a layer's weights from their stack, where others copy
-      them out of it first.
+    on_tpu: whether the target is a TPU. The TPU compiler has a kernel for `jax.lax.ragged_dot`, but other compilers
+      multiply every row by the weights of every group. Its products read a layer's weights directly from their stack,
+      but other compilers copy them first.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
@@ -170,7 +170,7 @@ class _Reader:
         self.products.append(self._convolution(op, count, within))
       elif op.name == 'stablehlo.custom_call':
         self.products += self._custom_call(op, count, within)
-      elif op.name in STARTED:  # If several uses split an array in the same way, XLA runs one collective.
+      elif op.name in STARTED:  # If several users need an array in the same split, XLA runs only one collective.
         key = (op.name, op.operands[0], split_of(op.results[0], self._sizes.mesh))
         if key in communicated:
           memory.same(op.results[0], communicated[key])
@@ -211,7 +211,7 @@ class _Reader:
     flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
     if 'ragged' in op.name:
       groups = self._sizes.shape(op.operands[2])[-1]
-      if len(self._sizes.shape(result)) > len(shape):  # A result for each group, which sums only its own rows.
+      if len(self._sizes.shape(result)) > len(shape):  # The result has an entry for each group, a sum over its rows.
         flops /= groups
       flops *= 1 if self._on_tpu else groups
     moved = sum(map(self._sizes.bytes, (*op.operands[:2], result)))
@@ -238,7 +238,7 @@ class _Reader:
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, dtype, loop=self._loop)
 
   def _custom_call(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
-    """Returns the work of a custom call: attention, a grouped product, or what its author or its layer says."""
+    """Returns the work of a custom call: attention, a grouped product, or the estimate of its author or layer."""
     target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
     if target == SPLIT_BY_RULE:
       return self._attention(op, count, within)
@@ -257,7 +257,7 @@ class _Reader:
     return [LocalOperation(name, count, moved, flops, operands[0][0], dims, self._loop)]
 
   def _attention(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
-    """Returns the fused attention in a custom call whose own sharding rule may split batch and heads."""
+    """Returns the fused attention inside a custom call, which a sharding rule may split by batch and heads."""
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
     inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
     query = op.operands[0]
@@ -292,7 +292,7 @@ class _Reader:
       groups = collective_groups(op, self._sizes.mesh)
     if is_joined(op) or (not axes and not groups):
       return []
-    # In a function that JAX traced separately, such as a lookup, an operation has only the name of the function.
+    # Inside a function that JAX traced separately, such as a lookup, operations are named after the function only.
     name = f'{within}/{next((name for name in map(operation_name, (op, *users)) if "/" in name), operation_name(op))}'
     return [
       LocalCollective(
@@ -301,9 +301,9 @@ class _Reader:
     ]
 
   def _leaves_half_without(self, split: ir.Value, whole: ir.Value) -> bool:
-    """Whether at least half of the devices that split a dimension of an array have no part of it.
+    """Whether at least half of the devices along a split dimension hold only padding.
 
-    XLA gathers such an array, and adds it up into such parts, by an all-reduce of the whole.
+    For such splits, XLA uses an all-reduce of the whole array instead of an all-gather or a reduce-scatter.
     """
     mesh = self._sizes.mesh
     return any(
@@ -330,7 +330,7 @@ class _Reader:
 
 
 def _backend_config(call: ir.Operation) -> object:
-  """Returns the decoded description of a custom call; {} if it has none."""
+  """Returns the decoded `backend_config` of a custom call; {} if it has none."""
   if 'backend_config' not in call.attributes:
     return {}
   config = call.attributes['backend_config']

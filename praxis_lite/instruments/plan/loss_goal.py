@@ -1,4 +1,4 @@
-"""The tokens after which a model reaches a loss, by the law of scaling of finished runs, and how far that goes."""
+"""The number of tokens after which a model reaches a loss, by a scaling law that is fitted to finished runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import short_number
 from praxis_lite.instruments.plan.scaling_law import FittedLaw
 
-_FARTHER = 1.05  # Sizes beyond those of the runs by less are not extrapolated.
+_FARTHER = 1.05  # A size counts as extrapolated only if it exceeds those of the runs by more than this factor.
 
 
 class LossGoal(NamedTuple):
-  """A loss to reach, and what it takes.
+  """A loss to reach, and the number of tokens that this takes.
 
   Attributes:
     loss: the loss.
-    tokens: the number of tokens that reach this loss by the law.
+    tokens: the number of tokens after which the loss is reached, by the law.
     least, most: the range of this number, by fits to resampled losses; `most` may be infinite.
     notes: lines about the law, and how far it is extrapolated.
   """
@@ -30,7 +30,7 @@ class LossGoal(NamedTuple):
 
 
 def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGoal:
-  """Returns the tokens after which a model of this many active parameters has a loss.
+  """Returns the number of tokens after which a model with this many active parameters reaches a loss.
 
   Raises:
     UserError: no model reaches the loss, or this one does not.
@@ -55,13 +55,13 @@ def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGo
 
 
 def format_tokens(needed: LossGoal) -> str:
-  """Returns the range of the tokens as text."""
+  """Returns the range of the number of tokens as text."""
   least = short_number(needed.least)
   return f'{least} or more' if needed.most == float('inf') else f'{least} to {short_number(needed.most)}'
 
 
 def format_law(fitted: FittedLaw) -> str:
-  """Returns a law with its constants, and what it was fitted to."""
+  """Returns a law with its constants and the runs that it was fitted to, as text."""
   law, runs = fitted.law, fitted.runs
   formula = f'L = {law.irreducible:.4g} + {law.a:.4g} / N^{law.alpha:.3g} + {law.b:.4g} / D^{law.beta:.3g}'
   sizes = (f'{short_number(min(v))} to {short_number(max(v))}' for v in list(zip(*runs))[:2])

@@ -1,4 +1,4 @@
-"""Lowered steps that a search keeps: several estimates, as for two kinds of GPUs, are of one program."""
+"""Lowered steps that a search keeps, because several estimates, for example for two kinds of GPUs, share a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from praxis_lite.sharding.mesh import have_same_answers
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-  """What is known about a step on a mesh, for chips of any kind.
+  """The facts about a step on a mesh that do not depend on the kind of chip.
 
   Attributes:
     mesh: the size of each mesh axis.
@@ -45,7 +45,7 @@ class LoweredStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepKey:
-  """What a lowered step depends on.
+  """Everything that a lowered step depends on.
 
   Attributes:
     task: the config of the task.
@@ -61,7 +61,7 @@ class StepKey:
   kind: str
 
   def is_same_step(self, other: StepKey) -> bool:
-    """Whether both have the same program, by all that tracing has asked about the kinds of devices so far."""
+    """Whether both have the same program: kinds of devices may differ in facts that tracing has never asked for."""
     if (self.platform, [*self.mesh.items()]) != (other.platform, [*other.mesh.items()]):
       return False
     try:
@@ -78,7 +78,7 @@ class LoweredSteps:
     self._steps: list[tuple[StepKey, LoweredStep]] = []
 
   def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
-    """Returns the step of a key, which `lower` makes if it is new; None is the key of a step that is not kept."""
+    """Returns the step of a key, which `lower` makes if it is new. With the key None, the step is not kept."""
     known = None if key is None else next((step for other, step in self._steps if key.is_same_step(other)), None)
     if known is not None:
       return known

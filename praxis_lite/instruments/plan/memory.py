@@ -1,4 +1,4 @@
-"""Tells what fills the memory of each device during a step: the state, which is exact, and what the compiler adds.
+"""What fills the memory of each device during a step: the state, which is exact, and what the compiler adds.
 
     peak = arguments + outputs + temporaries - outputs in the memory of donated arguments
 
@@ -101,8 +101,8 @@ class Memory:
     state: memory of the arguments.
     arguments, outputs, aliased, temporaries, code: reported by the compiler; aliased outputs reuse donated arguments.
     live: an estimate of the temporaries at their peak, largest first.
-    over_time: an estimate, for each instruction, of the live temporaries of its computation when it runs, in bytes. In
-      the body of a loop, the live temporaries of the computation around the loop come on top.
+    over_time: an estimate, for each instruction, of the live temporaries of its computation when it runs, in bytes. For
+      the body of a loop, this does not include the live temporaries of the computation around the loop.
   """
 
   capacity: int
@@ -121,7 +121,7 @@ class Memory:
 
   @property
   def room(self) -> int:
-    """The bytes that are left; negative if the step does not fit."""
+    """The bytes of a device that remain free; negative if the step does not fit."""
     return self.capacity - self.peak
 
   def bytes_by_kind(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ def state_bytes(task: PartitionedTask) -> StateBytes:
 
 
 def inference_bytes(step: PartitionedStep) -> StateBytes:
-  """Like `state_bytes`, for a step without a state, such as `decode_step`."""
+  """Like `state_bytes`, for a step without a train state, such as `decode_step`."""
   variables, _, _, inputs = step.arguments
   return _bytes_of(variables, {}, {}, inputs)
 
@@ -204,7 +204,7 @@ class _Buffer:
   kind: str = 'temporaries'
   last_use: int = -1
   given: bool = False  # Not a temporary: an argument, a result or a constant.
-  operands: tuple[_Buffer, ...] = ()  # Operands of equal size: a fusion may overwrite one.
+  operands: tuple[_Buffer, ...] = ()  # The operands of equal size, one of which a fusion may overwrite.
 
   @property
   def shape(self) -> str:
@@ -212,7 +212,7 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# What buffers that a loop over layers fills contain, by the phase of the loop. A recomputing loop keeps nothing.
+# The kind of the buffers that a loop over layers fills, by the loop's phase. A recomputing loop keeps nothing.
 FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
@@ -240,7 +240,7 @@ class LiveBuffer(NamedTuple):
 
 
 def group_by_layer(buffers: Iterable[LiveBuffer], names: LayerNames) -> tuple[Live, ...]:
-  """Returns buffers by kind, layer and phase; those that take most bytes come first."""
+  """Groups buffers by kind, layer and phase; the group with most bytes comes first."""
   groups: dict[tuple[str, str, str], list[LiveBuffer]] = collections.defaultdict(list)
   for buffer in buffers:
     if buffer.bytes:
@@ -269,7 +269,7 @@ class _Liveness:
   def __init__(self, program: CompiledProgram):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
-    self.live: dict[str, list[int]] = {}  # By computation, the live bytes at each instruction.
+    self.live: dict[str, list[int]] = {}  # For each computation, the live bytes at each instruction.
 
   def peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
     """Returns the peak bytes of a computation, without its arguments, and the buffers that are live then."""
@@ -349,7 +349,7 @@ class _Liveness:
 
 
 def _phase_of(loop: Instruction, body: Computation) -> str:
-  """Returns the phase of a loop. If XLA dropped its name, takes a phase found in its body, 'backward' first."""
+  """Returns the phase of a loop; if XLA dropped its name, a phase of its body, preferably 'backward'."""
   if loop.op_name:
     return LayerNames.phase(loop.op_name)
   phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
@@ -380,7 +380,7 @@ def _flat(held: list[_Held] | tuple[_Held, ...]) -> Iterator[_Buffer]:
 
 
 def _live(buffers: list[_Buffer], steps: int) -> list[int]:
-  """Returns the bytes of the buffers that are live at each instruction."""
+  """Returns, for each instruction, the total bytes of live buffers."""
   change = [0] * (steps + 1)
   for buffer in buffers:
     change[buffer.defined] += buffer.array.bytes

@@ -1,4 +1,4 @@
-"""The work that a model requires in a step, whatever program computes it."""
+"""The work that a model requires in a step, independent of the program that computes it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-  """The work that the model requires in a step, on all devices together. Other work of the program is left out.
+  """The work that the model requires in a step, on all devices together, without other work of the program.
 
   Attributes:
     parameters, active_parameters: numbers of all parameters, and of those that one token uses.
     tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
-    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
-      Unless it is `is_by_token`, three times the FLOPs of the forward pass.
-    causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
-    is_by_token: whether all of the work is on the tokens of `ids`: not if there are none, or a model also reads images,
-      sound or sources, see `BaseModel.has_work_besides_ids`.
+    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims. If
+      not `is_by_token`, three times the FLOPs of the forward pass.
+    causal_flops: 6 N + 6 L d S for each token, because a causal mask leaves half of the attention. If not
+      `is_by_token`, the same as `flops`.
+    is_by_token: whether all of the work is on the tokens of `ids`. False if there are no `ids`, or if a model also
+      reads images, sound or sources; see `BaseModel.has_work_besides_ids`.
   """
 
   parameters: int
@@ -34,11 +35,11 @@ class ModelWork:
   is_by_token: bool
 
   def unit(self, other: ModelWork) -> str:
-    """Returns the unit in which this work is compared with other work: 'tokens' if models have one size, or 'FLOPs'."""
+    """Returns the unit for comparing this work with other work: 'tokens' for models of the same size, or 'FLOPs'."""
     return 'tokens' if self.tokens and other.tokens and self.parameters == other.parameters else 'FLOPs'
 
   def ratio_to(self, other: ModelWork) -> float:
-    """Returns this work divided by other work, in their `unit`."""
+    """Returns this work divided by other work, both in `unit`."""
     if self.tokens and other.tokens and self.unit(other) == 'tokens':
       return self.tokens / other.tokens
     return self.flops / other.flops
@@ -65,7 +66,7 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
 
 
 def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
-  """Returns how often the layer at `path` is repeated, from the stacking of the nearest weights at or above it."""
+  """Returns how often the layer at `path` is repeated: the stack size of the nearest weights below or around it."""
   for length in range(len(path), 0, -1):
     near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
     if near is not None:

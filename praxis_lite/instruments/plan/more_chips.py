@@ -1,4 +1,4 @@
-"""Finds how many chips a step needs that does not fit: the same experiment on twice as many, and so on."""
+"""Finds how many chips a step needs if it does not fit: tries twice as many chips, then twice as many again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_CHIPS = 4096
 
 
 def plan_on_more_chips(config: Configured, topology: Topology) -> Plan | None:
-  """Returns the plan by formulas of a step on the fewest chips on which it fits; None if it fits on none.
+  """Returns the plan, by formulas, on the fewest chips on which a step fits; None if it fits on none.
 
-  Each number of chips is twice the one before. The axis that splits the batch takes the additional devices.
+  It tries twice as many chips each time. The axis that splits the batch takes the additional devices.
   """
   for larger in _larger(topology):
     fitted, _ = made_to_fit(config.task, larger)

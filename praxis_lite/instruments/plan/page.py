@@ -15,7 +15,7 @@ from praxis_lite.instruments.plan.planning import Plan, bottleneck_of
 from praxis_lite.instruments.plan.report import chips_text, mode_text
 from praxis_lite.instruments.plan.uncertainty import time_factors
 
-# The operation that fills an array part by part in a loop, and what to call such an array.
+# The operation that fills an array part by part in a loop, and the name of such an array on the page.
 _FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'
 _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
@@ -23,8 +23,7 @@ _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 def write_plan_page(path: str, plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  Creates missing parent directories. `title` says what was planned; the page shows `remarks`
-  beside the notes of the plan.
+  Creates missing parent directories. `title` says what was planned; the page shows `remarks` next to the plan's notes.
   """
   return write_file(path, render_plan_page(plan, title, remarks))
 
@@ -109,7 +108,7 @@ def _inference_headline(plan: InferencePlan) -> dict[str, object]:
 
 
 def _about(plan: Plan | InferencePlan) -> dict[str, object]:
-  """Returns what plans of steps and of decoding have in common."""
+  """Returns the data that plans of steps and of decoding have in common."""
   return {
     'model': plan.name,
     'topology': plan.topology.name,
@@ -126,7 +125,7 @@ def _about(plan: Plan | InferencePlan) -> dict[str, object]:
 
 
 def _leaves(plan: Plan | InferencePlan) -> Iterator[list[object]]:
-  """Yields the content of memory at the peak, as [kind, layer, phase, name, bytes, description]."""
+  """Yields the parts of the memory at its peak, as [kind, layer, phase, name, bytes, description]."""
   memory, inputs = plan.memory, 0
   for array in memory.state.arrays:
     inputs += array.bytes if array.kind == 'inputs' else 0
@@ -151,12 +150,12 @@ def _operation(op: Operation, plan: Plan | InferencePlan) -> list[object]:
 
 
 def _phase(phase: str, plan: Plan | InferencePlan) -> str:
-  """Returns the name of a phase; decoding updates no weights, so what has no scope of its own is 'other'."""
+  """Returns the name of a phase on the page: decoding has no updates, so operations without a phase are 'other'."""
   return 'other' if isinstance(plan, InferencePlan) and phase == 'update' else phase
 
 
 def _places(operations: Iterable[Operation], collectives: Iterable[Communication]) -> dict[str, int]:
-  """Returns an index by name: 0, 1, ... for operations, and -1, -2, ... for collectives."""
+  """Returns an index for each name: 0, 1, ... for operations, and -1, -2, ... for collectives."""
   places = {c.name: -1 - i for i, c in enumerate(collectives)}
   return places | {op.name: i for i, op in enumerate(operations)}
 

@@ -102,7 +102,7 @@ class Plan:
 
   @property
   def collectives(self) -> tuple[Communication, ...]:
-    """The collectives of a step, each with its `cause`, and whether it is `expected`."""
+    """The collectives of a step. Each has a `cause`, and says whether it is `expected`."""
     return self.cost.collectives
 
   @property
@@ -111,7 +111,7 @@ class Plan:
 
   @property
   def step_seconds(self) -> float:
-    """Seconds of a step. If not `is_time_known`, loops of unknown length count once, so it takes longer."""
+    """Seconds of a step. If not `is_time_known`, loops of unknown length count once, so the real step takes longer."""
     return self.cost.seconds
 
   @property
@@ -132,12 +132,12 @@ class Plan:
 
   @property
   def mfu(self) -> float:
-    """Model FLOPs utilization: the used share of the bfloat16 peak, by `ModelWork.flops`."""
+    """Model FLOPs utilization: `ModelWork.flops` as a share of what the bfloat16 peak allows in this time."""
     return self._share_of_peak(self.work.flops)
 
   @property
   def causal_mfu(self) -> float:
-    """Model FLOPs utilization by `ModelWork.causal_flops`."""
+    """Model FLOPs utilization with `ModelWork.causal_flops`."""
     return self._share_of_peak(self.work.causal_flops)
 
   def _share_of_peak(self, flops: float) -> float:
@@ -287,11 +287,11 @@ class _Planner:
     )
 
   def _mesh_alone(self) -> AbstractMesh:
-    """Returns the mesh without devices, whose kind decides which kernels a step uses."""
+    """Returns the mesh without devices. Its kind of device decides which kernels a step uses."""
     return abstract_mesh(self._mesh, *self._devices())
 
   def _devices(self) -> tuple[str, str | None]:
-    """Returns the platform of the devices and their kind, as JAX calls it; None if the platform has one."""
+    """Returns the devices' platform, and JAX's name of their kind, which is None except for GPUs."""
     target = self._topology.target
     return target.kind, target.cuda.name if target.cuda else None
 
@@ -331,7 +331,7 @@ class _Planner:
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
-  """Returns a note about the rows that only fill up the batch; raises ConfigError if they are most of the work."""
+  """Returns notes about rows that only pad the batch; raises ConfigError if they are most of the work."""
   microbatches = partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
   multiple, share = partitioned.row_parts * microbatches, f'{1 - true / computed:.0%} of the work'
@@ -353,13 +353,13 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
 
 
 def _exchanges(partitioned: PartitionedTask) -> list[str]:
-  """Returns notes about matrices that optimizers deal out over the devices."""
+  """Returns notes about matrices that optimizers distribute over the devices."""
   inside = partitioned.jax_task.partitioning == 'shard_map'
   return partitioned.jax_task.bind_learner().describe_exchanges(splits_of(partitioned.layout, inside))
 
 
 def _notes_of_flags(added: Sequence[str]) -> list[str]:
-  """Returns a note about flags that the step has in this plan only, because there is no GPU here."""
+  """Returns notes about flags that only this plan needs, because this machine has no GPU."""
   if 'xla_gpu_enable_triton_gemm' not in added:
     return []
   return [
@@ -380,7 +380,7 @@ def doubts(cost: Cost) -> list[str]:
 
 
 def bottleneck_of(cost: Cost, topology: Topology, work: str) -> str:
-  """Returns what takes most of the time, and in which layer, as text; `work` names what takes this time."""
+  """Returns what takes most of the time, and in which layer, as text; `work` is a name such as 'a step'."""
   limits = cost.seconds_by_limit(topology.target)
   limit = max(limits, key=lambda name: limits[name])
   share = limits[limit] / max(cost.seconds, 1e-30)

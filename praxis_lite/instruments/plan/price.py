@@ -1,4 +1,4 @@
-"""The cost of training on a number of tokens: time, with failures, chip-hours and money."""
+"""The cost of training on a number of tokens: time, which includes failures, chip-hours and money."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Price:
     tokens: number of tokens.
     steps: number of steps with the planned batch.
     steps_seconds: time of all steps.
-    goodput: what saves, failures, restarts and waits for inputs do to it.
-    seconds: time with these, without evaluations.
+    goodput: the effect of saves, failures, restarts and waits for inputs.
+    seconds: time that includes this effect, without evaluations.
     chip_hours: total over all chips.
     money: cost at the given price of a chip-hour; None if no price was given.
   """
@@ -50,11 +50,11 @@ def price_of(
   interruptions: Interruptions = EXPECTED,
   step_seconds: float | None = None,
 ) -> Price | None:
-  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if these or a time are not known.
+  """Returns the cost of training; None if the tokens of a step or its time are not known.
 
   Args:
     plan: the plan of a step.
-    tokens: the number of tokens.
+    tokens: the number of tokens; None uses `chinchilla_tokens`.
     per_chip_hour: the price of a chip for an hour.
     interruptions: how often the run stops, and for how long.
     step_seconds: a better estimate of the time of a step than the plan's.
@@ -73,7 +73,7 @@ def price_of(
 
 
 def format_price(plan: Plan, tokens: float | None = None, price: Price | None = None) -> str:
-  """Returns a price, by default `price_of(plan, tokens)`, as a few lines; '' if the plan has no tokens or no time."""
+  """Returns a price, by default `price_of(plan, tokens)`, as a few lines; '' if `price_of` returns None."""
   price = price or price_of(plan, tokens)
   if price is None:
     return ''

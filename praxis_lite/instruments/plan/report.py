@@ -48,7 +48,7 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
 
 
 def format_head(rows: Sequence[tuple[str, str]]) -> str:
-  """Returns names, in a column, and texts, wrapped."""
+  """Returns rows (name, text) as lines, with the names in a column and the texts wrapped."""
   width = max(len(name) for name, _ in rows)
   return '\n'.join(wrap_line(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
 
@@ -79,7 +79,7 @@ def mode_text(mode: str, topology: Topology, compile_seconds: float, is_cached: 
 
 def _fits(plan: Plan) -> str:
   memory = plan.memory
-  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much it needs.
+  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much memory it needs.
     return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
   of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
   return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'
@@ -154,7 +154,7 @@ def _time_table(plan: Plan) -> str:
 
 
 def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
-  """Returns a bar that marks `below` to `below + size` of `whole`, by at least one letter if size > 0."""
+  """Returns a bar that marks `below` to `below + size` of `whole`, with at least one character if size > 0."""
   start, end = (round(width * value / whole) for value in (below, below + size))
   return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
 

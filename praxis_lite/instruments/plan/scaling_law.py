@@ -1,9 +1,9 @@
-"""A law of scaling: how the loss falls with parameters and tokens, as Hoffmann et al. (2022) write it, fitted to runs.
+"""The scaling law of Hoffmann et al. (2022), fitted to runs: how the loss falls with parameters and tokens.
 
     L(N, D) = E + A / N^alpha + B / D^beta    N parameters, D tokens; E is the loss that no size goes below
 
-As there, the fit minimizes the Huber loss of log L. It starts at the best of a grid of exponents: given these, A, B and
-E are a non-negative least squares problem. Ranges come from fits to resampled residuals (bootstrap).
+As in that paper, the fit minimizes the Huber loss of log L. It starts at the best exponents of a grid: given exponents,
+A, B and E solve a non-negative least squares problem. Ranges come from fits to resampled residuals (bootstrap).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import short_number
 
 _LEAST_RUNS = 6  # One more than the law has constants.
-_LEAST_SIZES, _LEAST_SPREAD = 3, 3.0  # Numbers of parameters, or of tokens; and the largest divided by the smallest.
+# How many different numbers of parameters, and of tokens, are needed; and the largest divided by the smallest.
+_LEAST_SIZES, _LEAST_SPREAD = 3, 3.0
 _SAME_SIZE = 1.05
-_MOST_CORRELATED = 0.98  # Of log N and log D.
+_MOST_CORRELATED = 0.98  # The correlation of log N and log D.
 _OUTLIER = 0.01  # A larger error of log L counts linearly.
 _EXPONENTS = (0.02, 3.0)
 _SAMPLES = 200
@@ -31,7 +32,7 @@ _RANGE = (0.05, 0.95)
 
 
 class FinishedRun(NamedTuple):
-  """A run: parameters that a token uses, tokens that it was trained on, its loss at the end, and a name."""
+  """A run: the parameters that one token uses, the number of tokens in training, the final loss, and a name."""
 
   parameters: float
   tokens: float
@@ -53,7 +54,7 @@ class ScalingLaw(NamedTuple):
     return self.limit(parameters) + self.b / tokens**self.beta
 
   def limit(self, parameters: float) -> float:
-    """Returns the loss that a model of this many parameters does not go below, however many tokens it is trained on."""
+    """Returns the lowest loss of a model of this many parameters, with an unlimited number of tokens."""
     return self.irreducible + self.a / parameters**self.alpha
 
   def tokens_for(self, loss: float, parameters: float) -> float:
@@ -62,7 +63,7 @@ class ScalingLaw(NamedTuple):
     return (self.b / left) ** (1 / self.beta) if left > 0 else math.inf
 
   def parameters_for(self, loss: float) -> float:
-    """Returns the parameters with which a model has this loss after endless tokens; infinity if none has."""
+    """Returns the number of parameters for which `limit` is this loss; infinity if there is none."""
     left = loss - self.irreducible
     return (self.a / left) ** (1 / self.alpha) if left > 0 else math.inf
 
@@ -74,8 +75,8 @@ class FittedLaw:
   Attributes:
     law: the law that fits best.
     runs: the runs that it was fitted to.
-    error: root mean square of the relative errors of the law for the losses of these runs.
-    samples: laws that fit resampled losses of the runs.
+    error: root mean square of the law's relative errors for the losses of these runs.
+    samples: laws that were fitted to resampled losses of the runs.
   """
 
   law: ScalingLaw
@@ -84,7 +85,7 @@ class FittedLaw:
   samples: tuple[ScalingLaw, ...] = dataclasses.field(repr=False)
 
   def interval(self, value: Callable[[ScalingLaw], float]) -> tuple[float, float]:
-    """Returns the range in which 90 % of the samples have a value; its upper end may be infinite."""
+    """Returns the range that contains a value for 90 % of the samples; its upper end may be infinite."""
     values = sorted(map(value, self.samples))
     low, high = (values[round(share * (len(values) - 1))] for share in _RANGE)
     return low, high
@@ -96,10 +97,10 @@ def fit_scaling_law(runs: Sequence[FinishedRun], *, samples: int = _SAMPLES, see
   Args:
     runs: at least 6 runs with 3 different numbers of parameters and of tokens.
     samples: number of fits to resampled losses, for ranges.
-    seed: of the resampling.
+    seed: seed of the resampling.
 
   Raises:
-    UserError: the runs do not tell the constants of the law.
+    UserError: the runs do not determine the constants of the law.
   """
   check_runs(runs)
   sizes = np.log([[run.parameters, run.tokens] for run in runs])
@@ -111,7 +112,7 @@ def fit_scaling_law(runs: Sequence[FinishedRun], *, samples: int = _SAMPLES, see
   law = _to_law(best, sizes.mean(0))
   error = float(np.sqrt(np.mean(residuals**2)))
   _check_losses_fall(law, runs, error)
-  # Residuals of n runs are smaller than the noise, because the 5 constants adapt to it.
+  # Residuals are smaller than the noise, because the 5 constants of the law adapt to it.
   noise = (residuals - residuals.mean()) * math.sqrt(len(runs) / (len(runs) - len(best)))
   random = np.random.default_rng(seed)
   drawn = [problem.solve(fitted + random.choice(noise, len(runs)), [best]) for _ in range(samples)]
@@ -142,7 +143,7 @@ def check_runs(runs: Sequence[FinishedRun]) -> None:
 
 
 def _distinct_sizes(values: Sequence[float]) -> list[float]:
-  """Returns the values in ascending order, without those that are nearly the same as one before."""
+  """Returns the values in ascending order, without values that nearly equal the one before."""
   found: list[float] = []
   for value in sorted(values):
     if not found or value > _SAME_SIZE * found[-1]:
@@ -166,16 +167,16 @@ def _check_losses_fall(law: ScalingLaw, runs: Sequence[FinishedRun], error: floa
 
 
 class _Problem:
-  """The fit for some sizes: `sizes_R2` holds log N and log D of R runs, minus their means.
+  """The fitting problem for R runs: `sizes_R2` holds their log N and log D, minus the means.
 
-  A solution is (log A', alpha, log B', beta, log E), with A' and B' the terms at the mean sizes.
+  A solution is (log A', alpha, log B', beta, log E). A' and B' are A / N^alpha and B / D^beta at the mean sizes.
   """
 
   def __init__(self, sizes_R2: np.ndarray):
     self._sizes_R2 = sizes_R2
 
   def starts(self, losses_R: np.ndarray, most: int = 4) -> list[np.ndarray]:
-    """Returns the best solutions of a grid of exponents."""
+    """Returns the `most` best solutions with exponents on a grid."""
     found = []
     for alpha, beta in itertools.product(np.geomspace(0.05, 1.5, 8), repeat=2):
       terms_R3 = np.exp(np.stack([-alpha * self._sizes_R2[:, 0], -beta * self._sizes_R2[:, 1], 0 * losses_R], 1))
@@ -185,8 +186,8 @@ class _Problem:
     return [start for _, start in sorted(found, key=lambda pair: pair[0])[:most]]
 
   def solve(self, losses_R: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the solution with the least error for log losses, from the best of some starts."""
-    least = losses_R.min() - 14  # A loss of a millionth.
+    """Returns the solution with the least error for log losses, after a fit from each of `starts`."""
+    least = losses_R.min() - 14  # A millionth of the smallest loss.
     low = np.array([least, _EXPONENTS[0], least, _EXPONENTS[0], least])
     high = np.array([losses_R.max() + 2, _EXPONENTS[1], losses_R.max() + 2, _EXPONENTS[1], losses_R.max()])
     found = [
@@ -212,7 +213,7 @@ class _Problem:
     return np.stack([a - alpha * n_R, b - beta * d_R, np.full_like(n_R, e)], 1)
 
   def _jacobian(self, x: np.ndarray) -> np.ndarray:
-    """Returns the derivatives of `log_loss`, [R, 5]: each term's share of the loss, times its own derivative."""
+    """Returns the derivatives of `log_loss`, [R, 5]: each term's share of the loss, times its log's derivative."""
     shares_R3 = np.exp(self._log_terms(x) - self.log_loss(x)[:, None])
     of_n, of_d, of_e = shares_R3.T
     n_R, d_R = self._sizes_R2.T
@@ -220,7 +221,7 @@ class _Problem:
 
 
 def _to_law(x: np.ndarray, means_2: np.ndarray) -> ScalingLaw:
-  """Returns the law of a solution for sizes whose logarithms have these means."""
+  """Returns the law of a solution, given the means of log N and log D that `_Problem` lacks."""
   a, alpha, b, beta, e = map(float, x)
   n, d = map(float, means_2)
   return ScalingLaw(math.exp(e), math.exp(a + alpha * n), alpha, math.exp(b + beta * d), beta)

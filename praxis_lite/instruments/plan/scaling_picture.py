@@ -1,4 +1,4 @@
-"""A picture of a law of scaling: the losses of runs by their compute, and the least loss that the law expects."""
+"""A plot of a scaling law: the losses of runs by their compute, and the least loss that the law predicts."""
 
 from __future__ import annotations
 

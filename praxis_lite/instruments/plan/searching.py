@@ -5,7 +5,7 @@
     verification    compiles the experiment's own setting first. The difference between its compiled program and its
                     estimate corrects the other estimates. Then it compiles the best settings, one after the other
 
-A setting is better if a token takes less time; a setting that does not fit is worse than all that fit. The search keeps
+A setting is better if a token takes less time. Any setting that fits is better than one that does not. The search keeps
 the experiment's batch size unless the caller gives others, because the batch size changes what the experiment learns.
 """
 
@@ -34,12 +34,12 @@ Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
 # The search ends when all neighbours of this many best settings are estimated.
 _MOST_PROMISING = 5
-# Above this share of the memory, XLA recomputes more, the less memory is left; an estimate grows to `_FULL` times.
+# XLA recomputes more when more than `_NEARLY_FULL` of memory is filled: estimates grow up to `_FULL` times.
 _NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit for estimates, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
-# Compiled, settings took down to this share of their corrected estimates; see `docs/planning-figures.md`.
+# The least ratio of a compiled setting's time to its corrected estimate; see `docs/planning-figures.md`.
 _LEAST_OF_ESTIMATE = 0.94
 
 
@@ -51,10 +51,10 @@ class Ranked:
     overrides: overrides that apply the setting; empty for the experiment's own, unless its mesh had to be fitted.
     estimate: plan from the lowered program.
     verified: plan from the compiled program; None if it was not compiled.
-    seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate, which
-      expects that XLA recomputes more if memory is nearly full.
+    seconds, peak: seconds of a step and peak bytes on each device, from the compiled program or the corrected
+      estimate, which assumes that XLA recomputes more if memory is nearly full.
     is_own: whether this is the experiment's own setting, with a fitted mesh.
-    failure: why compiling failed, other than for lack of memory; '' if it did not fail or was not tried.
+    failure: why compiling failed, except for lack of memory; '' if it did not fail or was not tried.
   """
 
   overrides: tuple[str, ...]
@@ -80,7 +80,7 @@ class Ranked:
 
   @property
   def order(self) -> tuple[bool, bool, bool, float]:
-    """The sort key: settings that fit come first; among them, those of known time; then compiled ones; then faster."""
+    """The sort key: first settings that fit, then those with a known time, then compiled ones, then faster ones."""
     is_unknown = not self.plan.is_time_known
     return (not self.fits, is_unknown, self.verified is None, self.seconds_for_work if self.fits else self.peak)
 
@@ -123,7 +123,7 @@ def search(
 
 @dataclasses.dataclass(eq=False)
 class _Search:
-  """The state of a search; see `search` for arguments. `fitted`: overrides that fitted the mesh to the topology."""
+  """The state of a search; see `search` for arguments. `fitted` are the overrides that fit the mesh to the topology."""
 
   config: Configured
   fitted: Sequence[str]
@@ -213,7 +213,7 @@ class _Search:
     return time.monotonic() - start
 
   def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
-    """Returns all settings in `Ranked.order`. `by_estimate` gives compiled settings no precedence."""
+    """Returns all settings in `Ranked.order`. With `by_estimate`, compiled settings do not come first."""
     found = []
     for setting, estimate in self._estimates.items():
       if estimate is None:
@@ -235,7 +235,7 @@ class _Search:
 
 
 class Correction:
-  """Corrects estimates by the ratios of compiled programs to their estimates: operations, collectives, temporaries.
+  """Corrects estimates of operations, collectives and temporaries by the ratios of compiled programs to estimates.
 
   The ratios for a setting come from the compiled settings that differ from it in the fewest knobs.
   """
@@ -257,13 +257,13 @@ class Correction:
     return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
 
   def expect(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
-    """Returns the corrected seconds and peak bytes, and expects that XLA recomputes more if memory is nearly full."""
+    """Returns the corrected seconds and peak bytes, if XLA recomputes more when memory is nearly full."""
     seconds, peak = self(estimate, setting)
     return seconds * _recomputing(peak / estimate.memory.capacity), peak
 
 
 def _recomputing(filled: float) -> float:
-  """Returns how many times longer a step takes if this share of the memory is filled."""
+  """Returns the factor by which a step takes longer if this share of the memory is filled."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 
@@ -298,7 +298,7 @@ def format_search(found: Sequence[Ranked], most: int = 12) -> str:
 
 
 def _verdict(found: Sequence[Ranked], own: Ranked) -> list[str]:
-  """Returns which setting is the best, among which, and how to use it, as lines."""
+  """Returns lines that say which setting is best, how many were compared, and how to use it."""
   best, compiled = found[0], [ranked for ranked in found if ranked.verified]
   if not best.fits:
     return [f'no setting fits: {_looked_at(found)}']

@@ -1,8 +1,8 @@
 """Finds operations of a compiled step that take a slow path on its chips; see `slow_paths.py` for the traced step.
 
-expanded gather       a loop that XLA makes of a gather or a scatter
-convolution           on a GPU, one that is no call of cuDNN
-transposed weight     a weight, which each step copies with its dims in another order
+expanded gather       a gather or scatter that XLA turns into a loop
+convolution           on a GPU, a convolution that cuDNN does not compute
+transposed weight     a weight that each step copies with its dims in another order
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _WEIGHTS = 'mdl_vars.'
 
 
 def find_slow_operations(program: CompiledProgram, cost: Cost, names: LayerNames, kind: str) -> list[SlowPath]:
-  """Returns the slow operations of a step that take at least 1 % of its time, in no order.
+  """Returns the slow operations that take more than 1 % of a step's time, unordered.
 
   Args:
     program, cost: the compiled step, and its cost.
     names: the names of the model's layers.
-    kind: 'gpu', 'tpu' or 'cpu'; on a CPU there are none.
+    kind: 'gpu', 'tpu' or 'cpu'; for 'cpu', the result is empty.
   """
   flow, seconds = Dataflow(program), dict[str, float]()
   for op in cost.operations:
@@ -44,7 +44,7 @@ def find_slow_operations(program: CompiledProgram, cost: Cost, names: LayerNames
 def _slow_path(
   instruction: Instruction, computation: Computation, program: CompiledProgram, flow: Dataflow, kind: str
 ) -> tuple[str, str] | None:
-  """Returns what an instruction does slowly, and the remedy; None if it takes no slow path."""
+  """Returns why an instruction is slow, and the remedy; None if it takes no slow path."""
   primitive = instruction.op_name.rpartition('/')[2]
   if instruction.opcode == 'while' and primitive.startswith(('gather', 'scatter')):
     return f'XLA makes a loop of a {primitive}', "set lookup_style to 'matmul', or index one dimension at a time"

@@ -3,7 +3,7 @@
     keep(snapshot_of(found, 'lm_sizes.Llama8B'), path)
     regressions(read(path), snapshot_of(found, 'lm_sizes.Llama8B'))
 
-The file is for people to read: each entry has one line, so that a diff shows each change. Two or more spaces separate
+The file is meant for people: each entry has its own line, so that a diff shows each change. Two or more spaces separate
 columns. The file also contains the limits of the comparison, which users may edit.
 """
 
@@ -227,7 +227,7 @@ def _limits(text: str) -> GrowthLimits:
 
 
 def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = None) -> list[str]:
-  """Returns a text for each regression; an empty list if everything is within the limits.
+  """Returns a text for each regression, and an empty list if everything is within the limits.
 
   If the modes of the snapshots differ, it compares only the splits of weights and the memory of the state.
 

@@ -1,4 +1,4 @@
-"""The accelerators that plans know: their published figures, and the shares of these figures that programs reach.
+"""The accelerators that plans support: their published figures, and the shares of these that programs reach.
 
 The shares are assumptions unless `praxis-lite plan --calibrate` has measured them on local devices; see
 `calibration.py`.
@@ -18,7 +18,7 @@ class Efficiency:
 
   Attributes:
     compute: share of the peak in matrix products.
-    attention: share of the peak in a fused kernel for attention whose heads fill the units for products.
+    attention: share of the peak in a fused attention kernel whose heads fill the matrix units.
     memory, links, network: shares of the bandwidth of memory, of fast links, and of links between hosts.
     seconds_per_operation: minimal time of an operation.
     seconds_per_hop: minimal time of a message between neighbours, or between hosts.
@@ -43,18 +43,18 @@ _TPU = Efficiency(0.9, 0.6, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
 _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
 # A profile of Llama 3 8B on v6e with sequences of 8,192 tokens ("TPU model performance auto-optimization", A. Vlasenko,
-# 2026) has 3.17 s of products for 2.26 to 2.31e15 FLOPs, 78 % of the peak. Its attention, by tokamax's kernels, reaches
-# 36 %, and from the time of a step with JAX's splash attention instead, we compute 30 %. There, products with 128 dims
-# per head fill half of a unit, so we assume 60 % for heads that fill it, on all TPUs.
+# 2026) has 3.17 s of products for 2.26 to 2.31e15 FLOPs, 78 % of the peak. Its attention, with tokamax's kernels,
+# reaches 36 % of the peak; from the time of a step with JAX's splash attention, we compute 30 % for the latter. On v6e,
+# 128 dims per head fill half of a matrix unit, so we assume 60 % for heads that fill it, on all TPUs.
 _COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0.78}
 # The developers of praxis_lite measured one H100 SXM of 700 W (docs/benchmarks.md): a product of matrices of 16,384
 # rows and columns; attention of 128 dims per head, by the difference of steps of 16,384 and of 2,048 tokens; and x + 1.
-# An H200 has the same processor. Links and network were not measured. Small operations in a row took 0.9 us, but steps
-# with many of them fit better to the assumed 3 us.
+# An H200 has the same processor. Links and network were not measured. Small operations in a row took 0.9 us each, but
+# the assumed 3 us predict steps with many small operations better.
 _HOPPER = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87)
-# The speed of our kernels for grouped products, relative to plain ones, with 8 and 64 groups.
+# The speed of our kernels for grouped products, relative to plain products, measured with 8 and 64 groups.
 _GROUPED = 0.8
-# The share of heads with 64 dims, relative to 128, by the difference of steps of 8,192 and of 1,024 tokens.
+# The speed of attention with 64 dims per head, relative to 128, from the difference of steps of 8,192 and 1,024 tokens.
 _NARROW_HEADS = 0.77
 MEASURED = {'h100': _HOPPER, 'h200': _HOPPER}
 
@@ -69,7 +69,7 @@ def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
   return _CPU
 
 
-# Lengths and widths of the units for products of TPUs (Google Cloud documentation); of others, 128.
+# The side of the matrix units of TPUs (Google Cloud documentation); 128 for other TPUs.
 _LARGE_UNITS = {'v6e': 256, '7x': 256}
 
 
@@ -89,10 +89,10 @@ class Target(Accelerator):
     return _GROUPED if self.kind == 'gpu' else 1.0
 
   def attention_share(self, dims_per_head: int) -> float:
-    """Returns the share of the peak that a fused kernel for attention reaches.
+    """Returns the share of the peak that a fused attention kernel reaches.
 
-    A product with few dims per head, of queries and keys or of probabilities and values, leaves rows or columns of a
-    TPU's units unused. On a GPU, narrow heads have more exponentials for each product.
+    On a TPU, products with few dims per head leave rows or columns of the matrix units unused. On a GPU, narrow heads
+    need more exponentials for the same FLOPs in products.
     """
     if self.kind == 'gpu':
       return self.efficiency.attention * (_NARROW_HEADS if dims_per_head <= 64 else 1.0)

@@ -24,7 +24,7 @@ _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512
 
 
 class Experience(NamedTuple):
-  """Runs on a kind of chip: their number, and the typical, least and largest quotient of measured and planned time."""
+  """The number of measured runs on a kind of chip, and their typical, least and largest measured / planned time."""
 
   runs: int
   typical: float
@@ -66,9 +66,9 @@ class Topology:
 
   @functools.cached_property
   def places(self) -> np.ndarray:
-    """The place of each device, [devices, 1 + torus dimensions]: its domain of fast links and its torus coordinates.
+    """The location of each device, [devices, 1 + torus dimensions]: its domain of fast links, then torus coordinates.
 
-    Devices are numbered as in JAX without a compiler: first along the first dimension of the torus.
+    Devices are numbered first along the first dimension of the torus.
     """
     if not self.target.torus:
       per_domain = self.shape[-1] if self.target.kind == 'gpu' else self.num_devices
@@ -84,16 +84,16 @@ class Topology:
     Args:
       host_gigabits: gigabits per second of all network adapters of a host, in one direction; None keeps the published
         figure.
-      oversubscription: how much more the adapters can send together than the switches between hosts; 2 is 2:1.
+      oversubscription: the bandwidth of all adapters divided by that of the switches between hosts; 2 means 2:1.
     """
     target = self.target
     share = target.network if host_gigabits is None else host_gigabits * 1e9 / 8 / target.chips_per_host
     return dataclasses.replace(self, target=dataclasses.replace(target, network=share / oversubscription))
 
   def change_chips(self, chips: int) -> Topology | None:
-    """Returns the topology with another number of chips, in one slice or in full hosts; None if there is none."""
+    """Returns the topology with another number of chips, in one slice or in full hosts; None if that is impossible."""
     target = self.target
-    if target.kind == 'tpu':  # More chips than the largest slice has are several slices, whose links are slower.
+    if target.kind == 'tpu':  # More chips than the largest slice would need several slices, with slower links.
       shape = nearest_torus(target, chips)
       return dataclasses.replace(self, shape=shape, slices=1) if math.prod(shape) == chips else None
     if target.kind == 'gpu':
@@ -157,7 +157,7 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
   return shape
 
 
-# The sizes of slices by the dimensions of the torus, and those of less than 64 chips in a torus of three.
+# The available sizes of slices, by the number of torus dimensions; and the 3-D slices of fewer than 64 chips.
 _SOLD = {
   2: '1x1, 2x2, 2x4, 4x4, 4x8 and so on, to powers of two',
   3: 'multiples of 4, or 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4',
@@ -166,7 +166,7 @@ _FEW_CHIPS = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 def _is_sold(shape: tuple[int, ...]) -> bool:
-  """Whether slices of these sizes, in any order, can be rented."""
+  """Whether slices of these sizes, in any order, are offered by Google Cloud."""
   if len(shape) == 3:
     return all(size % 4 == 0 for size in shape) or tuple(sorted(shape)) in _FEW_CHIPS
   less, more = sorted(shape)
@@ -180,7 +180,7 @@ def nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
     sizes[-1 - i % target.torus] *= 2
   fit = tuple(min(a, b) for a, b in zip(sizes, sorted(target.largest)))
   fit = fit if _is_sold(fit) else (1,) * (target.torus - 2) + (2, 2)
-  return tuple(sorted(fit, key=lambda size: (size == 1, size)))  # 2x2x1, as it is written by those who sell it.
+  return tuple(sorted(fit, key=lambda size: (size == 1, size)))  # The usual order puts 1 last, as in 2x2x1.
 
 
 def _hosts(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
 
 
 def fitting_meshes(sizes: Mapping[str, int], devices: int) -> list[dict[str, int]]:
-  """Returns up to two meshes of `devices` devices that differ from a mesh in one axis; tries its largest axis first."""
+  """Returns at most two meshes of `devices` devices that differ from `sizes` in one axis, the largest axis first."""
   fits = []
   for axis in sorted(sizes, key=lambda name: -sizes[name]):
     others = math.prod(size for name, size in sizes.items() if name != axis)

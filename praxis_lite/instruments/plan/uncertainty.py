@@ -1,4 +1,4 @@
-"""How far the time of a step may be from its plan, by the errors of earlier plans; see `docs/planning-figures.md`."""
+"""How far the time of a step may be off its plan, by the errors of earlier plans; see `docs/planning-figures.md`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from praxis_lite.instruments.plan.topology import Topology
 
 
 class TimeFactors(NamedTuple):
-  """The least and the largest known quotient of the time of a step and its plan."""
+  """The least and the largest known quotient of real and planned time of a step."""
 
   least: float
   largest: float
 
 
-# Steps with published times, divided by plans of their compiled programs.
+# Published times of steps, divided by the times in plans of their compiled programs.
 _ONE_HOST_OF_GPUS = TimeFactors(0.98, 1.35)
 _HOSTS_OF_GPUS = TimeFactors(0.98, 1.57)
 _TPU = TimeFactors(0.98, 1.27)
-# Plans of compiled programs, divided by plans of the same steps by formulas.
+# Times in plans of compiled programs, divided by the times in plans of the same steps by formulas.
 _FORMULAS = TimeFactors(0.88, 1.67)
 
 
 def time_factors(topology: Topology, is_compiled: bool) -> TimeFactors | None:
-  """Returns the known errors of such plans; None for simulated devices, and for chips that were measured.
+  """Returns the known errors of plans for these chips.
 
-  For chips on which several runs were measured, these are the errors.
+  If several runs on this kind of chip were measured, these are the errors of their plans. None means that the errors
+  are not known: if only one run was measured, for calibrated chips, and for simulated devices.
   """
   target, runs = topology.target, topology.experience
   if runs is not None:

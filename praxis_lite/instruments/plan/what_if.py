@@ -1,9 +1,9 @@
-"""Tells what changes of an experiment save, and which make a step fit, without compiling each of them.
+"""Finds what changes of an experiment save, and which changes make a step fit, without compiling each of them.
 
     state           moments in other dtypes, moving averages, offloading: exact
-    batch, length   the largest that fits, by an estimate that is linear in size; then compiled, at most twice
-    ways out        if the step does not fit, the nearest settings that do; estimated from their lowered programs
-    less waiting    if communication is exposed, the neighbouring mesh that takes least time
+    batch, length   the largest that fits, by estimates that are extrapolated linearly; then compiled, at most twice
+    ways out        if the step does not fit, the nearest settings that fit; estimated from their lowered programs
+    less waiting    if communication is exposed, the neighbouring mesh with the least time
 
 The difference between the compiled program of the plan and its estimate corrects all estimates. If the compiler refused
 the step, the memory in its error message corrects them.
@@ -36,7 +36,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# Extrapolation from small sizes is uncertain. These limit the growth from size to size, and the number of sizes.
+# Extrapolation is uncertain, so these limit the factor from the largest size to the next, and the number of sizes.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
@@ -48,7 +48,7 @@ class Change:
 
   Attributes:
     what: the change in words.
-    overrides: the overrides that make it.
+    overrides: the overrides that apply it.
     peak: peak bytes of memory after the change.
     time: time for the same tokens after the change, divided by the time before; None if it is not known.
     how: how the effect is known: 'exact', 'estimated' or 'compiled'.
@@ -156,7 +156,7 @@ class WhatIf:
   # ---------------------------------------------------------------- batch and length
 
   def largest_batch(self) -> Change | None:
-    """Returns the largest batch that fits; None if there is none, or no field of a dataset sets the batch."""
+    """Returns the largest batch that fits; None if no batch fits, or if no field of a dataset sets the batch size."""
     where = batch_path(self.config)
     if where is None:
       return None
@@ -166,7 +166,7 @@ class WhatIf:
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
-    """Returns the largest sequence length that fits; None if there is none, or no field of a dataset sets it."""
+    """Returns the largest sequence length that fits; None if none fits, or if no field of a dataset sets it."""
     datasets = self.config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)
@@ -227,10 +227,10 @@ class WhatIf:
   # ---------------------------------------------------------------- ways out
 
   def ways_out(self) -> list[Change]:
-    """Returns at most three settings that fit, by one change or two; the fastest comes first.
+    """Returns at most three settings that fit, with one or two changes each; the fastest comes first.
 
-    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many more
-    microbatches, or fewer rows, as the temporaries require, also together with the changes that save most memory.
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries the number of microbatches,
+    or a batch size, that the temporaries require, both alone and together with the changes that save most memory.
     """
     capacity = self.planned.memory.capacity
     estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]
@@ -277,10 +277,10 @@ class WhatIf:
   # ---------------------------------------------------------------- communication
 
   def less_waiting(self) -> Change | None:
-    """Returns the neighbouring mesh that takes least time.
+    """Returns the neighbouring mesh with the least time.
 
     Returns None if little communication is exposed, if the time is not known, or if no neighbouring mesh that fits
-    saves more than 2 %.
+    saves more than 2 % of the time.
     """
     planned = self.planned
     if not planned.is_time_known or planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
@@ -301,7 +301,7 @@ def _size(change: Change) -> int:
 
 
 def _interpolate(sizes: dict[int, float], capacity: float) -> int:
-  """Returns the size that fills the capacity, on the line through the two sizes with the memory nearest to it."""
+  """Returns the size that fills `capacity`, by a line through the two sizes whose memory is nearest to it."""
   (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
   slope = (at_b - at_a) / (b - a)
   return int(a + (capacity - at_a) / slope) if slope > 0 else max(a, b)

@@ -1,6 +1,6 @@
 """Finds the cause of each collective of a compiled step, and the work that several devices repeat.
 
-Four questions give the cause of a collective:
+The answers to four questions give the cause of a collective:
 
 what moves          an argument of the step, traced through casts, slices and loops (`dataflow.py`), or a computed value
 over which axes     axes of the batch, axes of the layer's weights, or other axes
@@ -25,10 +25,10 @@ from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instr
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.training.flops import flops_by_scope
 
-# Collectives that layers write themselves, inside `shard_map`.
+# The primitives of collectives that layers call themselves, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
-_SMALL = 1 << 16  # In bytes; scalars and per-example values are smaller.
+_SMALL = 1 << 16  # Bytes. Scalars and per-example values are smaller.
 _REMATERIALIZED = re.compile(
   r'Involuntary full rematerialization\. The compiler cannot go from sharding \{(?P<before>[^}]*)\} to '
   r'\{(?P<after>[^}]*)\}.*?for HLO operation %?\S+ = (?P<array>\w+\[[\d,]*\]).*?(?:op_name="(?P<name>[^"]*)")?'
@@ -107,7 +107,7 @@ class Why:
     return self._unsaid(Reason.WEIGHT_MOVED, odd, own, what)
 
   def _summed_weight(self, weights: Sequence[Declaration], c: Communication, layers: tuple[str, ...]) -> Cause:
-    """Returns the cause of an all-reduce of a weight. XLA adds one where it cannot gather uneven parts."""
+    """Returns the cause of an all-reduce of a weight, which XLA uses where it cannot gather uneven parts."""
     own, axes = tuple(dict.fromkeys(w.layer for w in weights)) or layers, _and(c.axes)
     parts = math.prod(self.declared.sizes[axis] for axis in c.axes)
     uneven = sorted({size for w in weights for size, on in zip(w.shape, w.axes) if {*on} & {*c.axes} and size % parts})
@@ -117,7 +117,7 @@ class Why:
     return Cause(Reason.WEIGHT_SUMMED, own, self.declared.fields_of(weights, c.axes), remedy, what)
 
   def _layer_cause(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
-    """Returns the cause of a collective that a layer writes itself; None if XLA added the collective."""
+    """Returns the cause of a collective that a layer calls itself; None if XLA added the collective."""
     primitive = name.rpartition('/')[2].rstrip(')')
     if 'shard_map' not in name or primitive not in _WRITTEN:
       return None
@@ -136,7 +136,7 @@ class Why:
 
     Args:
       axes, layers: the axes and the layers of a collective.
-      by_compiler: the kind of a collective that XLA added; '' for one that a layer wrote.
+      by_compiler: the kind of the collective if XLA added it; '' if a layer called it.
     """
     for path in (p for layer in layers for p in _upward(layer)):
       for field, exchange in self.report.exchanges.items() if axes else ():
@@ -148,7 +148,8 @@ class Why:
   def _sum(self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]) -> Cause:
     declared, batch = self.declared, self.declared.batch_axes
     weights, large = declared.weights_near(layers), [dims for dims in arrays if _rank(dims) > 1]
-    # XLA combines gradients of several layers under the names of some layers. Parts of a table fit no declared shape.
+    # XLA combines gradients of several layers, and names them after some of these layers only. Parts of an embedding
+    # table fit no declared shape.
     of_weights = all(declared.fitting(dims, declared.weights) for dims in large)
     of_activations = any(declared.fitting(dims, declared.activations) for dims in large)
     if axes <= batch:
@@ -207,7 +208,7 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause: the declaration that contradicts others about `axes`; if there is none, the layers' fields."""
+    """Returns a cause that names the declaration that contradicts others about `axes`, or else the layers' fields."""
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:
       return self._unsaid(reason, axes, layers, what)
@@ -221,7 +222,7 @@ class Why:
     return Cause(reason, layers, fields, remedy, what)
 
   def _unsaid(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause if no declaration contradicts another. Its remedy names the fields that could declare more."""
+    """Returns a cause without a contradiction, whose remedy names the fields that could declare more."""
     activations = [d for d in self.declared.activations if any(is_below(d.layer, p) for p in layers)]
     near = [*activations, *self.declared.weights_near(layers)]
     fields = self.declared.fields_of(near, axes) or tuple(dict.fromkeys(d.field for d in near))
@@ -233,7 +234,7 @@ class Why:
   def find_replicated(
     self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
   ) -> list[Cause]:
-    """Returns layers whose work several devices repeat: their FLOPs exceed their share by the size of idle mesh axes.
+    """Returns causes for layers whose work devices along idle mesh axes repeat, by the FLOPs of the program.
 
     Args:
       operations, num_devices: the operations of one device, and the number of devices.

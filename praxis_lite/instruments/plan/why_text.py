@@ -22,7 +22,7 @@ def format_why(plan: Plan, every: bool = False) -> str:
 
   Args:
     plan: the plan of a compiled step; other plans have no causes.
-    every: lists each collective separately, and also surprises of negligible cost.
+    every: lists each collective separately, and includes surprises of negligible cost.
   """
   if plan.mode != 'compiled':
     return 'why it communicates is read from the compiled program, and this step was not compiled' if every else ''

@@ -109,11 +109,11 @@ def convolution_flops(
 
   Args:
     labels: the dimensions of image, kernel and result, such as ('b01f', '01io', 'b01f').
-    shapes: theirs.
-    strides, pads, gaps, kernel_gaps: for each dimension of space: the stride, the padding before it, and the dilation
-      of image and kernel; () means 1, or no padding.
-    whole: shapes of the arrays before they were split, if their space may be. Only the first part and the last one
-      have padding, so a part counts its share of all products.
+    shapes: the shapes of image, kernel and result.
+    strides, pads, gaps, kernel_gaps: for each spatial dimension, the stride, the padding before the image, and the
+      dilation of image and kernel; () means 1, or no padding.
+    whole: shapes of the arrays before they were split, if spatial dimensions may be split. Only the first and the last
+      part have padding, so each part counts its share of all products.
   """
   (lhs, rhs, out), (_, kernel, result) = labels, shapes
   met = 1.0
@@ -130,7 +130,7 @@ def convolution_flops(
 
 @functools.cache
 def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
-  """Returns for how many pairs (output, position in the kernel) there is an element of the image, in one dimension."""
+  """Returns how many pairs (output, kernel position) in one dimension read an element of the image, not padding."""
   last = (image - 1) * spread
   if spread == 1:  # Each kernel position meets the image in outputs `first` to `end`.
     shift = pad - np.arange(kernel) * apart
@@ -242,7 +242,7 @@ def _read(parameter: Instruction, whole: float, inside: Computation, program: Co
       parts += sum(_read(one, whole, called[0], program) for one in inner)
     elif user.opcode in _SLICES and given[0]:
       parts += sum(a.bytes for a in user.arrays)
-    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # An in-place update does not read it.
+    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # An in-place update does not read its target.
       parts += whole
   return min(parts, whole)
 

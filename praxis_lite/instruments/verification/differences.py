@@ -1,6 +1,6 @@
-"""Which results of two runs of a step differ by more than rounding explains.
+"""Finds which results of two runs of a step differ by more than rounding explains.
 
-The rounding is measured by further runs from variables with noise; see `verify.py`.
+The effect of rounding is measured by further runs, from variables with noise; see `verify.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from praxis_lite.instruments.verification.steps import Name, StepResults
 # The allowed error is a share of the largest entry, plus a multiple of the change that rounding causes on one device.
 _TOLERANCE = 1e-4
 _TIMES_NOISE = 30.0
-# If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
+# If rounding changes a result on one device by more than this share of its largest entry, `verify` uses float64.
 _UNSTEADY = 0.03
 
 
@@ -41,7 +41,7 @@ def find_differences(found: StepResults, expected: StepResults, noise: Iterable[
 
 
 def is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
-  """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
+  """Whether rounding noise changes a result on one device so much that the result is not a reliable reference."""
   floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
   largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
   steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
@@ -49,7 +49,7 @@ def is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
-  """Returns the largest difference of an entry; infinite if shapes differ or an entry is finite in only one array."""
+  """Returns the largest difference of entries; infinity if shapes differ or an entry is finite in only one array."""
   if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
     return math.inf
   finite = np.isfinite(expected)

@@ -1,7 +1,7 @@
 """Runs a step on one device in float64, to decide which of two float32 results is wrong.
 
-One device in float32 is not a reliable reference: it rounds, and XLA also has faults on one CPU device, for example
-in the gradient of a convolution with batch groups.
+Results of one device in float32 are not a reliable reference: they are rounded, and XLA also has faults on one CPU
+device, for example in the gradient of a convolution with batch groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from praxis_lite.training.task import SingleTask
 
 
 def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[StepResults, list[StepResults]]:
-  """Returns the results of a case in float64, on the same values, and the results with noise for each seed.
+  """Returns the results of a case in float64, on the same values, and a list of results with noise, one for each seed.
 
   Raises:
     Exception: any error of a layer that does not support float64.
@@ -28,7 +28,7 @@ def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tu
   with jax.enable_x64(True):
     config = to_float64(case.config)
     task = task_of(config, case.kind)
-    # Averages, such as those of batch norms, are float32 whatever the layer computes in.
+    # Averages, such as those of batch norms, are float32, whatever dtype the layer computes in.
     declared = jax.tree.map(lambda weight: weight.dtype, task.model.abstract_init())
     state = values_of_state(task, jax.tree.map(np.ndarray.astype, case.state.mdl_vars, declared))
     batch = jax.tree.map(_array_to_float64, case.batch)
@@ -37,7 +37,7 @@ def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tu
 
 
 def to_float64(config: Config[SingleTask]) -> Config[SingleTask]:
-  """Returns a copy that stores and computes in float64."""
+  """Returns a copy of the config whose task stores and computes in float64."""
   copy = replace_dtypes(config, jnp.float64)
   copy.model.dtype = jnp.float64
   return copy

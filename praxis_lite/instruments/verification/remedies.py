@@ -1,8 +1,8 @@
-"""Finds the fewest mesh axes to remove from the fields of mappings so that results become right.
+"""Finds mesh axes to remove from mapping fields so that results become right.
 
 A choice is one mesh axis in one field. Choices are ordered by how near their fields are to the variables that differ. A
-binary search finds the smallest number of leading choices to remove; the last of these is a cause. The search keeps it
-removed and repeats until nothing differs.
+binary search finds the smallest number of leading choices to remove; the last of these is a cause. The search removes
+this cause and repeats, until nothing differs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
 
   Args:
     small, case, mesh: the small task, and the case whose results are wrong on the mesh.
-    is_right: returns whether results are right.
-    wrong: the names of wrong results.
+    is_right: a function that returns whether results are right.
+    wrong: the names of the wrong results.
     seconds: time limit of the search.
   """
   end = time.monotonic() + seconds
@@ -61,7 +61,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
     try:
       return is_right(case._replace(task=task).run(mesh, specs))
-    except Exception:  # A layer may require this axis, so keep it.
+    except Exception:  # A layer may need an axis that was removed, so removing it is no remedy.
       return False
 
   if not choices or not right_without(choices):
@@ -71,7 +71,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     if causes and right_without(causes):
       return _text(causes, mappings)
     rest = [choice for choice in choices if choice not in causes]
-    low, high = 0, len(rest)  # Results are wrong without the first `low` choices, right without the first `high`.
+    low, high = 0, len(rest)  # Without the first `low` choices, results are wrong; without the first `high`, right.
     while high - low > 1 and time.monotonic() < end:
       middle = (low + high) // 2
       if right_without([*causes, *rest[:middle]]):
@@ -111,7 +111,7 @@ def _distance(field: str, variables: Sequence[str]) -> int:
 
 
 def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...]]:
-  """Returns the mesh axes of each entry of each field, rule or strategy that decides a split."""
+  """Returns the entries, which are mesh axes, of each field, rule or strategy that decides a split."""
   found: dict[str, tuple[object, ...]] = {}
   for placement in leaves_by_path(small.placements).values():
     for field in dict.fromkeys(placement.why):

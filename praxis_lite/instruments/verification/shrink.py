@@ -37,13 +37,13 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.training.task import SingleTask
 
-# Sizes up to this one stay as they are.
+# Sizes up to this one usually stay as they are.
 _SMALL = 12
 # Fields that count layers. Two layers test as much as many layers do, unless the mesh splits the stack.
 _LAYERS = ('num_layers', 'unroll')
 # Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.
 _DECODING = ('max_decode_steps', 'cache_page_size')
-_LONGEST_TURN = 12  # Layers.
+_LONGEST_TURN = 12  # The most layers in a repeated pattern of layers, a turn.
 _FEW = 8
 
 
@@ -52,7 +52,7 @@ class SmallTask(NamedTuple):
 
   Attributes:
     config: config of the small task.
-    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode, with the batch in dimension 0;
+    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode, with rows in dimension 0;
       prompts may be None.
     mesh_sizes: size of each axis of the small mesh.
     real_mesh_sizes: size of each axis of the real mesh.
@@ -77,7 +77,7 @@ class _Split(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  """A pipeline: the field and the number of its stages, their number in the small task, and the rounds in each."""
+  """A pipeline: the field for its number of stages, that number, the small task's number, and the number of rounds."""
 
   field: str
   number: int
@@ -142,7 +142,7 @@ def small_task(
     batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
-  # Layers that take turns may end with a part of a turn, which the small model must have, too.
+  # If layers repeat a pattern, the last repetition may be incomplete; the small model must then have such a rest too.
   layers_of_all = _kinds_of_layers(as_they_are)
   more = next((k for k in range(_LONGEST_TURN) if _kinds_of_layers(shrunk((), k)) == layers_of_all), 0)
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
@@ -150,7 +150,7 @@ def small_task(
 
 
 def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-  """Returns stages with a small number, which `mesh` divides evenly iff `real` divides the real number."""
+  """Returns the stages of the small task: `mesh` divides their number evenly iff `real` divides the real number."""
   S = stages.number
   parts, few = (math.prod(sizes[axis] for axis in stages.axes) for sizes in (real, mesh))
   small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
@@ -291,10 +291,10 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
 
 
 def _kinds_of_layers(small: SmallTask) -> set[str] | None:
-  """Returns the paths of the layers of a small task, most numbers as '0'; None if it cannot be built.
+  """Returns the paths of the layers of a small task, with '0' for most numbers; None if it cannot be built.
 
-  Layers of a stack that is written out differ in their numbers only, so any depth has all of them. What is left of the
-  last turn, `rest_0`, `rest_1` and so on, are layers of other kinds.
+  Layers of a stack without a scan differ only in their numbers, so they count as one kind. The layers of an incomplete
+  last pattern, `rest_0`, `rest_1` and so on, count as different kinds.
   """
   try:
     return {
@@ -353,7 +353,7 @@ def _change_integers(config: Config, change: Callable[[str, int], int]) -> Confi
 
 
 def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
-  """Returns a copy of a config tree with `change` applied to each value, also inside lists, tuples and dicts.
+  """Returns a copy of a config tree with `change` applied to each value, even inside lists, tuples and dicts.
 
   Fields that layers declare as counts keep their values.
   """
@@ -369,7 +369,7 @@ def _change_fields(config: Config, change: Callable[[str, object], object]) -> C
 
   copy, counts = config.clone(), getattr(target(config), 'count_fields', ())
   for name, value in config_values(config).items():
-    if name in counts:  # A count is not a size, so it does not shrink.
+    if name in counts:  # A count does not shrink, because it is not a size.
       continue
     new = new_value(str(name), value) if isinstance(name, str) else value
     if isinstance(name, str) and new is not value:

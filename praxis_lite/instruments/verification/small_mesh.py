@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.common.errors import ConfigError
 
-# Two cores compile and run a small model on this many simulated devices in seconds.
+# On two cores, a small model on this many simulated devices compiles and runs in seconds.
 MOST_DEVICES = 24
 # Penalties for a lost parity, lost parts and a lost odd factor of an axis. A lost relation of two axes costs 1.
 _PRICES = 4, 2, 2
@@ -31,8 +31,8 @@ _PRICES = 4, 2, 2
 def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> dict[str, int]:
   """Returns the sizes of the mesh axes for the verification of an experiment.
 
-  A mesh of at most `most_devices` devices keeps its sizes. A mesh of one device has nothing to verify, so each of its
-  last three axes becomes 2; a single axis becomes 8.
+  A mesh of at most `most_devices` devices keeps its sizes, except a mesh of one device, where there is nothing to
+  verify: each of its last three axes gets size 2, and a single axis gets size 8.
 
   Raises:
     ConfigError: the axes need more than `most_devices` devices even with two devices each.

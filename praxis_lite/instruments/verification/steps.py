@@ -33,7 +33,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.training.task import SingleTask
 
-# The least learning rate for comparing updates: with less, rounding errors are almost as large as the updates.
+# The least learning rate for comparing updates: with a smaller one, rounding errors are almost as large as the updates.
 _LEARNING_RATE = 0.01
 
 
@@ -165,7 +165,7 @@ def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
   if kind is StepKind.UPDATE:
     for one in nested_learners(learner).values():
       one.set(schedule=Config(Constant), learning_rate=max(one.learning_rate, _LEARNING_RATE))
-    for rule in nested_rules(learner):  # All of them train in the first step.
+    for rule in nested_rules(learner):  # All learners train in the first step.
       rule.set(train_from_step=0, train_until_step=None)
   elif kind is StepKind.GRADIENT:
     config.train.learner = Config(
@@ -281,7 +281,7 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 def decode_inputs(inputs: NestedDict) -> NestedDict:
   """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt.
 
-  If the batch has parts, such as pairs of answers, the first one with `ids` counts.
+  If the batch has parts, such as the answers of pairs, this uses the first part with `ids`.
   """
   parts = (inputs, *(part for part in inputs.values() if isinstance(part, dict)))
   inputs = next((part for part in parts if 'ids' in part), inputs)

@@ -3,9 +3,9 @@
 A small version of the task (`shrink.py`) runs each of its steps (`steps.py`) on simulated devices and on one device,
 from the same values. A wrong sharding shows first in gradients and small batches, and hardly ever in the loss.
 
-To measure how much rounding may change a result, one device runs the step again from variables that differ by a
-rounding error of float32. A result that this noise changes much, such as Adam's update where the gradient is zero, may
-differ as much on the mesh.
+To measure how much rounding may change a result, one device runs the step again, from variables that differ by about a
+float32 rounding error. If this noise changes a result much, such as Adam's update where the gradient is zero, the mesh
+may change it as much.
 
 If the mesh and one device differ, one device also runs the step in float64, to decide which of the two is wrong.
 """
@@ -59,7 +59,7 @@ from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.training.task import SingleTask
 
 _NOISE_SEEDS = (1, 2)
-# The name of the difference if the step does not run on the mesh, and so has no results.
+# The name of the difference if the step fails on the mesh, and so has no results.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
 # The largest number of guarded operations that the text names.
@@ -73,10 +73,10 @@ class Difference:
   Attributes:
     name: name of the result.
     kind, rows: the kind of step, and the number of rows of its batch.
-    error: largest difference of an entry, as a share of the largest entry on one device; infinite if only one of the
-      two is finite.
-    placement: how the variable of the result is split, and why; None if it has no variable.
-    remark: what float64 shows if it disagrees with one device, or the error that ended the step on the mesh.
+    error: largest difference of an entry, as a share of the largest entry on one device; infinite if shapes differ or
+      an entry is finite in only one of the two.
+    placement: how the variable of the result is split, and why; None if the result belongs to no variable.
+    remark: what float64 on one device shows, or the error that ended the step on the mesh; '' if there is none.
   """
 
   name: Name
@@ -111,7 +111,7 @@ class Verification:
     not_compared: what was not compared, and why.
     guarded: operations, with their layers, that XLA would compute wrongly on the mesh without a guard.
     differences: results that differ from one device and are wrong on the mesh; empty if everything is right.
-    not_of_the_mesh: results for which one device is wrong, because the mesh agrees with float64; and why.
+    not_of_the_mesh: results that differ although the mesh agrees with float64, with the reason for the difference.
     remedy: the smallest change of mappings that makes the results right; '' if nothing differs or none was found.
     seconds: duration of the verification.
   """
@@ -147,14 +147,14 @@ def verify(
   search_seconds: float = 60.0,
   progress: Callable[[str], None] | None = None,
 ) -> Verification:
-  """Compares the steps of a task on its mesh with those on one device, on simulated CPU devices.
+  """Compares the steps of a task on its mesh with the same steps on one device, all on simulated CPU devices.
 
   Args:
     experiment: the config of a task, an experiment class, or the result of `configure` for one.
     inputs_struct: shapes and dtypes of a training batch; by default those of the experiment's data.
     most_devices: a mesh of more devices is reduced; see `small_mesh`. A mesh of one device is verified on several.
-    full: keeps the sizes of the model and its inputs.
-    quick: compares only one step: the gradients of a small batch.
+    full: keeps the real sizes of the model and its inputs.
+    quick: compares only the gradients of one small batch.
     search_seconds: time limit of the search for right mappings if something differs.
     progress: called with a line that says what is verified, and with a line after each compared step.
 
@@ -196,7 +196,7 @@ def verify(
 
 
 def format_verification(found: Verification) -> str:
-  """Returns the findings as text: what was compared, what differs, and the nearest mappings that are right."""
+  """Returns the findings as text: what was compared, what differs, and the smallest change that makes it right."""
   lines = [_format_sizes(found.real_mesh_sizes, found.mesh_sizes, found.sizes)]
   lines += [f'not compared: {text}' for text in found.not_compared]
   if found.guarded:
@@ -215,7 +215,7 @@ def format_verification(found: Verification) -> str:
 
 
 def _describe_guarded(op: str, layer: str) -> str:
-  """Returns an operation and its place, such as 'dot_general in lm.softmax', or 'results of the step'."""
+  """Returns an operation and its layer, such as 'dot_general in lm.softmax', or 'results of the step'."""
   where = layer or 'the step'
   return f'results of {where}' if op == 'return' else f'{op} in {where}'
 
@@ -286,7 +286,7 @@ class _Comparison:
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
-    """Whether the results depend on the random key. False if they differ for the same key, which is a fault."""
+    """Whether results depend on the random key, and only on it: False if they differ for the same key."""
     runner = Runner(case, self._one)
     first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
     return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
@@ -294,7 +294,7 @@ class _Comparison:
     )
 
   def _compare_equal_draws(self, rows: int) -> None:
-    """For a step under `shard_map` with dropout, checks the mesh axes that do not split rows.
+    """Compares a step under `shard_map` with dropout, on a mesh of only the axes that do not split rows.
 
     Along these axes, all devices must draw the same random numbers.
     """
@@ -363,7 +363,7 @@ class _Comparison:
   def _judge(
     self, case: Case, found: StepResults, expected: StepResults, noise: list[StepResults], different: dict[Name, float]
   ) -> _Verdict:
-    """Decides which results of the mesh are wrong: those that differ from float64 on one device."""
+    """Decides which results of the mesh are wrong: those that differ from the results of one device in float64."""
     undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
     if self._draws(case):
       return undecided  # In float64, a step draws different random numbers.
@@ -392,7 +392,7 @@ class _Comparison:
 
 
 class _Verdict(NamedTuple):
-  """The results that are wrong on the mesh, remarks on them, and reference results without and with noise."""
+  """The errors of the results that are wrong on the mesh, remarks on them, and references without and with noise."""
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
