@@ -1,8 +1,8 @@
-"""Prompts and answers as tokens: texts, or messages of chats. A model learns only the answers.
+"""Prompts and answers, as texts or messages of chats, as tokens. A model learns only the answers.
 
 prompt 'ab', answer 'xyz'     ids a b x y z $     answer 0 0 1 1 1 1     the end token is a part of the answer
                               a tokenizer whose prompts begin with a start token puts it first
-chats                         as the chat template of the tokenizer writes and marks them
+chats                         the tokenizer's chat template writes the text, and marks the answers
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Said = str | ChatMessages
 
 
 class AnswerPair(NamedTuple):
-  """A prompt and its answers; one of them is None if only the other is known."""
+  """A prompt with a chosen and a rejected answer; one answer is None if only the other is known."""
 
   prompt: Said
   chosen: Said | None
@@ -36,12 +36,12 @@ class AnswerPair(NamedTuple):
 
 
 def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatTokens:
-  """Returns the tokens of a prompt and its answer, and which of them are the answer's.
+  """Returns the tokens of a prompt and its answer, and which tokens belong to the answer.
 
   Args:
-    tokenizer: for messages, one with a chat template.
-    prompt: a text, or messages, perhaps with earlier answers, which do not count.
-    answer: of the same kind.
+    tokenizer: the tokenizer; for messages, it needs a chat template.
+    prompt: a text, or messages. Earlier answers in the messages count as part of the prompt.
+    answer: a text, or messages, like the prompt.
 
   Raises:
     DataError: the answer has no tokens, or the template fails.
@@ -61,10 +61,10 @@ def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatT
 
 
 def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
-  """Returns tokens that fit into a row: as they are, or with `truncate` without their end.
+  """Returns tokens that fit into a row of `room` tokens; with `truncate`, cuts off the end of a longer sequence.
 
   Raises:
-    DataError: they are too long, or no token of the answer is left.
+    DataError: the sequence is too long, or no token of the answer remains.
   """
   if len(tokens.ids) > room and not truncate:
     raise DataError(
@@ -77,10 +77,10 @@ def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
 
 
 def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> AnswerPair:
-  """Returns the pair in a JSON object, in one of the forms in common use.
+  """Returns the pair in a JSON object, which has one of the usual forms.
 
       {prompt, chosen, rejected}    texts; or messages, where the prompt or the answers may also be texts
-      {chosen, rejected}            whole chats, whose common messages are the prompt; a text `prompt` is not used then
+      {chosen, rejected}            whole chats, whose common first messages are the prompt; a text `prompt` is ignored
       {prompt, completion, label}   one answer, which is good if the label is true
 
   Args:
@@ -115,13 +115,13 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
 
 
 def _has_answers_only(messages: ChatMessages) -> bool:
-  """Whether messages are an answer, perhaps with calls of tools, and no whole chat."""
+  """Whether messages are an answer, possibly with tool calls, and not a whole chat."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 
 
 def _pair_of_chats(one: ChatMessages, other: ChatMessages, names: tuple[str, str]) -> AnswerPair:
-  """Returns the common first messages of two chats as the prompt, and what follows them as answers."""
+  """Returns the common first messages of two chats as the prompt, and the other messages as the answers."""
   if one == other:
     raise ValueError(f'its {names[0]!r} and {names[1]!r} are equal, so neither is better')
   common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
@@ -129,7 +129,7 @@ def _pair_of_chats(one: ChatMessages, other: ChatMessages, names: tuple[str, str
 
 
 def messages_of(value: object, name: str) -> ChatMessages:
-  """Returns the messages of a chat; raises ValueError if `value` is no list of them."""
+  """Returns `value`, the messages of a chat; raises ValueError if it is not a list of messages."""
   if not isinstance(value, list):
     raise ValueError(f'its {name!r} is no list of {{"role": ..., "content": ...}}')
   for number, message in enumerate(value, 1):
@@ -140,10 +140,10 @@ def messages_of(value: object, name: str) -> ChatMessages:
 
 
 def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[Said, Said]:
-  """Returns the prompt and the answer in an object, by the names of their fields: both texts, or both messages.
+  """Returns the prompt and the answer in an object, given the names of their fields: both texts, or both messages.
 
   Raises:
-    ValueError: they are missing, or of different kinds.
+    ValueError: one of them is missing, or they are of different kinds.
   """
   prompt, answer = values.get(of_prompt), values.get(of_answer)
   for name, value in ((of_prompt, prompt), (of_answer, answer)):
@@ -158,15 +158,15 @@ def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[
 
 
 def fill_segment(side: Rows, row: int, start: int, tokens: ChatTokens, segment: int) -> int:
-  """Writes a sequence into a row of a batch of a language model; returns the place after it.
+  """Writes a sequence into a row of a language-model batch; returns the position after it.
 
-  Its last token is there too, with a label of weight 0, so that a model can read the whole answer.
+  `ids` include the last token, whose label has weight 0, so that a model can read the whole answer.
 
   Args:
-    side: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
-    row, start: where the sequence begins.
+    side: the batch: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
+    row, start: the row, and the position in it where the sequence begins.
     tokens: the sequence, of at most T - `start` tokens.
-    segment: its number in the row, from 1.
+    segment: the number of the sequence in the row, from 1.
   """
   at = slice(start, end := start + len(tokens.ids))
   side['ids'][row, at] = tokens.ids
@@ -190,8 +190,8 @@ class AnswersInput(TextExamplesInput):
     examples: instead of `path`, a list of dicts like the objects of JSON Lines, or a function (or the `Config` of one)
       that returns it.
     seq_len: T, tokens of a row.
-    packed: whether a row may hold several sequences, each a segment of its own.
-    truncate: cut the end of sequences that are too long, instead of treating them as bad records.
+    packed: whether a row may hold several sequences, each as a separate segment.
+    truncate: whether to cut off the end of sequences that are too long, instead of treating them as bad records.
   """
 
   examples: Examples | Callable[[], Examples] | Config | None = None
@@ -207,7 +207,7 @@ class AnswersInput(TextExamplesInput):
     return {**super().identity(), 'packed': self.packed}
 
   def _encode_objects(self, names: tuple[str, ...], encode: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Returns what `encode` makes of the object of each example; `names` are the fields of the columns of TSV files."""
+    """Applies `encode` to the object of each example; `names` are the fields for the columns of TSV files."""
     return self._encode_all(names, _LINES, encode)
 
   def _forms(self) -> tuple[str, str]:

@@ -1,10 +1,10 @@
-"""Handles records that cannot be read: by an error that names file and record, or by rows of zero weight.
+"""Handles records that cannot be read: with an error that names file and record, or with rows of zero weight.
 
 With `on_bad_record='skip'`, the row of a damaged record is all zeros, with zero weight, so it has no effect. The other
-examples stay where they would be without the damage, on any number of hosts and after any restart. TFRecord files are
-different: their number of records is not known before they are read, so damaged records are dropped from the stream.
+examples keep their positions, on any number of hosts and after any restart. TFRecord files are different: their number
+of records is not known before they are read, so damaged records are dropped from the stream.
 
-Temporary failures are not damage: a system error while reading always ends the run.
+A system error while reading is not damage, because it may be temporary; it always ends the run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a bad record, once; raises DataError if bad records are errors, or if there are more than allowed."""
+    """Counts a bad record once; raises DataError if bad records are errors, or if there are more than allowed."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')
@@ -93,7 +93,7 @@ class BadRecordError(DataError):
 
 
 def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> tuple[Rows, list[BadRecord]]:
-  """Reads `count` examples one by one. Returns them, with zeros in place of bad ones, and the list of bad records."""
+  """Reads `count` examples one by one; returns them, with zeros in place of bad ones, and the list of bad records."""
   rows = pad_rows(None, count, struct)
   bad = []
   for i in range(count):
@@ -107,5 +107,5 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 
 
 def is_damage(error: Exception) -> bool:
-  """Whether an error while reading means bad data. A system failure, which has an errno, does not."""
+  """Whether an error while reading means bad data; a system error, which has an errno, does not."""
   return not (isinstance(error, OSError) and error.errno is not None)

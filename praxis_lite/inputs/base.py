@@ -2,9 +2,9 @@
 
 A batch is a dict (possibly nested) of numpy arrays whose dimension 0 is the batch. It always contains `weights`.
 
-A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed and the
-number of the epoch. It is cut into global batches of `batch_size`; a short last batch is padded with rows of zero
-weight. So the position in a stream is two numbers: the epoch, and how many of its examples have been read.
+A stream consists of `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed
+and the number of the epoch. It is cut into global batches of `batch_size`; a short last batch is padded with rows of
+zero weight. So the position in a stream is two numbers: the epoch, and how many of its examples have been read.
 
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts,
                                                            rounded up
@@ -78,7 +78,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     self._position = 0
 
   def check_at_least(self, **least: int) -> None:
-    """Raises `ConfigError` unless each of these fields is an integer of at least this value."""
+    """Raises ConfigError unless each of these fields is an integer of at least the given value."""
     for name, smallest in least.items():
       value = getattr(self, name)
       if not isinstance(value, int) or value < smallest:
@@ -94,8 +94,8 @@ class BaseInput(Configurable, Iterator[Rows]):
     The same arguments give the same rows, whatever was read before.
 
     Returns:
-      The rows, as `canonical_rows` returns them and without padding; None if there are none. And the number of examples
-      in the group, which is below `count` only at the end of the epoch.
+      (rows, number of examples in the group). The rows have the form of `canonical_rows`, without padding; None means
+      that there are none. The number is below `count` only at the end of the epoch.
     """
     raise NotImplementedError
 
@@ -104,9 +104,9 @@ class BaseInput(Configurable, Iterator[Rows]):
     return None
 
   def longest_segments(self) -> dict[str, int]:
-    """Returns how many positions the longest segment of the data has, by the name of the array of its positions.
+    """Returns the length of the longest segment, by the name of the array of its positions, such as `segment_pos`.
 
-    Such a name is `segment_pos`. What is not known, without reading all data, is missing.
+    A name is missing if its length is not known without reading all data.
     """
     return {}
 
@@ -118,7 +118,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return ()
 
   def manifest(self) -> DataManifest | None:
-    """Returns what a checkpoint records about `data_files`, for JSON; see `manifest.py`."""
+    """Returns the record of `data_files` in a checkpoint, for JSON; None without files. See `manifest.py`."""
     files = self.data_files()
     return manifest_of(files) if files else None
 
@@ -143,7 +143,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def host_batch_size(self) -> int:
-    """Rows in a batch of this host, rounded up; if `num_hosts` does not divide `batch_size`, last hosts get padding."""
+    """Rows of a batch on this host, rounded up: the last hosts get padding if `batch_size` does not divide evenly."""
     return -(-self.batch_size // self.num_hosts)
 
   @property
@@ -199,8 +199,8 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Consumes up to `count` examples, across epochs and regardless of batches and `num_hosts`. Mixtures use this.
 
     Returns:
-      Rows [start, stop) of these examples; None if there are none. And the number of consumed examples, which is below
-      `count` only at the end of the stream.
+      (rows [start, stop) of these examples, or None if there are none; number of consumed examples). The number is
+      below `count` only at the end of the stream.
     """
     parts: list[Rows] = []
     taken = 0
@@ -235,7 +235,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 
   def identity(self) -> dict[str, Any]:
-    """Returns the settings in the state that must be equal for a saved position to mean the same examples."""
+    """Returns the settings on which the meaning of a saved position depends."""
     return {'shuffle': self.shuffle, 'seed': self.seed if self.shuffle else None}
 
   def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
 """Chat templates: from messages to text, and which parts of the text are answers.
 
-A template is a jinja2 program. It comes from someone else, with a checkpoint, so it runs in jinja2's sandbox, and its
-ranges may have only a million numbers in all, which ends nested ones soon. Other loops may take any time. It may mark
-what the model says:    {% generation %}{{ message.content }}<|end|>{% endgeneration %}
+A template is a jinja2 program that comes with a checkpoint from someone else. So it runs in jinja2's sandbox, and its
+ranges may have only a million numbers in total, which stops nested ranges early; other loops are not limited. A
+template may mark the answers:    {% generation %}{{ message.content }}<|end|>{% endgeneration %}
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChatText(NamedTuple):
 
   Attributes:
     text: the text.
-    answers: (start, end) of each part that the model says, in characters.
+    answers: (start, end) of each part of the text that is an answer, in characters.
   """
 
   text: str
@@ -44,8 +44,8 @@ class ChatTemplate:
 
   Args:
     source: the jinja2 program.
-    specials: its variables for special tokens, such as `bos_token`.
-    where: the name of the template in messages.
+    specials: the values of its variables for special tokens, such as `bos_token`.
+    where: the name of the template in error messages.
   """
 
   def __init__(self, source: str, specials: Mapping[str, str], where: str):
@@ -55,11 +55,12 @@ class ChatTemplate:
     """Returns the text of a chat.
 
     Args:
-      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`. The template may know others.
+      messages: dicts with a `role`, such as 'system', 'user' or 'assistant', and the `content`. The template may define
+        other roles.
       add_generation_prompt: whether the text ends with the beginning of an answer.
 
     Raises:
-      DataError: the template fails, or a role is misspelled, or unknown to the template.
+      DataError: the template fails, or a role is misspelled or unknown to the template.
     """
     try:
       import jinja2
@@ -91,9 +92,9 @@ class ChatTemplate:
     return _strip_marks(marked, begin, end)
 
   def _check_roles(self, messages: Messages, text: str) -> None:
-    """Raises DataError for a role that is misspelled, or that the template neither compares with nor writes.
+    """Raises DataError for a role that is misspelled, or that the template neither mentions nor writes.
 
-    Many templates take every other role for that of the assistant.
+    Without this check, many templates would treat such a message as the assistant's.
     """
     for number, message in enumerate(messages, 1):
       role = str(message.get('role'))
@@ -107,11 +108,11 @@ class ChatTemplate:
   def answers(self, messages: Messages, first: int = 0) -> ChatText:
     """Returns the text of a whole chat, with the answers that the template marks.
 
-    If it marks none, an answer is what an assistant's message adds to the text of the messages before it.
+    If it marks none, an answer is the text that an assistant's message adds to the text of the messages before it.
 
     Args:
-      messages: as for `render`.
-      first: answers in messages before this one are left out.
+      messages: see `render`.
+      first: the number of the first message, from 0, whose answers are returned.
 
     Raises:
       DataError: the template fails; or it marks no answers and changes the text of earlier messages.
@@ -139,7 +140,7 @@ def _environment(begin: str, end: str) -> ImmutableSandboxedEnvironment:
   from jinja2.sandbox import ImmutableSandboxedEnvironment
 
   class Generation(Extension):
-    """The tag `generation`, which puts marks around its text."""
+    """A jinja2 extension for the tag `generation`, which puts marks around its text."""
 
     tags = {'generation'}
 

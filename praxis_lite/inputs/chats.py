@@ -1,4 +1,4 @@
-"""ChatInput: chats, or prompts and their answers, as rows of a language model that learns only the answers."""
+"""ChatInput: chats, or prompts and answers, as rows for a language model that learns only the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ChatInput(AnswersInput):
   A line has one of these forms; a TSV file has the columns prompt and completion.
 
       {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
-      {"prompt": ..., "completion": ...}    texts, or messages each
+      {"prompt": ..., "completion": ...}    both texts, or both messages
 
   Attributes: the same as for `AnswersInput`.
 

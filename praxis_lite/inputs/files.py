@@ -26,8 +26,8 @@ def find_files(
 
   Raises:
     ConfigError: `path` has another type.
-    DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe, or only
-      the Git LFS pointer to one.
+    DataError: a path does not exist, no file is found, or a path is a special file, such as a named pipe, or only a Git
+      LFS pointer.
   """
   path = resolve_source(path)
   paths = [path] if isinstance(path, (str, os.PathLike)) else path
@@ -80,7 +80,7 @@ def check_utf8(data: bytes, file: str, where: str) -> None:
 
 
 def walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
-  """Yields the files below `root`. `left_out` takes the name of a file or directory and says whether to skip it."""
+  """Yields the files below `root`, except files and directories for whose names `left_out` returns True."""
   for directory, subdirectories, names in os.walk(root):
     subdirectories[:] = [d for d in subdirectories if not left_out(d)]
     yield from (os.path.join(directory, name) for name in names if not left_out(name))

@@ -3,7 +3,7 @@
     source[0], source[1], ...     numbered parts of an epoch; each is read, parsed and stacked independently
     worker w of N                 parts w, w + N, ...; the input returns all parts in order
 
-So the batches are the same for any number of workers, and seeking a position reads nothing before it.
+So the batches are the same for any number of workers, and moving to a position reads nothing before it.
 Needs `pip install praxis_lite[grain]`; Grain is imported at the first read.
 """
 
@@ -99,7 +99,7 @@ class GrainInput(RecordsInput, StreamedInput):
     return self.files
 
   def leave_out_file(self, file: str, reason: str, endings: tuple[str, ...]) -> None:
-    """Counts a file that cannot be read, as `leave_out` does. Files with data usually have one of these endings."""
+    """Counts a file that cannot be read, like `leave_out`. Files with data usually have one of these `endings`."""
     other = next((f for f in self.files if f.endswith(endings)), None)
     if other and not file.endswith(endings):
       pattern = os.path.join(os.path.dirname(other), f'*{os.path.splitext(other)[1]}')
@@ -132,7 +132,7 @@ class GrainInput(RecordsInput, StreamedInput):
     return {**super().identity(), 'num_examples': self.num_examples}
 
   def last_epoch(self, epoch: int) -> int:
-    """Returns the epoch after the last one that a pipeline covers if it begins in `epoch`."""
+    """Returns the end of the range of epochs of a pipeline that begins in `epoch`."""
     return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
@@ -277,7 +277,7 @@ class _Records:
       raise BadRecordError(self.where, BadRecord(*self.place(number), first_line(e))) from e
 
   def place(self, number: int) -> tuple[str, str]:
-    """Returns the file of a record, and its place there, such as 'record 7'."""
+    """Returns the file of a record, and its position there, such as 'record 7'."""
     file = bisect.bisect_right(self.ends, number) - 1
     return self.files[file], f'record {number - self.ends[file]}'
 
@@ -293,9 +293,9 @@ class _Records:
 class _RecordGroups:
   """A Grain source of groups of `count` records, from `position` of the first epoch on.
 
-  The last group of an epoch has fewer records, possibly none. An item is the number of records in a group, examples
-  [start, stop) of the group, and the list of unreadable records among them. Unreadable records become rows of zeros if
-  the `struct` of an example is given; otherwise they raise an error.
+  The last group of an epoch has fewer records, possibly none. An item consists of the number of records in a group, the
+  examples [start, stop) of the group, and the list of unreadable records among them. Unreadable records become rows of
+  zeros if `struct`, the struct of an example, is given; otherwise they raise an error.
   """
 
   records: _Records
@@ -311,7 +311,7 @@ class _RecordGroups:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
-    """Returns the number of groups in an epoch from a position on."""
+    """Returns the number of groups in the rest of an epoch after `position` records."""
     return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property
@@ -336,7 +336,7 @@ class _RecordGroups:
 
 
 def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
-  """Returns the numbers of the records at these places of an epoch. Without a seed, records are not shuffled."""
+  """Returns the numbers of the records at these positions of an epoch. Without a seed, records are not shuffled."""
   if seed is None:
     return list(places)
   shuffled = import_grain().experimental.index_shuffle
@@ -346,7 +346,7 @@ def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class ParseEach:
-  """Makes rows from records by a function of one record; `where` names the function in errors."""
+  """Makes rows from records by a function of one record; `where` is the name of the function in errors."""
 
   parse_fn: Callable[[Any], Rows]
   where: str
@@ -410,7 +410,7 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
 
 
 def _fate(code: int | None) -> str:
-  """Returns the part of an error message that says how a worker ended, from its exit code."""
+  """Returns the part of an error message that says how a worker ended, given its exit code."""
   if code == -signal.SIGKILL:
     return 'was killed: the machine may not have enough memory for num_workers processes'
   if code is not None and code < 0:
@@ -424,7 +424,7 @@ def _start_quiet_tracker() -> None:
   When a pipeline closes, Grain leaves parts in shared memory for this process to free.
   """
   option = 'ignore:resource_tracker:UserWarning'
-  sys.warnoptions.append(option)  # The process inherits these options.
+  sys.warnoptions.append(option)  # The new process inherits these options.
   try:
     from multiprocessing import resource_tracker  # Not at the top: on Windows it needs other modules.
 
@@ -434,7 +434,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Makes a worker print where it crashes, and end when its parent dies, even if the parent is killed."""
+  """Makes a worker print where it crashes, and on Linux end when its parent dies, even if the parent is killed."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

@@ -1,11 +1,11 @@
-"""GrowingBatches: a schedule of batch sizes. The batches of an input have other sizes in other parts of a run.
+"""GrowingBatches: a schedule of batch sizes. The batches of an input have different sizes in different parts of a run.
 
     batch_size = 8, factors = (1, 2, 4), from_batches = (1000, 3000)
 
     batch    0 ... 999   1000 ... 2999   3000 ...
     rows             8              16         32
 
-Each example is read once, in the order of the input, whatever the sizes. A run compiles a step for each size.
+The sizes do not change the order of the examples, and each is read once. A run compiles a step for each size.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from praxis_lite.inputs.rows import Rows, Struct, add_weights, pad_rows
 
 
 class GrowingBatches(BaseInput):
-  """Batches of another input, in sizes that depend on how many batches there were before.
+  """Batches of another input, in sizes that depend on the number of batches before.
 
   Attributes:
-    input: config of the input; it gets the `is_training` of this one, and `num_epochs`, `shuffle` and
-      `seed` if they are set.
-    factors: the number of rows of a global batch in each part of the run, as multiples of `batch_size`.
-    from_batches: the number of batches before each part but the first; they increase.
-    Others, such as `vocab_size`: those of the input.
+    input: config of the input; it gets `is_training` from this one, and `num_epochs`, `shuffle` and `seed` if they are
+      set here.
+    factors: for each part of the run, the rows of a global batch, as a multiple of `batch_size`.
+    from_batches: for each part except the first, the number of batches before it, in increasing order.
+    Others, such as `vocab_size`: read from the input.
 
   Raises:
-    ConfigError: the factors and the numbers of batches do not fit; or this is the source of another input.
+    ConfigError: `factors` and `from_batches` do not fit, or this input is the source of another input.
   """
 
   input: Config = REQUIRED
@@ -62,7 +62,7 @@ class GrowingBatches(BaseInput):
     self._batches = 0
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('_') or 'source' not in vars(self):  # Copies are asked for names before they have any.
+    if name.startswith('_') or 'source' not in vars(self):  # `copy` looks up names before the copy has a source.
       raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}', name=name, obj=self)
     return getattr(self.source, name)
 
@@ -128,7 +128,7 @@ class GrowingBatches(BaseInput):
     return self.source.bad_records
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    source = copy.copy(self.source)  # Its batch may be read ahead meanwhile.
+    source = copy.copy(self.source)  # A copy, because another thread may be reading ahead from the source.
     source.batch_size = self.rows_after(state)
     return source.examples_at(state['source'])
 

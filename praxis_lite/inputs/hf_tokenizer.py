@@ -24,7 +24,7 @@ TOKENIZER_FILE = 'tokenizer.json'
 _INSTALL = 'pip install praxis_lite[hf]'
 
 
-_WORD_MARKS = ('\u0120', '\u2581')  # The space before a word in byte-level BPE, and in SentencePiece.
+_WORD_MARKS = ('\u0120', '\u2581')  # The characters for the space before a word in byte-level BPE and in SentencePiece.
 
 
 class HfTokenizer(BaseTokenizer):
@@ -61,7 +61,7 @@ class HfTokenizer(BaseTokenizer):
       raise DataError(f'HfTokenizer.path: {file} {FETCH_LFS}')
     try:
       return tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # The package raises only this type.
+    except Exception as error:  # The package raises no narrower type.
       raise DataError(f'HfTokenizer.path: {file} {unless_empty(file, f"is not a tokenizer: {error}")}') from None
 
   @property
@@ -71,7 +71,7 @@ class HfTokenizer(BaseTokenizer):
   @functools.cached_property
   def special_ids(self) -> tuple[int, int, int]:
     bos, eos, pad = (self._special_id(name) for name in ('bos', 'eos', 'pad'))
-    # The tokenizer of BERT has no names for begin and end but these.
+    # BERT's tokenizer calls the tokens that begin and end a document cls and sep.
     bos, eos = (self._special_id(other) if own is None else own for own, other in ((bos, 'cls'), (eos, 'sep')))
     if bos is None and eos is None:
       raise ConfigError(
@@ -93,7 +93,7 @@ class HfTokenizer(BaseTokenizer):
   def word_starts(self) -> np.ndarray:
     pieces = [self._model.id_to_token(i) or '' for i in range(self.vocab_size)]
     marks = _WORD_MARKS if any(piece.startswith(_WORD_MARKS) for piece in pieces) else None
-    # WordPiece marks the tokens that continue a word, and the others mark those that begin one.
+    # WordPiece marks the tokens that continue a word; other kinds mark the tokens that begin one.
     return np.array([piece.startswith(marks) if marks else not piece.startswith('##') for piece in pieces])
 
   def token_bytes(self) -> list[bytes]:
@@ -152,12 +152,12 @@ class HfTokenizer(BaseTokenizer):
   def chat_tokens(self, messages: Messages, first: int = 0) -> ChatTokens:
     """Returns the tokens of a whole chat, to train on, and which of them are answers.
 
-    Answers are what the template marks by `{% generation %}`; without that tag, what each assistant's message adds to
-    the text.
+    An answer is text that the template marks by `{% generation %}`; without that tag, the text that each assistant's
+    message adds.
 
     Args:
       messages: as in `chat_prompt`, with the answers, whose role is 'assistant'.
-      first: answers in messages before this one do not count.
+      first: the number of the first message, from 0, whose answers count.
 
     Raises:
       DataError: there is no template, it fails, or does not show where answers are.
@@ -229,7 +229,7 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _characters_of_bytes() -> dict[str, int]:
-  """Returns the byte of each character of byte-level BPE: printable bytes are themselves, the others follow U+0100."""
+  """Returns the byte that each character means in byte-level BPE: the printable bytes, then the others from U+0100."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -239,15 +239,15 @@ _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
 def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-  """Returns how many bytes of the text each token stands for, [n], from the range of characters of each token.
+  """Returns the number of bytes of the text that each token represents, [n], given each token's range of characters.
 
-  The sum is the size of the text. If several tokens make up one character, the first gets all of its bytes.
+  The sum is the size of the text. If several tokens share one character, the first gets all of its bytes.
   """
   if not offsets:
     return np.zeros(0, np.int64)
   codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
   sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-  before = np.concatenate([[0], np.cumsum(sizes)])  # Bytes before each character.
+  before = np.concatenate([[0], np.cumsum(sizes)])  # The number of bytes before each character.
   ends = np.maximum.accumulate(before[np.array([end for _, end in offsets])])
   ends[-1] = before[-1]
   return np.diff(ends, prepend=0)

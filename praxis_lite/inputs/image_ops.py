@@ -1,4 +1,4 @@
-"""What TensorFlow does with an encoded image: decode, crop, resize, flip. Random values come from a seed, int64 [2].
+"""Image operations in TensorFlow: decode, crop, resize, flip, normalize. Random values come from a seed, int64 [2].
 
 Images are uint8 [height, width, channels] until they are normalized.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
-  """Returns the image in a JPEG, PNG or BMP file, whose content is a scalar string, or the first one of a GIF."""
+  """Returns the image in a JPEG, PNG, BMP or GIF file, whose content is a scalar string; of a GIF, the first image."""
   tf = import_tensorflow()
   image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
   image.set_shape((None, None, channels))
@@ -22,7 +22,7 @@ def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
 
 
 def resize(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
-  """Returns the image in another (height, width): linear interpolation, which averages pixels if it gets smaller."""
+  """Returns the image resized to (height, width), by linear interpolation with antialiasing."""
   tf = import_tensorflow()
   resized = tf.image.resize(image, size, method='bilinear', antialias=True)
   return tf.cast(tf.clip_by_value(tf.round(resized), 0, 255), tf.uint8)
@@ -36,7 +36,7 @@ def resize_shorter_side(image: tf.Tensor, pixels: int) -> tf.Tensor:
 
 
 def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
-  """Returns the middle of an image, of a given (height, width); an image that is smaller is resized to that."""
+  """Returns the middle of an image, of the given (height, width); a smaller image is resized to this size."""
   tf = import_tensorflow()
   height, width = size
   is_large = tf.reduce_all(tf.shape(image)[:2] >= [height, width])
@@ -62,7 +62,7 @@ def random_resized_crop(
     size: (height, width) of the result.
     seed: int64 [2].
     area: smallest and largest share of the image's area.
-    aspect: smallest and largest ratio of width to height; the whole image if ten draws do not fit.
+    aspect: smallest and largest ratio of width to height. If ten draws do not fit, the whole image is used.
   """
   tf = import_tensorflow()
   begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
@@ -79,12 +79,12 @@ def random_resized_crop(
 
 
 def random_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns the image, or with a probability of one half its mirror image, left for right."""
+  """Returns the image, mirrored left to right with a probability of one half."""
   tf = import_tensorflow()
   return tf.cond(tf.random.stateless_uniform((), seed) < 0.5, lambda: image[:, ::-1], lambda: image)
 
 
 def normalize(image: tf.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> tf.Tensor:
-  """Returns (image / 255 - mean) / std, float32, with a mean and a deviation for all channels or for each."""
+  """Returns (image / 255 - mean) / std, float32; mean and std have one value for all channels, or one for each."""
   tf = import_tensorflow()
   return (tf.cast(image, tf.float32) / 255.0 - tf.constant(mean, tf.float32)) / tf.constant(std, tf.float32)

@@ -1,9 +1,9 @@
-"""Encoded images with a class from files of records, as batches for a `ClassificationModel`.
+"""Encoded images with a class, from files of records, as batches for a `ClassificationModel`.
 
-    training      random crop, flip, RandAugment      drawn by (seed, epoch, content of the record)
-    evaluation    shorter side to `resize_to`, then the middle
+    training      random crop, flip, RandAugment, which depend on (seed, epoch, content of the record)
+    evaluation    resize the shorter side to `resize_to`, then crop the middle
 
-So the images of an epoch do not depend on what was read before, on the number of hosts, or on the size of batches. A
+So the images of an epoch do not depend on earlier reads, on the number of hosts, or on the size of batches. A
 batch has `image`, [B, height, width, channels] float32; `label`, [B] int32; and `weights`, [B] float32.
 """
 
@@ -33,27 +33,28 @@ if TYPE_CHECKING:
 class ImageRecordInput(TFRecordInput):
   """JPEG, PNG, BMP or GIF images with a class, in TFRecord or ArrayRecord files of `tf.train.Example`s, or in Parquet.
 
-  Files of the two other kinds end in .array_record or .parquet, and need the extra `grain`. In Parquet, a feature is a
-  column. They are read from their beginning too when a run resumes.
+  The names of ArrayRecord and Parquet files end in .array_record and .parquet; they need the extra `grain`. In Parquet,
+  a feature is a column. When a run resumes, all kinds of files are read again from the beginning of the epoch.
 
   Attributes: those of `TFRecordInput` besides `features` and `parse_fn`, and
     image_size: (height, width) of the images in a batch.
-    channels: 3, or 1 for gray images; files of the other kind are converted.
+    channels: 3, or 1 for gray images. Images with another number of channels are converted.
     image_feature: name of the feature with the encoded image.
     label_feature: name of the feature with the class; None if there is none.
-    first_label: the stored number of the first class; it becomes 0.
-    resize_to: in evaluation, pixels of the shorter side before the middle is cut out; None means 8 / 7 of the shorter
+    first_label: the stored number of the first class; it becomes class 0.
+    resize_to: in evaluation, pixels of the shorter side before the middle is cropped; None means 8 / 7 of the shorter
       side of `image_size`, such as 256 for 224.
-    augment: whether images are augmented; None only in training.
+    augment: whether images are augmented; None means only in training.
     crop_area: smallest and largest share of the area of an image that a random crop covers.
     crop_aspect: smallest and largest ratio of the width of a random crop to its height.
     flip: whether half of the augmented images are mirrored.
-    rand_augment: number of operations of RandAugment and their magnitude, 10 being the paper's largest; None for none.
-    mean, std: what is subtracted from pixels in [0, 1] and then divides them, for all channels or one value for each;
-      by default, pixels become numbers in [-1, 1].
+    rand_augment: (number of operations, magnitude) for RandAugment, where 10 is the paper's largest magnitude; None
+      turns it off.
+    mean, std: pixels in [0, 1] become (pixel - mean) / std; one value for all channels, or one for each. By default,
+      pixels become numbers in [-1, 1].
 
   Raises (when the data is first needed):
-    DataError: as `TFRecordInput`; a record that has no image is unreadable, see `on_bad_record`.
+    DataError: see `TFRecordInput`. A record without an image counts as a bad record; see `on_bad_record`.
   """
 
   image_size: tuple[int, int] = REQUIRED
@@ -110,10 +111,10 @@ class ImageRecordInput(TFRecordInput):
       self._try(self._parse(import_tensorflow().constant(record)))
 
   def read_image(self, encoded: bytes) -> np.ndarray:
-    """Returns the image in the content of a file as evaluation sees it, [height, width, channels] float32.
+    """Returns the image in a file's content, prepared as for evaluation, [height, width, channels] float32.
 
     Raises:
-      DataError: it is no image.
+      DataError: the content is not an image.
     """
     tf = import_tensorflow()
     try:
@@ -134,11 +135,11 @@ class ImageRecordInput(TFRecordInput):
     return dict(tf.io.parse_single_example(record, features))
 
   def _try(self, stored: Mapping[str, tf.Tensor]) -> None:
-    """Raises an error of TensorFlow, or a DataError, if features of a record cannot be used."""
+    """Raises an error of TensorFlow, or DataError, if features of a record cannot be used."""
     image_ops.decode_image(stored[self.image_feature], self.channels)
 
   def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns what an example has besides its image."""
+    """Returns the arrays of an example other than its image."""
     tf = import_tensorflow()
     if self.label_feature is None:
       return {}
@@ -148,7 +149,7 @@ class ImageRecordInput(TFRecordInput):
     tf = import_tensorflow()
     stored = self._parse(record)
     image = image_ops.decode_image(stored[self.image_feature], self.channels)
-    # The content tells records apart, wherever they are in their files.
+    # The random values depend on the content of a record, not on its position.
     of_record = tf.stack([tf.strings.to_hash_bucket_fast(record, 2**62), tf.cast(seed, tf.int64)])
     image = self._augment_image(image, of_record) if self.augment else self._middle_of(image)
     return {'image': image_ops.normalize(image, self.mean, self.std), **self._values_beside(stored)}

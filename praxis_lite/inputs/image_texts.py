@@ -1,4 +1,4 @@
-"""Encoded images with a text from files of records, as batches for a `TwoTowerModel`.
+"""Encoded images with a text, from files of records, as batches for a `TwoTowerModel`.
 
     text    ^ a a a $ . . .      ^ begins and $ ends a text, . is padding; a text that is too long is cut
 
@@ -30,13 +30,13 @@ class ImageTextRecordInput(ImageRecordInput):
 
   Attributes: those of `ImageRecordInput` besides `label_feature`, and
     text_feature: name of the feature with the text, as UTF-8.
-    text_len: T, tokens of a row, with those that begin and end a text.
+    text_len: T, tokens of a row, including the begin and end tokens.
     tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     has_begin: whether the tokenizer's begin token comes before a text.
-    hides_padding: whether batches have `segment_ids`, so that no token attends to padding. SigLIP attends to it.
+    hides_padding: whether batches have `segment_ids`, so that no token attends to padding. SigLIP needs False.
 
   Raises (when the data is first needed):
-    DataError: as `ImageRecordInput`; a record without a text, or whose text is not UTF-8, is unreadable.
+    DataError: see `ImageRecordInput`. A record without a text, or whose text is not UTF-8, counts as a bad record.
   """
 
   label_feature: str | None = None

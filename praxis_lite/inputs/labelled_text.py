@@ -2,7 +2,7 @@
 
     text a, class          ^ a a a $             ^ begins and $ ends a text
     texts a and b, class   ^ a a a $ b b b $     types 0 0 0 0 0 1 1 1 1
-    with two ends between  ^ a a a $ $ b b b $   RoBERTa, which has one type
+    pair_style='roberta'   ^ a a a $ $ b b b $   all types 0
 
 A batch has `ids`, `segment_ids` (0 is padding) and `token_type_ids`, [B, T] int32; `label`, [B] int32; and `weights`,
 [B] float32.
@@ -28,7 +28,7 @@ Labelled = Sequence[Sequence[str | int]]
 
 
 class _Example(NamedTuple):
-  """The tokens of a row, the first of them that has type 1, and the class."""
+  """The tokens of a row, the position of the first token of type 1, and the class."""
 
   ids: np.ndarray
   second: int
@@ -44,13 +44,13 @@ class LabelledTextInput(TextExamplesInput):
     seq_len: T, tokens of a row, with its begin and end tokens.
     fields: the names of the text, or of both texts, and of the class.
     classes: the names of the classes, in the order of their numbers; None means that classes are numbers.
-    pair_style: 'bert' puts one end token between two texts, and gives the second type 1; 'roberta' puts two, and gives
-      all tokens type 0.
-    truncate: cut the longer text of a row that is too long, instead of treating it as a bad record.
+    pair_style: 'bert' puts one end token between two texts, and gives the tokens of the second type 1. 'roberta' puts
+      two end tokens between them, and gives all tokens type 0.
+    truncate: whether to cut the longer text of a row that is too long, instead of treating the row as a bad record.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
-      line is no example, is not UTF-8, has an empty text or an unknown class, or is too long.
+      line is not an example, is not UTF-8, has an empty text or an unknown class, or is too long.
   """
 
   examples: Labelled | Callable[[], Labelled] | Config | None = None
@@ -142,7 +142,7 @@ class LabelledTextInput(TextExamplesInput):
 
 
 def cut_longest(texts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
-  """Returns the beginnings of texts with at most `room` tokens together; the longest text is cut first."""
+  """Returns texts with at most `room` tokens in total, of which the longest are cut at their end."""
   lengths = [len(text) for text in texts]
   while sum(lengths) > room:
     longest = lengths.index(max(lengths))

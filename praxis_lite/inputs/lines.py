@@ -28,8 +28,8 @@ def read_lines(
     data: the input whose field `path` names the files; it counts lines that cannot be parsed as bad records.
     path: the value of that field, see `find_files`.
     fields: the names of the values in a line.
-    parsers: by the ending of a file, '.tsv' and '.jsonl', a function of a line and of `fields`; a ValueError says what
-      is wrong with the line.
+    parsers: for each ending of a file name, '.tsv' and '.jsonl', a function of a line and `fields` that returns the
+      values; its ValueError says what is wrong with the line.
   """
   where = f'{data.label}.path'
   for file in find_files(path, where):
@@ -57,7 +57,7 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def split_tsv(line: str, names: Sequence[str], expected: str = '') -> list[str]:
-  """Returns the columns of a line, one for each of `names`; raises ValueError, which says what is `expected`."""
+  """Returns the columns of a line, one for each of `names`; raises ValueError, with the text `expected`, otherwise."""
   columns = line.split('\t')
   if len(columns) != len(names):
     expected = expected or f'{", ".join(names)}, separated by tabs'
@@ -72,7 +72,7 @@ def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]
   """Returns parsers for `read_lines` of lines with two texts.
 
   Args:
-    expected: what these are, for messages, such as 'a source and a target'.
+    expected: the name of the two texts in error messages, such as 'a source and a target'.
   """
 
   def split_two(line: str, fields: TwoTexts) -> TwoTexts:

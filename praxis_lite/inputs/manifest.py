@@ -3,8 +3,8 @@
     {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
     {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     for very many files: only a sample
 
-Names are relative to the directory that the files share, so data may be moved. The manifest covers the sizes of all
-files and, for a few files, a hash of four parts of 1 KiB, which are cheap to read from any storage. It misses other
+Names are relative to the directory that the files share, so data may be moved. The manifest has the sizes of all files
+and, for a few files, a hash of four parts of 1 KiB, which are cheap to read from any storage. It cannot show other
 changes.
 """
 
@@ -21,7 +21,7 @@ from praxis_lite.common.figures import number_of
 
 DataManifest = dict[str, Any]
 
-_SAMPLED, _PARTS, _PART = 32, 4, 1024  # Sampled files, parts of each file, and bytes of a part.
+_SAMPLED, _PARTS, _PART = 32, 4, 1024  # The number of sampled files, of parts of each file, and of bytes in a part.
 _MOST_LISTED = 10_000
 _THREADS = 8
 _SHOWN = 3
@@ -43,7 +43,7 @@ def manifest_of(files: Sequence[str]) -> DataManifest:
 
 
 def changes(saved: object, now: DataManifest) -> str:
-  """Returns how files have changed since a manifest was saved; '' if they are unchanged, or if this is unknown."""
+  """Returns how files have changed since a manifest was saved; '' if they have not, or if that is unknown."""
   found = list(_changes(saved, now))
   more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
   return '; '.join(found[:_SHOWN]) + more

@@ -1,11 +1,11 @@
-"""Masked text: rows of tokens; some tokens are hidden, and the model predicts them (BERT, Devlin et al., 2019).
+"""Masked text: rows of tokens of which some are hidden, and the model predicts them (BERT, Devlin et al., 2019).
 
     labels    ^ a b c d e f g h $      ^ begins and $ ends a row
-    ids       ^ a b ? d e f x h $      of the chosen places most become the mask ?, some another token, some stay
-    weights   0 0 0 1 0 1 0 1 0 0      1 at chosen places
+    ids       ^ a b ? d e f x h $      most chosen tokens become the mask ?, some another token, some stay
+    weights   0 0 0 1 0 1 0 1 0 0      1 at chosen positions
 
-Of n tokens of text in a row, round(n mask_rate), and at least one, are chosen. Tokens of control, such as ends of
-documents, and padding never are.
+Of n text tokens in a row, max(1, round(n mask_rate)) are chosen. Padding and control tokens, such as ends of documents,
+are never chosen.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _STREAM = zlib.crc32(b'masks')
 
 
 class MaskedTextInput(TextInput):
-  """Text files as rows for a `MaskedLanguageModel`; the places of a row are chosen anew in each epoch.
+  """Text files as rows for a `MaskedLanguageModel`; each epoch chooses other positions of a row.
 
   A batch has `ids`, `labels`, `segment_ids`, `segment_pos`, int32, and `weights`, float32, all [B, `row_len`].
 
   Attributes: those of `TextInput`, and
-    seq_len: tokens of text in a row. A row has two more, the begin and the end token; with `packing='packed'`, it has
-      none more, and each document begins with the begin token.
+    seq_len: text tokens in a row, to which a row adds a begin and an end token. With `packing='packed'`, it is the
+      number of all tokens in a row, and each document begins with the begin token.
     mask_rate: the share of the tokens that are chosen.
-    mask_share, random_share: of the chosen tokens, the shares that become the mask, and a random token; others stay.
+    mask_share, random_share: the shares of the chosen tokens that become the mask, and that become a random token; the
+      others stay.
     whole_words: choose whole words. Words that would exceed the number of tokens are not chosen, unless no word fits.
-    mask_id: the id of the mask; None means that of the tokenizer, or if it has none, one after its ids, so that
-      `vocab_size` is larger than that of the tokenizer.
+    mask_id: the id of the mask; None uses the tokenizer's mask. If it has none, the mask gets the next id after the
+      tokenizer's, so `vocab_size` is larger by 1.
   """
 
   mask_rate: float = 0.15
@@ -95,7 +96,7 @@ class MaskedTextInput(TextInput):
     return super()._longest_segment + self.row_len - self.seq_len
 
   def _whole_rows(self, texts: Rows) -> Rows:
-    """Returns rows in which nothing is hidden, from those of a `TextInput`."""
+    """Returns rows without masks, given rows of a `TextInput`."""
     if self.packing == 'packed':
       names = ('ids', 'segment_ids', 'segment_pos', 'weights')
       return {name: texts[name] for name in names} | {'labels': texts['ids'].copy()}
@@ -112,7 +113,7 @@ class MaskedTextInput(TextInput):
 
   @functools.cached_property
   def _is_control(self) -> np.ndarray:
-    """Which ids are no text, [V] bool."""
+    """Whether each id is a control token, not text, [V] bool."""
     out = np.zeros(self.vocab_size, bool)
     out[[*self.tokenizer.control_ids, self.mask]] = True
     return out
@@ -127,12 +128,12 @@ class MaskedTextInput(TextInput):
     return np.pad(self.tokenizer.word_starts(), (0, self.vocab_size - self.tokenizer.vocab_size), constant_values=True)
 
   def _choose(self, may: np.ndarray, starts: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Returns which places of a row are chosen, [T] bool.
+    """Returns which positions of a row are chosen, [T] bool.
 
     Args:
-      may: [T] bool, whether a place may be chosen.
+      may: [T] bool, whether a position may be chosen.
       starts: [T] bool, whether its token begins a word.
-      random: [T] random numbers, which decide.
+      random: [T] random numbers; positions with the smallest ones are chosen.
     """
     chosen, places = np.zeros(len(may), bool), np.flatnonzero(may)
     count = left = max(round(len(places) * self.mask_rate), 1)
@@ -151,7 +152,7 @@ class MaskedTextInput(TextInput):
     return chosen
 
   def _hide(self, labels: np.ndarray, kind: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Returns what the model reads at places that are chosen, [T]; `kind` and `random`, [T], are random numbers."""
+    """Returns the ids that replace `labels` at chosen positions, [T]; `kind` and `random`, [T], are random numbers."""
     tokens = self._text_ids[np.floor(random * len(self._text_ids)).astype(np.int64)]
     others = np.where(kind < self.mask_share + self.random_share, tokens, labels)
     return np.where(kind < self.mask_share, self.mask, others).astype(np.int32)

@@ -1,8 +1,8 @@
 """MixtureInput: mixes several inputs, example by example, in given proportions.
 
-The source of example i of the mixture depends only on (seed, i). Each source is read in its own order and its own
-epochs. The mixture stops drawing from an exhausted source, and ends when all sources are exhausted. So an evaluation
-sees each example of each source exactly once.
+The source of example i of the mixture depends only on (seed, i), while no source is exhausted. Each source is read in
+its own order and its own epochs. The mixture stops drawing from an exhausted source, and ends when all sources are
+exhausted. So an evaluation sees each example of each source exactly once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MixtureInput(BaseInput):
     where = f'{self.label}.inputs[{i}]: expected the config of an input'
     if not isinstance(config, Config):
       raise ConfigError(f'{where}, got {config!r}')
-    # The mixture cuts batches for hosts; from its sources it takes single examples.
+    # The mixture itself cuts batches for hosts, so its sources yield examples for all hosts.
     source = config.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
     if not isinstance(source, BaseInput):
       raise ConfigError(f'{where}, got one of {type(source).__name__}')
@@ -85,8 +85,8 @@ class MixtureInput(BaseInput):
     rows, filled = self._fill(count, start, stop)
     taken = int(filled.sum())
     if taken < count and (start > 0 or stop < count):
-      # At the end of the stream, some slots anywhere in the batch stay empty, and the filled ones move together. Which
-      # rows belong to this slice depends on all slots, so all rows are read.
+      # At the end of the stream, some slots of the batch stay empty, and the filled slots close the gaps. So the rows
+      # of this slice depend on all slots, and all rows are read.
       for source, state in zip(self.sources, before):
         source.set_state(state)
       rows, filled = self._fill(count, 0, count)
@@ -95,7 +95,7 @@ class MixtureInput(BaseInput):
     return rows, taken
 
   def _fill(self, count: int, start: int, stop: int) -> tuple[Rows | None, np.ndarray]:
-    """Fills slots from the sources. Returns the rows of slots [start, stop), and a [count] mask of filled slots."""
+    """Fills slots from the sources. Returns the rows of slots [start, stop), and which slots are filled, [count]."""
     tried = np.zeros((count, len(self.sources)), bool)
     filled = np.zeros(count, bool)
     parts: list[Rows] = []
@@ -123,7 +123,7 @@ class MixtureInput(BaseInput):
     return jax.tree.map(lambda x: x[order], rows), filled
 
   def _choose(self, indices: np.ndarray, tried: np.ndarray, attempt: int) -> np.ndarray:
-    """Returns the source of each of these examples, [n]. `tried`, [n, sources] bool, excludes sources."""
+    """Returns the source of each of these examples, [n], except sources in `tried`, [n, sources] bool."""
     ends = np.cumsum(np.where(tried, 0.0, self._weights), axis=1)
     u = uniform((self.seed, attempt), indices)
     return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)

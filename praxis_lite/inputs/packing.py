@@ -9,10 +9,10 @@ B batch, T length of a row. A row consists of segments, each a range of consecut
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
 
-    windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows from any place of that stream
+    windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows from any position of the stream
 
 Except in windows, every token of every document, including its end token, is a label exactly once. Documents longer
-than T are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
+than T are split. The tokens are stored once, in the smallest dtype; rows are built from them on request.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-  """Rows, made of segments of a stream of tokens.
+  """Rows that consist of segments of a stream of tokens.
 
   Attributes:
     tokens: [N] all tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
-    num_bytes: [N] bytes of text that each token stands for, or None.
-    starts, lengths, offsets: [S] s and n of each segment, and its position in its row.
-    row_splits: [R + 1] row r has segments row_splits[r], ..., row_splits[r + 1] - 1.
+    num_bytes: [N] the number of bytes of text that each token represents; None if not known.
+    starts, lengths, offsets: [S] s and n of each of the S segments, and its position in its row.
+    row_splits: [R + 1] row r of the R rows has segments row_splits[r], ..., row_splits[r + 1] - 1.
     seq_len: T.
-    pad_id: id that fills the unused ends of rows.
+    pad_id: the id of padding, which fills the unused ends of rows.
   """
 
   tokens: np.ndarray
@@ -127,22 +127,22 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None) -> tuple[Rows, np.ndarray]:
-  """Packs prompts into rows, so that a language model reads them without much padding before it continues them.
+  """Packs prompts into rows, so that a language model reads them with little padding before it continues them.
 
       batch, place = pack_prompts(prompts)
       ids = trained.decode(batch)['ids']                    # [R, S, M]
       ids = ids.reshape(-1, ids.shape[-1])[place]           # [n, M], in the order of the prompts
 
-  R rows, S prompts of a row, P tokens of the longest prompt, T tokens of a row that are read.
+  n prompts, R rows, S prompts in a row, P tokens of the longest prompt, T tokens in a row of the prefill, M new tokens.
 
   Args:
     prompts: the tokens of each prompt, at least one.
     row_length: T; None means P.
 
   Returns:
-    The batch for `LanguageModel.decode`, and the index of each prompt among the R S results, [n]. The batch has
-    `ids`, [R, S P]; `prompt_lengths`, [R, S], 0 where a row has fewer than S prompts; and `packing`, [R, T], which says
-    for each token that is read where it is in its row of `ids`, with -1 for padding.
+    The batch for `LanguageModel.decode`, and the index of each prompt among the R S results, [n]. The batch has `ids`,
+    [R, S P]; `prompt_lengths`, [R, S], 0 where a row has fewer than S prompts; and `packing`, [R, T], the position of
+    each token of the prefill in its row of `ids`, -1 for padding.
 
   Raises:
     DataError: there is no prompt, one is empty, or one is longer than T.
@@ -176,7 +176,7 @@ def _to_ids(prompt: Sequence[int]) -> np.ndarray:
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
-  """Returns the row of each piece, [n]. Each piece, longest first, goes to the fullest row that has room for it.
+  """Returns the row of each piece, [n]. Each piece, longest first, goes to the fullest row in which it fits.
 
   Best-fit decreasing uses at most 11/9 of the fewest possible rows, plus one (Johnson, 1973). `lengths`, [n], are in
   1..capacity.
@@ -214,7 +214,7 @@ def _join(
 
   def join(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
     start, head, tail = (np.array(ids, dtype) for ids in special)
-    # Copies in one pass to the small dtype, so that at most two copies of the tokens of a large corpus exist.
+    # Converts to the small dtype in one pass, so that at most two copies of a large corpus exist at a time.
     return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
 
   for ids in (*(d.ids for d in documents), *map(np.asarray, (before, after, first))):

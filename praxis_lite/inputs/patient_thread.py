@@ -1,6 +1,6 @@
 """A thread for reads that may hang, because storage is unreachable or a source has stopped yielding.
 
-A caller waits for such a read only up to a time limit, then gets an error. The process can exit while a read hangs.
+A caller waits for such a read up to a time limit, and then gets an error. The process can exit while a read hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from praxis_lite.common.errors import HungInputError
 
-# In seconds: the time limit of a read, and the time after which a line on stderr says that a read takes long.
+# Seconds: the time limit of a read, and the time after which a line on stderr says that a read takes long.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0
 # Seconds that the exit of the process waits for reads in progress.
 _AT_EXIT = 5.0
@@ -52,14 +52,14 @@ class PatientThread:
     return self._last is None or self._last.done()
 
   def end(self, seconds: float) -> bool:
-    """Drops all calls except the one in progress; returns whether that call ended in time."""
+    """Drops all calls except the one in progress; returns whether that call ended within the time limit."""
     _finish(self._calls)
     self._thread.join(seconds)
     return not self._thread.is_alive()
 
   @property
   def where(self) -> str:
-    """Where the thread is now, as file:line function; '' if that is unknown."""
+    """The code that the thread runs now, as 'file:line function'; '' if unknown."""
     frame = sys._current_frames().get(self._thread.ident or 0)
     return '' if frame is None else f'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'
 
@@ -72,7 +72,7 @@ def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
         future.set_result(call(*arguments))
       except BaseException as error:
         future.set_exception(error)
-    del entry, future, call, arguments  # Keeps nothing alive while waiting for the next call.
+    del entry, future, call, arguments  # So that these objects can be freed while the thread waits.
 
 
 def _finish(calls: queue.SimpleQueue[_Call | None]) -> None:
@@ -88,7 +88,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-  """Waits for reads to end. Python kills daemon threads at exit, and a library that is killed may abort the process."""
+  """Waits for reads to end. Python kills daemon threads at exit; if a thread is in a library, the process may abort."""
   end = time.monotonic() + _AT_EXIT
   for thread in list(_threads):
     thread.join(max(0.0, end - time.monotonic()))
@@ -100,8 +100,8 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
   Args:
     future: future of the read.
     thread: thread that runs the read.
-    label: name of the input in messages.
-    since: start of the wait, by `time.monotonic`.
+    label: name of the input in error messages.
+    since: the time at which the wait began, from `time.monotonic`.
     timeout_s: time limit, in seconds after `since`.
 
   Raises:
@@ -119,7 +119,7 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
 
 
 def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
-  """Runs a read in its own thread and returns the result; raises the same errors as `result_in_time`."""
+  """Runs a read in a separate thread and returns the result; raises the same errors as `result_in_time`."""
   thread = PatientThread(f'read-{label}')
   future = thread.submit(call)
   try:

@@ -1,13 +1,13 @@
 """Pairs of answers as batches for a `PreferenceModel` or a `RewardModel`.
 
-A batch has the parts `chosen` and `rejected`, each a dict of `ids`, `labels`, `segment_ids` and `segment_pos`, [B, T]
-int32, and `weights`, [B, T] float32, which are 1 for labels in answers; and `weights` of pairs, [B] float32. With
-`packed`, a row holds several pairs, and their weights are [B, S], S = `max_pairs`:
+A batch has the parts `chosen` and `rejected`, and `weights` of pairs, [B] float32. Each part is a dict of `ids`,
+`labels`, `segment_ids` and `segment_pos`, [B, T] int32, and `weights`, [B, T] float32, which are 1 for labels in
+answers. With `packed`, a row holds up to S = `max_pairs` pairs, and the weights of pairs are [B, S]:
 
     chosen      p1 a1 | p2 a2 a2 .     segments 1 1 2 2 2 0      segment s of a row is the same pair in both parts
     rejected    p1 b1 b1 | p2 b2       segments 1 1 1 2 2 0
 
-B batch, T length, S pairs of a row.
+B batch, T length, S pairs in a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from praxis_lite.inputs.tokenizers import ChatTokens
 
 
 class _Encoded(NamedTuple):
-  """The tokens of a prompt with each of its answers; None for an answer that is missing."""
+  """The tokens of a prompt with each of its two answers; None for a missing answer."""
 
   chosen: ChatTokens | None
   rejected: ChatTokens | None
@@ -39,7 +39,7 @@ class _Encoded(NamedTuple):
 
   @property
   def prompt_ids(self) -> bytes:
-    """The tokens of the prompt, to be compared."""
+    """The tokens of the prompt as bytes, for comparisons."""
     return self.any.ids[: int(np.argmax(self.any.is_answer))].tobytes()
 
 
@@ -48,15 +48,15 @@ class PreferenceInput(AnswersInput):
 
   A line has one of these forms; a TSV file has the columns of `fields`.
 
-      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where either may also be texts
+      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where the others may still be texts
       {"chosen": [...], "rejected": [...]}                   whole chats; their common first messages are the prompt
       {"prompt": ..., "completion": ..., "label": true}      one answer, good or bad, for `Kto`
 
   Attributes: the same as for `AnswersInput`, and
     fields: the names of the prompt and of both answers.
     max_pairs: S, the largest number of pairs in a row, if `packed`.
-    mismatched: whether a batch has a third part, `mismatched`: each prompt with an answer of the next example that has
-      another prompt, for `Kto`.
+    mismatched: whether a batch has a third part, `mismatched`, for `Kto`: each prompt with an answer from the next
+      example that has a different prompt.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
@@ -143,7 +143,7 @@ class PreferenceInput(AnswersInput):
     ]
 
   def _mismatch(self, number: int, pair: _Encoded, other: _Encoded) -> ChatTokens:
-    """Returns the prompt of a pair with an answer of another, the chosen and the rejected one by turns."""
+    """Returns a pair's prompt with an answer of `other`: the chosen one if `number` is even, otherwise the rejected."""
     prompt, answer = pair.any, (other.rejected if number % 2 else other.chosen) or other.any
     before, after = int(np.argmax(prompt.is_answer)), int(np.argmax(answer.is_answer))
     before = min(before, self.seq_len - 1)
@@ -168,10 +168,10 @@ class PreferenceInput(AnswersInput):
 
 
 def _next_that_differ(prompts: list[bytes]) -> list[int] | None:
-  """Returns for each prompt the number of the next one that is another, in a circle; None if all are equal."""
+  """Returns for each prompt the number of the next prompt that differs, cyclically; None if all are equal."""
   count, other = len(prompts), None
   found: list[int | None] = [None] * count
-  for i in reversed(range(2 * count)):  # In the second round, `other` is known for the last ones too.
+  for i in reversed(range(2 * count)):  # Twice around, so that `other` is known for the last prompts too.
     after = (i + 1) % count
     if prompts[after] != prompts[i % count]:
       other = after

@@ -27,10 +27,10 @@ T = TypeVar('T')
 
 
 class PrefetchIterator(Iterator[T]):
-  """The batches of an input, up to `depth` of them read ahead. Nothing else may use the input until `close`.
+  """The batches of an input, of which up to `depth` are read ahead. Nothing else may use the input until `close`.
 
   Use it as a context manager, or call `close`. JAX settings that are local to a thread, such as the ambient mesh, do
-  not apply in `put_fn`; give it shardings that contain their mesh.
+  not apply in `put_fn`, so it must use shardings that contain their mesh.
 
   Attributes:
     hangs: whether `close` gave up on a read that did not end. If so, the input must not be used any more.
@@ -49,7 +49,7 @@ class PrefetchIterator(Iterator[T]):
     Args:
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
       depth: largest number of batches that are ready but not yet returned.
-      left_out: states of the input; the batch that follows one of these states is dropped.
+      left_out: states of the input; a batch that follows one of these states is skipped.
       timeout_s: seconds to wait for a batch.
     """
     if depth < 1:

@@ -1,7 +1,7 @@
-"""RandAugment: several operations in turn, each drawn from a list, all of one strength (Cubuk et al., 2020).
+"""RandAugment: several operations in sequence, each drawn from a list, all of one strength (Cubuk et al., 2020).
 
-An operation changes an image, uint8 [height, width, channels], by an amount; those that have a direction draw it. The
-list and the amounts at a magnitude of 10, the largest of the paper, are:
+An operation changes an image, uint8 [height, width, channels], by an amount. If the operation has a direction, it is
+drawn too. The list, with the amounts at a magnitude of 10, the largest in the paper, is:
 
     none, auto contrast, equalize, invert    no amount
     rotate                                   30 degrees
@@ -13,7 +13,7 @@ list and the amounts at a magnitude of 10, the largest of the paper, are:
     translate x, translate y                 0.45 of the width or the height
     cutout                                   a square of 0.36 of the shorter side
 
-Pixels from beyond the image are gray, 128.
+Pixels from outside the image are gray, 128.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MOST = 10.0
 
 
 class Draw(NamedTuple):
-  """What an operation does, besides its own amount.
+  """The strength and the random values of one operation.
 
   Attributes:
-    strength: factor of the amount.
-    sign: 1 or -1, the direction.
-    place: [2] in [0, 1), a row and a column as parts of the height and the width.
+    strength: factor of the operation's amount.
+    sign: the direction, 1 or -1.
+    place: [2] in [0, 1), a row and a column as shares of the height and the width.
   """
 
   strength: float
@@ -52,8 +52,8 @@ def rand_augment(image: tf.Tensor, seed: tf.Tensor, num_operations: int, magnitu
   Args:
     image: uint8 [height, width, channels].
     seed: int64 [2].
-    num_operations: how many operations are applied in turn.
-    magnitude: their strength, 10 being that of the list above; larger ones are stronger.
+    num_operations: number of operations, applied one after the other.
+    magnitude: the strength of all operations; 10 gives the amounts above, and larger values are stronger.
   """
   tf = import_tensorflow()
   for number in range(num_operations):
@@ -78,7 +78,7 @@ def _auto_contrast(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _equalize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Each value becomes the share of pixels of its channel up to it, which spreads the values evenly."""
+  """Equalizes the histogram of each channel: a value becomes its rank among the channel's pixels, scaled to 255."""
   tf = import_tensorflow()
 
   def equalize_channel(channel: Any) -> Any:
@@ -141,7 +141,7 @@ def _brightness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _sharpness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """A blend with the image whose inner pixels are smoothed by 1 1 1, 1 5 1, 1 1 1, over 13."""
+  """Blends with the image whose inner pixels are smoothed by the kernel [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13."""
   tf = import_tensorflow()
   x, channels = tf.cast(image, tf.float32), image.shape[-1]
   kernel = tf.constant([[1, 1, 1], [1, 5, 1], [1, 1, 1]], tf.float32) / 13.0
@@ -167,7 +167,7 @@ def _translate_y(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Grays a square whose middle may be anywhere in the image."""
+  """Makes a square gray, whose middle may be anywhere in the image."""
   tf = import_tensorflow()
   shape = tf.shape(image)
   half = tf.cast(tf.cast(tf.minimum(shape[0], shape[1]), tf.float32) * min(0.36 * draw.strength, 1.0) / 2, tf.int32)
@@ -177,7 +177,7 @@ def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _blend(base: tf.Tensor | float, image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Returns base + factor (image - base); a factor of 1 changes nothing."""
+  """Returns base + factor (image - base), where the factor follows from `draw`; 1 changes nothing."""
   tf = import_tensorflow()
   factor = tf.maximum(1.0 + draw.sign * 0.9 * draw.strength, 0.1)
   return _to_bytes(base + factor * (tf.cast(image, tf.float32) - base))
@@ -189,14 +189,14 @@ def _to_bytes(image: tf.Tensor) -> tf.Tensor:
 
 
 def _middle(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Returns row and column of the middle, half the distance between the first and the last pixels."""
+  """Returns the (row, column) of the middle: half the distance between the first and the last pixels."""
   tf = import_tensorflow()
   height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32) - 1.0)
   return height / 2, width / 2
 
 
 def _transform(image: tf.Tensor, rows: list[tf.Tensor | float]) -> tf.Tensor:
-  """Returns the image whose pixel (x, y) is that at (a x + b y + c, d x + e y + f), the nearest one."""
+  """Returns an image whose pixel (x, y) is the pixel of `image` nearest to (a x + b y + c, d x + e y + f)."""
   tf = import_tensorflow()
   matrix = tf.stack([tf.cast(value, tf.float32) for value in (*rows, 0.0, 0.0)])
   moved = tf.raw_ops.ImageProjectiveTransformV3(

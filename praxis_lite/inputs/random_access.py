@@ -1,4 +1,4 @@
-"""Inputs whose examples can be read in any order, by number: `RandomAccessInput`, and `ArrayInput` for arrays in RAM.
+"""Inputs whose examples can be read by number, in any order: `RandomAccessInput`, and `ArrayInput` for arrays.
 
 Each epoch is shuffled by a permutation computed from (seed, epoch) when it begins, so a restore costs nothing.
 """
@@ -42,7 +42,7 @@ class RandomAccessInput(BaseInput):
     return self.rows_at(epoch, np.arange(position + start, position + stop)), available
 
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
-    """Returns the examples at these places of an epoch, [n], n > 0, in this order."""
+    """Returns the examples at these positions of an epoch, [n], n > 0, in this order."""
     return self.rows(self._epoch_order(epoch)[places] if self.shuffle else places)
 
   def batches_per_epoch(self) -> int:

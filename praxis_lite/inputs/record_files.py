@@ -1,6 +1,7 @@
 """The records of ArrayRecord and Parquet files as serialized `tf.train.Example`s, for inputs that read TFRecord files.
 
-An ArrayRecord file holds such records. A row of a Parquet file becomes one: its columns are the features.
+The records of an ArrayRecord file are serialized examples already. A row of a Parquet file becomes an example whose
+features are the columns.
 Needs `pip install praxis_lite[grain]`.
 """
 
@@ -23,7 +24,7 @@ _AT_ONCE = 64
 
 
 def is_tfrecord(file: str) -> bool:
-  """Whether a file is a TFRecord file, by its name: it does not end like those of the other kinds."""
+  """Whether a file is a TFRecord file, by its name: all names without the ending of another kind count."""
   return not file.endswith((*_ARRAY_RECORD, _PARQUET))
 
 
@@ -32,8 +33,8 @@ def read_examples(file: str, columns: Sequence[str], where: str) -> Iterator[byt
 
   Args:
     file: the path.
-    columns: the columns to read from a Parquet file. Images may be bytes, or as the package `datasets` stores them.
-    where: the path of the input, for messages.
+    columns: the columns to read from a Parquet file. Images may be bytes, or in the form of the package `datasets`.
+    where: the path of the input's field, for error messages.
 
   Raises:
     ConfigError: a package is missing.
@@ -50,7 +51,7 @@ def _array_records(file: str) -> Iterator[bytes | BadRecord]:
   number, reader = 0, ArrayRecordReader(file)
   try:
     if not reader.ok():
-      reader.close()  # Raises an error that says why.
+      reader.close()  # Raises an error that says why the file cannot be read.
     for number in range(0, reader.num_records(), _AT_ONCE):
       yield from reader.read(number, min(number + _AT_ONCE, reader.num_records()))
     reader.close()
@@ -81,7 +82,7 @@ def _serialize(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord
 
 
 def _example(row: dict[str, Any]) -> bytes:
-  """Returns a row as a serialized example; raises ValueError or TypeError if it holds something else."""
+  """Returns a row as a serialized example; raises ValueError or TypeError if its values have other types."""
   values: dict[str, np.ndarray | bytes] = {}
   for name, value in row.items():
     if isinstance(value, dict):

@@ -1,16 +1,16 @@
-"""Recordings of speech with their transcripts, as batches for a model that writes down what is said.
+"""Recordings of speech with their transcripts, as batches for a speech recognizer.
 
     digits.tsv    0001.wav   three one four
                   0002.wav   nine
 
-A batch has `audio`, [B, N] float32, samples from -1 to 1, zeros after the last one; `audio_lengths`, [B] int32, how
-many there are. For CTC and transducers, it has `labels`, [B, L] int32, the tokens of the transcript and after them the
-padding of the tokenizer, which is the blank of the model; and `weights`, [B] float32. For a decoder, it has `ids` and
-`labels`, [B, L] int32, and `weights`, [B, L] float32:
+A batch has `audio`, [B, N] float32, samples from -1 to 1 and then zeros; and `audio_lengths`, [B] int32, the numbers of
+samples. For CTC and transducers, it has `labels`, [B, L] int32, the tokens of the transcript and then the tokenizer's
+padding, which is the model's blank; and `weights`, [B] float32. For a decoder, it has `ids` and `labels`, [B, L] int32,
+and `weights`, [B, L] float32:
 
-    ids       s p a b c .         s start token, p tokens that a transcript begins with, $ end token
+    ids       s p a b c .         s start token, p other tokens of `prefix_ids`, $ end token
     labels    p a b c $ .
-    weights   0 1 1 1 1 0         The tokens that it begins with are given.
+    weights   0 1 1 1 1 0         0 for the prefix, which the decoder is given
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from praxis_lite.inputs.wav_files import read_wav, resample
 
 
 class _Recording(NamedTuple):
-  """The WAV file, where its table names it, and the tokens of its transcript."""
+  """A WAV file, the place in the table that names it, and the tokens of its transcript."""
 
   file: str
   place: str
@@ -44,14 +44,15 @@ class _Recording(NamedTuple):
 
 
 class RecordingInput(RecordsInput, RandomAccessInput):
-  """WAV files and what is said in them.
+  """WAV files with their transcripts.
 
   Attributes:
     path: tables `*.tsv`, with a WAV file and a transcript in each line, separated by a tab; or `*.jsonl`, with an
-      object in each line. It has the forms of `TextInput.path`. WAV files are relative to the folder of their table.
+      object in each line. It takes the forms of `TextInput.path`. Paths of WAV files are relative to the folder of the
+      table.
     num_samples: N; a longer recording is a bad record.
-    label_len: L; for a decoder, with all tokens around the transcript.
-    sample_rate: samples in a second; recordings of other rates are resampled.
+    label_len: L; for a decoder, this includes the prefix and the end token.
+    sample_rate: samples per second; recordings of other rates are resampled.
     fields: the names of the file and of the transcript in an object.
     tokenizer_tpl: config of the tokenizer of transcripts, which is built as `tokenizer`.
     prefix_ids: for a decoder, the tokens before each transcript, the first of them its start token; None makes labels
@@ -59,7 +60,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no recordings, or, unless `on_bad_record` is 'skip', a
-      line is no recording, a transcript has too many tokens, or a file is no WAV file or too long.
+      line is not a recording, a transcript has too many tokens, or a file is not a WAV file or is too long.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED
@@ -84,7 +85,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
 
   @property
   def blank_id(self) -> int | None:
-    """The token after the last one of a transcript, for CTC and transducers; None for a decoder."""
+    """The padding of labels, which is the blank of CTC and transducers; None for a decoder."""
     return self.tokenizer.special_ids[2] if self.prefix_ids is None else None
 
   @property
@@ -135,7 +136,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     """Returns the samples of a WAV file, [n] float32, at the rate of this input, n from 1 to N.
 
     Raises:
-      DataError: the file is missing, is no WAV file, or has no samples or too many.
+      DataError: the file is missing, is not a WAV file, or has no samples or too many.
     """
     try:
       samples, rate = read_wav(read_plain(file))

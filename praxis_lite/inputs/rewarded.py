@@ -1,13 +1,13 @@
-"""RewardedInput: prompts to which a model samples answers, which are rewarded and become its training batches.
+"""RewardedInput: prompts to which a model samples answers, which are rewarded and become training batches.
 
-    prompts      p0 p0 p0 p0 | p1 p1 p1 p1        each prompt is in G rows that follow each other, a group
+    prompts      p0 p0 p0 p0 | p1 p1 p1 p1        each prompt is in G consecutive rows, a group
     the model    answers all rows
     rewards      1  0  0  1  |  0  0  0  0        by the user's functions, on the host
-    advantages   +  -  -  +  |  0  0  0  0        compared with the other answers of the group
+    advantages   +  -  -  +  |  0  0  0  0        relative to the other answers of the group
 
-An input yields batches without answers. What runs the model calls `complete` with its answers.
+The input yields batches without answers. The code that runs the model calls `complete` with the model's answers.
 
-B batch, T length, G answers of a group, M largest number of tokens of an answer.
+B batch, T length, G answers in a group, M largest number of tokens in an answer, P largest number in a prompt.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
 
-# (prompt, answer, the whole example) -> reward
+# A function (prompt, answer, the whole example) -> reward.
 Reward = Callable[[Any, str, dict[str, Any]], float]
 
 SCALES = ('group', 'batch', 'none')
-_LEAST_SPREAD = 1e-4  # What TRL adds to standard deviations too.
+_LEAST_SPREAD = 1e-4  # Added to standard deviations, as in TRL.
 
 
 class _Prompt(NamedTuple):
-  """A prompt, its tokens, and the example that it is from."""
+  """A prompt, its tokens, and the example that contains it."""
 
   said: Said
   ids: np.ndarray
@@ -45,8 +45,8 @@ class _Prompt(NamedTuple):
 class RewardedInput(AnswersInput):
   """Prompts, and functions that reward answers to them.
 
-  A line has an object with a prompt, a text or messages, and anything else that the functions need; a TSV file has the
-  columns prompt and answer.
+  A line has an object with a prompt, which is a text or messages, and any other values that the functions need; a TSV
+  file has the columns prompt and answer.
 
       def is_right(prompt: str, answer: str, example: dict) -> float:
         return float(answer == example['answer'])
@@ -54,15 +54,15 @@ class RewardedInput(AnswersInput):
       Config(RewardedInput, path='problems.jsonl', rewards={'right': is_right}, num_answers=8, batch_size=64, ...)
 
   Attributes: the same as for `AnswersInput`, where `batch_size` counts answers, and
-    rewards: functions of prompt, answer and example, or configs of such, by name. They must return the same number for
-      the same arguments, or a resumed run will differ.
-    reward_weights: the factors of rewards in their sum, by name; 1 for others.
-    num_answers: G, the answers to each prompt, which divides `batch_size`; in training at least 2.
-    answer_length: M; prompts may have seq_len - M tokens.
-    scale_rewards: 'group' divides advantages by the standard deviation of the rewards of their group, 'batch' by that
-      of the whole batch of this host; 'none' does not.
-    steps_per_batch: steps of training that each batch of answers is used for. From the second step on, the model is no
-      longer the one that has sampled them, which the loss corrects by its ratios.
+    rewards: functions of prompt, answer and example, or configs of such functions, by name. They must return the same
+      number for the same arguments, or a resumed run will differ.
+    reward_weights: the weights of rewards in their sum, by name; the weight of other rewards is 1.
+    num_answers: G, the number of answers to each prompt, which divides `batch_size`; in training at least 2.
+    answer_length: M; prompts may have at most seq_len - M tokens.
+    scale_rewards: 'group' divides advantages by the standard deviation of the rewards in their group, and 'batch' by
+      the standard deviation in this host's whole batch; 'none' does not divide.
+    steps_per_batch: number of training steps that use each batch of answers. From the second step on, the model differs
+      from the one that sampled the answers; the probability ratios in the loss correct for this.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no prompts, or, unless `on_bad_record` is 'skip', a
@@ -158,14 +158,14 @@ class RewardedInput(AnswersInput):
     return self.rows(order[places // group] * group + places % group)
 
   def prompts(self, batch: Rows) -> Rows:
-    """Returns what a model continues: `ids` [B, P] and `prompt_lengths` [B], where rows of padding have length 0."""
+    """Returns the batch to decode: `ids` [B, P] and `prompt_lengths` [B], where rows of padding have length 0."""
     return {'ids': batch['ids'][:, : self.prompt_length], 'prompt_lengths': batch['num_given']}
 
   def complete(self, batch: Rows, answers: Rows) -> Rows:
-    """Returns a batch with the answers of a model, their rewards and advantages.
+    """Returns a batch with a model's answers, their rewards and advantages.
 
     Args:
-      batch: of this host, as this input has yielded it.
+      batch: this host's batch, as this input has yielded it.
       answers: `ids` [B, M] int32, `lengths` [B] int32 and `log_probs` [B, M] float32, see `Decoded`.
 
     Raises:
@@ -236,7 +236,7 @@ class RewardedInput(AnswersInput):
 
 
 def _is_finite(x: object) -> bool:
-  """Whether x is a real number that is finite in float32."""
+  """Whether x is a real number, and finite in float32."""
   if not isinstance(x, int | float | np.integer | np.floating | np.bool_):
     return False
   try:
@@ -247,14 +247,15 @@ def _is_finite(x: object) -> bool:
 
 
 def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the advantage of each answer, and whether all rewards of its group are equal, 1 or 0: [n] float32.
+  """Returns the advantage of each answer, [n] float32, and 1 where all rewards of its group are equal, else 0, [n].
 
       advantage = (reward - mean of the group) / (standard deviation + 1e-4)
 
   Args:
-    rewards: [n] of groups that follow each other.
-    group: G, answers of a group, a divisor of n.
-    scale: 'group', 'batch' or 'none', see `RewardedInput.scale_rewards`. The deviation has n - 1 degrees of freedom.
+    rewards: [n], the rewards of one group after the other.
+    group: G, the number of answers in a group, a divisor of n.
+    scale: 'group', 'batch' or 'none', see `RewardedInput.scale_rewards`. The standard deviation of k rewards divides by
+      k - 1.
   """
   by_group = rewards.astype(np.float64).reshape(-1, group)
   advantages = by_group - by_group.mean(axis=1, keepdims=True)

@@ -21,7 +21,7 @@ Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 
 
 def canonical_rows(rows: object, where: str) -> Rows:
-  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps; adds `weights` of 1 if missing.
+  """Returns `rows` as nested dicts of arrays with dtypes that JAX does not change; adds `weights` of 1 if missing.
 
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
 
@@ -30,7 +30,7 @@ def canonical_rows(rows: object, where: str) -> Rows:
     where: name of the rows in error messages.
 
   Raises:
-    DataError: `rows` is not a mapping or is empty, an entry is a scalar or not numeric, lengths differ, or values do
+    DataError: `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or values do
       not fit into 32 bits.
   """
   if not isinstance(rows, Mapping):
@@ -72,7 +72,7 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 
 
 def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
-  """Converts numbers to another dtype; an error if it cannot hold them. Floats are rounded; inf and NaN stay.
+  """Converts numbers to another dtype, which must be able to hold them. Floats are rounded; inf and NaN stay.
 
   `where` is the name of the values in errors, and `reason` is the end of the message.
 
@@ -105,7 +105,7 @@ def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = ''
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Pads `rows`, of structure `struct`, with zeros to `count` rows. None gives `count` rows of zeros."""
+  """Pads `rows`, of structure `struct`, with zeros to `count` rows. None counts as no rows."""
   if rows is None:
     return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
   if len(rows['weights']) == count:
@@ -121,7 +121,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
 
 
 def add_weights(struct: Struct) -> Struct:
-  """Returns the struct of an example with dtypes that JAX keeps; adds a scalar `weights` if missing."""
+  """Returns the struct of an example with dtypes that JAX does not change; adds a scalar `weights` if missing."""
   out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
   weights = out.get('weights')
   out['weights'] = jax.ShapeDtypeStruct(() if weights is None else weights.shape, np.float32)
@@ -129,7 +129,7 @@ def add_weights(struct: Struct) -> Struct:
 
 
 def token_struct(seq_len: int, *floats: str) -> Struct:
-  """Returns the struct of a row of tokens: `ids`, `labels`, ... int32, `weights` and `floats` float32, all [T]."""
+  """Returns the struct of a row of tokens, all [T]: `ids`, `labels`, ... int32; `weights` and `floats` float32."""
   struct = {k: jax.ShapeDtypeStruct((seq_len,), np.int32) for k in ('ids', 'labels', 'segment_ids', 'segment_pos')}
   return struct | {k: jax.ShapeDtypeStruct((seq_len,), np.float32) for k in ('weights', *floats)}
 

@@ -32,11 +32,11 @@ from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Pairs = Sequence[tuple[str, str]]
-_OPEN_ROWS = 64  # Rows in which packing looks for room.
+_OPEN_ROWS = 64  # The number of last rows in which packing looks for room.
 
 
 class _Pair(NamedTuple):
-  """The tokens of a source, and those of a target without start and end."""
+  """The tokens of a source, and the tokens of a target without start and end tokens."""
 
   source: np.ndarray
   target: np.ndarray
@@ -61,11 +61,11 @@ def padding_of_pairs(count: int, struct: Struct, pad: int) -> Rows:
 def write_pair(
   batch: Rows, row: int, at: tuple[int, int], segment: int, source: Sequence[int], target: Sequence[int]
 ) -> tuple[int, int]:
-  """Writes a pair into a row, from the places `at` of its source and target on; returns the places after it.
+  """Writes a pair into a row; returns the two positions after it.
 
   Args:
-    batch, row: where to write; see the top of this file.
-    at: places in the row.
+    batch, row: the batch, in the form above, and the number of the row.
+    at: the positions in the row where source and target begin.
     segment: number of the pair in the row, from 1.
     source: tokens of the source.
     target: a start token, the tokens of the target, and an end token.
@@ -88,16 +88,16 @@ class SourceTargetInput(TextExamplesInput):
     source_len: S, tokens of a row of sources.
     target_len: T, tokens of a row of targets; a target of n tokens needs n + 1.
     fields: the names of source and target in the objects of JSON Lines.
-    start_id: the token that the decoder reads first, as `EncoderDecoderModel.start_id`; None means the padding of the
-      tokenizer.
-    end_sources: whether sources end with the end token too, as those of T5; `EncoderDecoderModel.source_end_id` is then
-      that token.
+    start_id: the token that the decoder reads first, which must equal `EncoderDecoderModel.start_id`; None means the
+      tokenizer's padding.
+    end_sources: whether sources end with the end token too, as in T5. `EncoderDecoderModel.source_end_id` must then be
+      this token.
     packed: whether a row may hold several pairs.
-    truncate: cut sources and targets that are too long, instead of treating them as bad records.
+    truncate: whether to cut sources and targets that are too long, instead of treating them as bad records.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no pairs, or, unless `on_bad_record` is 'skip', a line
-      is no pair, is not UTF-8, has an empty side, or is too long.
+      is not a pair, is not UTF-8, has an empty side, or is too long.
   """
 
   pairs: Pairs | Callable[[], Pairs] | Config | None = None
@@ -122,7 +122,7 @@ class SourceTargetInput(TextExamplesInput):
 
   @property
   def source_end_id(self) -> int | None:
-    """The token that ends each source; None if there is none."""
+    """The token that ends each source; None if sources have no end token."""
     return self.tokenizer.special_ids[1] if self.end_sources else None
 
   @property
@@ -195,15 +195,16 @@ class SourceTargetInput(TextExamplesInput):
 def pack_pairs(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], most: int | None = None) -> list[list[int]]:
   """Returns the numbers of the pairs in each row, each pair in one row.
 
-  Each pair, in order, goes to the fullest of the last rows that has room for all of its sides, or else to a new one.
+  The pairs are taken in order. A pair goes to the fullest of the last rows that have room for all of its sides, or else
+  to a new row.
 
   Args:
-    sizes: the tokens of the sides of each pair, at most `room`.
-    room: the tokens of the sides of a row.
+    sizes: for each pair, the number of tokens of each side, at most `room`.
+    room: the number of tokens of each side of a row.
     most: the largest number of pairs in a row; None sets no limit.
   """
   rows: list[list[int]] = []
-  open_rows: list[tuple[tuple[int, ...], int]] = []  # Tokens that are left on each side, and the number of the row.
+  open_rows: list[tuple[tuple[int, ...], int]] = []  # The free tokens of each side of a row, and the row's number.
   for number, sides in enumerate(sizes):
     fits = [entry for entry in open_rows if all(left >= size for left, size in zip(entry[0], sides))]
     if fits:

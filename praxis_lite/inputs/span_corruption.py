@@ -1,10 +1,10 @@
 """Span corruption: text with missing spans as sources, and the spans as targets (T5, Raffel et al., 2020).
 
     text      a b c d e f g h i j
-    source    a b <0> e f g <1> i j $     sentinels <0>, <1>, ... stand for the missing spans; $ ends both
+    source    a b <0> e f g <1> i j $     sentinels <0>, <1>, ... replace the missing spans; $ ends both
     target    <0> c d <1> h $
 
-L tokens of text in a row, S tokens of its source, T tokens of its target:
+A row has L tokens of text, its source S tokens, and its target T tokens:
 
     noise = round(L noise_density)          spans = round(noise / mean_span_length)
     S     = L - noise + spans + 1           T     = noise + spans + 1
@@ -28,15 +28,15 @@ _STREAM = zlib.crc32(b'spans')
 class SpanCorruptionInput(TextInput):
   """Text files as pairs: a text with missing spans, and the spans. Batches look like those of `SourceTargetInput`.
 
-  The spans of a row are drawn anew in each epoch. With 15 % noise in spans of 3 tokens on average, 568 tokens of text
-  become the sources of 512 tokens and targets of 114 with which T5 was trained.
+  Each epoch draws other spans for a row. With 15 % noise in spans of 3 tokens on average, 568 tokens of text become a
+  source of 512 tokens and a target of 114 tokens, the sizes with which T5 was trained.
 
   Attributes: those of `TextInput`, where `packing` must be 'concat' or 'windows', and
     seq_len: L, tokens of text in a row, from which `source_len` and `target_len` follow.
     noise_density: the share of the tokens that are missing from the source.
     mean_span_length: the mean number of tokens of a missing span.
     first_sentinel: the id of the first sentinel; the next ones count down from it, as in T5's vocabulary. None puts
-      them after the ids of the tokenizer, so that `vocab_size` is larger than that of the tokenizer.
+      them after the ids of the tokenizer, which makes `vocab_size` larger than the tokenizer's.
     start_id: see `SourceTargetInput`.
   """
 
@@ -60,7 +60,7 @@ class SpanCorruptionInput(TextInput):
       )
 
   def _counts(self, length: int) -> tuple[int, int]:
-    """Returns the number of missing tokens, and of spans, of a text of `length` tokens."""
+    """Returns the numbers of missing tokens and of spans for a text of `length` tokens."""
     noise = min(max(round(length * self.noise_density), 1), max(length - 1, 1))
     return noise, min(max(round(noise / self.mean_span_length), 1), noise, max(length - noise, 1))
 
@@ -116,7 +116,7 @@ class SpanCorruptionInput(TextInput):
     return batch
 
   def _corrupt(self, tokens: np.ndarray, random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns source and target of a text without end tokens; `random` are 2 x L numbers that choose the spans."""
+    """Returns source and target of a text, without end tokens; `random`, [2, L], has random numbers for the spans."""
     noise, spans = self._counts(len(tokens))
     kept = partition(len(tokens) - noise, spans, random[0])
     lost = partition(noise, spans, random[1])
@@ -132,7 +132,7 @@ class SpanCorruptionInput(TextInput):
 
 
 def partition(total: int, parts: int, random: np.ndarray) -> np.ndarray:
-  """Returns the sizes, [parts], of a random cut of `total` into parts of at least 1; all cuts are equally probable.
+  """Returns the sizes, [parts], of a random split of `total` into parts of at least 1; all splits are equally probable.
 
   If `total` is 0, there is one part, of size 0. `random` has at least `total` - 1 independent numbers.
   """

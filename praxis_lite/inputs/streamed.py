@@ -1,6 +1,6 @@
 """StreamedInput: an input that reads through a pipeline, which begins at a position and may have its own threads.
 
-A pipeline stays open from batch to batch. A jump to another position, as after a restore, opens a new pipeline.
+A pipeline stays open from batch to batch. Moving to another position, for example after a restore, opens a new one.
 
     read(epoch, 0, B, ...)   read(epoch, B, B, ...)   read(epoch, 2 B, B, ...)     one pipeline(epoch, 0, B, ...)
 """
@@ -39,12 +39,12 @@ class StreamedInput(BaseInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host, and mixtures, which ask for varying counts, get rows cut from chunks of a whole batch.
+    # A single host, and a mixture, whose counts vary, get slices of chunks of a whole batch.
     parts: list[Rows] = []
     available = 0
     while available < count:
       number, first = divmod(position + available, self.batch_size)
-      # Keeping the last chunk lets reads of any size go through one pipeline in order.
+      # The last chunk is kept, so reads of any size can use one pipeline.
       if self._chunk is None or self._chunk[0] != (epoch, number):
         group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
         self._chunk = ((epoch, number), *group)
@@ -76,7 +76,7 @@ class StreamedInput(BaseInput):
       return None, 0
     request = (epoch, position, count, start, stop)
     at, groups = self._pipeline or (None, None)
-    self._pipeline = None  # After an error the next read opens a new one.
+    self._pipeline = None  # After an error, the next read opens a new pipeline.
     group = next(groups, None) if groups is not None and at == request else None
     if group is None:
       if groups is not None:

@@ -1,4 +1,4 @@
-"""Synthetic inputs: computed examples, in any number and without files, for tests, benchmarks and first steps.
+"""Synthetic inputs: any number of computed examples, without files, for tests, benchmarks and first steps.
 
 Example i depends only on (seed, i). `SyntheticInput` makes arrays of any shapes. `SyntheticLMInput` and
 `SyntheticClassifierInput` make batches that a language model or classifier can learn, so that a test sees the loss
@@ -115,9 +115,9 @@ class SyntheticLMInput(_Synthetic):
   Attributes:
     seq_len: T.
     vocab_size: V; ids are 1, ..., V - 1, because 0 is padding.
-    pattern: 'count': each token is the previous one plus 1, wrapping around, from a random start; the loss can reach 0
-      without attention. 'copy': the second half repeats the first; with attention the loss can reach half of
-      ln(V - 1). 'random': nothing can be learnt; the loss stays at ln(V - 1).
+    pattern: with 'count', each token is the previous one plus 1, wrapping around, from a random start, and the loss can
+      reach 0 without attention. With 'copy', the second half repeats the first, and with attention the loss can reach
+      half of ln(V - 1). With 'random', nothing can be learned, and the loss stays at ln(V - 1).
   """
 
   seq_len: int = REQUIRED

@@ -1,10 +1,11 @@
 """TableInput: rows of Parquet and Arrow files, through Grain and PyArrow.
 
 A file consists of groups of rows: row groups in Parquet, record batches in Arrow. A group is always read as a whole.
-With `shuffle`, each epoch has a new order of the groups, and the rows of `mixed_groups` groups are shuffled together:
+With `shuffle`, each epoch has a new order of the groups, and the rows of `mixed_groups` groups, a chunk, are shuffled
+together. The chunk of a position is known, so a restore reads nothing before that chunk:
 
-    groups   3 0 | 4 1 | 2        mixed_groups = 2; a position is in a known chunk of two groups, so a restore
-    rows     all of 3 and 0, shuffled | all of 4 and 1 | ...                    reads nothing before the chunk
+    groups   3 0 | 4 1 | 2                                       mixed_groups = 2
+    rows     all of 3 and 0, shuffled | all of 4 and 1 | ...
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
   import pyarrow as pa
 
 _Group = tuple[str, int]  # A file, and the number of a group in it.
-# What to do with files of other kinds, by the ends of their names.
+# What to do with files of other kinds, by the endings of their names.
 _CONVERT = 'convert it, as by pandas and to_parquet'
 _OTHER_KINDS = {
   '.csv': _CONVERT,
@@ -207,8 +208,8 @@ def _column_of(name: str, feature: Feature) -> str:
 class _Chunks:
   """A Grain source of the chunks of all epochs, from chunk `first` of the first epoch on.
 
-  An item is the rows of a chunk, in their order in the epoch, and the list of unreadable rows. These become zeros if
-  the `struct` of a row is given; otherwise they raise an error.
+  An item consists of the rows of a chunk, in the order of the epoch, and the list of unreadable rows. Unreadable rows
+  become zeros if `struct`, the struct of a row, is given; otherwise they raise an error.
   """
 
   groups: list[_Group]
@@ -272,7 +273,7 @@ class _Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class _Converter:
-  """Makes rows from a table, by features or by a function of a row. `where` is the field to name in errors."""
+  """Makes rows from a table, by features or by a function of a row. `where` is the config field to name in errors."""
 
   features: dict[str, Feature] | None
   parse: ParseEach | None
@@ -297,7 +298,7 @@ class _Converter:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
     pa = import_pyarrow()
     array, count = table.column(column).combine_chunks(), table.num_rows
-    if isinstance(array, pa.ChunkedArray):  # Some versions return this for no chunk, or a too large one.
+    if isinstance(array, pa.ChunkedArray):  # Some versions return this if there is no chunk, or one is too large.
       array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     size, expected = 1, int(np.prod(feature.shape))
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -331,7 +332,7 @@ class _Converter:
 def _saved_files(directory: str, where: str) -> list[str] | None:
   """Returns the files with the rows of a dataset that `save_to_disk` of `datasets` wrote; None for other directories.
 
-  Beside these files are descriptions in JSON, and perhaps results of `map` that are not part of the dataset.
+  The directory also has descriptions in JSON, and maybe results of `map` that are not part of the dataset.
 
   Raises:
     DataError: the dataset has several splits.

@@ -2,7 +2,7 @@
 
     {"ids": [t0, t1, ...], "teacher_ids": [[...], ...], "teacher_log_probs": [[...], ...]}
 
-The entries i of the teacher are its K most probable tokens after `ids[: i + 1]`, best first, so the label is
+Entry i of `teacher_ids` has the teacher's K most probable tokens after `ids[: i + 1]`, best first; the label there is
 `ids[i + 1]`.
 
     Config(ArrayInput, arrays=Config(read_teacher_rows, path='taught', seq_len=256), batch_size=32, is_training=True)
@@ -36,7 +36,7 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
     int32, and `teacher_log_probs`, [N, T, K] float32.
 
   Raises:
-    DataError: the folder is not complete or damaged, or not one of a teacher, or rows have different numbers of tokens.
+    DataError: the folder is incomplete or damaged, has results of another kind, or rows have different K.
     ConfigError: `seq_len` is less than 1.
   """
   check_range('seq_len', seq_len, least=1)
@@ -82,7 +82,7 @@ def _complete_parts(folder: Path) -> list[Path]:
 
 
 def _read_part(file: Path) -> list[dict[str, np.ndarray]]:
-  """Returns the examples of a file that have a label, as arrays; rows that failed have none."""
+  """Returns the examples of a file as arrays, without failed rows and rows without a label."""
   found = []
   for number, line in enumerate(read_file(str(file), str(file.parent)).splitlines(), 1):
     where = f'{file}, line {number}'

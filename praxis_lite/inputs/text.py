@@ -2,7 +2,7 @@
 
 A batch of `TextInput` has these arrays, all [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding) and
 `segment_pos`, int32; `weights`, float32; and, unless the tokenizer is byte-level, `bytes`, float32, the number of bytes
-of text that each label stands for, so that
+of text that each label represents, so that
 
     nats per byte = sum(loss * weights) / sum(bytes)
 
@@ -33,7 +33,7 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 SPLITS = ('train', 'validation', 'test')
 STDLIB_HELDOUT_FRACTION = 0.05
-# With at least this many files, `split_by='auto'` splits by file. Hashes of fewer names make very unequal splits.
+# With at least this many files, `split_by='auto'` splits by file. With fewer files, hashes of names give uneven splits.
 _MANY_FILES = 20
 _PACKINGS = {'concat': concat_documents, 'packed': pack_documents, 'windows': concat_documents}
 
@@ -53,21 +53,20 @@ class TextInput(RecordsInput, RandomAccessInput):
     seq_len: T, tokens in a row.
     tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     packing: 'concat' cuts one stream of all documents into rows. 'packed' gives each document its own segments, which
-      do not attend to each other. 'windows' is 'concat' without shuffling; with shuffling, it draws each row from a
-      random place of the stream: endlessly, or in each of `num_epochs` epochs as many rows as 'concat' has.
+      do not attend to each other. 'windows' draws each row from a random position of the stream, without end, or in
+      each of `num_epochs` epochs as many rows as 'concat' has; without shuffling, it is the same as 'concat'.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
-    split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, so the same way
-      on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
-      is 'file' for 20 files or more, otherwise 'position'.
+    split: 'train', 'validation' or 'test' uses that part of the text; None uses all text.
+    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, which is the
+      same on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
+      means 'file' for 20 files or more, otherwise 'position'.
     heldout_fraction: fraction of the files, or of each file, for validation.
     test_fraction: the fraction for test; 0 means no test text; None uses `heldout_fraction`.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, or the
-      text is not UTF-8 and the tokenizer is not byte-level, or it has bytes 0 and the tokenizer uses those between
-      documents.
+    DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, the text
+      is not UTF-8 and the tokenizer is not byte-level, or it has bytes 0, which the tokenizer uses as special ids.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED
@@ -290,7 +289,7 @@ def stable_hash(name: str) -> int:
 def split_of_content(data: bytes, split: str, heldout_fraction: float, test_fraction: float) -> bytes:
   """Returns the part of a file that belongs to a split: training first, then validation, then test.
 
-  Parts end at line ends, or inside a line, between characters, if the line is as long as a held-out part.
+  Parts end at line ends; if a line is as long as a held-out part, a part ends inside it, between characters.
   """
   first = _cut(data, 1 - heldout_fraction - test_fraction, heldout_fraction)
   second = max(first, _cut(data, 1 - test_fraction, test_fraction))
@@ -303,7 +302,7 @@ def _cut(data: bytes, fraction: float, reach: float) -> int:
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
   if newline >= 0:
     return newline + 1
-  while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # Inside a UTF-8 character.
+  while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # This position is inside a UTF-8 character.
     at -= 1
   return at
 

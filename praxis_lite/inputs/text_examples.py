@@ -20,10 +20,10 @@ Parsers = Mapping[str, Callable[[str, FieldsT], Any]]
 
 
 class TextExamplesInput(RecordsInput, RandomAccessInput):
-  """Base of the inputs of texts. A subclass has a field `examples`, or one that `_given` names, to use without files.
+  """Base of the inputs of texts. A subclass has a field for examples without files, `examples` or as `_given` names it.
 
   Attributes:
-    path: files `*.tsv`, with texts separated by tabs in each line; or `*.jsonl`, with an object in each line. It has
+    path: files `*.tsv`, with texts separated by tabs in each line; or `*.jsonl`, with an object in each line. It takes
       the forms of `TextInput.path`.
     tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
   """
@@ -51,7 +51,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def _forms(self) -> tuple[str, str]:
-    """Returns what the examples that are given without files are together, and what each of them is, for messages."""
+    """Returns the names of the collection of examples without files, and of one example, for error messages."""
     raise NotImplementedError
 
   def _is_example(self, values: object) -> bool:
@@ -61,20 +61,20 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
   def _encode_all(
     self, names: FieldsT, parsers: Parsers[FieldsT], encode: Callable[[Any], T], what: str = 'examples'
   ) -> list[T]:
-    """Returns what `encode` makes of each example, without the bad ones.
+    """Applies `encode` to each example; returns the results, without bad examples.
 
     Args:
       names: the names of the values in a line.
       parsers: see `read_lines`.
-      encode: of an example, from a parser or as it is given; a UserError or ValueError says what is wrong with it.
-      what: what there must be, for messages.
+      encode: a function of an example, from a parser or from the field; its UserError or ValueError says what is wrong.
+      what: the name of the examples in the error message if there are none.
     """
     field = self._given if self.path is None else 'path'
     kept = []
     for file, place, values in self._records(names, parsers):
       try:
         kept.append(encode(values))
-      except ConfigError:  # Of the tokenizer, not of the example.
+      except ConfigError:  # This error is about the tokenizer, not about the example.
         raise
       except (UserError, ValueError) as error:
         self.leave_out(BadRecord(file, place, str(error)), field)

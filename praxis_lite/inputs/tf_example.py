@@ -87,7 +87,7 @@ def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Itera
 
 
 def _column(name: str, values: np.ndarray | Sequence[Any]) -> np.ndarray | Sequence[bytes]:
-  """Returns a column as an array, but texts as UTF-8, and bytes as they are: NumPy would cut off zeros at their end."""
+  """Returns a column as an array, or texts and bytes as a list of bytes: NumPy would cut off zeros at their end."""
   if len(values) and all(isinstance(value, str | bytes) for value in values):
     return [value.encode() if isinstance(value, str) else value for value in values]
   try:

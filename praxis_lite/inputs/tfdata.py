@@ -2,7 +2,7 @@
 
 TensorFlow runs on a few CPU threads and never sees an accelerator. A position is a number of examples, so a restore
 reads the earlier examples of the epoch again, without parsing them. Each host reads all examples and parses only its
-own. Each time, datasets must yield the same examples in the same order, whatever the timing.
+own. A dataset must yield the same examples in the same order each time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def import_tensorflow(instead: str = 'use another input') -> ModuleType:
   Raises ConfigError if it is not installed; `instead` says what works without it.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN prints a notice, and nothing here needs it.
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN would print a notice, and nothing here needs oneDNN.
   try:
     import tensorflow as tf
   except ImportError:
@@ -57,7 +57,7 @@ def import_tensorflow(instead: str = 'use another input') -> ModuleType:
   for kind in ('GPU', 'TPU'):
     try:
       tf.config.set_visible_devices([], kind)
-    except RuntimeError:  # The program already uses TensorFlow, so the program chooses the devices.
+    except RuntimeError:  # The program already uses TensorFlow, so the choice of devices stays with the program.
       break
   return tf
 
@@ -109,7 +109,7 @@ class BaseTFInput(StreamedInput):
         return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
-    """Returns a dataset of groups of `count` elements, as (size of the group, its examples [start, stop))."""
+    """Returns a dataset of groups of `count` elements, each as (size of the group, its examples [start, stop))."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -142,7 +142,7 @@ class BaseTFInput(StreamedInput):
     return canonical_rows(import_tensorflow().nest.map_structure(lambda x: x.numpy(), examples), self.label)
 
   def leaves_out_cause(self, error: Exception) -> bool:
-    """Leaves out the cause of a TensorFlow error if possible. Returns whether `elements` is now without it."""
+    """Leaves out the elements that cause a TensorFlow error; returns False if that is not possible."""
     return False
 
   def explain(self, error: Exception) -> str:
@@ -264,7 +264,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     return dataset.batch(_TRIED_AT_ONCE).map(self._parseable).unbatch() if self.skips else dataset
 
   def is_tfrecord(self, file: str) -> bool:
-    """Whether a file is a TFRecord file; others are read only by `read_file`."""
+    """Whether TensorFlow can read a file as TFRecord; other files are read with `read_file`."""
     return True
 
   def read_file(self, file: str) -> Iterable[bytes | BadRecord]:
@@ -309,7 +309,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     return canonical_rows(arrays, where)
 
   def try_records(self, records: list[bytes]) -> None:
-    """Raises an error of TensorFlow, or a DataError, if one of these records cannot be parsed."""
+    """Raises an error of TensorFlow, or DataError, if one of these records cannot be parsed."""
     self.to_rows(self.parse(import_tensorflow().constant(records)))
 
   def example_struct(self) -> Struct:

@@ -2,7 +2,7 @@
 
     record    length, 8 bytes | CRC of the length, 4 | data | CRC of the data, 4        CRCs are masked CRC-32C
 
-If only the data of a record is damaged, the next record follows at a known place. After a damaged length, or after any
+If only the data of a record is damaged, the position of the next record is still known. After a damaged length, or any
 damage in a compressed file, no further record can be found.
 """
 
@@ -84,7 +84,7 @@ def bad_records_of(
   parse: Callable[[list[bytes]], object],
   errors: tuple[type[Exception], ...],
 ) -> dict[int, BadRecord]:
-  """Returns, by number, those of the records of a file that are damaged or make `parse` raise one of `errors`."""
+  """Returns, by number, the records of a file that are damaged, or for which `parse` raises one of `errors`."""
   bad: dict[int, BadRecord] = {}
   pending: dict[int, bytes] = {}
 
@@ -115,8 +115,8 @@ def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collecti
   """Returns a dataset of a file's records, without damaged ones and without the numbers in `bad`.
 
   Args:
-    read: reads the file.
-    bad: None if it is not known yet which records are damaged; the first one is then an error.
+    read: a function that yields the file's records.
+    bad: numbers of bad records; None if they are not known yet, and then the first damaged record raises DataError.
   """
   import tensorflow as tf
 
@@ -131,9 +131,9 @@ def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collecti
 
 
 def ends_with_a_record(file: str, compression: str) -> bool:
-  """Whether a file ends exactly after a record. TensorFlow ignores 1 to 11 bytes of an incomplete next record.
+  """Whether a file ends exactly after a record. TensorFlow ignores an incomplete next record of 1 to 11 bytes.
 
-  An uncompressed file is read from its end back to its last record; a compressed file is read completely.
+  An uncompressed file is read backward from its end to its last record; a compressed file is read completely.
   """
   return _stream_ends(file, compression) if compression else _last_record_ends(file)
 
@@ -152,7 +152,7 @@ def _last_record_ends(file: str) -> bool:
 
 
 def _places_of_lengths(data: bytes) -> Iterator[int]:
-  """Yields each place in `data` whose 8 bytes are the length of a record that ends where `data` ends."""
+  """Yields each position in `data` whose 8 bytes are the length of a record that ends where `data` ends."""
   for first in range(min(8, len(data))):
     lengths = np.frombuffer(data, '<u8', (len(data) - first) // 8, first)
     places = first + 8 * np.arange(len(lengths))
@@ -160,8 +160,8 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 
 
 def _stream_ends(file: str, compression: str) -> bool:
-  """Whether a compressed file ends where its stream ends, and the stream ends after a record."""
-  header, left = b'', 0  # What was read of a 12-byte header; bytes of the record left to read.
+  """Whether a compressed file is complete, and its decompressed content ends after a record."""
+  header, left = b'', 0  # The bytes read of a 12-byte header; the number of bytes of the record still to read.
   try:
     for block in _decompress(file, compression):
       rest = memoryview(block)
@@ -186,7 +186,7 @@ def _decompress(file: str, compression: str) -> Iterator[bytes]:
   with open(file, 'rb') as opened:
     stream = zlib.decompressobj(wbits)
     while data := stream.unconsumed_tail or stream.unused_data or opened.read(_BLOCK):
-      if stream.eof:  # Another stream follows.
+      if stream.eof:  # The file has another stream.
         stream = zlib.decompressobj(wbits)
       yield stream.decompress(data, _BLOCK)
     yield stream.flush()
@@ -222,6 +222,6 @@ def _table() -> list[int]:
 
 def tensorflow_reason(error: Exception) -> str:
   """Returns the first line of a TensorFlow error, without the names of graph nodes."""
-  # Messages begin with the graph node, in double braces, and may end with the operation.
+  # A message begins with the graph node, in double braces, and may end with the operation.
   line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
   return re.sub(r' *\[Op:\w+\] name: *$', '', line)

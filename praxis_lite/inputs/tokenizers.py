@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-A byte tokenizer needs no training and no file, and accepts any bytes. The vocabulary of a character tokenizer is the
-characters of a text. SentencePiece needs a trained model file. These two need UTF-8 text. All tokenizers count the
-bytes of text that each token stands for, so that losses can be compared in nats per byte.
+A byte tokenizer needs no training and no file, and accepts any bytes. The vocabulary of a character tokenizer consists
+of the characters of a text. SentencePiece needs a trained model file. Both need UTF-8 text. All tokenizers count
+the bytes of text that each token represents, so that losses can be compared in nats per byte.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Tokens(NamedTuple):
 
   Attributes:
     ids: [n], any integer dtype.
-    num_bytes: [n] int, bytes of the document that each token stands for; the sum is the length of the document. None
-      if every token stands for one byte.
+    num_bytes: [n] int, the number of bytes of the document that each token represents; the sum is the document's
+      length. None means one byte for each token.
   """
 
   ids: np.ndarray
@@ -44,8 +44,8 @@ class ChatTokens(NamedTuple):
 
   Attributes:
     ids: [n] int32.
-    is_answer: [n] bool, whether a token is a part of an answer. As weights of the labels, they make a run train on
-      answers only.
+    is_answer: [n] bool, whether each token is part of an answer. Used as weights of the labels, this restricts training
+      to answers.
   """
 
   ids: np.ndarray
@@ -67,28 +67,28 @@ class BaseTokenizer(Configurable):
 
   @property
   def is_byte_level(self) -> bool:
-    """Whether each token that is not special stands for one byte."""
+    """Whether each token that is not special represents one byte."""
     return False
 
   @property
   def mask_id(self) -> int | None:
-    """The id that stands for a hidden token; None if there is none."""
+    """The id that replaces a hidden token; None if the tokenizer has no such id."""
     return None
 
   @property
   def control_ids(self) -> frozenset[int]:
-    """The ids that are no text, such as the special ids."""
+    """The ids that do not represent text, such as the special ids."""
     return frozenset(self.special_ids) | (frozenset() if self.mask_id is None else {self.mask_id})
 
   def word_starts(self) -> np.ndarray:
     """Returns which ids begin a word, [vocab_size] bool; other ids continue the word of the token before them.
 
-    White space and punctuation begin words, and the letters and digits after them continue these.
+    White space and punctuation begin words; letters and digits after them continue the word.
     """
     raise ConfigError(f'{type(self).__name__} does not know where words begin')
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the bytes that each id stands for inside of a text, for all of `vocab_size`; none for control ids."""
+    """Returns the bytes that each id represents inside a text, [vocab_size]; b'' for control ids."""
     raise ConfigError(f'{type(self).__name__} does not know which bytes its tokens stand for')
 
   def encode(self, text: str) -> list[int]:
@@ -123,7 +123,7 @@ class ByteTokenizer(BaseTokenizer):
   """A tokenizer whose ids are the bytes of the UTF-8 text.
 
   By default the vocabulary is the 256 bytes, and all special ids are byte 0, which text does not contain. Set special
-  ids of 256 and above for data that may contain byte 0, or to tell bos, eos and pad apart.
+  ids of 256 and above for data that may contain byte 0, or to distinguish bos, eos and pad.
 
   Attributes:
     bos_id, eos_id, pad_id: begin of document, end of document, padding.
@@ -153,7 +153,7 @@ class ByteTokenizer(BaseTokenizer):
     return True
 
   def word_starts(self) -> np.ndarray:
-    # Bytes from 128 on are parts of characters that are not ASCII.
+    # Bytes of 128 and above are parts of characters outside ASCII.
     return np.array([i >= 256 or not (i >= 128 or _is_of_word(chr(i))) for i in range(self.vocab_size)])
 
   def token_bytes(self) -> list[bytes]:
@@ -175,8 +175,8 @@ class CharTokenizer(BaseTokenizer):
   A run stores the vocabulary in its directory, so the ids stay the same even if the text changes or is removed.
 
   Attributes:
-    path: the text whose characters are the vocabulary; has the forms of `TextInput.path`.
-    vocabulary: the characters, in the order of their ids; None uses those of the text at `path`.
+    path: the text whose characters are the vocabulary; takes the forms of `TextInput.path`.
+    vocabulary: the characters, in the order of their ids; None uses the characters of the text at `path`.
 
   Raises:
     ConfigError: neither is set, or `vocabulary` has a character twice.
@@ -244,7 +244,7 @@ class CharTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _id_of_code(self) -> np.ndarray:
-    """The id by code point, up to the largest in the vocabulary; the last entry is for all others. -1 means no id."""
+    """The id of each code point up to the vocabulary's largest, and then one entry for all others. -1 means no id."""
     codes = np.array([ord(c) for c in self.characters], np.int64)
     ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
     ids[codes] = np.arange(len(codes))
@@ -315,7 +315,7 @@ class SentencePieceTokenizer(BaseTokenizer):
     return super().control_ids | {i for i in range(self.vocab_size) if model.is_control(i) or model.is_unknown(i)}
 
   def word_starts(self) -> np.ndarray:
-    # U+2581 stands for the space before a word.
+    # U+2581 represents the space before a word.
     return np.array([self._model.id_to_piece(i).startswith('\u2581') for i in range(self.vocab_size)])
 
   def token_bytes(self) -> list[bytes]:
@@ -335,7 +335,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
-    """Number of bytes of each piece by itself; 1 for the unknown piece."""
+    """The number of bytes of each piece; 1 for the unknown piece."""
     model = self._model
     sizes = np.ones(self.vocab_size, np.int64)
     for i in range(self.vocab_size):
@@ -354,7 +354,7 @@ def piece_bytes(piece: str) -> bytes:
 
 
 def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
-  """Yields the documents in groups of about 2 MiB, to be encoded one group after the other.
+  """Yields the documents in groups of about 2 MiB, to be encoded one group at a time.
 
   Tokenizer packages return Python lists, which need much more memory than arrays.
   """
@@ -366,8 +366,8 @@ def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
   """Returns integers, [n], roughly in proportion to `sizes`, whose sum is exactly `total`.
 
-  It corrects the sizes of pieces. SentencePiece normalization drops and replaces characters, so these sizes may not sum
-  to the size of the text.
+  This corrects the sizes of pieces, which may not sum to the size of the text, because SentencePiece's normalization
+  drops and replaces characters.
   """
   ends = np.cumsum(sizes if sizes.any() else np.ones_like(sizes))
   if not len(ends):

@@ -1,8 +1,8 @@
-"""WAV files: their samples as numbers from -1 to 1, and back.
+"""Reads and writes WAV files, with samples as numbers from -1 to 1.
 
     RIFF, size, WAVE, then chunks of (name, size, content):
-    fmt    kind of numbers, channels, samples in a second, ..., bits of a number
-    data   the numbers, the channels of a sample beside one another
+    fmt    kind of numbers, channels, samples per second, ..., bits per number
+    data   the numbers, with all channels of a sample next to one another
 
 N samples, C channels.
 """
@@ -20,13 +20,13 @@ _INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
 def read_wav(content: bytes) -> tuple[np.ndarray, int]:
-  """Returns the samples, [N] float32, the mean of the channels, and how many there are in a second.
+  """Returns the samples, [N] float32, averaged over channels, and the number of samples per second.
 
   Args:
-    content: that of a file with integers of 8, 16, 24 or 32 bits, or floats of 32 or 64 bits.
+    content: the content of a WAV file with integers of 8, 16, 24 or 32 bits, or floats of 32 or 64 bits.
 
   Raises:
-    ValueError: it is no such file; the text says what it is instead.
+    ValueError: the content is not such a file; the message says what it is.
   """
   if content[:4] != b'RIFF' or content[8:12] != b'WAVE':
     raise ValueError('is not a WAV file; convert it to one first')
@@ -54,10 +54,10 @@ def write_wav(path: str | os.PathLike[str], samples_N: np.ndarray, sample_rate: 
 
 
 def resample(samples_N: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-  """Returns samples of another rate, [ceil(N new_rate / rate)] float32, without frequencies that it cannot hold."""
+  """Returns the samples at another rate, [ceil(N new_rate / rate)] float32, low-pass filtered against aliasing."""
   if rate == new_rate or not len(samples_N):
     return samples_N
-  from scipy.signal import resample_poly  # Slow to import, and rarely needed.
+  from scipy.signal import resample_poly  # Imported here because it is slow to import, and rarely needed.
 
   common = math.gcd(rate, new_rate)
   return resample_poly(samples_N, new_rate // common, rate // common).astype(np.float32)
@@ -72,7 +72,7 @@ def _chunks(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _to_numbers(data: bytes, kind: int, bits: int) -> np.ndarray:
-  """Returns all numbers of a file, float64 from -1 to 1."""
+  """Returns the numbers in a WAV file's data, as float64 from -1 to 1."""
   size = bits // 8
   data = data[: len(data) // max(size, 1) * max(size, 1)]
   if kind == _FLOATS and bits in (32, 64):
