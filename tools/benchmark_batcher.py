@@ -8,8 +8,8 @@
 
 A model of random weights continues the same requests greedily, in their order: in batches of `--rows` prompts,
 where a batch ends with its longest continuation, and in a batcher with `--rows` rows, with and without shared prefixes.
-The sides take turns. Only tokens that a request asked for count. Ratios are medians over rounds, each of times of the
-same round.
+The contestants take turns. Tokens count only if a request asked for them. A ratio is the median over rounds of the
+ratio of two times of the same round.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from timing import measure_in_turn, median_ratio
 
 
 class Asked(NamedTuple):
-  """A request: a prompt, and how many tokens to add to it."""
+  """A request: a prompt, and the number of tokens to add to it."""
 
   prompt: list[int]
   max_tokens: int
 
 
 class Served(NamedTuple):
-  """The duration of all requests in seconds, wall-clock and CPU time, and their tokens."""
+  """The seconds that all requests took, in wall-clock and CPU time, and their tokens."""
 
   seconds: float
   cpu: float
@@ -49,9 +49,9 @@ class Served(NamedTuple):
 
 
 def draw_requests(count: int, prompt: int, tokens: int, system: int, vocab_size: int, systems: int = 1) -> list[Asked]:
-  """Returns requests whose prompts and continuations have lengths up to these, short ones more often than long ones.
+  """Returns requests with at most `prompt` and `tokens` tokens; short ones are more frequent than long ones.
 
-  Prompts begin with one of `systems` beginnings of `system` tokens, in turn.
+  Before that, each prompt has one of `systems` prefixes of `system` tokens, in turn.
   """
   rng = np.random.default_rng(0)
   shared = rng.integers(1, vocab_size, (systems, system)).tolist()
@@ -91,7 +91,7 @@ def serve_in_rows(batcher: Any, requests: list[Asked]) -> list[list[int]]:
 
 
 def measure(model: Any, requests: list[Asked], args: argparse.Namespace) -> list[list[str]]:
-  """Returns the rows of the table, one for each side."""
+  """Returns the rows of the table, one for each contestant."""
   most = max(len(asked.prompt) + asked.max_tokens - 1 for asked in requests)
   settings = {'rows': args.rows, 'max_length': most, 'tokens_per_step': args.tokens_per_step}
   batchers = {

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Measures the cost of saving and restoring a train state: stall of training, host memory, verification.
+"""Measures the cost of saving and restoring a train state: how long training stalls, host memory, verification.
 
   python tools/benchmark_checkpoints.py --gigabytes=2
 
@@ -81,7 +81,7 @@ def restore(directory: str, shapes: TrainState) -> TrainState:
 
 
 def print_peak(directory: str, gigabytes: float) -> None:
-  """Prints by how many bytes the memory of this process grows at most during a restore."""
+  """Prints the largest growth of this process's memory during a restore, in bytes."""
   shapes = state_shapes(gigabytes)
   restore(f'{directory}/small', state_shapes(0))  # Imports Orbax and starts its threads.
   before = process_memory('VmRSS')

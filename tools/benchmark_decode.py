@@ -4,12 +4,12 @@
   python tools/benchmark_decode.py --hf_python=/path/of/a/venv/bin/python
   python tools/benchmark_decode.py --size=1b --dtype=bfloat16 --device=cuda --hf_python=...    on a GPU
   python tools/benchmark_decode.py --run=runs/demo ...    also from `praxis-lite decode` to the first token
-  python tools/benchmark_decode.py --beams=4 --batches=1,8    also beam search, against as many samples of each prompt
+  python tools/benchmark_decode.py --beams=4 --batches=1,8    also beam search, compared with 4 samples of each prompt
 
 All implementations read one checkpoint of random weights, continue the same prompts greedily by the same number of
-tokens, and take turns. The result is the median of the ratios of all rounds. Each time is of one call, from lists of
-tokens to lists of tokens, without compiling. `--hf_python` names the interpreter of an environment with torch and
-transformers; without it, only ours is measured.
+tokens, and take turns. The result is the median of the ratios of all rounds. A time is the duration of one call, from
+lists of tokens to lists of tokens, without compiling. `--hf_python` names the interpreter of an environment with torch
+and transformers; without it, only our implementation is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EAGER = {'transformers, eager': ['--cache=dynamic']}
 
 
 class Call(NamedTuple):
-  """The duration of a call in seconds, wall-clock and CPU time, and the tokens it returned."""
+  """The seconds that a call took, in wall-clock and CPU time, and the tokens that it returned."""
 
   seconds: float
   cpu: float
@@ -58,7 +58,7 @@ TimedDecode = Callable[[list[list[int]], int], Call]  # Takes prompts, and the n
 
 
 def write_random_checkpoint(folder: Path, size: str, dtype: str, **changes: int) -> int:
-  """Writes a Llama checkpoint with random weights, with `changes` of its size; returns its number of parameters."""
+  """Writes a Llama checkpoint with random weights, whose size has `changes`; returns its number of parameters."""
   import jax
 
   from praxis_lite.bridges.hf import write_model
@@ -124,7 +124,7 @@ def measure_batch(
     each = [functools.partial(decode, prompts, tokens) for decode in sides.values()]
     return measure_in_turn(each, args.rounds, warm_up=args.warm_up)
 
-  # All rounds of one length, then all of the other: torch compiles again, for any length, when the length changes.
+  # First all rounds with one length, then all with the other, because torch compiles again when the length changes.
   wholes, firsts, rows = calls(args.tokens), calls(1), []
   for name, found, first_calls in zip(sides, wholes, firsts):
     first, whole = (statistics.median(call.seconds for call in of) for of in (first_calls, found))
@@ -139,7 +139,7 @@ def measure_batch(
 
 
 def measure_beams(run: Path, args: argparse.Namespace, vocab_size: int) -> list[list[str]]:
-  """Times beam search with `args.beams` beams against as many samples of each prompt; one row for each batch size."""
+  """Compares the times of beam search and of `args.beams` samples of each prompt; returns a row for each batch size."""
   from praxis_lite import open_run
 
   model, rows = open_run(run).load(), []

@@ -4,12 +4,12 @@
   python tools/benchmark_gpu.py --torch_python=... --sizes=1.3B --lengths=2048         one case: some ten minutes
   python tools/benchmark_gpu.py --torch_python=... --dry_run                           a tiny model, on the CPU
 
-PyTorch needs an environment of its own: `python -m venv ../torch && ../torch/bin/pip install torch numpy`.
+PyTorch needs a separate environment: `python -m venv ../torch && ../torch/bin/pip install torch numpy`.
 
-All implementations start from the same weights and see the same tokens. Each first searches for its best batch and
-settings. Then they take turns, in reverse order every other round. A turn is a process. The implementations are in
-`tools/gpu/`. Measurements go to a file, and tables to docs/benchmarks.md. --dry_run writes nothing: it checks that each
-implementation works, and that their losses agree.
+All implementations start from the same weights and see the same tokens. For each, the best batch size and settings are
+found first. Then they take turns, in reverse order every other round; each turn is a new process. The implementations
+are in `tools/gpu/`. Measurements go to a file, and tables to docs/benchmarks.md. --dry_run writes nothing: it checks
+that each implementation works, and that their losses agree.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 class CaseResults(NamedTuple):
-  """The results of a case: a row for each implementation that could be measured, and the errors of the others."""
+  """The results of a case: a row for each measured implementation, and the errors of the others."""
 
   rows: list[Row]
   failed: list[str]
@@ -192,7 +192,7 @@ class Benchmark:
     return CaseResults(rows, failed, versions)
 
   def search(self, implementation: Implementation, case: ModelCase) -> Measured | str:
-    """Returns the measurements of an implementation's fastest setting, or the error if no setting works."""
+    """Returns the measurements of an implementation's fastest setting, or an error if no setting works."""
     best: Measured | None = None
     error = 'nothing was tried'
     for several in (implementation.options, implementation.smaller):
@@ -287,7 +287,7 @@ _QUERY = 'driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.lim
 
 @contextmanager
 def sampling(samples: list[list[str]], interval_s: float = 2.0) -> Iterator[None]:
-  """Every few seconds, adds the answer of nvidia-smi about the first GPU to `samples`, in the order of `_QUERY`."""
+  """Adds nvidia-smi's figures for the first GPU to `samples` every few seconds, in the order of `_QUERY`."""
   ended = threading.Event()
 
   def sample() -> None:

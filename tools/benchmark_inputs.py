@@ -1,4 +1,4 @@
-"""Compares the throughput of each input with a bare loop over the same files that makes the same arrays.
+"""Compares the throughput of each input with a bare loop that makes the same arrays from the same files.
 
     python tools/benchmark_inputs.py --megabytes=64 --seconds=2
 
@@ -6,8 +6,9 @@
 
     python tools/benchmark_inputs.py --step_ms=1,5,25
 
-prints the share of the time that a train loop waits for input, for steps of these durations, like `waiting for input`
-in a run: a thread reads batches ahead and puts them on the device, while a step runs that needs no host processor.
+prints the share of the time that a train loop waits for input, for steps of these durations in milliseconds. This is
+the figure `waiting for input` of a run: a thread reads batches ahead and puts them on the device, while a step runs
+that needs no host processor.
 
 The bare loops read rows of arrays in memory by index, windows of a text by NumPy, records by TensorFlow or ArrayRecord,
 and tables by PyArrow. They have no state, no hosts, no epochs and no error messages. Both run in this process. Files
@@ -39,7 +40,7 @@ _WARM_UP_STEPS = 20
 
 
 class Contest(NamedTuple):
-  """An input, and the loop with which it is compared. Both yield batches without end."""
+  """An input, and the bare loop to compare it with. Both yield batches without end."""
 
   name: str
   config: Config
@@ -223,7 +224,7 @@ def measure_rate(batches: Iterator[Rows], seconds: float) -> InputRate:
 
 
 def best_of(make: Callable[[], Iterator[Rows]], seconds: float, times: int) -> InputRate:
-  """Returns the best of several measurements, because other programs can only make a measurement worse."""
+  """Returns the best of several measurements, because other programs can only make measurements worse."""
   results = []
   for _ in range(times):
     batches = make()

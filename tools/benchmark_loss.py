@@ -1,4 +1,4 @@
-"""Measures the memory that cross entropy in chunks of the classes saves, and its time, compared with whole logits.
+"""Measures the memory that cross entropy over chunks of classes saves, and its time compared with whole logits.
 
   python tools/benchmark_loss.py
   python tools/benchmark_loss.py --devices=8 --dtype=bfloat16

@@ -2,15 +2,15 @@
 
   python tools/benchmark_moe.py
 
-Products: `grouped_matmul` of rows in groups of random sizes, forward and backward, divided by one batched product of
-groups of equal size, which does the same useful work. At most 1.5, and growing by at most a factor of 1.2 from 8 to 256
-groups.
+Products: the time of `grouped_matmul` of rows in groups of random sizes, forward and backward, divided by the time of
+one batched product of groups of equal size, which does the same useful work. The ratio should be at most 1.5, and grow
+by at most a factor of 1.2 from 8 to 256 groups.
 
-Layers: top-2 of 8 and of 64 experts, forward and backward, dropless, divided by capacities. A factor of 1 has as many
-slots as there are choices, so that it drops some of them.
+Layers: the time of a dropless layer with top-2 of 8 or of 64 experts, forward and backward, divided by the time of one
+with capacities. A capacity factor of 1 gives as many slots as there are choices, so some choices are dropped.
 
-Times are CPU time; both sides are compiled in one process and run in turn, and ratios are medians of neighbouring runs.
-Simulated devices would share the cores and make copies slower, so this process has one.
+Times are CPU time. Both contestants are compiled in one process and take turns, and a ratio is the median over pairs of
+neighbouring runs. Simulated devices would share the cores and make copies slower, so this process has one device.
 
 Memory: bytes of a train step's arguments and temporaries on each device, as the compiler reports them, with experts
 over 1 to 8 simulated devices.
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def measure_products(groups: int, rows: int, model_dims: int, hidden_dims: int, pairs: int) -> float:
-  """Returns the median ratio of the time of a grouped product to that of a batched product, with gradients."""
+  """Returns the median ratio of the times of a grouped and a batched product, with gradients."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -86,7 +86,7 @@ def measure_products(groups: int, rows: int, model_dims: int, hidden_dims: int, 
 def measure_layers(
   experts: int, choices: int, model_dims: int, hidden_dims: int, capacity_factor: float, pairs: int
 ) -> float:
-  """Returns the median ratio of the time of a dropless layer to that of one with capacities, with gradients."""
+  """Returns the median ratio of the times of a dropless layer and of one with capacities, with gradients."""
   import jax
   import jax.numpy as jnp
 

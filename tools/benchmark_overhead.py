@@ -4,11 +4,11 @@
   python tools/benchmark_overhead.py --devices=8           8 simulated devices, data x mdl = 2 x 4
   python tools/benchmark_overhead.py --size=large
 
-Both steps have the same architecture, optimizer and batch, and are compiled in one process. Then they run in turn, and
+Both steps have the same architecture, optimizer and batch, and are compiled in one process. Then they take turns, and
 each ratio is the median over pairs of runs: on a shared machine, single times vary by 15 %, but ratios of neighbouring
 runs vary less. Tracing is measured in CPU time of the process, everything else in wall-clock time. On 8 devices, the
-last ratio shows the cost of padding: our step with every dimension one short of divisible, divided by the divisible
-one.
+last ratio shows the cost of padding: the time of our step with every split dimension smaller by 1, so that the mesh
+does not divide it, divided by the time of our step with dimensions that the mesh divides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   from tools.handwritten_lm import Size
   from tools.overhead_contestants import Contestant
 
-# The largest allowed ratio of ours to the step by hand.
+# The largest allowed ratio of our step to the step by hand, for each figure.
 LIMITS = {
   'step': 1.02,
   'trace + lower': 1.15,
@@ -105,7 +105,7 @@ def within_limit(what: str, ratio: float) -> bool:
 def measure_pair(
   pair: Sequence[Contestant[Any]], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int = 1
 ) -> tuple[list[float], list[float]]:
-  """Measures both, taking turns, and returns all values of each."""
+  """Measures both contestants in turn; returns all values of each."""
   first, second = measure_in_turn([partial(measure, contestant) for contestant in pair], pairs, warm_up)
   return first, second
 
@@ -122,7 +122,7 @@ def report(
 
 
 def one_short(size: Size) -> Size:
-  """Returns a size whose split dimensions are one less: heads, dims, hidden dims, vocabulary, batch."""
+  """Returns a size whose split dimensions are smaller by 1: heads, dims, hidden dims, vocabulary, batch."""
   return size._replace(
     model_dims=size.model_dims - 1,
     num_heads=size.num_heads - 1,

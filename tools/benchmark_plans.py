@@ -1,12 +1,13 @@
-"""Compares plans with measurements: seals the plans of many steps in a file, and later measures the same steps.
+"""Compares plans with measurements: writes the plans of many steps to a file, and later measures the same steps.
 
   python tools/benchmark_plans.py --seal=plans.json --chip=h100     anywhere; needs the compiler, praxis_lite[plan]
   python tools/benchmark_plans.py --measure=plans.json              on a machine with one such chip
   python tools/benchmark_plans.py --measure=plans.json --cases='124M|decoding'
 
---seal writes the predicted memory and time of each step, and prints the hash of the file: who knows the hash knows that
-nothing was changed after the measurement. --measure adds what it measures to a second file, and prints a table. It
-compiles all steps first, several at a time, and then runs them one by one. The steps are in `tools/gpu/plan_cases.py`.
+--seal writes the predicted memory and time of each step, and prints the hash of the file. If the hash is published, it
+proves later that the predictions were not changed after the measurement. --measure writes its measurements to a second
+file, and prints a table. It compiles all steps first, several at a time, and then runs them one by one. The steps are
+in `tools/gpu/plan_cases.py`.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _WARM_UP, _STEPS, _GROUPS = 3, 4, 3
 
 
 class Sealed(NamedTuple):
-  """What a plan predicts.
+  """The predictions of a plan.
 
   Attributes:
     bytes: memory on the device.
-    seconds: of a train step, or of a call that decodes.
-    first_seconds: for decoding, until the first token; otherwise 0.
-    least_seconds: for decoding, of a token, if only the chip's bandwidth limits it; otherwise 0.
+    seconds: time of a train step, or of a call that decodes.
+    first_seconds: for decoding, time to the first token; otherwise 0.
+    least_seconds: for decoding, time of a token if only the chip's bandwidth limits it; otherwise 0.
     model_flops: for training, operations that the model requires, by 6 N + 12 L D T.
-    causal_flops: the same by 6 N + 6 L D T.
+    causal_flops: like `model_flops`, by 6 N + 6 L D T.
     refused: why the compiler refused the step; '' if it did not.
   """
 
@@ -101,14 +102,14 @@ def predict_step(case: TrainCase | DecodeCase, chip: str) -> Sealed:
 
 
 class MeasuredStep(NamedTuple):
-  """What was measured.
+  """The measurements of a step.
 
   Attributes:
     bytes: memory of the compiled step, by the compiler on the machine with the chip.
     most_bytes: the largest memory that the process has used so far.
     step_s: seconds of a step or a call, for each group of steps.
     first_s: for decoding, seconds of calls that draw one token.
-    compile_s: seconds of tracing and compiling, beside other steps.
+    compile_s: seconds of tracing and compiling, while other steps compile too.
     error: why the step could not be measured; '' if it could.
   """
 
@@ -151,7 +152,7 @@ def measure_steps(file: Path, results: Path, cases: Mapping[str, TrainCase | Dec
   for name in ordered:
     try:
       found[name] = _measure_one(cases[name], *[futures.pop(key).result() for key in _keys(name, cases[name])])
-    except Exception as error:  # The other steps are still of use.
+    except Exception as error:  # The other steps can still be measured.
       found[name] = MeasuredStep(error=f'{type(error).__name__}: {first_line(error)[:300]}')
     row = found[name]
     times = f'{1e3 * statistics.median(row.step_s):9.1f} ms' if row.step_s else row.error

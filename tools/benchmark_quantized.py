@@ -2,9 +2,9 @@
 
     python tools/benchmark_quantized.py runs/demo
 
-The run has weights of floats. Copies are made by `quantize_run` in a temporary directory; those of a method of
-calibration read 16 batches of the dataset for training. Perplexity is that of the
-dataset `validation`. Speed is that of the second of two calls, with 8 prompts in a batch.
+The run must have float weights. `quantize_run` makes the copies in a temporary directory; calibration reads 16 batches
+of the training dataset. Perplexity is measured on the dataset `validation`, and speed in the second of two calls, with
+8 prompts in a batch.
 """
 
 from __future__ import annotations

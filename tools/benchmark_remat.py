@@ -3,8 +3,8 @@
   python tools/benchmark_remat.py
   python tools/benchmark_remat.py --layers=16 --tokens=1024
 
-A policy that keeps less of the forward pass computes more of it again. The memory that a policy keeps for each layer is
-the difference between the temporaries of its step and of the step that keeps only inputs, without the state.
+A policy that keeps less of the forward pass recomputes more of it. The memory that a policy keeps for each layer is the
+difference between the temporaries of its step and of the step that keeps only inputs, without the state.
 """
 
 from __future__ import annotations

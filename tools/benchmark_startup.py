@@ -1,12 +1,12 @@
 # ruff: noqa: E402
-"""Measures what the first step and the first token of a model from Hugging Face wait for.
+"""Measures the parts of the time to the first step, and to the first token, of a model from Hugging Face.
 
   python tools/benchmark_startup.py                              2, 12 and 24 small layers, and the demo's model
   python tools/benchmark_startup.py --sizes=124m --layers=12
 
-All times are CPU seconds of the process, which other work on the machine changes little, without the cache of compiled
-programs. A train step takes 8 rows of `--length` tokens. The first call of `decode` returns one token after a prompt of
-16; `a token` is the time of each further token of a later call.
+All times are CPU seconds of the process, which other work on the machine changes little. The cache of compiled programs
+is off. A train step takes 8 rows of `--length` tokens. The first call of `decode` returns one token after a prompt of
+16 tokens; `a token` is the time of each further token of a later call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures how much slower a training step with taps is. A run that logs every tenth step should be at most 5 % slower.
+"""Measures how much slower a training step with taps is. A run that logs every tenth step may be at most 5 % slower.
 
   python tools/benchmark_taps.py                                    a language model that a CPU trains
   python tools/benchmark_taps.py --model_dims=2048 --num_layers=8 --length=2048 --dtype=bfloat16     for a GPU
 
-Prints, for some taps, the median of the times of a step with taps, of its ratio to the step without taps, and what that
-makes of a run in which every tenth step has taps. Steps take turns.
+For several choices of taps, it prints the median time of a step with them, the median ratio to a step without taps, and
+the resulting ratio for a run in which every tenth step has taps. Steps take turns.
 """
 
 from __future__ import annotations

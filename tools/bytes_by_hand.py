@@ -1,10 +1,10 @@
-"""Compares what the 8B model sends on 64 H100 with the step of `handwritten_lm.py`, compiled for the same chips.
+"""Compares the bytes that the 8B model sends on 64 H100 with those of the step of `handwritten_lm.py`.
 
   python tools/bytes_by_hand.py
 
-It compiles both on both meshes, with the packages of `praxis_lite[plan]`, and runs nothing. The step by hand has whole
-logits, the same rematerialization, and is compiled with the same flags. It exits with 1 if ours sends more, counting
-collectives of 1 KiB or more: smaller ones are of losses, and our step also returns that of each row.
+It compiles both steps on both meshes, with the packages of `praxis_lite[plan]`, and runs nothing. The step by hand has
+whole logits and the same rematerialization, and is compiled with the same flags. The exit code is 1 if our step sends
+more, in collectives of 1 KiB or more. Smaller ones are for losses, which our step also returns for each row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES = (((1, 64, 1), 64), ((1, 16, 4), 128))
 
 
 class Sent(NamedTuple):
-  """Per device: what a step sends, and what it takes."""
+  """What a step sends, and the memory that it needs, on each device."""
 
   bytes: float
   collectives: float

@@ -1,12 +1,12 @@
-"""Counts what the control plane of a run costs by the number of processes: messages, bytes and times, with slopes.
+"""Measures the cost of a run's control plane by the number of processes: messages, bytes and times, with slopes.
 
     python tools/control_plane.py --processes=8,32,100,300,1000 --picture=docs/assets/control-plane.svg
 
-One real service of JAX, and for each simulated process a real client of it and a real connection of the rendezvous, as
-threads of a few processes. What is measured is what `praxis_lite` adds to JAX: the rendezvous, the beats of the
-watchdog, and `status` over the heartbeats on disk; beside them JAX's own connecting and one barrier. All processes
-share the cores of this machine, so the times are upper bounds. The figures for 10,000 processes are extrapolated by the
-slope between the last two sizes, in logarithms.
+There is one real service of JAX. Each simulated process has a real client of it and a real connection to the
+rendezvous; they are threads of a few processes. It measures what `praxis_lite` adds to JAX, which is the rendezvous,
+the beats of the watchdog, and `status` over the heartbeats on disk, and for comparison JAX's own connecting and one
+barrier. All processes share the cores of this machine, so the times are upper bounds. The figures for 10,000 processes
+are extrapolated from the last two numbers of processes, linearly in logarithms.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def work(first: int, last: int, count: int, meeting: str, service: str, way: str
   spent = {'requests': max(each.requests for each in counting.values()) / ROUNDS}
   spent |= {'bytes': max(each.bytes for each in counting.values()) / ROUNDS, 'beat': statistics.median(seconds)}
   print(json.dumps({**spent, 'meet': met, 'connect': connected, 'barrier': min(barriers)}), flush=True)
-  sys.stdin.read()  # Until all are done: JAX ends the others when one leaves.
+  sys.stdin.read()  # Waits until all are done, because JAX ends the others when one process leaves.
   os._exit(0)
 
 
 def measure(count: int, way: str) -> Row:
-  """Returns what `count` processes cost."""
+  """Returns the figures for `count` processes."""
   from jax._src.lib import _jax  # type: ignore[attr-defined]
 
   from praxis_lite.runs.cluster.beats import beat_interval
@@ -153,7 +153,7 @@ def measure(count: int, way: str) -> Row:
 
 
 def status_seconds(count: int) -> float:
-  """Returns the seconds in which the heartbeats of `count` processes are read from disk and put into words."""
+  """Returns the seconds that reading and describing the heartbeats of `count` processes takes."""
   from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
   from praxis_lite.runs.records.status import status_of
 
@@ -182,13 +182,13 @@ COLUMNS = {
 
 
 def slope(table: Table, name: str) -> float:
-  """Returns the exponent by which a figure grows between the last two sizes."""
+  """Returns the exponent with which a figure grows between the last two numbers of processes."""
   (small, before), (large, after) = list(table.items())[-2:]
   return math.log(max(after[name], 1e-9) / max(before[name], 1e-9)) / math.log(large / small)
 
 
 def far(table: Table, name: str) -> float:
-  """Returns a figure for 10,000 processes."""
+  """Returns a figure, extrapolated to 10,000 processes."""
   from praxis_lite.runs.cluster.beats import beat_interval
 
   count, last = list(table.items())[-1]
@@ -211,7 +211,7 @@ def as_markdown(table: Table) -> str:
 
 
 def picture(tables: Mapping[str, Table]) -> str:
-  """Returns the bytes per second at the service by the number of processes as SVG, both axes logarithmic."""
+  """Returns an SVG of the service's bytes per second by the number of processes, with logarithmic axes."""
   width, height, left, bottom, top = 640, 320, 90, 280, 20
   x = lambda count: left + (width - left - 120) * math.log(count / 8) / math.log(FAR / 8)  # noqa: E731
   values = [row['bytes/s'] for table in tables.values() for row in table.values()]

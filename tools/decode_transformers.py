@@ -1,4 +1,4 @@
-"""The Hugging Face part of `benchmark_decode.py`: a process in a separate environment with torch and transformers.
+"""The Hugging Face side of `benchmark_decode.py`, which runs in a separate environment with torch and transformers.
 
 It reads a checkpoint, prints a line of JSON about itself, and answers each line of JSON {prompts, tokens} with a line
 {seconds, cpu, ids}. Continuations are greedy and have the requested length.
@@ -24,7 +24,7 @@ def main() -> None:
   parser.add_argument('--compile', action='store_true')
   parser.add_argument('--threads', type=int, help='of the processor, for each operation; by default all')
   args = parser.parse_args()
-  answers, sys.stdout = sys.stdout, sys.stderr  # Keeps what libraries print out of the answers.
+  answers, sys.stdout = sys.stdout, sys.stderr  # Keeps the output of libraries out of the answers.
 
   def answer(values: dict[str, Any]) -> None:
     print(json.dumps(values), file=answers, flush=True)

@@ -3,8 +3,8 @@
 python tools/draw_mup.py losses.json docs/assets/mup.svg --seeds 3                    # the picture of the guide
 python tools/draw_mup.py losses.json mup.svg --widths 16,32 --steps 20                # a short one
 
-The first file keeps the losses of finished runs, those of further seeds are beside it; so a stopped sweep goes on where
-it was. One seed takes a few minutes on two CPU cores.
+The first file keeps the losses of finished runs, and files next to it those of further seeds, so a stopped sweep
+continues where it was. One seed takes a few minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def make_task(width: int, rate: float, steps: int, mup: bool) -> Config:
 def train(width: int, steps: int, mup: bool, seed: int = 0) -> list[float]:
   """Returns the mean loss of the last fifth of the steps, in nats, for each of the learning rates.
 
-  `seed` is that of the initial values and of the order of the data. All rates are trained at once. The updates of Adam
-  are proportional to the rate, so the learner's own is 1.
+  `seed` determines the initial values and the order of the data. All rates are trained at once: Adam's updates are
+  proportional to the rate, so the learner has the rate 1 and its updates are multiplied.
   """
   data = Config(TextInput, name='train', path=Config(stdlib_files, split='train'), is_training=True)
   batches = data.set(seq_len=64, batch_size=8, seed=seed).instantiate()

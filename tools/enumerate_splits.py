@@ -1,15 +1,15 @@
-"""Runs operations with all splits of their arrays, and reports which ones XLA computes rightly.
+"""Runs operations with all splits of their arrays, and reports for which ones XLA computes right results.
 
   python tools/enumerate_splits.py --minutes=20                       some cases of each kind on each mesh
   python tools/enumerate_splits.py --kinds=products --cases=100000    more of them
   python tools/enumerate_splits.py --unguarded                        without the guards
   python tools/enumerate_splits.py --class --meshes=2x2x3             every case that guards accept
 
-For each kind of operation, each of its programs and each mesh, it runs all splits with which the operation is local to
-each device, splits that differ from these in one array, and others: at most `--cases` of each. With `--class`, it runs
-all splits of products and convolutions that the guards accept, or `--cases` of them, drawn at random. The guards change
-other splits to accepted ones. All results are compared with NumPy, on each device. Counts are added to a file, so that
-an interrupted run continues where it was. The exit code is 1 if any case was wrong.
+For each kind of operation, each of its programs and each mesh, it runs the splits for which the operation is local to
+each device, splits that differ from these in one array, and other splits: at most `--cases` of each. With `--class`, it
+runs all splits of products and convolutions that the guards accept, or `--cases` of them, drawn at random. (The guards
+change all other splits to accepted ones.) All results are compared with NumPy, on each device. Counts are added to a
+file, so that an interrupted run continues where it was. The exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Counts = collections.Counter[str]
 
 
 def enumerate_splits(options: argparse.Namespace, done: Collection[str]) -> Iterator[tuple[str, Counts, list[str]]]:
-  """Runs each batch that is not done; yields its name, counts of its outcomes, and the cases that were not right."""
+  """Runs each batch that is not done yet; yields its name, counts of outcomes, and the cases that were not right."""
   until = time.monotonic() + 60 * options.minutes
   kinds = options.kinds.split(',') if options.kinds else _OF_A_CLASS if options.all_of_class else KINDS
   programs = {kind: [one for one in enumerate(KINDS[kind]()) if options.program in one[1].name] for kind in kinds}

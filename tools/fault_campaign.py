@@ -1,4 +1,4 @@
-"""A campaign of faults: does training survive them, with bitwise the same results?
+"""Injects faults into training, and checks that runs survive them with bitwise the same results.
 
   python tools/fault_campaign.py --seed=1 --faults=300
 
@@ -8,9 +8,9 @@ arrays of the last checkpoint bit by bit, the lines of metrics.jsonl, and the cu
 how often runs survived each fault, and how many steps were taken twice. The exit code is 1 if a run did not survive;
 its directory is kept, and `--only=NUMBER` repeats it.
 
-The moment of a fault is repeated only approximately if it is a time, and exactly if it is a number of files or imports.
-As root, full disks are simulated by small file systems in memory, and lost permissions by the attribute `immutable`;
-otherwise by limits on the length of files, and by modes.
+Repeating a fault repeats its moment exactly if the moment is a number of files or imports, and only approximately if it
+is a time. For root, full disks are simulated by small file systems in memory, and lost permissions by the attribute
+`immutable`. For other users, limits on the length of files and file modes replace these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FaultReport(NamedTuple):
 def make_baseline(
   folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, stopping: bool = False, interrupted: int = 3
 ) -> Baseline:
-  """Makes the runs that several faults use: undisturbed ones to compare with, and killed ones to continue.
+  """Makes the runs that several faults share: undisturbed ones to compare with, and killed ones to continue.
 
   Args:
     folder: where to write them.

@@ -1,4 +1,4 @@
-"""Gives bad input to every parser of external data: it may only raise a UserError, and must not hang or run code.
+"""Gives bad input to every parser of external data, which may only raise a UserError, and must not hang or run code.
 
   python tools/fuzz_parsers.py --seed=1 --cases=200000
 
@@ -35,7 +35,7 @@ _CHANGES = ('os.remove', 'os.rename', 'os.rmdir', 'os.mkdir', 'os.chmod', 'os.tr
 
 
 class Wrong(NamedTuple):
-  """A case that went wrong: its number, the parser, the input, and how."""
+  """A case that went wrong: its number, the parser, the input, and the reason."""
 
   number: int
   parser: str
@@ -48,7 +48,7 @@ class _HangError(BaseException):
 
 
 class Guard:
-  """Notes what a case does that it must not do. A process can have only one, because audit hooks cannot be removed."""
+  """Records forbidden actions of a case. A process can have only one guard, because audit hooks cannot be removed."""
 
   def __init__(self) -> None:
     self.done: list[str] = []

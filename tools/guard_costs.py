@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Prints the cost of the guards in `praxis_lite/sharding/guards/`, read from compiled train steps; it runs no step.
 
-  python tools/guard_costs.py                      all registered experiments, on 8 devices in each way
+  python tools/guard_costs.py                      all registered experiments, on several meshes of 8 devices
   python tools/guard_costs.py --match=lm.          some of them
   python tools/guard_costs.py --layouts            layouts of a small language model that need guards
 

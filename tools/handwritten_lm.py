@@ -1,4 +1,4 @@
-"""A training step of a language model in plain JAX, the baseline of the measurements of the framework's overhead.
+"""A training step of a language model in plain JAX, with which the framework's overhead is measured.
 
 The architecture is the same as that of `praxis_lite.models.transformer_lm` in its LLaMA style. It is written as a
 careful engineer would write it for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
@@ -47,13 +47,13 @@ class Tuning(NamedTuple):
   """Settings that change how the model is computed, but not what it computes.
 
   Attributes:
-    dtype: of activations and operands of products; None: that of the parameters.
-    attention: the implementation of `jax.nn.dot_product_attention`; None: JAX's choice.
-    remat: whether the backward pass of a layer keeps only the results of products with weights; 'full' keeps only its
+    dtype: dtype of activations and operands of products; None uses the dtype of the parameters.
+    attention: the implementation of `jax.nn.dot_product_attention`; None leaves the choice to JAX.
+    remat: True keeps only the results of products with weights for the backward pass of a layer; 'full' keeps only its
       input.
     unroll: whether the loop over layers is unrolled.
-    loss_parts: into how many parts the rows are cut for the logits, which are computed part by part, and again in the
-      backward pass.
+    loss_parts: number of parts into which rows are cut for the logits, which are computed part by part, and again in
+      the backward pass.
     exchange: whether devices exchange looked-up vectors instead of gathering the table.
   """
 

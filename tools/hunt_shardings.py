@@ -1,4 +1,4 @@
-"""A fuzzer of shardings: does a program compute the same on a mesh as on one device?
+"""Fuzzes shardings: checks that random programs compute the same on a mesh as on one device.
 
   python tools/hunt_shardings.py --seed=1 --cases=1000 --kind=graphs
 

@@ -1,4 +1,4 @@
-"""Compares what the experiments of published sizes send, by cause, with the least that their layouts need.
+"""Compares the bytes that experiments of published sizes send, by cause, with the least that their layouts need.
 
   python tools/least_bytes.py                       prints a table for docs/planning-figures.md
   python tools/least_bytes.py lm_sizes.Llama8B      of one experiment
@@ -40,7 +40,7 @@ from praxis_lite.training.experiment import configure
 from tools.plan_snapshots import TOPOLOGIES
 
 _ITEM = 2  # Bytes of a bfloat16.
-_NAMES = {  # Of causes in `plan --why`.
+_NAMES = {  # The names above of causes in `plan --why`.
   'gather of a fully sharded weight': 'weights',
   'gradient reduction': 'gradients',
   'tensor parallel': 'tensor parallel',

@@ -1,10 +1,10 @@
-"""Puts a load on `praxis-lite serve`: many clients, some of which leave early or send what is not valid.
+"""Puts a load on `praxis-lite serve`: many clients; some leave early or send invalid requests.
 
     python tools/load_serving.py --clients=64 --seconds=300
 
-starts a server of a small model, compares each complete answer with that of the same request alone, and prints counts,
-and the memory, threads and open files of the server in time. It fails if an answer differs, if a request is left in the
-server, or if its memory grows.
+starts a server of a small model, and compares each complete answer with the answer to the same request without load. It
+prints counts, and over time the server's memory, threads and open files. It fails if an answer differs, if a request
+remains in the server, or if the server's memory grows.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class Contestant(Generic[ContestantStateT]):
     self.compiled: jax.stages.Compiled
 
   def lower(self) -> float:
-    """Traces and lowers the step, with JAX's caches empty, and returns the seconds of CPU time it took.
+    """Traces and lowers the step, with JAX's caches empty; returns the seconds of CPU time.
 
-    It runs on one thread, so CPU time is what it takes on an idle machine.
+    This uses one thread, so CPU time equals the time on an idle machine.
     """
     jax.clear_caches()
     gc.collect()

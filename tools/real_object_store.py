@@ -1,4 +1,4 @@
-"""Tests copies of runs in an object store: moto's server of Amazon's protocol, on this machine.
+"""Tests copies of runs in an object store, which is moto's server of the S3 protocol on this machine.
 
   pip install 'praxis_lite[remote]' s3fs 'moto[server]'
   python tools/real_object_store.py --kills=3

@@ -2,7 +2,7 @@
 """Records results of transformers for small checkpoints, for the tests in tests/hf, which run without transformers.
 
   pip install praxis_lite[hf-oracle]
-  python tools/record_hf_logits.py              all cases, or those that are named: also bert, bart and t5
+  python tools/record_hf_logits.py              all cases, or the named ones, which may be bert, bart and t5 too
 
 Weights are not recorded: the tests derive them from the names of the tensors, or draw them.
 """

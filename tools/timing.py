@@ -1,4 +1,4 @@
-"""Measures times for comparisons. The candidates take turns, so that other work on the machine affects them alike."""
+"""Measures times for comparisons. Candidates take turns, so that other work on the machine affects them alike."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def measure_in_turn(measures: Sequence[Callable[[], ValueT]], rounds: int, warm_
 
 
 def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-  """Returns the median, over rounds, of one measurement divided by the other of the same round."""
+  """Returns the median, over rounds, of the ratio of two measurements of the same round."""
   return statistics.median(a / b for a, b in zip(times, baseline, strict=True))

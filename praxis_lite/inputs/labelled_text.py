@@ -142,7 +142,7 @@ class LabelledTextInput(TextExamplesInput):
 
 
 def cut_longest(texts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
-  """Returns texts with at most `room` tokens in total, of which the longest are cut at their end."""
+  """Cuts the ends of the longest texts, so that all texts have at most `room` tokens in total."""
   lengths = [len(text) for text in texts]
   while sum(lengths) > room:
     longest = lengths.index(max(lengths))

@@ -1,4 +1,4 @@
-"""Masked text: rows of tokens of which some are hidden, and the model predicts them (BERT, Devlin et al., 2019).
+"""Masked text: some tokens of each row are hidden, and the model predicts them (BERT, Devlin et al., 2019).
 
     labels    ^ a b c d e f g h $      ^ begins and $ ends a row
     ids       ^ a b ? d e f x h $      most chosen tokens become the mask ?, some another token, some stay

@@ -27,7 +27,7 @@ T = TypeVar('T')
 
 
 class PrefetchIterator(Iterator[T]):
-  """The batches of an input, of which up to `depth` are read ahead. Nothing else may use the input until `close`.
+  """The batches of an input, with up to `depth` batches read ahead. Nothing else may use the input until `close`.
 
   Use it as a context manager, or call `close`. JAX settings that are local to a thread, such as the ambient mesh, do
   not apply in `put_fn`, so it must use shardings that contain their mesh.

@@ -13,7 +13,7 @@ import numpy as np
 from praxis_lite.checkpoints.stored import checkpoints_at
 from praxis_lite.checkpoints.streamed import stored_arrays, whole_box
 
-# Metrics of durations and of the machine, which differ in every run.
+# Metrics about durations and the machine, which differ in every run.
 _OF_THE_MACHINE = ('speed/', 'goodput/', 'memory/', 'time/', 'input/')
 
 MetricsLine = tuple[int, str, str]  # step, split, the metrics as JSON
@@ -37,7 +37,7 @@ class Results(NamedTuple):
 
 
 def results_of(directory: Path) -> Results:
-  """Reads a run directory. Raises if its newest checkpoint is damaged, or an event file that is not at its end."""
+  """Reads a run directory. Raises if its newest checkpoint is damaged, or if an event file is, except at its end."""
   newest = [c for c in checkpoints_at(directory) if not c.is_set_aside][-1]
   stored = stored_arrays(str(newest.folder / 'state'), dict.fromkeys(newest.variables()))
   arrays = {name: np.asarray(a.read(whole_box(a.shape))).tobytes() for name, a in stored.items()}

@@ -33,10 +33,10 @@ def examples(count: int = NUM_EXAMPLES) -> dict[str, np.ndarray]:
 
 
 class SlowInput(ArrayInput):
-  """Takes some time to read a batch, so that a fault can happen meanwhile.
+  """An input that takes some time to read a batch, so that a fault can happen meanwhile.
 
   Attributes:
-    seconds: how long each batch takes.
+    seconds: the time that each batch takes.
   """
 
   arrays: Config | Callable[[], Rows] | Rows = examples
@@ -48,7 +48,7 @@ class SlowInput(ArrayInput):
 
 
 class NoisyModel(BaseModel):
-  """y = tanh(x w) v with noise on x, so that a resumed run must restore random numbers. 7 dims do not divide by 2."""
+  """y = tanh(x w) v with noise on x, so that a resumed run must restore random numbers. Its 7 dims are not even."""
 
   def setup(self) -> None:
     self.create_variable('w', WeightHParams((10, 7), tensor_split_dims_mapping=(None, 'data')))

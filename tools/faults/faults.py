@@ -199,7 +199,7 @@ def _fill(file: Path, room: int) -> None:
 
 
 def _disk_quota(lab: Lab) -> None:
-  """Used where nothing can be mounted: limits the length of files, like a disk that has no room for long files."""
+  """Limits the length of files, as if the disk were full; used where no file system can be mounted."""
   limit = int(lab.rng.integers(300, 6000))
   lab.seen.where = f'no file above {limit} bytes'
   _check_end(lab.start(FAULTS_FILE_LIMIT=str(limit)))
@@ -207,7 +207,7 @@ def _disk_quota(lab: Lab) -> None:
 
 
 def _check_end(run: Training) -> None:
-  """Checks the end of a run whose disk failed: code 0 if everything was written in the end, else 2 and a message."""
+  """Checks how a run on a failed disk ended: with code 0 if all was written in the end, else with 2 and a message."""
   code = run.wait()
   told = 'error: ' in run.text or 'failed' in run.text or 'cannot be written' in run.text
   if code not in (0, 2) or (code == 2 and not told):
@@ -247,7 +247,7 @@ def remove_permission(lab: Lab) -> None:
 
 
 class _read_only:
-  """Takes away the permission to write. Root loses it by the attribute `immutable`, if the file system has it."""
+  """Removes the permission to write; for root, sets the attribute `immutable`, if the file system supports it."""
 
   def __init__(self, path: Path):
     self._path = path

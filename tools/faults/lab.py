@@ -1,4 +1,4 @@
-"""The laboratory of a fault: a directory, ways to train in it, moments for disturbances, and comparisons."""
+"""The laboratory of a fault: a directory, functions that train in it, moments for faults, and comparisons."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tools.faults.comparison import Results, differences, results_of
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
 from tools.faults.processes import EXPERIMENT, Training, environment
 
-# About how many imports, files written and files read there are in a run that saves every `SAVE_INTERVAL` steps.
+# Approximate numbers of imports, files written and files read in a run that saves every `SAVE_INTERVAL` steps.
 IMPORTS, FILES_MADE, FILES_READ = 2500, 220, 30
 
 
 class SurvivalError(Exception):
-  """A run did not keep a promise."""
+  """A run did not survive a fault as promised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Baseline:
 
 @dataclasses.dataclass
 class Seen:
-  """What a fault did.
+  """The effect of a fault.
 
   Attributes:
-    where: the moment, and what else was drawn.
+    where: the moment of the fault, and its other random choices.
     lost: how many steps were taken twice; None if this is not known.
     bound: the largest allowed value of `lost`.
     copies: whether there were emergency copies.
@@ -59,12 +59,12 @@ class Seen:
 
 
 class Lab:
-  """A directory for one fault, its random numbers, and ways to train there.
+  """A directory for one fault, its random numbers, and methods that train there.
 
   Args:
     directory: the directory of the run; it does not exist yet.
     rng: random numbers of this fault.
-    baseline: what to compare with.
+    baseline: the runs to compare with.
     experiment: class name in `experiment.py`.
     copies: whether the runs make emergency copies, in a folder beside their directory.
   """
@@ -126,7 +126,7 @@ class Lab:
     return sorted(files, key=lambda p: tuple(map(int, p.name.split('.'))))
 
   def bound(self, damaged: int = 0) -> int:
-    """Returns how many steps a run may lose if it ends now, and its newest checkpoints or copies are damaged."""
+    """Returns how many steps a run may lose if it ends now with its newest checkpoints or copies damaged."""
     return SAVE_INTERVAL * (1 + damaged + (self.is_saving() and not self.seen.copies))
 
   def is_saving(self) -> bool:

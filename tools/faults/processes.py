@@ -119,7 +119,7 @@ class Training:
       self.process.send_signal(number)
 
   def wait(self, seconds: float = 300.0) -> int:
-    """Waits for the end of the process and returns its exit code; minus a signal's number if that ended it."""
+    """Waits for the end of the process; returns its exit code, or minus the number of the signal that ended it."""
     try:
       code = self.process.wait(seconds)
     except subprocess.TimeoutExpired:

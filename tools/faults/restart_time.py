@@ -2,12 +2,12 @@
 
     python tools/faults/restart_time.py --processes=8
 
-Trains `lm.SyntheticLmTiny` by `launch` in real processes with emergency copies, kills one of them (not process 0) in
-the middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
-`--end_within_s=1 --backoff_s=0`, which do not wait until the others notice the loss.
+It trains `lm.SyntheticLmTiny` with `launch` in real processes with emergency copies, kills one of them (not process 0)
+in the middle, and reads the times of the lines that follow. It does so twice: with the defaults of `launch`, and with
+`--end_within_s=1 --backoff_s=0`, which do not wait until the other processes notice the loss.
 
-On CPUs, JAX finds compiled programs on disk only in process 0, and on accelerators in all. So the programs are compiled
-without optimization here.
+On CPUs, only process 0 finds compiled programs in JAX's cache on disk, but on accelerators all processes do. So this
+tool compiles programs without optimization.
 """
 
 from __future__ import annotations

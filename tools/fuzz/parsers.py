@@ -54,7 +54,7 @@ DrawValue = Callable[[np.random.Generator], Any]
 
 
 class Parser(NamedTuple):
-  """Draws bad input, and reads it. Each input gets a folder of its own, where the parser may write files."""
+  """A function that draws bad input, and the parser. Each input gets a separate folder, where the parser may write."""
 
   draw: DrawValue
   read: Callable[[Any, Path], object]

@@ -93,7 +93,8 @@ class FirstWeight(NamedTuple):
 def first_weights(case: ModelCase) -> Iterator[FirstWeight]:
   """Yields the first values of each weight, equal for all implementations.
 
-  Few values are drawn and the device repeats them, because drawing and sending those of a large model takes minutes.
+  Only a few values are drawn, and the device repeats them, because drawing and sending all values of a large model
+  would take minutes.
   """
   pool = np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
   residual = 0.02 / math.sqrt(2 * case.num_layers)

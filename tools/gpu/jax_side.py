@@ -1,4 +1,4 @@
-"""What both implementations on JAX share: tokens on the device, waiting, memory and versions."""
+"""The parts that both implementations on JAX share: tokens on the device, waiting, memory and versions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class JaxSide(ABC):
     return found
 
   def shapes(self, case: ModelCase, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch, of the case that is set from now on."""
+    """Sets the case and the batch size, and returns the shapes of a batch."""
     self.case, self.batch = case, batch
     dtypes = {'ids': jnp.int32, 'labels': jnp.int32, 'weights': jnp.float32}
     return {name: jax.ShapeDtypeStruct((batch, case.length), dtype) for name, dtype in dtypes.items()}

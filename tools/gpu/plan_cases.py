@@ -36,7 +36,7 @@ class TrainCase(NamedTuple):
   options: Mapping[str, Any] = {}
 
   def task(self) -> Config[SingleTask]:
-    # The default at the time when plans were sealed.
+    # The default of the time when the plans were sealed.
     chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}
     return our_task(self.model, chunks | dict(self.options))
 
@@ -47,7 +47,7 @@ class TrainCase(NamedTuple):
 
 
 class DecodeCase(NamedTuple):
-  """Greedy decoding of a model in bfloat16, of `benchmark_decode.py`; an `unroll` of all writes layers out."""
+  """Greedy decoding of a model of `benchmark_decode.py` in bfloat16; `unroll` is a field of its stack of layers."""
 
   size: str
   requests: Requests
@@ -72,7 +72,7 @@ def _experts(count: int, each: int, hidden_dims: int, **fields: Any) -> dict[str
   return {_FF: layer, 'model.hidden_dims': hidden_dims}
 
 
-# 8 layers of the 1.3B model. With experts, a token uses as many weights as in the dense model: 2 x 2,752 = 5,504, and
+# 8 layers of the 1.3B model. With experts, a token uses as many weights as in the dense model: 2 x 2,752 = 5,504 and
 # 8 x 688 = 5,504 hidden dims.
 _DENSE = ModelCase('8 layers of 1.3B', 2048, 2048, 8, 16, 5504)
 _OF_8, _OF_64 = (8, 2, 2752), (64, 8, 688)

@@ -29,7 +29,7 @@ class TurnRequest(NamedTuple):
     trials: settings, each {'batch': rows, 'options': options of the implementation}.
     groups, steps: the number of timed groups, and of steps in a group.
     losses: the number of first steps whose losses are returned.
-    searching: whether trials only search for the best setting. Then they end when memory is exhausted, or with the
+    searching: whether trials only search for the best setting. If so, they end when memory is exhausted, or after the
       first trial that is not at least 1 % faster than the one before.
     started_at: `time.time()` when the process was started.
   """

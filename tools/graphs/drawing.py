@@ -42,11 +42,11 @@ class NotDrawn(Exception):
 
 
 class Graph:
-  """A program while it is drawn.
+  """A program that is being drawn.
 
   Attributes:
-    rng: where all choices come from.
-    lines: what has been drawn so far.
+    rng: the generator of all choices.
+    lines: the lines drawn so far.
     is_exact: whether all numbers are integers.
     gradient: whether all operations must be differentiable.
   """
@@ -79,7 +79,7 @@ class Graph:
     return int(self.rng.integers(len(line.shape)))
 
   def pick(self, least: int = 0, most: int = 5, dtype: str = 'float32', shape: Sequence[int] | None = None) -> Line:
-    """Returns a value with such a rank, or with this shape: mostly an existing one, preferably recent, or a new one."""
+    """Returns a value of a rank in a range, or of this shape: mostly a recent one, sometimes an older or a new one."""
     fitting = [
       line
       for line in self.lines
@@ -183,7 +183,7 @@ class Graph:
   # -------------------------------------------------------------- the program
 
   def program(self, mesh: MeshSizes, share: float) -> GraphCase:
-    """Returns what was drawn as a program, with a random split for this share of the values."""
+    """Returns the drawn program, with a random split for this share of the values."""
     lines = []
     for line in self.lines:
       entries = None

@@ -1,9 +1,9 @@
 """Graphs of operations with constraints between them, through the guards, compared with one device.
 
-A program is a list of lines, each an expression of earlier lines. Some lines are constrained to a random split. The
-comparison is about all values that no line reads, and the gradients of all float inputs. In 'exact' programs all
-numbers are integers below 2 ** 24, so that every entry must be equal; in 'smooth' ones they are real. A difference
-counts only if it also occurs in float64.
+A program is a list of lines, each an expression of earlier lines. Some lines are constrained to a random split. It is
+compared in all values that no line reads, and in the gradients of all float inputs. In 'exact' programs, all numbers
+are integers below 2 ** 24, so every entry must be equal; in 'smooth' ones, numbers are real. A difference counts only
+if it also occurs in float64.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Line(NamedTuple):
     is_input: whether it is an input of the program.
     entries: how it is split, or None.
     simpler: simpler expressions that may replace it when a program is reduced.
-    size: the number of operations that it stands for.
+    size: the number of operations that it represents.
     family: the family of the operation.
   """
 

@@ -2,9 +2,9 @@
 
 A task is drawn from a family, with random fields. Then a strategy gives each variable a random split, and each
 activation that a layer constrains gets one too. These activations are found while layers are traced, so new layers need
-no code here. The comparison is about losses, metrics, gradients and every array of the state after two steps of the
-optimizer, evaluation, decoding, and the initial state if it is made on the mesh; where they differ, it is repeated in
-float64. Several layouts of a model are compared with the same run on one device.
+no code here. The task is compared in losses, metrics, gradients and every array of the state after two steps of the
+optimizer, in evaluation, in decoding, and in the initial state if it is made on the mesh. Where results differ, the
+comparison is repeated in float64. Several layouts of a model are compared with the same run on one device.
 """
 
 from __future__ import annotations

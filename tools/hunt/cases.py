@@ -53,7 +53,7 @@ def shrink(case: CaseT, is_wrong: Callable[[CaseT], bool], max_runs: int = 200) 
   Args:
     case: a wrong case.
     is_wrong: whether a smaller one is wrong as well.
-    max_runs: how often `is_wrong` may be asked.
+    max_runs: how often `is_wrong` may be called.
   """
   runs = 0
   progress = True

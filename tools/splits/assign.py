@@ -74,9 +74,9 @@ def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
   """Returns all splits of a product on a mesh that the guards do not change: the class of `is_nearly_local`.
 
   These are all assignments of axes, and of the two parts of an axis, to the dimensions of a local operation, in all
-  orders if several axes split one dimension. To each of them, the remaining axes are added in all ways in one of its
-  arrays. No case is left out because of a symmetry: XLA numbers devices in the order of the mesh, so two axes of the
-  same size differ.
+  orders if several axes split one dimension. In addition, one of the arrays is split over the remaining axes in every
+  way. No case is left out because of a symmetry: XLA numbers devices in the order of the mesh, so two axes of the same
+  size differ.
   """
   mesh = [Axis(name, size) for name, size in zip('abcdef', shape)]
   found = dict[Splits, None]()
@@ -93,7 +93,7 @@ def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
 
 
 def combinations_of_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
-  """Returns all combinations of splits of the arrays; if there are more than `most`, that many random ones."""
+  """Returns all combinations of splits of the arrays, or `most` random ones if there are more."""
   ways = [arrangements(axes, len(array)) for array in dims]
   if math.prod(map(len, ways)) <= most:
     return [*itertools.product(*ways)]

@@ -1,4 +1,4 @@
-"""Runs many cases in one program: each splits the arrays of one operation in its way."""
+"""Runs many cases in one program; each case splits the arrays of one operation in another way."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tools.splits.assign import Dims, Splits
 
 ArrayFunction = Callable[..., jax.Array]
 
-# Takes the place of the name, for a function of several operations. Its arguments and result are split as stated.
+# Replaces the operation's name, for a function of several operations. Its arguments and result are split as stated.
 SEVERAL = 'stablehlo.optimization_barrier'
-# The padding of operands. XLA would pad with 0, which would hide that an operation reads padding. So operands are split
-# with this number subtracted, and it is added again afterwards.
+# The value of padding in operands. XLA pads with 0, which would hide that an operation reads padding. So this number is
+# subtracted before operands are split, and added again afterwards.
 _PADDING = 3
 
 

@@ -1,4 +1,4 @@
-"""Sorts, Fourier transforms and calls of LAPACK: other dimensions only repeat their vectors or matrices."""
+"""Sorts, Fourier transforms and calls of LAPACK, on vectors or matrices; other dimensions only batch these."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from tools.splits.assign import Dims
 from tools.splits.batches import Program
 from tools.splits.parts import function_program, gradient_program
 
-# The table, the ids, the dimensions of a slice in the result and in the table, those that are looked up, those that
-# both have, and the sizes of a slice. Some ids are past the end, where XLA clamps them, or drops their updates.
+# For each lookup: its name, the shapes of table and ids, the numbers of dimensions for `GatherDimensionNumbers`, the
+# sizes of a slice, and the names of dimensions. Some ids are past the end: XLA clamps them, or drops their updates.
 _LOOKUPS: tuple[Any, ...] = (
   *(
     (
@@ -141,7 +141,7 @@ def _write_slice(x: Any, update: Any, *starts: Any) -> jax.Array:
 
 _X4, _X3, _X2 = (3, 4, 5, 6), (5, 6, 4), (7, 6)
 _I, _J, _MANY, _OTHERS = 2, 3, (2, 0, 2), (1, 3, 3)
-# Of each function the shape of its array, and its ids.
+# Each function with its name, the shape of its array, and its ids.
 _FUNCTIONS: tuple[tuple[str, Callable[..., jax.Array], tuple[int, ...], tuple[Any, ...]], ...] = (
   ('x[i]', lambda x, i: x[i], _X2, (_I,)),
   ('x[ids]', lambda x, i: x[i], _X2, (_MANY,)),

@@ -1,4 +1,4 @@
-"""Static slices, concatenations and reversals, and functions that are made of these: their values and gradients."""
+"""Static slices, concatenations and reversals, and functions that consist of these: their values and gradients."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _EQUATIONS = (
   *('bv,vc->bc', 'vb,cv->bc', 'gbv,gcv->gbc', 'btd,dnh->btnh'),
   *('btnh,nhd->btd', 'ghbv,ghv->ghb', 'v,vc->c', 'b,c->bc'),
 )
-# It matters which operand is larger, and whether dimensions divide evenly.
+# The cases differ in which operand is larger, and in whether meshes divide dimensions.
 _SIZES: tuple[Mapping[str, int], ...] = (
   dict.fromkeys('bvcgtdnh', 12),
   {'b': 3, 'v': 5, 'c': 7, 'g': 5, 't': 2, 'd': 6, 'n': 3, 'h': 4},

@@ -1,4 +1,4 @@
-"""Sums and maxima over dimensions and up to each entry, the largest entries, and where they are."""
+"""Sums and maxima over dimensions, cumulative ones, the largest entries and their positions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def largest() -> Iterator[Program]:
 
 
 def _programs(functions: tuple[tuple[str, ArrayFunction, tuple[int, ...], bool], ...]) -> Iterator[Program]:
-  """Yields for each function the program of its values, and that of its gradient if the flag asks for it."""
+  """Yields, for each function, the program of its values, and the program of its gradient if its flag is True."""
   for name, fn, shape, has_gradient in functions:
     yield function_program(name, fn, (_distinct(shape),))
     if has_gradient:

@@ -1,4 +1,4 @@
-"""Reshapes, with dimensions that are joined, or split into several, and dimensions that stay as they are."""
+"""Reshapes that join dimensions, split them into several, or leave them as they are."""
 
 from __future__ import annotations
 

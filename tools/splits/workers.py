@@ -87,7 +87,7 @@ class Worker:
 def _serve(connection: Connection, flags: str) -> None:
   import jax
 
-  os.environ['XLA_FLAGS'] = flags  # The process that this one is forked from had those of its first worker.
+  os.environ['XLA_FLAGS'] = flags  # The parent process has the flags of its first worker.
   programs = functools.cache(lambda kind: [*KINDS[kind]()])
   for kind, number, mesh_shape, cases, guarded in _requests(connection):
     try:

@@ -88,7 +88,7 @@ class Explanation:
     owner: for an optimizer slot, the variable that it belongs to.
     trainable: for a variable, whether an optimizer may change it.
     frozen: for a trainable variable, whether the task's learner leaves it unchanged.
-    per_device: whether the shape is that of the part on one device, as inside `shard_map`.
+    per_device: whether the shape describes only the part on one device, as inside `shard_map`.
     of_weight: for an activation, whether it is a weight that its layer constrains where it is used.
     num_params: for a variable, the number of parameters that it represents; None means its number of entries.
     num_active: for a variable, the number of parameters that one token uses; None if it uses all of them.

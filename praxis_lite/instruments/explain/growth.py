@@ -1,4 +1,4 @@
-"""The factors by which the variables of a model with `Mup` differ from its base, and why."""
+"""The factors between the variables of a model with `Mup` and of its base, and the reasons."""
 
 from __future__ import annotations
 

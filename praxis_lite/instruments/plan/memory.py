@@ -204,7 +204,7 @@ class _Buffer:
   kind: str = 'temporaries'
   last_use: int = -1
   given: bool = False  # Not a temporary: an argument, a result or a constant.
-  operands: tuple[_Buffer, ...] = ()  # The operands of equal size, one of which a fusion may overwrite.
+  operands: tuple[_Buffer, ...] = ()  # The operands of equal size; a fusion may overwrite one of them.
 
   @property
   def shape(self) -> str:

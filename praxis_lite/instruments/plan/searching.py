@@ -263,7 +263,7 @@ class Correction:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns the factor by which a step takes longer if this share of the memory is filled."""
+  """Returns how many times as long a step takes if this share of the memory is filled."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 

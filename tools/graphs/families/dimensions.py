@@ -87,7 +87,7 @@ def _tile(g: Graph) -> DrawnOperation:
 
 @_family(4)
 def _reshape(g: Graph) -> DrawnOperation:
-  """Splits and joins dimensions, and with them mesh axes. Sometimes a dimension keeps only a part of an axis."""
+  """Draws a reshape that splits and joins dimensions and their mesh axes; a dimension may keep only part of an axis."""
   x = g.pick(1, 5)
   n, shape = math.prod(x.shape), []
   for _ in range(g.one(0, 1, 1, 2, 3)):

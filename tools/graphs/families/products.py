@@ -1,4 +1,4 @@
-"""Products of arrays, and operations made of products."""
+"""Products of arrays, and operations that consist of products."""
 
 from __future__ import annotations
 
