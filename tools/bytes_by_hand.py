@@ -21,8 +21,7 @@ from praxis_lite.instruments.plan import parse_topology, plan
 from praxis_lite.instruments.plan.cost import Cost
 
 TOPOLOGY = 'h100:8x8'
-# The mesh (replica, data, mdl), and the rows of a batch.
-CASES = (((1, 64, 1), 64), ((1, 16, 4), 128))
+CASES = (((1, 64, 1), 64), ((1, 16, 4), 128))  # The mesh (replica, data, mdl), and the rows of a batch.
 
 
 class Sent(NamedTuple):

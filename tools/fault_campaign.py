@@ -171,8 +171,7 @@ def fault_table(reports: Sequence[FaultReport]) -> str:
   return '\n'.join(lines)
 
 
-# These need data in files, which Grain reads.
-_IN_FILES = {'damage_data', 'replace_data'}
+_IN_FILES = {'damage_data', 'replace_data'}  # These need data in files, which Grain reads.
 
 
 def _missing_grain() -> str:

@@ -67,8 +67,7 @@ _HANGS = Outcome('wrong', 'the process does not end')
 # A case that takes longer than this number of seconds, including its reduction, counts as hanging.
 _MOST_SECONDS = 900.0
 _SECONDS_OF_A_HANG = 60.0
-# By default, a wrong case is reduced for this number of seconds.
-_SECONDS_OF_SHRINKING = 180.0
+_SECONDS_OF_SHRINKING = 180.0  # By default, a wrong case is reduced for this number of seconds.
 
 
 class CaseReport(NamedTuple):

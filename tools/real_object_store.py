@@ -36,8 +36,7 @@ if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
 
 _BUCKET = 'bucket'
-# Makes steps slow, so that each checkpoint is copied before the next one is saved.
-_SLOW = 'datasets[0].seconds=0.5'
+_SLOW = 'datasets[0].seconds=0.5'  # Makes steps slow, so that each checkpoint is copied before the next one is saved.
 
 
 class Store:

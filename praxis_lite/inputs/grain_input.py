@@ -37,8 +37,7 @@ from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_fe
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_examples
 
-# In an endless stream, a pipeline covers this many epochs, and then a new pipeline is opened.
-_MANY_EPOCHS = 1_000_000
+_MANY_EPOCHS = 1_000_000  # In an endless stream, a pipeline covers this many epochs, and then a new pipeline is opened.
 
 PartT = TypeVar('PartT', covariant=True)
 

@@ -20,8 +20,7 @@ from praxis_lite.common.errors import HungInputError
 
 # Seconds: the time limit of a read, and the time after which a line on stderr says that a read takes long.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0
-# Seconds that the exit of the process waits for reads in progress.
-_AT_EXIT = 5.0
+_AT_EXIT = 5.0  # Seconds that the exit of the process waits for reads in progress.
 
 T = TypeVar('T')
 _Call = tuple['Future[Any]', Callable[..., Any], tuple[Any, ...]]

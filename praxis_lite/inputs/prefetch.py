@@ -20,8 +20,7 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S, PatientThread, result_in_time
 from praxis_lite.inputs.rows import Rows
 
-# Seconds that `close` waits for a read in progress.
-_AT_CLOSE = 10.0
+_AT_CLOSE = 10.0  # Seconds that `close` waits for a read in progress.
 
 T = TypeVar('T')
 

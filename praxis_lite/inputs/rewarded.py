@@ -27,8 +27,7 @@ from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
 
-# A function (prompt, answer, the whole example) -> reward.
-Reward = Callable[[Any, str, dict[str, Any]], float]
+Reward = Callable[[Any, str, dict[str, Any]], float]  # A function (prompt, answer, the whole example) -> reward.
 
 SCALES = ('group', 'batch', 'none')
 _LEAST_SPREAD = 1e-4  # Added to standard deviations, as in TRL.

@@ -160,7 +160,6 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   @property
   def _longest_segment(self) -> int:
-    """Tokens of the longest segment."""
     return self.seq_len if self._samples else int(self._corpus.rows.lengths.max())
 
   def check_beside(self, other: BaseInput) -> None:

@@ -41,7 +41,6 @@ message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REP
 
 @functools.cache
 def _example_class() -> Any:
-  """Returns the class of the protobuf message `Example`."""
   try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
   except ImportError:

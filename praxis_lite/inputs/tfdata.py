@@ -38,8 +38,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 
-# Number of records to parse together in a test of whether they can be parsed.
-_TRIED_AT_ONCE = 64
+_TRIED_AT_ONCE = 64  # Number of records to parse together in a test of whether they can be parsed.
 
 
 @functools.cache

@@ -232,7 +232,6 @@ class CharTokenizer(BaseTokenizer):
     return [*(c.encode() for c in self.characters), b'']
 
   def _encode(self, codes: np.ndarray) -> Tokens:
-    """Returns the tokens of the code points of a text."""
     ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
     if (ids < 0).any():
       unknown = chr(codes[ids < 0][0])

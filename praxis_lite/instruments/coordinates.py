@@ -271,7 +271,6 @@ def _exponent(factors: Sequence[float], sizes: Sequence[float]) -> float:
 
 
 def _integers(value: object, path: str) -> list[tuple[str, int]]:
-  """Returns the integers in a config, with their paths."""
   if isinstance(value, Config):
     below = [(f'{path}.{name}' if path else str(name), field) for name, field in config_values(value).items()]
   elif isinstance(value, list | tuple):

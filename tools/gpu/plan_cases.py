@@ -36,8 +36,7 @@ class TrainCase(NamedTuple):
   options: Mapping[str, Any] = {}
 
   def task(self) -> Config[SingleTask]:
-    # The default of the time when the plans were sealed.
-    chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}
+    chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}  # The default of the time when the plans were sealed.
     return our_task(self.model, chunks | dict(self.options))
 
   def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -18,8 +18,7 @@ from tools.hunt.cases import MeshSizes, random_entries
 # Larger arrays make programs slow; of sizes, odd and uneven ones.
 _MOST_ENTRIES = 3000
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 12, 12, 15, 16)
-# Larger integers are reduced.
-_MOST_BOUND = 60.0
+_MOST_BOUND = 60.0  # Larger integers are reduced.
 
 
 class DrawnOperation(NamedTuple):

@@ -14,8 +14,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Axis
 # The name of each dimension of each array: of the operands, then of the results. If an operation is local to each
 # device, dimensions with the same name are split alike, and dimensions without a name are not split.
 Dims = tuple[tuple[str | None, ...], ...]
-# How each array of an operation is split.
-Splits = tuple[ArraySplit, ...]
+Splits = tuple[ArraySplit, ...]  # How each array of an operation is split.
 
 
 def axes_of_mesh(shape: Sequence[int]) -> tuple[Axis, ...]:

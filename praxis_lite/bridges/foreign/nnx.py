@@ -17,8 +17,7 @@ from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, Run
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path
 
-# The path of a variable in its module.
-_NnxPath = tuple[str | int, ...]
+_NnxPath = tuple[str | int, ...]  # The path of a variable in its module.
 
 
 class NnxLayer(ForeignLayer):

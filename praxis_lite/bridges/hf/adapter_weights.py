@@ -101,7 +101,6 @@ _DIMS = re.compile(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+')
 
 
 def _letters(dims: Iterable[str]) -> set[str]:
-  """Returns the letters that name dimensions."""
   return {*re.findall('[A-Za-z]', ' '.join(dims))}
 
 

@@ -233,7 +233,6 @@ class LlamaLike(Family):
     return [hf.rotary() if flag else None for flag in flags]
 
   def _position_values(self, attentions: list[MultiHeadAttention]) -> Values:
-    """Returns the fields of config.json for the positions of the layers."""
     first = next((attention for attention in attentions if attention.rotary_tpl is not None), None)
     values = {} if first is None else rope_values(first.rotary)
     if self.may_omit_positions:

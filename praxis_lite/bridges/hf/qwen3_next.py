@@ -72,7 +72,6 @@ class Qwen3Next(Mixture):
     return mixer
 
   def _kinds(self, hf: HfConfig) -> list[str]:
-    """Returns the kind of each layer."""
     count, kinds = hf.size('num_hidden_layers', most=MOST_LAYERS), hf['layer_types']
     if kinds is None:
       period = hf.size('full_attention_interval')

@@ -155,7 +155,6 @@ def _network_of(model: ClassificationModel) -> ResNet:
 
 
 def _layer_pairs(theirs: str, conv: str, norm: str) -> Iterator[Pair]:
-  """Yields the pairs of a convolution and its batch norm."""
   yield _filter_pair(f'{theirs}convolution', conv)
   yield from norm_pairs(f'{theirs}normalization', norm)
   yield Pair(f'{theirs}normalization.running_mean', f'{norm}.moving_mean')

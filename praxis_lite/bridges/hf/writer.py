@@ -113,7 +113,6 @@ def _is_in_host_memory(data: jax.Array) -> bool:
 
 
 def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
-  """Returns data[at], on the device of `data`."""
   if not at:
     return data
   # The indices are arguments, so one compiled program serves all layers and experts.

@@ -133,7 +133,6 @@ class LocalChunker:
 
 @functools.lru_cache(maxsize=8)
 def _owners(mesh: Mesh) -> np.ndarray:
-  """Returns the process of each device."""
   return np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
 
 

@@ -69,8 +69,7 @@ class DescribedDevice:
 
 Device: TypeAlias = 'jax.Device | DescribedDevice'
 Sides = tuple[int, ...]
-# Sides of the box of devices in one row of 'model'; None if not given.
-Submesh: TypeAlias = Sequence[int] | None
+Submesh: TypeAlias = Sequence[int] | None  # Sides of the box of devices in one row of 'model'; None if not given.
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:

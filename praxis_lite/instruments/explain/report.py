@@ -34,8 +34,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.training.task import SingleTask
 
-# The types whose shardings can be explained.
-Explained = SingleTask | Config | type[BaseExperiment] | ExperimentConfig
+Explained = SingleTask | Config | type[BaseExperiment] | ExperimentConfig  # The types whose shardings can be explained.
 
 
 class TracedStep(NamedTuple):

@@ -208,7 +208,6 @@ def _attention_share(perfect: Target, length: int, seconds: float) -> float:
 
 
 def _topology_of(target: Target, devices: Sequence[jax.Device]) -> Topology:
-  """Returns the topology of the devices of one host."""
   if target.kind != 'tpu':
     return Topology(target, (1, len(devices)) if target.kind == 'gpu' else (len(devices),))
   coordinates = np.array([device.coords for device in devices])

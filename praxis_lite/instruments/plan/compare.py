@@ -10,8 +10,7 @@ from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.plan.planning import Plan
 from praxis_lite.instruments.plan.report import format_table
 
-# Kinds of collectives that take less than this share of both steps are not shown.
-_LEAST_SHARE = 0.005
+_LEAST_SHARE = 0.005  # Kinds of collectives that take less than this share of both steps are not shown.
 
 
 def format_comparison(first: Plan, second: Plan) -> str:

@@ -19,8 +19,7 @@ from praxis_lite.layers.base.facts import KnobKind, double_or_halve
 from praxis_lite.training.experiment import ExperimentConfig, configure
 from praxis_lite.training.task import SingleTask
 
-# A value for each knob, in the order of the knobs.
-Setting = tuple[Any, ...]
+Setting = tuple[Any, ...]  # A value for each knob, in the order of the knobs.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,7 +122,6 @@ class Links:
     return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))
 
   def _slowest_extent(self, groups: DeviceGroups) -> _Extent:
-    """Returns the extent of the group with the slowest links."""
     if groups not in self._extents:
       found = {self._extent_of(group) for group in _unlike(groups, self._places)}
       self._extents[groups] = min(found, key=lambda e: (e.links, -e.domains))

@@ -55,10 +55,8 @@ from praxis_lite.training.slow_paths import SlowPath, find_slow_paths
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.task import SingleTask
 
-# Slow paths that take less than this share of a step are left out.
-_LEAST_SLOW = 0.01
-# The share of a GPU's memory that JAX takes by default.
-_DEFAULT_GPU_FRACTION = 0.75
+_LEAST_SLOW = 0.01  # Slow paths that take less than this share of a step are left out.
+_DEFAULT_GPU_FRACTION = 0.75  # The share of a GPU's memory that JAX takes by default.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,8 @@ from praxis_lite.common.figures import duration, format_seconds, short_number, s
 from praxis_lite.instruments.plan.goodput import EXPECTED, ExpectedGoodput, Interruptions, goodput
 from praxis_lite.instruments.plan.planning import Plan
 
-# Tokens per parameter that give the best model at a given training cost (Hoffmann et al., 2022).
-CHINCHILLA = 20
-# If a larger share of the time is useful work, failures are not mentioned.
-_NEARLY_ALL = 0.9995
+CHINCHILLA = 20  # Tokens per parameter that give the best model at a given training cost (Hoffmann et al., 2022).
+_NEARLY_ALL = 0.9995  # If a larger share of the time is useful work, failures are not mentioned.
 
 
 @dataclasses.dataclass(frozen=True)

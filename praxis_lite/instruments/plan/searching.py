@@ -32,8 +32,7 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 # A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-# The search ends when all neighbours of this many best settings are estimated.
-_MOST_PROMISING = 5
+_MOST_PROMISING = 5  # The search ends when all neighbours of this many best settings are estimated.
 # XLA recomputes more when more than `_NEARLY_FULL` of memory is filled: estimates grow up to `_FULL` times.
 _NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit for estimates, and the number of estimates to make even if they take longer.

@@ -149,7 +149,6 @@ class WhatIf:
 
   @property
   def _learner_path(self) -> str:
-    """The path of the learner, or of the learners of all rules."""
     is_one = '' in nested_learners(self.config.task.train.learner)
     return 'task.train.learner' if is_one else 'task.train.learner.rules[*].learner'
 

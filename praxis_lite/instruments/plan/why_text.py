@@ -13,8 +13,7 @@ from praxis_lite.instruments.plan.planning import Plan
 
 _WIDTH = 100
 _MOST_SURPRISES = 3
-# The short form omits surprises that send less than this share of all bytes.
-_NEGLIGIBLE = 1e-3
+_NEGLIGIBLE = 1e-3  # The short form omits surprises that send less than this share of all bytes.
 
 
 def format_why(plan: Plan, every: bool = False) -> str:

@@ -37,8 +37,7 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, spec_axes
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.training.task import SingleTask
 
-# Sizes up to this one usually stay as they are.
-_SMALL = 12
+_SMALL = 12  # Sizes up to this one usually stay as they are.
 # Fields that count layers. Two layers test as much as many layers do, unless the mesh splits the stack.
 _LAYERS = ('num_layers', 'unroll')
 # Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.

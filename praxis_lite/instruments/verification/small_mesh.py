@@ -22,8 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.common.errors import ConfigError
 
-# On two cores, a small model on this many simulated devices compiles and runs in seconds.
-MOST_DEVICES = 24
+MOST_DEVICES = 24  # On two cores, a small model on this many simulated devices compiles and runs in seconds.
 # Penalties for a lost parity, lost parts and a lost odd factor of an axis. A lost relation of two axes costs 1.
 _PRICES = 4, 2, 2
 

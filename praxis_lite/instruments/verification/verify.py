@@ -62,8 +62,7 @@ _NOISE_SEEDS = (1, 2)
 # The name of the difference if the step fails on the mesh, and so has no results.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
-# The largest number of guarded operations that the text names.
-_MOST_GUARDED = 6
+_MOST_GUARDED = 6  # The largest number of guarded operations that the text names.
 
 
 @dataclasses.dataclass(frozen=True)
