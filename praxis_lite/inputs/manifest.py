@@ -43,7 +43,7 @@ def manifest_of(files: Sequence[str]) -> DataManifest:
 
 
 def changes(saved: object, now: DataManifest) -> str:
-  """Returns how files have changed since a manifest was saved; '' if they have not changed, or if it cannot tell."""
+  """Returns how files have changed since a manifest was saved; '' if they are unchanged, or if this is unknown."""
   found = list(_changes(saved, now))
   more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
   return '; '.join(found[:_SHOWN]) + more

@@ -2,7 +2,7 @@
 
     ...mlp.experts.lora_A.weight               [E R, in]     row e R + r belongs to expert e
     ...mlp.experts.lora_B.weight               [out, R E]    column r E + e belongs to expert e
-    ...mlp.experts.base_layer.lora_A.weight    likewise, for the second parameter; peft nests one adapter in the other
+    ...mlp.experts.base_layer.lora_A.weight    the second parameter's A; peft nests the two adapters
 
 transformers 5 keeps the weights of experts in two parameters, gate_up_proj and down_proj. Of the `out` rows of
 gate_up_proj, the first half belongs to the gate and the second to up; both have the same A. Only the shapes say which

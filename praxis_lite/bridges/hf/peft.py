@@ -253,7 +253,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) -> set[str]:
-  """Returns the names of stored embedding tables, because peft writes the base's table next to its adapter."""
+  """Returns the names of the base's embedding tables in the file, which peft writes next to their adapters."""
   found = set()
   for weight, names in modules.items():
     shape = tuple(node_at(declared, weight.weight_path).full_shape)

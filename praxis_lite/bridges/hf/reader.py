@@ -164,7 +164,7 @@ def read_variables(
 
   Args:
     checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
-    layout: the layout of the variables of the `TransformerLm`.
+    layout: the layout of the network's variables.
     block_bytes: approximate number of bytes of variables in host memory at a time.
   """
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)

@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
   Attributes:
     theirs: name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
-    ours: path of the variable below the `TransformerLm`, without the number of the layer.
+    ours: path of the variable below the network, without the number of the layer.
     axes: the variable's dimensions, and how the tensor's are made from them, as above; '' if both are the same.
   """
 
@@ -236,7 +236,7 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
   Args:
     table: must have a row for each variable.
-    weights: declarations of the variables below the `TransformerLm`.
+    weights: declarations of the network's variables.
   """
   rows, declared = {pair.ours: pair for pair in table}, leaves(weights)
   order = _layer_order(declared)

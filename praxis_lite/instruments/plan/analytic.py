@@ -83,7 +83,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
 def _set_exposed(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
-  """Sets the exposed time of collectives in loops: their time beyond the work that they may overlap with."""
+  """Returns the collectives; those in loops have as exposed time only the time beyond the work that may overlap."""
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
   for local, op in zip((*program.products, *program.fusions), operations):
     work[local.loop] += op.count * op.seconds

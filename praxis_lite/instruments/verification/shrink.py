@@ -266,7 +266,7 @@ def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
 
 
 def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
-  """Returns the splits of dimensions of variables, activations and inputs, without dimensions that are not split."""
+  """Returns the splits of all split dimensions of variables, activations and inputs."""
   mesh = abstract_mesh(sizes)
   found: dict[_Split, None] = {}
 
