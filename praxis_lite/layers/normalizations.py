@@ -34,7 +34,7 @@ class Norm(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def _declare(self, averages: bool = False, **first_values: float) -> None:
-    """Declares variables [D] by names and initial values: weights, or averages that the layer itself updates."""
+    """Declares variables [D], given by name and initial value: weights, or averages that the layer itself updates."""
     for name, value in first_values.items():
       variable = WeightHParams(
         (self.dims,),
@@ -205,7 +205,7 @@ class BatchNorm(Norm):
 
 
 def normalize_rows(norm: Norm, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-  """Returns norm(x), [B, ..., D]; only norms over the batch use the `weights` of the rows, [B]."""
+  """Returns norm(x), [B, ..., D]; only norms over the batch use `weights`, the weights of the rows, [B]."""
   return norm(x, weights) if isinstance(norm, BatchNorm) else norm(x)
 
 

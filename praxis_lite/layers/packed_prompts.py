@@ -1,6 +1,6 @@
-"""PackedPrompts: where the tokens of prompts are that share a row, so that none of the work of reading them is padding.
+"""PackedPrompts: several prompts packed into one row, so that reading them spends little work on padding.
 
-R packed rows, T tokens of each, S prompts of a row, P tokens of a prompt; B = R S rows of prompts.
+R packed rows, T tokens in each, S prompts in a row, P tokens in a prompt; B = R S prompts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 
 class PackedPrompts(NamedTuple):
-  """The places of prompts in packed rows.
+  """Where the tokens of each prompt are in packed rows.
 
   Attributes:
-    segment_ids: [R, T] int32, the number of the prompt of each token in its row, from 1; 0 for padding.
-    pos: [R, T] int32, its position in the prompt; -1 for padding.
-    place: [R, S, P] int32, where in its packed row each token of a prompt is; arbitrary after its end.
-    lengths: [R, S] int32 lengths of the prompts; 0 for none.
+    segment_ids: [R, T] int32, which prompt of its row each token belongs to, counted from 1; 0 for padding.
+    pos: [R, T] int32, the position of each token in its prompt; -1 for padding.
+    place: [R, S, P] int32, the column of the packed row that holds each token of a prompt; arbitrary beyond the
+      prompt's length.
+    lengths: [R, S] int32 lengths of the prompts; 0 for an unused entry.
   """
 
   segment_ids: jax.Array
@@ -28,7 +29,13 @@ class PackedPrompts(NamedTuple):
 
   @classmethod
   def make(cls, packing_RT: jax.Array, lengths_RS: jax.Array, num_places: int) -> PackedPrompts:
-    """Returns the places of a packing: of each token, s P + p if it is token p of prompt s of its row, or -1."""
+    """Returns the packed prompts of a packing [R, T].
+
+    Args:
+      packing_RT: s P + p where the row holds token p of its prompt s, -1 for padding.
+      lengths_RS: lengths of the prompts.
+      num_places: S P.
+    """
     R, S = lengths_RS.shape
     P, T = num_places // S, packing_RT.shape[1]
     column_RT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), packing_RT.shape)
@@ -44,14 +51,14 @@ class PackedPrompts(NamedTuple):
 
   @property
   def row_pos(self) -> jax.Array:
-    """Positions of the tokens of the prompts, [B, P]; -1 for padding."""
+    """Positions of the tokens of the unpacked prompts, [B, P]; -1 for padding."""
     P = self.place.shape[-1]
     pos_P = jnp.arange(P, dtype=jnp.int32)
     return jnp.where(pos_P < self.lengths[..., None], pos_P, -1).reshape(-1, P)
 
   @property
   def last(self) -> jax.Array:
-    """Where in its packed row the last token of each prompt is, [R, S]."""
+    """The column of the packed row that holds the last token of each prompt, [R, S]."""
     return jnp.take_along_axis(self.place, jnp.maximum(self.lengths - 1, 0)[..., None], axis=2)[..., 0]
 
   def pack(self, ids_BP: jax.Array) -> jax.Array:
@@ -61,7 +68,7 @@ class PackedPrompts(NamedTuple):
     return jnp.where(self.segment_ids > 0, ids_RT, 0)
 
   def unpack(self, x: jax.Array) -> jax.Array:
-    """Returns what belongs to the tokens of each prompt, [B, P, ...], of something of packed rows, [R, T, ...]."""
+    """Returns values of the tokens of packed rows, [R, T, ...], as values of the tokens of each prompt, [B, P, ...]."""
     R, S, P = self.place.shape
     index = self.place.reshape(R, S * P, *(1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1).reshape(R * S, P, *x.shape[2:])

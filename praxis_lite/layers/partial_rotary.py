@@ -1,4 +1,4 @@
-"""PartialRotaryPositions: rotary positions of the first dims of a head; the others know no position.
+"""PartialRotaryPositions: rotary positions for the first dims of each head; the other dims are not rotated.
 
 B batch, T length, N heads, H dims per head.
 """
@@ -13,10 +13,10 @@ from praxis_lite.layers.positions import RotaryPositions
 
 
 class PartialRotaryPositions(RotaryPositions):
-  """Rotates the first `share` of the dims of each head, with the angles of a head of that many dims.
+  """Rotates the first dims of each head, by the angles that a head with only these dims would have.
 
   Attributes:
-    share: of the dims, such as 0.5; what it gives is even.
+    share: fraction of the H dims that are rotated, such as 0.5; share * H must be even.
   """
 
   share: float = 0.5

@@ -13,13 +13,14 @@ device in each tick (Xu et al., 2021, GSPMD, section 3.3).
 
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
-A bubble is a stage without a microbatch in a tick, or a layer that its stage lacks. It computes on `BUBBLE`, and its
-results reach no output, gradient, variable or cache. A select replaces the inputs of a bubble and, in the backward
-pass, the gradients of everything that the bubble read: weights, side inputs, and weights of layers outside of the
-pipeline. A multiplication by 0 would let NaNs pass.
+A bubble is a stage without a microbatch in a tick, or a layer that only pads the group of a later stage. It computes
+on `BUBBLE`, and its results reach no output, gradient, variable or cache. A select replaces the inputs of a bubble
+and, in the backward pass, the gradients of everything that the bubble read: weights, side inputs, and weights of
+layers outside of the pipeline. A multiplication by 0 would let NaNs pass.
 
-Weights are stored like those of `Repeat`, so a checkpoint depends neither on stages nor on microbatches. Inside a step
-they are used as [S, R, layers in a group, ...]; layers that the last stages lack are computed and dropped.
+Weights are stored as `Repeat` stores them, so a checkpoint depends neither on stages nor on microbatches. Inside a
+step they have the shape [S, R, c, ...]. If the layers do not fill all stages, layers of zeros are added, which are
+computed and dropped.
 
 The gradient of a weight is a sum over rows, so devices that share the batch have to sum their gradients, and the
 compiler does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its
@@ -75,14 +76,14 @@ class Pipelined(Repeat):
   """Computes the same as `Repeat`, in microbatches, with its layers in the stages of a pipeline.
 
   The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are copies of other
-  rows, and are dropped at the end. Sums and means over rows in a layer must leave them out; see `Layer.real_rows`. Side
-  inputs with a name in the layers' `marks_of_padding` mark them as well.
+  rows, and are dropped at the end. Sums and means over rows in a layer must leave these rows out; see
+  `Layer.real_rows`. Side inputs with a name in the layers' `marks_of_padding` mark these rows as padding.
 
   In contrast to `Repeat`, a layer sees one microbatch at a time. Floating scalar summaries are averaged over
   microbatches, and other summaries have the value of the last microbatch. Each microbatch in turn updates non-trainable
-  variables. An auxiliary loss has the same weight as for one microbatch. If side inputs mark all rows of a microbatch
-  as padding, it counts in none of these, unless all microbatches are padding. The key of a layer's random numbers
-  depends on the layer and the microbatch, not on the stage or the round.
+  variables. The weight of an auxiliary loss does not depend on the number of microbatches. A microbatch whose rows are
+  all marked as padding by side inputs affects no summary, variable or auxiliary loss, unless all microbatches are
+  padding. The key of a layer's random numbers depends on the layer and the microbatch, not on the stage or the round.
 
   Only reverse-mode differentiation is supported, not forward mode (`jax.jvp`).
 
@@ -92,14 +93,14 @@ class Pipelined(Repeat):
     microbatch_size: number of rows of a microbatch on all devices together.
     circular_repeat: R, the number of groups of layers in each stage, a divisor of `num_layers`.
     batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows; see the top of
-      this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. If it does not complete
-      a sum over rows by `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices draw
-      different random numbers. Weights that are split over these axes are gathered before the loop. With None, layers
-      see whole microbatches.
+      this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. If a layer does not
+      complete a mean over rows with `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices
+      draw different random numbers. Weights that are split over these axes are gathered before the loop. None means
+      that layers see whole microbatches.
     gather_axes: mesh or logical axes over which weights are gathered once, before the loop. Each device then holds the
       weights of its stages whole, in the dtype in which layers compute. Weights without a declared split are gathered
-      over all axes but that of the stages. With None, weights are gathered in each tick.
-    stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps only its input.
+      over all axes except the stage axis. None means that weights are gathered in each tick.
+    stage_remat: rematerialisation policy of a stage in a tick; 'full' keeps only the stage's input.
     stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; `layers` splits the other dimensions.
   """
@@ -171,7 +172,7 @@ class Pipelined(Repeat):
       )
 
   def _check_apart(self, layer: Layer) -> None:
-    """Raises ConfigError if a layer inside of a stage splits something over the axis of the stages."""
+    """Raises ConfigError if a layer inside of a stage splits an array over the stage axis."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       for field, mapping in layer.split_mappings(group).items():
         placement = layer._resolve(mapping, field)
@@ -216,7 +217,7 @@ class Pipelined(Repeat):
     if self.microbatch_size is not None:
       M = -(-batch_size // self.microbatch_size)
     else:
-      # The number that was set, even if fewer microbatches would do, because auxiliary losses depend on it.
+      # The configured number, even if fewer microbatches would do, because auxiliary losses depend on it.
       M = min(self.num_microbatches or 1, batch_size)
     return PipelineSchedule(self.num_stages, M, self.circular_repeat)
 
@@ -304,7 +305,7 @@ class Pipelined(Repeat):
       side=side,
       surroundings=self._surroundings_of_rows(axes),
       bubble=BUBBLE,
-      # Also for a batch of one row: it is one microbatch here, but several where a mesh adds rows to it.
+      # A batch of one row is one microbatch here, but more on a mesh that pads it; its keys must be the same on both.
       folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
       unroll=self._unroll_count(training=False),
       constrain=self._constrain_to_stages,
@@ -343,7 +344,7 @@ class Pipelined(Repeat):
     return SideInputs(args, kwargs, names, marks, B, self.path_name, self.real_rows(B))
 
   def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
-    """Returns the surroundings of a layer that sees one device's rows along some axes."""
+    """Returns the surroundings of a layer that sees only its device's rows along `axes`."""
     outer, taps = self.surroundings, self.surroundings.taps
     if not axes:
       return outer
@@ -371,7 +372,7 @@ class Pipelined(Repeat):
   # ---------------------------------------------------------------- stacks of layers and of stages
 
   def _constrain_to_stages(self, x: jax.Array) -> jax.Array:
-    """Constrains dimension 0 to be split like the stages, and leaves the others to the compiler."""
+    """Constrains dimension 0 to be split over the stage axis, and leaves the other dimensions to the compiler."""
     if self._stages is None:
       return x
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
@@ -387,7 +388,7 @@ class Pipelined(Repeat):
 
     def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
       name = path_name((*self.layers.path, *path))
-      if path not in weights:  # An edit of a tool; each stage has its own part of it.
+      if path not in weights:  # An array that a tool adds to the variables; each stage has its own part of it.
         return self._constrain_to_stages(self._to_stages(x))
       own = weights[path].full_split_dims_mapping
       if weights[path].tensor_split_dims_mapping is None:
@@ -416,7 +417,7 @@ class Pipelined(Repeat):
     return x[0] if R == 1 else x
 
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
-    """Returns a summary for each layer, [layers, ...], from those of all ticks and stages, [ticks, S, c, ...]."""
+    """Returns a summary with an entry per layer, [layers, ...], from that of ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     if (kind := part_kind(summary)) is not None:
       here = places.real[..., None] & (jnp.arange(schedule.rounds) == places.round[..., None])
@@ -467,5 +468,5 @@ _MOVES = {
 
 
 def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
-  """A policy of `jax.checkpoint`: results of moves and casts are not kept, but computed again in the backward pass."""
+  """A policy of `jax.checkpoint` that keeps all results but those of moves and casts."""
   return primitive.name not in _MOVES

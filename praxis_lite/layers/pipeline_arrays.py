@@ -18,9 +18,9 @@ _TreeT = TypeVar('_TreeT')
 
 
 class Stacks(NamedTuple):
-  """Stacks of arrays from which a stage reads an entry in each tick, and their gradients, which are added in place.
+  """Stacks of arrays of which a stage reads one entry in each tick; their gradients accumulate in place.
 
-  With the gradient of `jax.grad`, each tick would add an array as large as the whole stack.
+  The gradient that `jax.grad` derives would add an array as large as the whole stack in each tick.
 
   Attributes:
     values: tree of arrays [n, ...].
@@ -46,9 +46,9 @@ def is_float(x: jax.Array) -> bool:
 def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -> jax.Array:
   """Cuts [B, ...] into [M, mb, ...]: microbatch i has the rows i, i + M, ...
 
-  So devices that share the batch cut their own rows. If `multiple`, which M divides, does not divide B, rows are added.
-  They have the value `mark`; if `mark` is None, they are copies of rows of the same microbatch, so that they cause no
-  new NaNs or large numbers.
+  With these strides, devices that share the batch cut their own rows. If B is not a multiple of `multiple`, itself a
+  multiple of M, rows are added. They have the value `mark`; if `mark` is None, they are copies of rows of the same
+  microbatch, so that they cause no new NaNs or large numbers.
   """
   missing = -x.shape[0] % multiple
   if missing:
@@ -67,7 +67,7 @@ def batch(x: jax.Array) -> jax.Array:
 
 
 def take_last(queue: jax.Array) -> jax.Array:
-  """Returns entry S - 1 of dimension 0, computed as a sum: one all-reduce if the dimension is split."""
+  """Returns entry S - 1 of dimension 0, computed as a sum, so it costs one all-reduce if the dimension is split."""
   is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
   return jnp.sum(where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
 
@@ -85,7 +85,7 @@ def may_have_gradient(x: Any) -> bool:
 
 
 def mask_gradients(real: jax.Array, tree: _TreeT) -> _TreeT:
-  """Returns the tree, through which no gradient flows if `real`, a scalar, is False; not even a NaN.
+  """Returns the tree unchanged; if `real`, a scalar, is False, its gradients are 0, even where they would be NaN.
 
   In a `vmap` over stages, each stage must have its own arrays, because the gradients of a shared array are summed
   before they arrive here.
@@ -95,7 +95,7 @@ def mask_gradients(real: jax.Array, tree: _TreeT) -> _TreeT:
 
 @jax.custom_vjp
 def _mark_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
-  """In a `vmap` over stages, makes x an array of its own for each stage; `stage` is the number of the stage."""
+  """In a `vmap` over stages, gives each stage its own copy of x; `stage` is the number of the stage."""
   return jnp.where(stage >= 0, x, x)
 
 
@@ -103,7 +103,7 @@ _mark_stage.defvjp(lambda stage, x: (_mark_stage(stage, x), None), lambda _, gra
 
 
 def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Array:
-  """In a `vmap` over stages, returns a weight from outside of the pipeline in the form that a layer reads."""
+  """In a `vmap` over stages, returns a weight from outside of the pipeline so that a bubble gives it no gradient."""
   return _mask(real, _mark_stage(stage, weight)) if may_have_gradient(weight) else weight
 
 
@@ -124,7 +124,7 @@ def where(condition: jax.Array, x: _TreeT, y: _TreeT) -> _TreeT:
 
 
 def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Like `jnp.where`, with a condition for the first dimensions."""
+  """Like `jnp.where`, with a condition that has only the first dimensions."""
   return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import DataError
 from praxis_lite.layers.pipeline_arrays import mask_gradients, may_have_gradient, microbatches
 
-# The name of the argument that says which rows and tokens taps count; a layer does not see it.
+# The argument that says which rows and tokens count in taps; layers do not receive it.
 TAPPED_ROWS = '~tapped_rows'
 
 
@@ -42,8 +42,8 @@ class SideInputs:
     names: the names of `args`, as far as they are known.
     marks: maps the name of an argument to the value that marks a padding row; see `Layer.marks_of_padding`.
     batch_size, where: B, and the path of the pipeline, for messages.
-    outer_real: [B] bool, False for rows that fill up a microbatch of a pipeline around this one; None if there are
-      none.
+    outer_real: [B] bool, False for rows that fill up a microbatch of an enclosing pipeline; None if there is no such
+      pipeline.
   """
 
   def __init__(
@@ -70,7 +70,7 @@ class SideInputs:
           self._shared.append(i)
         continue
       if shape[0] != batch_size:
-        name = jax.tree_util.keystr(path[1:2], simple=True)  # The number or the name of the argument.
+        name = jax.tree_util.keystr(path[1:2], simple=True)  # An argument's index or name.
         raise DataError(
           f'{where}: the side input {name} has shape {shape}; in a pipeline, dimension 0 of each is the batch, '
           f'{batch_size}, or 1'
@@ -79,13 +79,13 @@ class SideInputs:
       self._marks.append(next((marks[name] for name in _names_on(path, names) if name in marks), None))
 
   def cut(self, M: int, multiple: int) -> list[jax.Array]:
-    """Returns the arrays with rows as microbatches [M, mb, ...].
+    """Returns the arrays that have rows, as microbatches [M, mb, ...].
 
-    Unless all rows are real, the last array says which are.
+    If some rows are not real, one more array follows, [M, mb] bool, which is True for the real ones.
 
     Args:
       M: number of microbatches.
-      multiple: the total number of rows is made a multiple of this.
+      multiple: rows are added until their number is a multiple of this.
     """
     arrays = [(jnp.asarray(self._leaves[i]), mark) for i, mark in zip(self._cut, self._marks)]
     self._says_real = self._real is not None or bool(self._batch_size % multiple)
@@ -96,8 +96,8 @@ class SideInputs:
   def held(self, rows: Sequence[jax.Array], sum_over_rows: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
     """Returns [M] bool, False for microbatches that contain only padding; None if no argument marks padding.
 
-    If all contain only padding, all are True. There are such microbatches if a mesh has filled up a batch that has
-    fewer rows than there are microbatches.
+    If all microbatches contain only padding, all entries are True. A microbatch of padding occurs if a mesh has filled
+    up a batch that has fewer rows than there are microbatches.
 
     Args:
       rows: the result of `cut`.
@@ -114,7 +114,7 @@ class SideInputs:
 
   @property
   def shared(self) -> list[jax.Array]:
-    """The arrays that have no rows, and through which a gradient may flow."""
+    """The arrays without a batch dimension through which a gradient may flow."""
     return [self._leaves[i] for i in self._shared]
 
   def layer_arguments(
@@ -127,7 +127,7 @@ class SideInputs:
     Args:
       rows: the rows of its microbatch, for each array that `cut` returns.
       shared: the stage's copies of the arrays that `shared` returns.
-      at_work: False in a bubble, and for a layer that its stage lacks.
+      at_work: False in a bubble, and for a layer that only pads its group.
     """
     real = None
     if self._says_real:
@@ -139,7 +139,7 @@ class SideInputs:
     return args, kwargs, real
 
   def lacks(self, name: str) -> bool:
-    """Whether no argument of this name is given."""
+    """Whether the call has no argument of this name."""
     return name not in self._given
 
 

@@ -20,7 +20,7 @@ from praxis_lite.sharding.specs import axes_to_entry
 
 
 class Place(NamedTuple):
-  """What stages do in a tick: arrays [S] or [ticks, S], or one entry of them."""
+  """What stages do in ticks: arrays [ticks, S] for all ticks, [S] for one tick, or scalars for one stage in a tick."""
 
   stage: jax.Array
   round: jax.Array
@@ -37,7 +37,7 @@ class Reported(NamedTuple):
 
 
 class TickResults(NamedTuple):
-  """The queue, other variables and caches after all ticks; what stages did in each tick; and what layers report."""
+  """The queue, non-trainable variables and caches after all ticks, what stages did in each, and what layers report."""
 
   queue: Any
   others: NestedDict
@@ -47,7 +47,7 @@ class TickResults(NamedTuple):
 
 
 def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
-  """Maps a function that runs all ticks over mesh axes, by `shard_map`: each device has its own rows of a microbatch.
+  """Maps a function that runs all ticks over mesh axes with `shard_map`: each device has its own rows of a microbatch.
 
   Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """
@@ -71,7 +71,7 @@ def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Cal
     in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
     out_specs=TickResults._make((of_queue, whole, whole, whole, whole)),
     axis_names={*axes},
-    check_vma=False,  # Replicated values are replicated by construction.
+    check_vma=False,  # Outputs declared as replicated are replicated by construction.
   )
 
 
@@ -83,9 +83,9 @@ def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...
 def mean_over_microbatches(
   values: jax.Array, weights: jax.Array, places: Place, num_counted: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the mean, and the weight of one microbatch, of values of all ticks, stages and layers, [ticks, S, c, ...].
+  """Returns the weighted mean of values [ticks, S, c, ...] over the microbatches that count, and its weight.
 
-  The mean is over the `num_counted` microbatches that count.
+  The weight is the total weight divided by `num_counted`, the number of microbatches that count.
   """
   weights = jnp.where(places.counts[..., None], weights, 0)
   values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))

@@ -1,4 +1,4 @@
-"""The loop over ticks of a pipeline: what `pipeline.py` describes, for arrays that are already cut into stages.
+"""The loop over ticks of a pipeline, on arrays that `pipeline.py` has cut into stages and microbatches.
 
 B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
 """
@@ -70,11 +70,11 @@ class Ticks:
     schedule: S, M and R, and the microbatch of each stage in each tick.
     side: the side inputs.
     surroundings: the surroundings of each layer.
-    bubble: the input of stages without a microbatch.
+    bubble: the value that fills the input of stages without a microbatch.
     folds_microbatch: whether the key of a layer depends on the microbatch.
     unroll: how many layers of a group the inner loop runs in one iteration.
-    constrain: returns an array [S, ...] whose dimension 0 is split like the stages.
-    remat_layer, remat_stage: return a layer's or a stage's function that keeps less for its backward pass.
+    constrain: returns an array [S, ...] with dimension 0 split over the stage axis.
+    remat_layer, remat_stage: wrap the function of a layer or a stage with rematerialisation.
     changed: receives the paths of variables that layers update.
   """
 
@@ -147,7 +147,7 @@ class Ticks:
     )
     carried, others, caches = jax.tree.map(self.constrain, (carried, others, caches))
     last = jnp.clip(self.schedule.microbatch(now, S - 1), 0, M - 1)
-    # A bubble writes too, but to a place that a later tick overwrites.
+    # A bubble writes too, but to an entry that a later tick overwrites.
     queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, carried)
     return _TickState(carried, queue, weight_gradients, side_gradients, others, caches), (at, reported)
 

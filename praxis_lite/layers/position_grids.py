@@ -1,6 +1,6 @@
-"""Learned positions of a grid of patches, for images of another size.
+"""Resamples learned positions of a grid of patches for images of another size.
 
-R and C rows and columns of patches, D dims.
+R rows and C columns of patches, D dims.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from praxis_lite.layers.base.facts import PositionGrid
 
 
 def grid_of(count: int, like: PositionGrid) -> PositionGrid | None:
-  """Returns the grid of a table with `count` positions that has as many others as `like`.
+  """Returns the grid of a table with `count` positions, of which as many as in `like` belong to no patch.
 
-  It is a square if possible, otherwise of the aspect ratio of `like`; None if neither is.
+  The grid is a square if possible, otherwise it has the aspect ratio of `like`. Returns None if neither is possible.
   """
   patches = count - like.others
   side = math.isqrt(max(patches, 0))
@@ -30,9 +30,10 @@ def grid_of(count: int, like: PositionGrid) -> PositionGrid | None:
 
 
 def resample_positions(table: jax.Array, old: PositionGrid, new: PositionGrid) -> jax.Array:
-  """Returns a table [others + R C, D] for another grid, interpolated linearly along rows and columns.
+  """Returns a table [others + R C, D] for the grid `new`, interpolated linearly along rows and columns.
 
-  Positions of fewer patches are averages, as in antialiased images; those of other tokens stay as they are.
+  A smaller grid is antialiased: each entry averages several old ones. The `others` positions, which belong to no
+  patch, do not change.
   """
   others, patches = table[: old.others], table[old.others :]
   grid_RCD = jnp.reshape(patches.astype(jnp.float32), (old.rows, old.columns, -1))

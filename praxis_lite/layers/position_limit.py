@@ -26,7 +26,7 @@ class PositionLimit(NamedTuple):
     return self.max_len - self.first
 
   def check(self, needed: int, what: str) -> None:
-    """Raises a `ConfigError` unless there are `needed` positions; `what` says what number this is."""
+    """Raises a `ConfigError` if there are fewer than `needed` positions; `what` is the message's name for `needed`."""
     if needed > self.num_positions:
       less = f', less first_position = {self.first},' if self.first else ''
       raise ConfigError(
@@ -36,11 +36,11 @@ class PositionLimit(NamedTuple):
 
 
 def limit_of_table(path: str, table: object, first: int = 0) -> PositionLimit | None:
-  """Returns the limit of a network's layer of positions, if it is a table; None if it has any number of positions.
+  """Returns the limit of a network's layer of positions; None if the layer is no table, and so has no limit.
 
   Args:
     path: path of the template of that layer.
-    table: the layer; None if there is none.
+    table: the layer; None if the network has none.
     first: the row of the table that is position 0.
   """
   max_len = getattr(table, 'max_len', None)
@@ -48,6 +48,6 @@ def limit_of_table(path: str, table: object, first: int = 0) -> PositionLimit | 
 
 
 def check_length(limit: PositionLimit | None, length: int) -> None:
-  """Raises a `ConfigError` if rows of this length, whose tokens have the positions 0, 1, 2, ..., have too many."""
+  """Raises a `ConfigError` if rows of this length, with positions 0, 1, 2, ..., need more positions than there are."""
   if limit is not None:
     limit.check(length, 'the sequence length')

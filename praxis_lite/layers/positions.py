@@ -52,13 +52,13 @@ class SinusoidalPositions(Layer):
 
 
 class SinusoidalPositions2D(Layer):
-  """Sinusoids of rows in the first half of the dims and of columns in the second one, for patches of images (MAE).
+  """Sinusoids of image patches (MAE): the first half of the dims encodes the row, the second half the column.
 
       y    = [half(row), half(column)],  half(p) = [sin(p r_0), sin(p r_1), ..., cos(p r_0), cos(p r_1), ...]
       r_i  = max_timescale^(-i / (D / 4))
 
-  As in He et al., 2022, and section D.4 of Dosovitskiy et al., 2021. Learned positions of a grid are `LearnedPositions`
-  of row * width + column.
+  See He et al., 2022, and section D.4 of Dosovitskiy et al., 2021. For learned positions of a grid, use
+  `LearnedPositions` at positions row * width + column.
 
   Attributes:
     dims: D, a multiple of 4.
@@ -76,8 +76,8 @@ class SinusoidalPositions2D(Layer):
     """Returns [B, T, D].
 
     Args:
-      rows_BT, columns_BT: place of each patch; `grid_positions` returns those of a whole image. They may be fractions,
-        such as distances from the middle.
+      rows_BT, columns_BT: row and column of each patch; `grid_positions` returns them for a whole image. They may be
+        fractions, such as distances from the middle.
     """
     count = self.dims // 4
     rates = self.max_timescale ** (-jnp.arange(count, dtype=jnp.float32) / count)
@@ -118,7 +118,7 @@ class LearnedPositions(Layer):
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] for int32 positions [B, T].
 
-    Positions from `max_len` on are NaN if they are only known when the program runs, as inside `jax.jit`.
+    If positions are known only when the program runs, as inside `jax.jit`, those from `max_len` on give NaN.
 
     Raises:
       ConfigError: a position that is known is `max_len` or more.
@@ -133,7 +133,7 @@ class LearnedPositions(Layer):
 
 
 def is_position_table(template: Config | None) -> bool:
-  """Whether a template of positions is that of a table, with an entry for each token."""
+  """Whether a template describes a table of positions, as `LearnedPositions` does; None does not."""
   kind = None if template is None else target(template)
   return isinstance(kind, type) and issubclass(kind, LearnedPositions)
 
@@ -153,7 +153,7 @@ class LinearRotaryScaling(Configurable):
 
   @property
   def magnitude(self) -> float:
-    """Factor of rotated queries and keys."""
+    """The factor by which rotated queries and keys are multiplied."""
     return 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:
@@ -164,7 +164,7 @@ class LinearRotaryScaling(Configurable):
 class Llama3RotaryScaling(LinearRotaryScaling):
   """Divides slow rates by `factor`, keeps fast ones, and interpolates between, as in Llama 3.1.
 
-      turns = original_max_len * rate / 2 pi                       of a pair within the original context
+      turns = original_max_len * rate / 2 pi                       turns of a pair within the original context
       kept  = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), cut to [0, 1]
       rate  = kept * rate + (1 - kept) * rate / factor
 
@@ -357,7 +357,7 @@ class RelativeBias(Layer):
 
 
 class BucketedBias(NamedTuple):
-  """Biases of a table [num_buckets, N] by offsets; for the fields, see `RelativeBias`."""
+  """Looks up biases in a table [num_buckets, N] by offset; for the fields, see `RelativeBias`."""
 
   num_buckets: int
   max_distance: int

@@ -1,11 +1,11 @@
-"""The product of inputs with the weight of a layer, as its field `matmul` says.
+"""The product of inputs with the weight of a layer, computed as its field `matmul` says.
 
     'fprop'    in the dtype of the computation
     'fp8'      with operands in 8-bit floating point; see `fp8.py`
     'int8'     with operands in int8; see `int8.py`
 
-A weight in few bits with one scale for each output is never computed: its integers are multiplied, and the results
-scaled. Other weights in few bits are computed just before the product.
+A quantized weight with one scale per output is never dequantized: its integers are multiplied, and the results are
+scaled. Other quantized weights are dequantized just before the product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers from dims to heads, or back, sizes of heads, and the scale of the dims of a head.
+"""Linear layers from model dims to heads and back, the numbers and sizes of heads, and a scale for each dim of a head.
 
 D model dims, N heads, K kv heads, H dims per head.
 """
@@ -69,7 +69,7 @@ class Projection(Layer):
 
 
 class PerDimScale(Layer):
-  """y = x softplus(w) / log 2, with a weight for each dim of a head, zero at first, when y = x (Praxis).
+  """y = x softplus(w) / log 2, with a weight for each dim of a head; weights begin at 0, where y = x (Praxis).
 
   Attributes:
     dims: H.
@@ -100,7 +100,7 @@ def split_projection(
 def head_sizes(
   path: str, model_dims: int, num_heads: int, num_kv_heads: int | None, dims_per_head: int | None
 ) -> tuple[int, int]:
-  """Returns K and H, with what is None filled in; raises ConfigError, which names the layer's path, if they misfit."""
+  """Returns K, by default N, and H, by default D / N; raises a ConfigError, which names `path`, if they do not fit."""
   kv_heads = num_heads if num_kv_heads is None else num_kv_heads
   for field, size in (('num_kv_heads', num_kv_heads), ('dims_per_head', dims_per_head)):
     check_range(f'{path}.{field}', size, least=1)

@@ -1,9 +1,9 @@
-"""QuantizedWeights: which weights of a model are stored in few bits, and how; or are rounded like that in training.
+"""QuantizedWeights: which weights of a model are stored in few bits, and how; or are rounded as if they were.
 
-    frozen     w_q and its scales are stored; a layer reads s w_q next to the product that needs it
+    frozen     integers w_q and scales s are stored; a layer computes s w_q just before the product that needs it
     trained    w is stored and trained; a layer reads w rounded, and w gets the gradient of the rounded weight
 
-`praxis_lite.models.quantize_weights` puts it into a model's config; `weight_formats.py` has the formats.
+`praxis_lite.models.quantize_weights` adds it to a model's config; `weight_formats.py` has the formats.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class QuantizedWeights(LayerPatterns):
   """Weights of linear layers, projections of attention and experts in few bits.
 
   Attributes:
-    layers: regex, or several, that match whole paths of layers below the model, such as r'lm\\..*\\.ff\\..*'; all
-      layers that they match must have such weights. None means every layer that has some. Tables of embeddings, the
-      softmax, norms, biases, routers and adapters stay as they are.
+    layers: a regex, or several, that match whole paths of layers below the model, such as r'lm\\..*\\.ff\\..*'; every
+      layer that they match must be a linear layer, a projection of attention or experts. None means all of these.
+      Tables of embeddings, the softmax, norms, biases, routers and adapters are never quantized.
     format: 'int8', 'int4', 'int2' or 'nf4'; see `weight_formats.py`.
-    group_size: number of inputs that share a scale, along the last dimension of the inputs: for the projection out of
-      heads, a group does not go beyond a head. None gives each output one scale. NF4 is meant for groups of 64.
+    group_size: number of inputs that share a scale, along the last dimension of the inputs: in the projection from
+      heads back to model dims, a group stays within one head. None gives each output one scale. NF4 is meant for
+      groups of 64.
     symmetric: whether integers have no zero points.
-    percentile: a scale covers this percentage of its weights, from above 50 to 100; larger weights are cut.
+    percentile: a scale covers this percentage of its weights, more than 50 and at most 100; larger weights are clipped.
     scale_dtype: storage dtype of scales.
-    kept: (n, m), such as (2, 4): of each m neighbouring inputs of an output, only the n with the largest |w| are not 0
-      (structured sparsity). None keeps all. The format 'float', for training only, rounds nothing else.
-    mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros; otherwise
-      they get that of the zero in their place, and may be kept later.
+    kept: (n, m), such as (2, 4): of each m neighbouring inputs of an output, only the n with the largest |w| are kept,
+      and the others are 0 (structured sparsity). None keeps all. With the format 'float', for training only, kept
+      weights are not rounded.
+    mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros. If False,
+      they get the gradient of the zero in their place, and may be kept later.
     input_scale: whether each input of a weight has a scale: its weights are multiplied by it before rounding, and the
-      layer divides by it. `praxis-lite quantize --method=awq` and `smooth` choose these scales.
+      layer divides by it. `praxis-lite quantize --method=awq` and `--method=smooth` choose these scales.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
       aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
   """
@@ -89,7 +91,7 @@ class QuantizedWeights(LayerPatterns):
       )
 
   def is_for(self, name: str) -> bool:
-    """Whether weights of the layer of this path below the model are stored like this, if it has such weights."""
+    """Whether `layers` selects the layer at this path below the model."""
     return self.layers is None or self.matches(name)
 
   def store(self, layer: Layer, name: str, weight: WeightHParams) -> QuantizedWeight | RoundedWeight:
@@ -120,7 +122,7 @@ class QuantizedWeights(LayerPatterns):
 
 
 def _count_axes(weight: WeightHParams) -> tuple[int, int]:
-  """Returns the numbers of dimensions of inputs and of outputs, which come last, of a weight."""
+  """Returns how many dimensions of a weight are inputs, and how many after them are outputs."""
   if weight.fan_in_axes is None or weight.fan_out_axes is None:
     return 1, 1
   return len(weight.fan_in_axes), len(weight.fan_out_axes)
@@ -159,10 +161,10 @@ class QuantizedWeight:
   """A weight that is stored in few bits; see `StoredWeight`.
 
   Attributes:
-    layer: its layer.
-    name, weight: its name and declaration.
+    layer: the layer that has the weight.
+    name, weight: the weight's name and declaration.
     format: how it is stored.
-    has_input_scale: whether it is stored multiplied by a number for each input, which is a variable too.
+    has_input_scale: whether it is multiplied by a scale for each input before rounding; the scales are a variable too.
   """
 
   layer: Layer
@@ -185,7 +187,7 @@ class QuantizedWeight:
     return {self._name_of(kind): part for kind, part in declared.items()}
 
   def input_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the scales of the inputs, [*stack, *J, I, *1], of a weight of this shape."""
+    """Returns the shape of a weight's input scales: its shape, with 1 in place of each dimension of outputs."""
     num_outputs = self.format.num_outputs
     return (*shape[: len(shape) - num_outputs], *(1,) * num_outputs)
 
@@ -193,7 +195,7 @@ class QuantizedWeight:
     return self.name_parts(quantize(self.format, w), jnp.ones(self.input_scale_shape(w.shape)))
 
   def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
-    """Returns the variables by name, for what `WeightFormat.quantize` has returned and the scales of inputs."""
+    """Returns the parts that `WeightFormat.quantize` returns, and the input scales, by the names of their variables."""
     scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
     return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
 
@@ -217,10 +219,9 @@ class QuantizedWeight:
     return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns what the parts of integers say for each entry of the weight.
+    """Returns arrays of the weight's shape: 'integers', from -2^(b-1) on for b bits, their 'scale', and any 'zero'.
 
-    Returns:
-      'integers', from -2^(b-1) on for b bits, 'scale' and perhaps 'zero', counted like the integers.
+    'zero' is the integer that stands for 0.
     """
     return self.format.spread(self._parts_by_kind(parts), self._num_last)
 
@@ -235,7 +236,7 @@ class QuantizedWeight:
     return self.name + SUFFIXES[kind]
 
   def _part(self, kind: str, shape: tuple[int, ...], dtype: DTypeLike) -> WeightHParams:
-    """Returns the declaration of a part, which is split like the weight; a dimension of size 1 is not split."""
+    """Returns the declaration of a part, split like the weight, except along dimensions of size 1."""
     split = self.weight.tensor_split_dims_mapping
     if split is not None:
       whole = DeclaredSplit.make(split, self.weight.mapping_field)
@@ -258,7 +259,7 @@ class QuantizedWeight:
     )
 
   def _draw(self, key: jax.Array) -> dict[tuple[str, ...], jax.Array]:
-    """Returns the first values of all weights of the layer that are stored like this."""
+    """Returns initial values of the parts of all quantized weights of the layer."""
     values: dict[tuple[str, ...], jax.Array] = {}
     for i, stored in enumerate(self.layer._stored.values()):
       if isinstance(stored, QuantizedWeight):

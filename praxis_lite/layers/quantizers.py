@@ -1,9 +1,9 @@
-"""Vector quantizers: each vector becomes one of a finite number of codes, and the vector of this code.
+"""Vector quantizers: each vector is replaced by the nearest of a finite number of vectors; its code is their index.
 
     code = argmin_v |z - codebook_v|^2,  y = codebook_code
 
-Rounding has no gradient, so the gradient with respect to y is taken as that with respect to z (straight-through, Bengio
-et al., 2013). Sums over vectors are over all rows of the batch, on all devices, and leave out padding.
+Rounding has no gradient, so the gradient with respect to y is passed to z unchanged (straight-through, Bengio et al.,
+2013). Sums over vectors are over all rows of the batch, on all devices, and leave out padding.
 `scalar_quantizers.py` has quantizers without a codebook.
 
 D input dims, G groups, E = D / G dims of a code, V number of codes.
@@ -27,8 +27,8 @@ from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, Weight
 
 UPDATES = ('ema', 'gradient')
 _HIGHEST = jax.lax.Precision.HIGHEST
-_LEAST_COUNT = 1e-12  # By which the sum of the vectors of a code is divided.
-_MOST_COUNTED = 1 << 16  # Usage of more codes than this is not counted.
+_LEAST_COUNT = 1e-12  # The least number that the sum of the vectors of a code is divided by.
+_MOST_COUNTED = 1 << 16  # The usage of codes is not counted if there are more codes than this.
 
 
 class QuantizedVectors(NamedTuple):
@@ -57,7 +57,7 @@ class Quantizer(Layer):
 
   @property
   def latent_dims(self) -> int:
-    """D, what the last dimension of the input is."""
+    """D, the size of the last dimension of the input."""
     raise NotImplementedError
 
   @property
@@ -66,7 +66,7 @@ class Quantizer(Layer):
     raise NotImplementedError
 
   def __call__(self, z: jax.Array, paddings: jax.Array | None = None) -> QuantizedVectors:
-    """Returns the codes of vectors and their vectors, through which gradients flow to z.
+    """Returns the codes of z, and their vectors, whose gradients flow to z.
 
     Args:
       z: [B, ..., D].
@@ -91,7 +91,7 @@ class Quantizer(Layer):
     raise NotImplementedError
 
   def perplexity(self, codes: jax.Array, paddings: jax.Array | None = None) -> jax.Array | None:
-    """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; None for too many codes.
+    """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; None if V is above 2^16.
 
     Args:
       codes: the codes.
@@ -199,7 +199,7 @@ class _CodebookQuantizer(Quantizer):
 
 
 def nearest_codes(z: jax.Array, codebook_GVE: jax.Array) -> jax.Array:
-  """Returns the codes nearest to z [..., G, E], int32 [..., G]. If several are equally near, returns the lowest."""
+  """Returns the code nearest to each vector of z [..., G, E], int32 [..., G]; the lowest of equally near ones."""
   products = jnp.einsum('...ge,gve->...gv', z, codebook_GVE, precision=_HIGHEST)
   distances = jnp.sum(jnp.square(codebook_GVE), axis=-1) - 2 * products
   return jnp.argmin(distances, axis=-1).astype(jnp.int32)
@@ -213,26 +213,27 @@ def vectors_of_codes(codes: jax.Array, codebook_GVE: jax.Array) -> jax.Array:
 
 
 def pass_gradient(z: jax.Array, quantized: jax.Array) -> jax.Array:
-  """Returns `quantized`, whose gradient goes to z unchanged (straight-through)."""
+  """Returns `quantized`; its gradient goes to z unchanged (straight-through)."""
   return z + jax.lax.stop_gradient(quantized - z)
 
 
 class VectorQuantizer(_CodebookQuantizer):
   """Quantizes to the nearest entry of a codebook (VQ-VAE, van den Oord et al., 2017).
 
-      commitment = mean_n |z_n - y_n|^2 / D, which moves z only
+      commitment = mean_n |z_n - y_n|^2 / D, with gradients for z only
       counts_v   = decay * counts_v + (1 - decay) * n_v
       codebook_v = codebook_v + (1 - decay) * (s_v - n_v codebook_v) / counts_v
 
-  n_v and s_v are the number and the sum of the vectors with code v in the batch. So with 'ema', training makes each
-  entry the moving average of its vectors; an entry without vectors stays. With 'gradient', the codebook is trained by
-  the loss mean_n |z_n - y_n|^2 / D, which moves y only.
+  n_v and s_v are the number and the sum of the vectors with code v in the batch. So with 'ema', each entry becomes the
+  moving average of its vectors; an entry without vectors stays. With 'gradient', the codebook is trained by the loss
+  mean_n |z_n - y_n|^2 / D, with gradients for y only.
 
   Attributes:
     update: 'ema' or 'gradient'.
-    decay: that of the averages.
-    restart_share: with 'ema', an entry whose average count is below this share of the mean becomes a copy of one of the
-      most used entries, moved a little, and both get half of its count, so that all codes are used. 0 disables it.
+    decay: decay of the averages, see above.
+    restart_share: with 'ema', an entry whose average count is below this share of the mean count becomes a slightly
+      moved copy of one of the most used entries. Each of the two gets half of that entry's count. So all codes are
+      used. 0 disables it.
     commitment_weight: weight of the auxiliary loss `commitment` (beta).
     normalize: whether vectors and entries of each group are scaled to length 1 before they are compared and returned
       (Yu et al., 2022).
@@ -285,7 +286,7 @@ class VectorQuantizer(_CodebookQuantizer):
     return pass_gradient(grouped, fixed).reshape(z.shape), codes
 
   def _update_codebook(self, z: jax.Array, codes: jax.Array, real: jax.Array) -> None:
-    """Moves the entries to the averages of their vectors, z [..., G, E]."""
+    """Moves the entries of the codebook towards the means of their vectors in z, [..., G, E]."""
     total, new = self.surroundings.sum_over_rows, 1 - self.decay
     one_hot = jax.nn.one_hot(codes, self.num_codes, dtype=z.dtype) * real[..., None, None]
     one_hot_NGV, z_NGE = (x.reshape(-1, *x.shape[-2:]) for x in (one_hot, z))
@@ -304,8 +305,8 @@ class VectorQuantizer(_CodebookQuantizer):
 def split_codes(counts_GV: jax.Array, codebook_GVE: jax.Array, share: float) -> tuple[jax.Array, jax.Array]:
   """Returns counts and codebook in which the least used codes are near copies of the most used ones.
 
-  The least used code becomes a copy of the most used one, the second least of the second most, and so on, as long as
-  the count of the one is below `share` times the mean count, and that of the other is not.
+  The least used code becomes a copy of the most used one, the second least used of the second most used, and so on, as
+  long as the first has a count below `share` times the mean count and the second has not.
   """
   V, E = codebook_GVE.shape[1:]
   by_count = jnp.argsort(-counts_GV, axis=-1)
@@ -329,7 +330,7 @@ class RandomVectorQuantizer(_CodebookQuantizer):
 
       code = argmax_v  unit(z W_g) . unit(codebook_gv)
 
-  There is no gradient. The vectors come from the codebook, [..., G * E].
+  There is no gradient. The returned vectors are entries of the codebook, so D of `QuantizedVectors` is G * E.
 
   Attributes:
     code_dims: E; each group projects all D dims to E.
@@ -374,7 +375,7 @@ class GumbelQuantizer(_CodebookQuantizer):
       kl        = mean_n sum_g KL(p_ng || uniform), in nats                                  (Ramesh et al., 2021)
 
   Attributes:
-    temperature: above 0; lower ones make `soft` more like one-hot vectors.
+    temperature: above 0; with a lower temperature, `soft` is closer to one-hot vectors.
     noise: factor of the noise; 0 disables it.
     diversity_weight, kl_weight: weights of the auxiliary losses `diversity` and `kl`; 0 disables a loss.
     linear_tpl: template of the child `linear`, from D to G * V.

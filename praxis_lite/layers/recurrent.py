@@ -1,11 +1,11 @@
-"""Recurrent: a cell of a recurrent network over the tokens of a row, as a scan; one layer of them, or several.
+"""Recurrent: one or several layers of a recurrent network, each of which scans a cell over the tokens of a row.
 
     for each token:  state = cell(state, x_t),  y_t = output of the state
 
 Products with inputs are computed for all tokens at once, before the scan. A segment starts with a state of zeros, and a
 padding token leaves the state as it is.
 
-B batch, T length, D input dims, O output dims, C chunks.
+B batch, T length, D input dims, O output dims, C chunks of L tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class _Tokens(NamedTuple):
   projected: jax.Array
   starts: jax.Array | None
   is_padding: jax.Array | None
-  kept: CellState | None  # Which entries of the state keep their values by zoneout.
+  kept: CellState | None  # Which entries of the state zoneout leaves unchanged.
 
 
 DIRECTIONS = ('forward', 'backward', 'both')
 
 
 class Recurrent(Mixer):
-  """Layers of cells; each layer reads the outputs of the one before.
+  """Layers of recurrent cells; each layer reads the outputs of the layer below.
 
   Attributes:
     input_dims: D.
@@ -104,7 +104,7 @@ class Recurrent(Mixer):
       x_BTD: rows of tokens.
       segment_ids: [B, T] int32; each segment starts with a state of zeros.
       segment_pos, prefix_lengths: see `Mixer`.
-      paddings: [B, T], nonzero for padding tokens, which repeat the output of the token before.
+      paddings: [B, T], nonzero for padding tokens, which repeat the output of the previous token.
     """
     self._refuse_prefixes(prefix_lengths)
     return self._read(x_BTD, segment_ids, None if paddings is None else paddings != 0)
@@ -185,7 +185,7 @@ class Recurrent(Mixer):
     if is_padding is None and T % size:
       is_padding = jnp.zeros((B, T), bool)
     chunks = jax.tree.map(cut, tokens._replace(is_padding=None))
-    if is_padding is not None:  # What fills the last chunk is padding.
+    if is_padding is not None:  # The tokens that fill up the last chunk are padding.
       chunks = chunks._replace(is_padding=~cut(~is_padding))
 
     def read_chunk(state: CellState, chunk: _Tokens) -> tuple[CellState, jax.Array]:

@@ -2,12 +2,12 @@
 
     logit(i, j) = scale ((q_i + u) . k_j + (q_i + v) . W e(i - j)),   e(p) = [sin(p r_0), ..., cos(p r_0), ...]
 
-The paper computes the second product for all offsets, and shifts the rows of the result. Here, no array of offsets
-exists: with z = (q_i + v) . W = [z_s, z_c], the identities for sines and cosines of differences give
+The paper computes the second product for all offsets, and shifts the rows of the result. Here, no array over offsets is
+needed: with z = (q_i + v) . W = [z_s, z_c], the identities for sines and cosines of differences give
 
     z . e(i - j) = [z_c sin(i r) - z_s cos(i r), z_s sin(i r) + z_c cos(i r)] . e(j)
 
-which is an ordinary product of vectors of queries and keys. So positions may be any, as in packed rows or a cache.
+which is an ordinary product of query and key vectors. So positions may be arbitrary, as in packed rows or a cache.
 
 B batch, T length, S length of the keys, D model dims, N heads, K kv heads, H dims per head, R dims of e.
 """
@@ -102,7 +102,7 @@ class RelativeAttention(MemoryAttention):
     pos_BT = jnp.arange(T)[None] if pos_BT is None else pos_BT
     logits_BNTT = self._position_logits(self._position_queries(query_BTNH), pos_BT, pos_BT)
     logits_BNTT = logits_BNTT if bias is None else logits_BNTT + bias
-    logits_BNTS = jnp.concatenate([logits_BNTT] * (S // T), axis=-1)  # Those of a memory are the same.
+    logits_BNTS = jnp.concatenate([logits_BNTT] * (S // T), axis=-1)  # The memory has the same position logits.
     heads = query_BTNH + self.theta.content_bias, key_BSKH, value_BSKH
     return super()._attend(heads, mask, pos_BT, dropout, split, logits_BNTS, gate_BTNH)
 
@@ -123,7 +123,7 @@ class RelativeAttention(MemoryAttention):
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
     cached = super()._cached_attention(logit_bias, sinks)
-    return dataclasses.replace(cached, page_size=None)  # The bias of `_extend` is of all new tokens at once.
+    return dataclasses.replace(cached, page_size=None)  # `_extend` computes one bias for all new tokens at once.
 
   def _extend(
     self,

@@ -1,12 +1,12 @@
-"""Rematerialisation: what a layer computes again in its backward pass, instead of keeping it.
+"""Rematerialisation: what a layer recomputes in its backward pass instead of keeping it.
 
 A rematerialisation policy says which results of a layer's forward pass are kept for its backward pass:
 
     auto                               'products' on GPUs, 'none' elsewhere
     none                               everything that the backward pass reads, except weights gathered by explicit
                                        collectives; the most memory, the least work
-    products                           results of matrix products, and inputs and outputs of attention; norms,
-                                       activations and the like are computed again
+    products                           results of matrix products, and inputs and outputs of attention; everything else,
+                                       such as norms and activations, is computed again
     full                               only the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
     dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
@@ -14,13 +14,13 @@ A rematerialisation policy says which results of a layer's forward pass are kept
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
 layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward, also
-of experts); router_logits (experts). With other policies, values with given names are kept in addition. Values with
-names to offload are moved to host memory after the forward pass, and back in the backward pass, if the devices have
-such memory (`sharding/host_memory.py`).
+of experts); router_logits (experts). Policies other than 'save_names' keep the named values in addition. Values with
+names to offload are moved to host memory after the forward pass, and back in the backward pass, if the devices can
+address host memory (`sharding/host_memory.py`).
 
 Layers that rematerialise other layers have the fields `remat`, `remat_save_names` and `remat_offload_names`:
 
-    remat                 a policy; or several, one for each layer of a pattern of different layers
+    remat                 a policy; or one for each layer of a repeated pattern of different layers
     remat_save_names      tags of values that are kept in addition
     remat_offload_names   tags of values that are kept in host memory
 """
@@ -44,7 +44,7 @@ from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
 
-# Results of the fused kernel for attention have no tags, because its backward pass reads one that cannot be tagged.
+# The fused attention kernel is found by its name, because its backward pass reads a result that cannot be tagged.
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
 # Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
@@ -57,7 +57,7 @@ def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
 
 
 def _also_grouped(policy: Callable[..., bool]) -> Callable[..., bool]:
-  """Returns a policy of JAX that also keeps grouped products, which are loops to JAX."""
+  """Returns a policy that keeps grouped products too, which JAX sees as loops and not as products."""
   return lambda primitive, *args, **params: (
     policy(primitive, *args, **params) or _tag(primitive, params) == GROUPED_PRODUCT
   )
@@ -78,7 +78,7 @@ _POLICIES: dict[str, Callable[..., bool]] = {
   'save_names': jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_POLICIES = ('auto', 'none', *_POLICIES)
-# The policies that a search tries, from the one that takes most memory to the one that takes most work.
+# The policies that a search tries, from the one with the most memory to the one with the most recomputation.
 _SEARCHED = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
 
 
@@ -88,7 +88,7 @@ def other_policies(policy: str) -> list[str]:
 
 
 class Remat(NamedTuple):
-  """What each layer of a pattern keeps for the backward pass.
+  """What each layer of a pattern of different layers keeps for the backward pass.
 
   Attributes:
     policies: one of `REMAT_POLICIES` for each layer of the pattern.
@@ -109,7 +109,7 @@ class Remat(NamedTuple):
       field: the name of the field with the policy.
 
     Raises:
-      ConfigError: a policy is unknown or does not fit the names, or the number of policies is not that of the layers.
+      ConfigError: a policy is unknown or does not fit the names, or the number of policies is neither 1 nor num_kinds.
     """
     where, policies = f'{layer.path_name}.{field}', getattr(layer, field)
     if isinstance(policies, str):
@@ -142,9 +142,9 @@ class Remat(NamedTuple):
     Args:
       fn: a pure function of arrays: one layer of the pattern.
       kind: its number in the pattern.
-      in_scan: `fn` is the body of a scan. Outside one, XLA must be prevented from merging the recomputation with the
-        first pass.
-      regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
+      in_scan: whether `fn` is the body of a scan. Outside a scan, XLA must be prevented from merging the recomputation
+        with the first pass.
+      regathers: whether the weights that `fn` gathers are gathered again in the backward pass instead of kept.
     """
     policy = self.policies[kind]
     if policy == 'auto':
@@ -155,10 +155,10 @@ class Remat(NamedTuple):
     return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
 
   def run(self, parent: Layer, layer: Layer, *args: Any, kind: int = 0, **kwargs: Any) -> Any:
-    """In a call of `parent`: returns the result of a layer below it, outside of scans, with rematerialisation.
+    """In a call of `parent`, outside of scans: runs a layer below it with rematerialisation, and returns its result.
 
     Args:
-      parent: the layer that is called; it gives the random numbers.
+      parent: the layer that is being called; its key gives the random numbers.
       layer: the layer to run.
       *args: arrays for its call.
       kind: its number in the pattern.

@@ -1,4 +1,4 @@
-"""Repeat: layers applied several times, each time with their own weights, as a scan.
+"""Repeat: applies layers several times, each time with weights of their own, as a scan.
 
 The compiled program contains the layers once, whatever the number of repetitions. The weights are stacked along a new
 first dimension:
@@ -41,12 +41,12 @@ from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
-# Decoding is a loop if there are more layers than the second number, or more than the first and each has fewer bytes of
-# weights than the third. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
+# Decoding is a loop over more than 4 layers if each has fewer than 8 MiB of weights, and over more than 16 layers
+# otherwise. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
 _FEW_DECODED, _MOST_DECODED_UNROLLED, _LARGE_LAYER = 4, 16, 8 << 20
 _MOST_UNROLLED = 48  # Layers.
-# A single GPU decodes as many large layers without a loop if they take at most this share of its memory. They are in
-# memory twice then. An H100 needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see docs/benchmarks.md.
+# A single GPU decodes up to 48 large layers without a loop, if they take at most this share of its memory, because then
+# they are in memory twice. An H100 needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see docs/benchmarks.md.
 _SHARE_OF_GPU = 1 / 4
 
 
@@ -57,19 +57,19 @@ class RepeatWeightSplit(SplitMapping):
 
 
 def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
-  """Returns the configs of a pattern of layers, which is given as one config or several."""
+  """Returns a pattern of layers, given as one config or several, as a tuple of configs."""
   return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat`, or of its config."""
+  """Returns the configs of the first layers and of the pattern of a stack, given a layer such as `Repeat` or a config."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 
 def check_pattern(
   layers_tpl: Config | tuple[Config, ...], num_layers: int, where: str, first_tpl: tuple[Config, ...] = ()
 ) -> None:
-  """Raises ConfigError, naming the layer `where`, if the pattern is empty or all layers are first ones."""
+  """Raises ConfigError, naming the layer `where`, if the pattern is empty, or no layers remain after the first ones."""
   if num_layers < 1 + len(first_tpl):
     with_first = f', since first_tpl has {len(first_tpl)}' if first_tpl else ''
     least = f'at least {1 + len(first_tpl)}{with_first}'
@@ -88,10 +88,11 @@ class Repeat(Layer):
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. For an
   auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
 
-  In decoding, up to 4 layers, up to 16 of at least 8 MB each, or any number if `unroll` says so, run one after the
-  other, each with its own decode state under its number; on a single GPU up to 48 of at least 8 MB, if a quarter of its
-  memory can hold them. Others run as a loop, which compiles faster but copies all weights for each token. The loop
-  passes on the stack of KV caches, so that each layer writes to it in place; see `decode_caches.py`.
+  In decoding, few layers run one after the other, without a loop, each with its own decode state under its number: up
+  to 4 layers; up to 16 of at least 8 MiB each; on a single GPU up to 48 of at least 8 MiB, if a quarter of its memory
+  can hold them; and any number if `unroll` is at least the number of repetitions. More layers run as a loop, which
+  compiles faster but copies all weights for each token. The loop passes on the stack of KV caches, so that each layer
+  writes to it in place; see `decode_caches.py`.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -100,9 +101,9 @@ class Repeat(Layer):
     first_tpl: layers that come before the repeated ones, each with its own variables.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. First
       layers keep the same as the first layer of the pattern.
-    unroll: repetitions in one iteration of the loop; more are faster, but slower to compile. With 'auto', training on a
-      single GPU unrolls up to 48 repetitions completely, because a loop would copy the values that it keeps for the
-      backward pass; otherwise it is 1. Decoding is a loop with any number below that of the repetitions.
+    unroll: repetitions in one iteration of the loop; more run faster, but compile slower. With 'auto', training on a
+      single GPU unrolls up to 48 layers completely, because a loop would copy the values that it keeps for the backward
+      pass; otherwise 'auto' is 1. With a number below that of the repetitions, decoding is a loop.
     weight_split_dims_mapping: `stack`, how the new dimension is split; `layers` splits the other dimensions.
   """
 
@@ -198,10 +199,10 @@ class Repeat(Layer):
     return self.num_layers <= (_MOST_UNROLLED if fits_twice else _MOST_DECODED_UNROLLED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
-    """Returns the layer's variables with an entry for each repetition, by its number, if decoding uses no loop.
+    """Returns the layer's variables, unstacked into an entry for each repetition number if decoding uses no loop.
 
-    Decoding accepts these variables as well as stacks. Use them in a loop of decoding calls: XLA does not move slices
-    of stacks out of the loop, so slicing would copy all weights in each iteration.
+    Decoding accepts both unstacked variables and stacks. A loop of decoding calls should use unstacked ones: XLA does
+    not move slices of stacks out of the loop, so slicing would copy all weights in each iteration.
     """
     if not self._decodes_unrolled:
       return variables
@@ -288,7 +289,7 @@ class Repeat(Layer):
 
 
 def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a layer, in which `Repeat.unstack_for_decoding` has been applied to each `Repeat`."""
+  """Returns a layer's variables, with those of each `Repeat` in it unstacked; see `Repeat.unstack_for_decoding`."""
   if isinstance(layer, Repeat):
     return layer.unstack_for_decoding(variables)
   return {

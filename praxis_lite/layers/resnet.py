@@ -1,10 +1,10 @@
-"""Residual networks of images: ResNet, with its norms after the convolutions (v1.5) or before them (v2).
+"""Residual networks for images: ResNet, with its norms after the convolutions (v1.5) or before them (v2).
 
     v1.5  y = f(shortcut(x) + branch(x))   branch: convolution and norm two or three times, with f between them
     v2    y = shortcut(a) + branch(a)      a = f(norm(x)); branch: the same, with norms and f only between convolutions
 
-shortcut is a convolution of 1 x 1 if the block changes the size or the channels, with a norm in v1.5. Otherwise it is
-the input x itself, in v2 too: x, not a (He et al., 2015 and 2016).
+The shortcut is a 1 x 1 convolution if the block changes the size or the channels, with a norm in v1.5. Otherwise the
+shortcut is the input itself; in v2 it is x too, not a (He et al., 2015 and 2016).
 
 B batch, H height, W width, C input channels, O output channels, F features.
 """
@@ -34,10 +34,11 @@ class ResNetBlock(Layer):
   Attributes:
     input_dims: C.
     output_dims: O.
-    stride: distance in the image between neighbouring results, along the height and the width.
+    stride: stride of the block, along the height and the width.
     kind: 'bottleneck' has three convolutions, the inner ones with a quarter of O; 'basic' has two.
     pre_activation: v2 instead of v1.5.
-    begins_as_identity: whether the branch is 0 at first: the scale of its last norm, or in v2 its last convolution.
+    begins_as_identity: whether the branch is initially 0, because the scale of its last norm is, or in v2 its last
+      convolution.
     activation: name of f.
     conv_tpl: template of the children `conv_0`, `conv_1`, ... and `shortcut`, without biases.
     norm_tpl: template of the children `norm_0`, `norm_1`, ... and `shortcut_norm`.
@@ -133,8 +134,8 @@ class ResNet(Layer):
     activation: name of the activation.
     conv_tpl: template of all convolutions.
     norm_tpl: template of all norms.
-    pooling_tpl: template of the child `pooling`, after the first convolution; None disables it. v2 pads zeros around
-      its image before it.
+    pooling_tpl: template of the child `pooling`, after the first convolution; None disables it. v2 pads the image with
+      zeros before pooling.
     block_tpl: template of the children `blocks_0`, `blocks_1`, ...; the fields above are passed on to it.
     global_pooling_tpl: template of the child `global_pooling`.
     activation_split_dims_mapping: `out`, the features, [B, F].

@@ -1,7 +1,7 @@
 """Ring attention: each device keeps its queries, and sends blocks of keys and values around a ring of devices.
 
-Each block takes one collective-permute. The backward pass sends them around again, with their gradients (Liu et al.,
-2023).
+Each step around the ring is one collective-permute. The backward pass sends the blocks around again, with their
+gradients (Liu et al., 2023).
 
 B batch, T length of the queries, S length of the keys, L length on one device, P devices of the axis, N heads, K kv
 heads, H dims per head; for blocks see `blocks.py`.
@@ -58,7 +58,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     return out_BLNH.astype(heads.query.dtype), lse
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # If only one of the two results were kept, the backward pass would compute both again.
+  # Both results have the tag: if only one were kept, the backward pass would compute both again.
   out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
   return out, (heads, integers, out, lse)
 
@@ -108,11 +108,11 @@ ring_attention.defvjp(_forward, _backward)
 def go_round(
   plan: SequencePlan, arrays: A, sums: T, dkv: D, add: Callable[[T, D, A, jax.Array], tuple[T, D]]
 ) -> tuple[T, D]:
-  """Runs `sums, dkv = add(sums, dkv, arrays, offset)` for the `arrays` of the keys of each device; returns the sums.
+  """Sends the arrays of keys around the ring; returns what `add` has computed from them, and the gradients.
 
-  These are first the arrays of the device `plan.first` places before this one, last those of `plan.last` places before
-  it; `offset` is the number of places. `dkv`, the gradients of keys and values, travel with the arrays, and return to
-  their device at the end; in the forward pass it is None.
+  In each step, each device runs `sums, dkv = add(sums, dkv, arrays, offset)`, where `arrays` come from the device
+  `offset` before it in the ring; offsets go from `plan.first` to `plan.last`. `dkv`, the gradients of keys and values,
+  travels with the arrays, and returns to its device at the end; in the forward pass it is None.
   """
 
   def step(carry: tuple[A, D, T], offset: jax.Array) -> tuple[tuple[A, D, T], None]:
@@ -138,14 +138,14 @@ def _pack_keys(keys: Keys, mask: AttentionMask) -> _KeyArrays:
 def _unpack_keys(
   plan: SequencePlan, arrays: _KeyArrays, mask: AttentionMask, offset: jax.Array
 ) -> tuple[Keys, AttentionMask]:
-  """Returns the keys of the device `offset` places before this one, and the mask with its arrays of these keys."""
+  """Returns the keys of the device `offset` before this one in the ring, and the mask for these keys."""
   kv, of_mask, pos = arrays
   at = plan.indices(plan.key_len, (plan.device - offset) % plan.devices)
   return Keys(kv[0], kv[1], at, pos), mask.replace_arrays('key', of_mask)
 
 
 def _send(plan: SequencePlan, tree: T, by: int) -> T:
-  """Sends the arrays of each device to the device `by` places after it."""
+  """Sends the arrays of each device to the device `by` after it in the ring."""
   if by % plan.devices == 0:
     return tree
   pairs = [(d, (d + by) % plan.devices) for d in range(plan.devices)]

@@ -1,7 +1,7 @@
 """Cells of recurrent networks: one step from a state and an input to the next state. `recurrent.py` runs them.
 
     LstmCellSimple                  c' = s(f) c + s(g) tanh(i),   m' = s(o) tanh(c')
-    LayerNormalizedLstmCellSimple   the same, with each of i, g, f and o normalized over the cell before its bias
+    LayerNormalizedLstmCellSimple   the same, with i, g, f and o each normalized over H before its bias is added
     CifgLstmCellSimple              c' = s(f) c + (1 - s(f)) tanh(i),   m' = s(o) tanh(c')
     GruCell                         m' = s(z) m + (1 - s(z)) tanh(n_x + s(r) n_m)
 
@@ -33,7 +33,7 @@ Weights = dict[str, jax.Array]
 
 
 class CellActivationSplit(ActivationSplit):
-  """`gates`: what is computed from all inputs at once, [B, T, G, H]."""
+  """`gates`: the gates' part that depends on inputs, computed for all tokens at once, [B, T, G, H]."""
 
   out: None = None
   gates: SplitDimsMapping = None
@@ -49,8 +49,8 @@ class RnnCell(Layer):
     gate_names: names of the G gates, in the order of the weights; each kind of cell has its own.
     num_input_nodes: I.
     num_output_nodes: O.
-    zo_prob: probability that an entry of the state keeps its value (zoneout; Krueger et al., 2016). In evaluation the
-      new state is the mean over what could be kept.
+    zo_prob: probability that an entry of the state keeps its value in training (zoneout; Krueger et al., 2016). In
+      evaluation, the new state is the expected value.
     bias_init: initializer of the bias.
     weight_split_dims_mapping: `wt`, [I, H]; all weights are split alike along H.
   """
@@ -103,7 +103,7 @@ class RnnCell(Layer):
     return {name: jnp.zeros((batch_size, dims), dtype) for name, dims in self.state_sizes().items()}
 
   def get_output(self, state: CellState) -> jax.Array:
-    """Returns [B, O] of a state."""
+    """Returns the output that a state contains, [B, O]."""
     return state['m']
 
   def project_input(self, x_BTI: jax.Array) -> jax.Array:
@@ -135,8 +135,8 @@ class LstmCellSimple(RnnCell):
   """An LSTM (Hochreiter and Schmidhuber, 1997), with Praxis's options.
 
   Attributes:
-    num_hidden_nodes: H of a cell whose output is projected to O by the variable `w_proj` (Sak et al., 2014); 0 means H
-      is O, without a projection.
+    num_hidden_nodes: H, if the variable `w_proj` projects the output of the cell to O (Sak et al., 2014); 0 means that
+      H is O, without a projection.
     cell_value_cap: c is clipped to [-cap, cap]; None does not clip it.
     forget_gate_bias: constant that is added to f.
     output_nonlinearity: whether m is computed from tanh(c); False uses c itself.
@@ -208,7 +208,7 @@ class LayerNormalizedLstmCellSimple(LstmCellSimple):
 
 
 class GruCell(RnnCell):
-  """A gated recurrent unit (Cho et al., 2014), in the form whose reset gate applies after the product with the state.
+  """A gated recurrent unit (Cho et al., 2014), with the reset gate applied after the product with the state.
 
   The bias of n_m is the variable `b_state`.
   """

@@ -1,13 +1,13 @@
-"""Loss of transducers: labels of a sequence without the times at which they occur (RNN-T; Graves, 2012).
+"""Loss of transducers, for labels whose times in the sequence are not known (RNN-T; Graves, 2012).
 
-A path begins at frame 0 with no label. At each place it either writes the next label and stays in its frame, or writes
+A path begins at frame 0 with no label. In each step it either writes the next label and stays in its frame, or writes
 a blank and goes to the next frame; it ends with the blank of the last frame, after all labels. The probability of
 labels is the sum over all of their paths:
 
     alpha[0, 0] = 1;  alpha[t, u] = alpha[t - 1, u] blank[t - 1, u] + alpha[t, u - 1] label[t, u - 1]
     p(labels)   = alpha[last frame, L] blank[last frame, L]
 
-All places with the same t + u are computed at once, so a scan has T + L steps.
+All entries with the same t + u are computed at once, so a scan has T + L steps.
 
 B batch, T frames, L labels, U = L + 1 numbers of labels that are written, N = T + U - 1 diagonals.
 """
@@ -23,11 +23,11 @@ _IMPOSSIBLE = -1e30  # A finite number, because differences of infinities are Na
 def rnnt_loss(blank_BTU: jax.Array, label_BTU: jax.Array, frames_B: jax.Array, labels_B: jax.Array) -> jax.Array:
   """Returns -log p(labels), [B] float32, in nats; about 1e30 for rows without frames.
 
-  Places outside of a row may hold any finite values.
+  Entries beyond the frames and labels of a row may have any finite values.
 
   Args:
     blank_BTU: log probability of the blank in frame t, after u labels.
-    label_BTU: log probability of label u in frame t, after u labels; that after all labels is not used.
+    label_BTU: log probability of label u in frame t, after u labels; the last entry, u = L, is not used.
     frames_B: int32, the number of frames of each row.
     labels_B: int32, the number of labels of each row, at most L.
   """

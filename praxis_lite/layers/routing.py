@@ -6,7 +6,7 @@
     token choice     a token takes the k experts with the highest scores (Shazeer et al., 2017)
     expert choice    an expert takes the C tokens of a row with the highest scores (Zhou et al., 2022)
 
-The functions are pure. A padding token takes no place of an expert, and counts in no statistic.
+The functions are pure. A padding token takes no slot of an expert, and counts in no statistic.
 
 B batch, T length, D model dims, E experts, K experts per token, C capacity: number of tokens of a row that an expert
 takes.
@@ -34,15 +34,15 @@ CHOICES = ('token', 'expert')
 class TokenChoice(NamedTuple):
   """The experts of each token."""
 
-  experts: jax.Array  # [..., K] int32, best first; E stands for none, as for padding.
-  weights: jax.Array  # [..., K] float32, weights of these experts in the sum of their outputs; 0 for none.
+  experts: jax.Array  # [..., K] int32, best first; E means no expert, as for padding.
+  weights: jax.Array  # [..., K] float32, weights of these experts in the sum of their outputs; 0 for no expert.
 
 
 class ExpertChoice(NamedTuple):
   """The tokens of each expert in a row."""
 
-  tokens: jax.Array  # [..., E, C] int32, best first; T stands for none, as in rows with less than C tokens.
-  weights: jax.Array  # [..., E, C] float32, weight of this expert in the token's sum of outputs; 0 for none.
+  tokens: jax.Array  # [..., E, C] int32, best first; T means no token, as in rows with less than C tokens.
+  weights: jax.Array  # [..., E, C] float32, weight of this expert in the token's sum of outputs; 0 for no token.
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:
@@ -68,8 +68,8 @@ def choose_experts(
     real: [...] bool, False for padding.
     num_experts_per_token: K.
     bias: [E], added to the scores for the choice, but not for the weights (Wang et al., 2024).
-    groups: number of groups of consecutive experts, and how many of them a token may use: those whose two best experts
-      have the highest sum of scores (DeepSeek-V3, 2024).
+    groups: number of groups of consecutive experts, and how many of them a token may use. It uses the groups whose two
+      best experts have the highest sum of scores (DeepSeek-V3, 2024).
     renormalize: whether the weights of a token's experts are divided by their sum.
     weight_scale: factor of the weights.
   """
@@ -83,7 +83,7 @@ def choose_experts(
 
 
 def _keep_groups(scores: jax.Array, num_groups: int, num_kept: int) -> jax.Array:
-  """Returns scores [..., E] in which those of experts in other groups than the best ones are -inf."""
+  """Returns scores [..., E], -inf for experts outside of the `num_kept` best groups."""
   if num_kept == num_groups:
     return scores
   by_group = scores.reshape(*scores.shape[:-1], num_groups, -1)
@@ -201,15 +201,16 @@ class Router(Layer):
   def record_choices(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:
     """In a call: adds auxiliary losses and summaries of the choices, and in training updates the biases.
 
-    The summaries are `fraction_dropped`, the share of choices without a slot, or if experts choose, of tokens that no
-    expert chose; `entropy` of the scores of a token, in nats; `load`, the load of each expert divided by the mean; and
-    `max_load`, the largest of these.
+    The summaries are `fraction_dropped`, the share of choices without a slot or, if experts choose, of tokens that no
+    expert chose; `entropy`, the mean entropy of a token's scores, in nats; `load`, the load of each expert divided by
+    the mean load; and `max_load`, the largest of these.
 
     Args:
       logits: [B, T, E].
       real: [B, T] bool, False for padding.
-      load: [B, parts, E] float32, number of tokens that chose each expert, or that it chose, in parts of rows.
-      dropped: [B, parts] float32, number of these choices without a slot, or of tokens that no expert chose.
+      load: [B, parts, E] float32, the number of tokens of each expert in each part of a row.
+      dropped: [B, parts] float32, the number of choices without a slot or, if experts choose, of tokens that no expert
+        chose.
     """
     E, total = self.num_experts, self.surroundings.sum_over_rows
     scores = router_scores(logits, self.score)

@@ -1,4 +1,4 @@
-"""Quantizers without a codebook: each dim of a vector is rounded by itself, and together they are the digits of a code.
+"""Quantizers without a codebook: each dim of a vector is rounded separately, to one digit of the vector's code.
 
 D input dims, V number of codes.
 """
@@ -82,11 +82,11 @@ class LookupFreeQuantizer(Quantizer):
 
   Attributes:
     input_dims: D, at most 30.
-    temperature: of the probabilities, above 0.
-    entropy_weight, diversity, commitment_weight: weights of the auxiliary losses, and the factor above; 0 disables a
-      loss.
+    temperature: see the formula of p; above 0.
+    entropy_weight, commitment_weight: weights of the auxiliary losses; 0 disables a loss.
+    diversity: the factor in the formula of `entropy`.
     joint_dims: the second entropy is exact if D is at most this. Otherwise it is the sum of the entropies of runs of
-      that many dims, because it takes 2^dims probabilities of each vector.
+      this many dims, because the exact entropy takes 2^D probabilities for each vector.
   """
 
   input_dims: int = REQUIRED

@@ -1,4 +1,4 @@
-"""ScaledEmbeddingSoftmax: a shared table whose vectors are multiplied by any number where they are looked up."""
+"""ScaledEmbeddingSoftmax: a table shared by embeddings and softmax, where embeddings are scaled by a given number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from praxis_lite.layers.softmax import SharedEmbeddingSoftmax
 
 
 class ScaledEmbeddingSoftmax(SharedEmbeddingSoftmax):
-  """A `SharedEmbeddingSoftmax` with embeddings scale * w[ids], such as RecurrentGemma's, where sqrt(D) is in 16 bits.
+  """A `SharedEmbeddingSoftmax` with embeddings scale * w[ids]; RecurrentGemma's scale is sqrt(D) rounded to 16 bits.
 
   Attributes:
     embedding_scale: factor of the embeddings; `scale_sqrt_depth` is not used.

@@ -1,8 +1,8 @@
-"""Splits sequences over a mesh axis: which part a device has, and in which blocks.
+"""Splits sequences over a mesh axis: which part each device has, and how the part is cut into blocks.
 
 With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
-with the last part the most. So each device keeps the first half of its part, and before the ring takes the second half
-of the device as far from the other end of the sequence:
+with the last part the most. So before the ring, each device keeps the first half of its part, and swaps the second half
+with the device that is as far from the other end of the sequence:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 2 and 5     device 2: 4 and 3     device 3: 6 and 1
 
@@ -66,8 +66,8 @@ class SequencePlan:
   key_len: int  # S, without padding.
   block_size: int  # Largest number of queries or keys in a block.
   devices: int  # P.
-  zigzag: bool  # Whether each device exchanges the second half of its part.
-  first: int  # A device attends to the parts of the devices `first`, ..., `last` places before it in the ring.
+  zigzag: bool  # Whether devices swap the second halves of their parts.
+  first: int  # A device attends to the parts of the devices that are `first`, ..., `last` before it in the ring.
   last: int
   lanes: int = 1  # Lengths of blocks are multiples of this.
 
@@ -100,7 +100,10 @@ class SequencePlan:
     return multiple_of(even_block_size(self.run_len(length), self.block_size), self.lanes)
 
   def indices(self, length: int, device: jax.Array | int) -> Array:
-    """Returns the indices [blocks, block_len] that a device has; -1 is padding. NumPy if `device` is an int."""
+    """Returns the indices in the sequence that a device has, [blocks, block_len]; -1 is padding.
+
+    Returns a NumPy array if `device` is an int.
+    """
     xp: Any = np if isinstance(device, int) else jnp
     part, run, size = self.part_len(length), self.run_len(length), self.block_len(length)
     offset = xp.arange(multiple_of(run, size), dtype=np.int32)
@@ -122,11 +125,14 @@ class SequencePlan:
     return sum(count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
   def exchange(self, half: jax.Array) -> jax.Array:
-    """Returns the second half of the device as far from the other end of the sequence."""
+    """Swaps `half` between devices that are equally far from the two ends of the sequence."""
     return jax.lax.ppermute(half, self.split.axis, [(d, self.devices - 1 - d) for d in range(self.devices)])
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
-    """Returns the forward or backward pass mapped over the devices; with `keeps`, the forward pass also returns lse."""
+    """Returns `fn`, a forward or backward pass, mapped over the devices.
+
+    With `keeps`, the forward pass also returns lse, the logarithms of the softmax's denominators.
+    """
     rows, head = axes_to_entry(self.split.batch_axes), axes_to_entry(self.split.head_axes)
     specs = argument_specs(heads, integers, rows, self.split.axis, head)
     queries, lse = specs[0].query, PartitionSpec(self.split.axis, rows, head)
@@ -137,7 +143,7 @@ class SequencePlan:
 
 
 def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
-  """Returns the blocks of this device after the exchange of halves, and the arrays of the mask in blocks."""
+  """Returns this device's queries, keys and mask after the swap of halves, cut into blocks."""
   query, key, value = heads_to_runs(plan, heads)
 
   def query_runs(x: jax.Array) -> jax.Array:
@@ -155,7 +161,7 @@ def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tu
 
 
 def heads_to_runs(plan: SequencePlan, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns queries, keys and values of the runs that this device takes; see `to_runs`."""
+  """Returns the queries, keys and values of this device after the swap of halves; see `to_runs`."""
   N = heads.query.shape[2]
   kv = jnp.concatenate([heads.key, heads.value], axis=2)
   if plan.zigzag:  # Queries, keys and values are sent together.
@@ -168,7 +174,11 @@ def heads_to_runs(plan: SequencePlan, heads: Heads) -> tuple[jax.Array, jax.Arra
 
 
 def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
-  """Returns [B, held, ...] for a part [B, L, ...]: the runs that this device takes, each padded to whole blocks."""
+  """Returns this device's contiguous runs of the sequence, for its part [B, L, ...].
+
+  These are its part, or with `plan.zigzag` the first half of it and the half that it gets. Each is padded to whole
+  blocks, and they are concatenated along dimension 1.
+  """
   run = plan.run_len(length)
   pad = functools.partial(pad_len, mode='edge' if edge else 'constant')
   runs = [x]
@@ -180,7 +190,7 @@ def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False
 
 
 def join_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
-  """The inverse of `to_runs`: returns the part [B, L, ...] for the runs of a device, [B, held, ...]."""
+  """The inverse of `to_runs`: returns the part [B, L, ...] of a device, for its runs."""
   run = plan.run_len(length)
   runs = [r[:, :run] for r in jnp.split(x, 2 if plan.zigzag else 1, axis=1)]
   if plan.zigzag:

@@ -11,7 +11,7 @@ from praxis_lite.layers.base import Layer, SplitMapping
 
 
 class Sequential(Layer):
-  """Calls layers in turn, each with the result of the one before.
+  """Calls layers in turn, each with the result of the previous one.
 
       y = layers_1(layers_0(x))
 
@@ -57,7 +57,7 @@ class Sequential(Layer):
 
 
 def _taken_by(layer: Layer, names: dict[str, Any]) -> list[str]:
-  """Returns those of the names that are arguments of a layer's call."""
+  """Returns the given names that are arguments of a layer's call."""
   parameters = inspect.signature(type(layer).__call__).parameters
   takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
   return [name for name in names if takes_all or name in parameters]

@@ -1,8 +1,8 @@
 """A bias on attention logits that all layers of a stack share, from one table of offsets (T5, Raffel et al., 2020).
 
 The stack's parent has the `RelativeBias`. It builds the stack inside `building_with_shared_bias`, so that the attention
-layers know, and calls it with `logit_bias=shared_bias(...)`. Dimension 0 of each array in it is 1, for all rows: the
-stages of a pipeline get the rows of their microbatch of all arguments.
+layers declare no bias of their own, and calls the stack with `logit_bias=shared_bias(...)`. Dimension 0 of each array
+in the bias is 1, because a pipeline cuts dimension 0 of all other arguments into microbatches.
 
 N heads, T length, K buckets.
 """
@@ -27,7 +27,7 @@ _is_shared: contextvars.ContextVar[bool] = contextvars.ContextVar('praxis_lite_i
 
 @contextlib.contextmanager
 def building_with_shared_bias(is_shared: bool = True) -> Iterator[None]:
-  """Tells the attention layers that are built inside whether they share a bias that each call gives them."""
+  """Tells the attention layers that are built inside the block whether each call gives them a shared bias."""
   token = _is_shared.set(is_shared)
   try:
     yield
@@ -36,16 +36,16 @@ def building_with_shared_bias(is_shared: bool = True) -> Iterator[None]:
 
 
 def is_bias_shared() -> bool:
-  """Whether an attention layer that is being built shares a bias with others."""
+  """Whether an attention layer that is being built gets a shared bias in each call."""
   return _is_shared.get()
 
 
 def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) -> jax.Array | LogitBias:
-  """In a call: returns the bias of self-attention in one pass, for all layers of a stack.
+  """In a call: returns the bias of self-attention over whole rows, for all layers of a stack.
 
-  It is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise a
-  function, for attention that computes the bias block by block. It uses differences of indices in the row, which equal
-  differences of positions inside a segment.
+  The bias is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise
+  it is a function, for attention that computes the bias block by block. Offsets are differences of indices in the row,
+  which equal differences of positions inside a segment.
 
   Args:
     layer: the layer with the table.
@@ -64,7 +64,7 @@ def bias_of_positions(layer: RelativeBias) -> LogitBias:
 
 
 class _BiasOfAllRows(NamedTuple):
-  """A bias whose table has a dimension for rows."""
+  """Computes a bias from a table [1, K, N], whose dimension 0 is for rows; see the top of this file."""
 
   of_table: BucketedBias
 

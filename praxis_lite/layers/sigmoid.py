@@ -18,8 +18,8 @@ class SigmoidCrossEntropy(ClassLogits):
 
       xent = sum_v log(1 + exp(logits_v)) - target_v logits_v
 
-  A `ClassificationModel` trains with it as its `softmax_tpl`, on examples with one label each; the probabilities that
-  the model predicts are then those of a softmax.
+  As the `softmax_tpl` of a `ClassificationModel`, it trains on examples with one label each; the model still predicts
+  probabilities by a softmax of the logits.
 
   Attributes: those of `ClassLogits`.
   """
@@ -44,7 +44,7 @@ class SigmoidCrossEntropy(ClassLogits):
       class_probabilities: [..., V] targets from 0 to 1, instead of `class_ids`.
 
     Raises:
-      ConfigError: there are no labels, both kinds of them, or an array of another shape.
+      ConfigError: neither or both of `class_ids` and `class_probabilities` are given, or a shape is wrong.
     """
     if (class_ids is None) == (class_probabilities is None):
       raise ConfigError(f'{self.path_name}: a call takes either class_ids or class_probabilities')

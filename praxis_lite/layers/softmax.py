@@ -2,8 +2,8 @@
 
 Cross entropy is computed in float32 for integer labels; logits may be split over the vocabulary. Its gradient is
 written out as softmax(logits) - target. Automatic differentiation would keep exp(logits) in addition to the logits, and
-scatter the labels into a third array of that size. Such arrays take most of the memory of a language model's head; with
-a large vocabulary, none of them is needed, see `chunked_loss.py`.
+scatter the labels into a third array of that size. These arrays take most of the memory of a language model's head.
+With a large vocabulary, `chunked_loss.py` avoids all of them, the logits too.
 
 D model dims, V classes, such as a vocabulary.
 """
@@ -39,8 +39,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
       log normalizer z = log sum_v exp(logits_v)
       cross entropy    = z - sum_v target_v logits_v
 
-  The target is 1 for the label. With smoothing e, it is e / V for every class, plus 1 - e for the label (Szegedy et
-  al., 2016). A z-loss, z^2, keeps the log normalizer near zero (Chowdhery et al., 2022).
+  The target is 1 for the label. With smoothing e, the target is e / V for every class, plus 1 - e for the label
+  (Szegedy et al., 2016). The log normalizer is returned for a z-loss, z^2, which keeps it near zero (Chowdhery et al.,
+  2022).
 
   Args:
     logits: [..., V] of any float dtype.
@@ -92,7 +93,7 @@ class SoftmaxOutput(NamedTuple):
 
   @property
   def logits(self) -> jax.Array:
-    """The logits [..., V]. Raises ConfigError if there are none."""
+    """The logits [..., V]. Raises ConfigError if the cross entropy was computed in chunks."""
     if self.whole_logits is None:
       raise ConfigError(
         'there are no logits: the softmax layer computed the cross entropy in chunks of the classes. Use its `correct` '
@@ -128,7 +129,7 @@ class ClassLogits(Layer):
       self.create_variable('b', bias_weight(self.num_classes, bias_split))
 
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
-    """Returns the declaration of `w`, and how the classes are split."""
+    """Returns the declaration of `w`, and the mapping of its dimension V."""
     weight = WeightHParams((self.input_dims, self.num_classes), tensor_split_dims_mapping=wt)
     return weight, None if wt is None else wt[-1:]
 
@@ -151,7 +152,7 @@ class ClassLogits(Layer):
 
   def get_logits(self, x: jax.Array) -> jax.Array:
     """Returns float32 logits [..., V] for x [..., D]."""
-    # The product is in fprop_dtype: in float32, its gradients would be so too, which matrix units compute slower.
+    # The product is in fprop_dtype: a float32 product would have float32 gradients, which matrix units compute slower.
     logits = self._project(self._features(x))
     if self.use_bias:
       logits += self.theta.b
@@ -166,10 +167,10 @@ class FullSoftmax(ClassLogits):
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
     chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
-      of all classes are never in memory. None computes all at once, which takes less time. 'auto' uses about 16 chunks
-      if the logits of all classes would take 256 MiB or more on each device, or on a single GPU a twelfth of its
+      of all classes are never in memory. None computes all classes at once, which takes less time. 'auto' uses about 16
+      chunks if the logits of all classes would take 256 MiB or more on each device, or on a single GPU a twelfth of its
       memory.
-    activation_split_dims_mapping: `out`: logits, [..., V], also those of a chunk.
+    activation_split_dims_mapping: `out`: logits, [..., V]; it applies to the logits of a chunk too.
   """
 
   label_smoothing: float = 0.0
@@ -210,7 +211,7 @@ class FullSoftmax(ClassLogits):
     return self._compute(x, class_ids)[0].xent
 
   def _compute(self, x: jax.Array, class_ids: jax.Array) -> tuple[SoftmaxOutput, jax.Array]:
-    """Returns the cross entropy, and the logarithm of the sum of the exponentials of the logits, [...]."""
+    """Returns the cross entropy, and the log normalizer, [...]; see `cross_entropy`."""
     chunks = self._chunks(class_ids)
     if chunks is None:
       logits = self.get_logits(x)
@@ -221,7 +222,7 @@ class FullSoftmax(ClassLogits):
     return SoftmaxOutput(xent, correct, None), log_normalizer
 
   def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
-    """Returns how the cross entropy of these labels cuts the classes; None if it computes all at once."""
+    """Returns how the cross entropy of these labels cuts the classes into chunks; None if it does not."""
     if self.chunk_size is None:
       return None
     if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks do not support overridden logits.
@@ -254,7 +255,7 @@ class FullSoftmax(ClassLogits):
       soft_cap=self.soft_cap,
     )
     if self.surroundings.listener is not None:
-      # `out` splits a chunk of each part of the classes, [..., S, C].
+      # Logits of a chunk are [..., num_parts, size]; `out` splits the classes into the parts.
       why = () if logits is None else (*logits.why, 'the classes of a chunk are on one device')
       of_chunk = None if logits is None else Placement(PartitionSpec(*logits.spec, None), why)
       shape, manual = (*class_ids.shape, chunks.num_parts, chunks.size), self.surroundings.manual_axes

@@ -1,4 +1,4 @@
-"""SpectrumAugmenter: hides bands of frequencies and stretches of time of features at random (SpecAugment).
+"""SpectrumAugmenter: masks random bands of frequencies and stretches of time in features (SpecAugment).
 
 B batch, T frames, M frequencies.
 """
@@ -17,13 +17,13 @@ from praxis_lite.layers.base import Layer
 class SpectrumAugmenter(Layer):
   """Sets random bands and stretches of each row to 0 in training; in evaluation, does nothing (Park et al., 2019).
 
-  The width of each mask is uniform from 0 to the largest one, and its place is uniform. Masks may overlap.
+  The width of each mask is uniform from 0 to the largest width, and its start is uniform. Masks may overlap.
 
   Attributes:
-    freq_mask_count, freq_mask_max_bins: number of bands of a row, and the largest number of frequencies in one.
-    time_mask_count, time_mask_max_frames: number of stretches of a row, and the largest number of frames in one. They
-      are inside the frames that are not padding.
-    time_mask_max_ratio: the largest share of the frames of a row in one stretch.
+    freq_mask_count, freq_mask_max_bins: number of bands per row, and the largest number of frequencies in a band.
+    time_mask_count, time_mask_max_frames: number of stretches per row, and the largest number of frames in a stretch.
+      Stretches do not reach into padding.
+    time_mask_max_ratio: the largest share of a row's frames that a stretch may have.
     activation_split_dims_mapping: `out`, [B, T, M].
   """
 
@@ -60,10 +60,10 @@ class SpectrumAugmenter(Layer):
     return self.shard(jnp.where(hidden_BT[..., None] | hidden_BM[:, None], 0, x_BTM))
 
   def _draw_masks(self, size: int, count: int, length_B: jax.Array, most_B: jax.Array) -> jax.Array:
-    """Returns bool [B, size], True inside of `count` masks of at most `most_B` places, among the first `length_B`."""
-    # Rows come first, so that rows that only fill up a batch change no draws of the others.
+    """Returns bool [B, size], True inside of `count` masks of at most `most_B` entries, among the first `length_B`."""
+    # Rows are dimension 0, so that rows that only fill up a batch change no draws of other rows.
     u_B2C = jax.random.uniform(self.next_prng_key(), (len(length_B), 2, count), jnp.float32)
-    # A float32 below 1 times a whole number may round up to that number.
+    # The minimum is needed because u * n, with u < 1 and n an integer, may round up to n in float32.
     width_BC = jnp.minimum(jnp.floor(u_B2C[:, 0] * (most_B[:, None] + 1)), most_B[:, None])
     free_BC = length_B[:, None] - width_BC
     start_BC = jnp.minimum(jnp.floor(u_B2C[:, 1] * (free_BC + 1)), free_BC)[..., None]

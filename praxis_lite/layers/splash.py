@@ -1,4 +1,4 @@
-"""Attention on TPUs by the kernels of splash attention in JAX: memory linear in the length, logits only on the chip.
+"""Attention on TPUs with JAX's splash attention kernels, which keep logits on the chip: memory is linear in the length.
 
 The kernels compute a row of the batch with all its heads. A mask reaches them in three forms:
 
@@ -8,8 +8,8 @@ The kernels compute a row of the batch with all its heads. A mask reaches them i
     prefixes            Which blocks are empty depends on data, so the kernels skip no block
     segments, paddings  an integer for each query and each key, which the kernels compare
 
-Lengths are padded to whole blocks. The backward pass computes the logits twice: a kernel has the gradients of queries,
-and another one those of keys and values.
+Lengths are padded to whole blocks. The backward pass computes the logits twice: in one kernel for the gradients of
+queries, and in another for the gradients of keys and values.
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head; I, J numbers of blocks.
 """
@@ -69,8 +69,8 @@ def splash_attention(
   slow and meant for tests.
 
   Args:
-    split: how the ambient mesh splits rows and heads: rows evenly, and query heads in whole parts of the groups of kv
-      heads. None if there is no mesh, or inside of a `shard_map` over the whole mesh.
+    split: how the ambient mesh splits rows and heads. It must split rows evenly, and query heads into whole groups of
+      the heads that share a kv head. None if there is no mesh, or inside of a `shard_map` over the whole mesh.
   """
   if split is not None:
     key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
@@ -82,7 +82,7 @@ def splash_attention(
 
 
 class MaskParts(NamedTuple):
-  """A mask as the kernels take it."""
+  """A mask, taken apart into the kinds that the kernels can apply."""
 
   offsets: OffsetMask
   prefix: Prefix | None
@@ -95,13 +95,13 @@ class MaskParts(NamedTuple):
     return None if behind is None and ahead is None else functools.partial(_is_within, behind, ahead)
 
   def positions(self, query_T: jax.Array, num_keys: int) -> jax.Array:
-    """Returns the positions of queries with these indices, [T], or with prefixes [B, T]."""
+    """Returns the positions that the kernels compare, for queries with these indices: [T], or [B, T] with prefixes."""
     if self.prefix is None:
       return query_T
     return jnp.maximum(query_T, jnp.minimum(self.prefix.length_B[:, None], num_keys).astype(jnp.int32) - 1)
 
   def ids(self, num_queries: int, num_keys: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the ids of queries and of keys, int32 [B or 1, T] and [B or 1, S]."""
+    """Returns ids of queries and keys, int32 [B or 1, T] and [B or 1, S]; a query attends to keys with its id."""
     ids_BT, ids_BS = jnp.zeros((1, num_queries), jnp.int32), jnp.zeros((1, num_keys), jnp.int32)
     if self.segments is not None:
       ids_BT, ids_BS = self.segments.ids_BT.astype(jnp.int32), self.segments.key_ids_BS.astype(jnp.int32)
@@ -142,7 +142,7 @@ def sort_parts(mask: AttentionMask) -> MaskParts | str:
 
 
 def _causal_prefix(mask: AttentionMask) -> Prefix | None:
-  """Returns the prefix of a causal mask that each query may look past within a prefix; None for other masks."""
+  """Returns the prefix, if a mask is causal except that all tokens of a prefix see each other; otherwise None."""
   parts = mask.parts if isinstance(mask, Or) else ()
   prefixes = [part for part in parts if isinstance(part, Prefix)]
   causal = [part for part in parts if isinstance(part, OffsetMask) and (part.behind, part.ahead) == (None, 0)]
@@ -207,8 +207,8 @@ attend_by_splash.defvjp(_forward, _backward)
 def forward_rows(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, jax.Array]:
   """Returns `splash_forward` of each row of the batch."""
   forward = jax.vmap(lambda *arrays: splash_forward(call, SplashArrays(*arrays)), in_axes=_rows(arrays))
-  # If rematerialization keeps the results, the second call is not needed. JAX removes calls of functions that are not
-  # needed, but no calls of kernels.
+  # If rematerialization keeps the results, the backward pass does not need this call again. JAX removes unneeded calls
+  # of jitted functions, but not of kernels.
   return jax.jit(forward)(*arrays)
 
 
@@ -223,7 +223,7 @@ def backward_rows(
 
 
 def _rows(arrays: SplashArrays) -> tuple[int | None, ...]:
-  """Returns for each array the dimension of rows; None if it is the same for all rows."""
+  """Returns the dimension of rows of each array; None for an array that all rows share."""
   differs = arrays.query_pos is not None and arrays.query_pos.ndim == 2
   return 0, 0, 0, 0 if differs else None, 0 if arrays.ids else None, None
 
@@ -257,11 +257,11 @@ def _prepare(
 def largest_splash_block(block_size: int | None, query: jax.Array, soft_cap: float | None) -> int:
   """Returns the largest length of a block of queries and keys, a multiple of 128.
 
-  A core of v4, v5e or v5p has 16 MiB of memory for a kernel. Without `block_size`, blocks are as large as they may be
-  there with all masks, since each block of queries reads all keys that it meets from main memory.
+  A core of v4, v5e or v5p has 16 MiB of memory for a kernel. Without `block_size`, blocks are the largest that fit
+  with any mask, because each block of queries reads all keys that it meets from main memory.
 
   Args:
-    block_size: the field of a layer.
+    block_size: largest length that a layer's field allows; None allows any.
     query: queries, [..., H].
     soft_cap: see `Formula`.
   """
@@ -272,13 +272,13 @@ def largest_splash_block(block_size: int | None, query: jax.Array, soft_cap: flo
 
 
 def _block_len(length: int, largest: int) -> int:
-  """Returns the length of equal blocks, a multiple of 128, of at most `largest`."""
+  """Returns the length of equal blocks, a multiple of 128 and at most `largest`."""
   count = -(-length // largest)
   return -(-length // (count * LANES)) * LANES
 
 
 def _to_heads(x_BTNH: jax.Array, length: int) -> jax.Array:
-  """Returns [B, N, T, H], padded to a length."""
+  """Returns [B, N, length, H], padded with zeros."""
   B, _, N, H = x_BTNH.shape
   return pad_to(jnp.swapaxes(x_BTNH, 1, 2), (B, N, length, H))
 
@@ -286,7 +286,10 @@ def _to_heads(x_BTNH: jax.Array, length: int) -> jax.Array:
 def _tables(
   parts: MaskParts, num_queries: int, num_keys: int, blocks: tuple[int, int]
 ) -> tuple[tuple[BlockTable, BlockTable] | None, int]:
-  """Returns the tables of I blocks of queries and J blocks of keys, or None if all meet, and the number of pairs."""
+  """Returns tables of which blocks of queries and keys meet, by query and by key, and the number of pairs that meet.
+
+  The tables are None if all blocks meet.
+  """
   low_I1, low_J = np.arange(num_queries)[:, None] * blocks[0], np.arange(num_keys) * blocks[1]
   at = BlockRanges(low_I1, low_I1 + blocks[0] - 1, low_J, low_J + blocks[1] - 1)
   some = parts.offsets.some_allowed(at).by_index
@@ -303,12 +306,15 @@ def _is_within(behind: int | None, ahead: int | None, query: jax.Array, key: jax
 
 
 def _met_blocks(meet_IJ: np.ndarray) -> BlockTable:
-  """Returns the blocks that each block meets, [1, I, W]. Unused entries repeat the last one, so nothing is fetched."""
+  """Returns the numbers of the blocks that each block meets, [1, I, W], W the most that any meets.
+
+  Unused entries repeat the last used one, so that the kernel fetches nothing for them.
+  """
   count_I1 = meet_IJ.sum(axis=1, keepdims=True)
   index_IW = np.argsort(~meet_IJ, axis=1, kind='stable')[:, : count_I1.max()]
   used_IW = np.arange(index_IW.shape[1]) < count_I1
   index_IW = np.where(used_IW, index_IW, np.take_along_axis(index_IW, count_I1 - 1, axis=1))
-  # The tables are in a small memory of scalars.
+  # Small integers, because the kernels keep tables in scalar memory, which is small.
   small = np.int8 if meet_IJ.shape[1] <= 128 else np.int16
   return BlockTable(index_IW[None].astype(small), used_IW[None].astype(np.int8))
 

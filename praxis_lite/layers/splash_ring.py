@@ -1,8 +1,9 @@
 """Ring attention with the kernels of splash attention; see `ring.py` and `splash.py`.
 
 In each step of the ring, the kernels get the queries of the device and a contiguous run of keys. Which blocks meet
-depends on the device, so here the tables of blocks are computed on it, and the position of a query is relative to the
-first key of the run. The results of different keys are joined by the logarithms of their sums:
+depends on the device, so each device computes its tables of blocks, and the position of a query is relative to the
+first key of the run. The results of different runs of keys are joined by lse, the logarithms of the softmax's
+denominators:
 
     lse = log(exp lse_1 + exp lse_2)        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
@@ -30,7 +31,7 @@ from praxis_lite.layers.sequence_parts import SequencePlan, heads_to_runs, join_
 from praxis_lite.layers.splash import NO_KEY, MaskParts, backward_rows, forward_rows, sort_parts
 from praxis_lite.sharding.mesh import platform
 
-_NEVER = 2**30  # Stands for the index of padding where the least index of a block is looked for.
+_NEVER = 2**30  # The index of padding when the smallest index of a block is computed.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -61,7 +62,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     return join_runs(plan, out_BLNH, plan.query_len), jnp.moveaxis(lse_BNL, 2, 0)
 
   out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # If only one of the two results were kept, the backward pass would compute both again.
+  # Both results have the tag: if only one were kept, the backward pass would compute both again.
   out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
   return out, (heads, integers, out, lse)
 
@@ -100,13 +101,16 @@ splash_ring_attention.defvjp(_forward, _backward)
 
 
 class _Results(NamedTuple):
-  """Attention to some of the keys, float32 [B, N, L, H]; and the log of its softmax's denominator, [B, N, L]."""
+  """The result of attention to some of the keys, float32 [B, N, L, H]; and lse, see the top of this file, [B, N, L]."""
 
   out: jax.Array
   lse: jax.Array
 
   def join(self, out: jax.Array, lse: jax.Array) -> _Results:
-    """Returns attention to these keys and others, whose results may be anything for a query without a key there."""
+    """Returns the result of attention to these keys and others together.
+
+    `out` and `lse` belong to the other keys; `out` may be arbitrary for a query that attends to none of them.
+    """
     has_key = lse > MASKED / 2
     others = _Results(jnp.where(has_key[..., None], out, 0), jnp.where(has_key, lse, MASKED))
     total = jnp.logaddexp(self.lse, others.lse)
@@ -115,7 +119,7 @@ class _Results(NamedTuple):
 
 
 class _Keys(NamedTuple):
-  """Keys and values of the runs of a device, [2, B, K, S of all runs, H], and their ids; None without ids."""
+  """Keys and values of a device, [2, B, K, S of all runs, H], and their ids; None if the mask needs no ids."""
 
   kv: jax.Array
   ids_BS: jax.Array | None
@@ -133,7 +137,7 @@ class _Queries:
   ids_BL: jax.Array | None
 
   def meet(self, keys: _Keys, offset: jax.Array) -> Iterator[tuple[SplashCall, SplashArrays]]:
-    """Yields the arguments of the kernels for each run of keys of the device `offset` places before this one."""
+    """Yields the arguments of the kernels for each run of keys of the device `offset` before this one in the ring."""
     plan = self.plan
     sizes = plan.block_len(plan.query_len), plan.block_len(plan.key_len)
     query_IQ = jnp.asarray(plan.indices(plan.query_len, plan.device))
@@ -152,7 +156,7 @@ class _Queries:
 
 
 def _cut(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[_Queries, _Keys]:
-  """Returns the runs of this device after the exchange of halves."""
+  """Returns the queries and keys of this device after the swap of halves; see `sequence_parts.py`."""
   parts = sort_parts(integers.mask)
   assert isinstance(parts, MaskParts)  # `mask_obstacle` has checked it.
   query, key, value = (jnp.swapaxes(x, 1, 2) for x in heads_to_runs(plan, heads))
@@ -173,7 +177,10 @@ def _cut(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers)
 
 
 def _tables(parts: MaskParts, query_IQ: jax.Array, key_JS: jax.Array) -> tuple[BlockTable, BlockTable]:
-  """Returns the tables of queries and keys. Unused entries repeat the last used one, so nothing is fetched."""
+  """Returns tables of which blocks meet, by query and by key.
+
+  Unused entries repeat the last used one, so that the kernel fetches nothing for them.
+  """
   low_I, low_J = (jnp.where(index < 0, _NEVER, index).min(axis=1) for index in (query_IQ, key_JS))
   high_I, high_J = query_IQ.max(axis=1), key_JS.max(axis=1)
   some_IJ = parts.offsets.some_allowed(BlockRanges(low_I[:, None], high_I[:, None], low_J, high_J)).by_index

@@ -1,4 +1,4 @@
-"""StackingOverTime: frames with their neighbours, at fewer steps.
+"""StackingOverTime: concatenates each frame with its neighbours, at every `stride`-th frame.
 
 B batch, T length, D dims of a frame, W frames in a window, U length of the result, T / stride rounded up.
 """
@@ -17,13 +17,13 @@ class StackingOverTime(Layer):
   """y[u] = the frames x[u * stride - left_context], ..., x[u * stride + right_context], concatenated.
 
   With a context of 1 on both sides and a stride of 3, frames 4 1 9 3 5 2 8 become (0 4 1) (9 3 5) (2 8 0). Frames
-  before the first and after the last one are zeros and padding, unless a field says otherwise.
+  before the first and after the last one are zeros, and are marked as padding, unless a field says otherwise.
 
   Attributes:
     left_context, right_context: number of frames before and after the one in the middle; W is one more than both.
     stride: distance of neighbouring windows.
-    pad_with_left_frame, pad_with_right_frame: the frames before the first one are copies of it, and those after the
-      last one are copies of that; so are their paddings.
+    pad_with_left_frame, pad_with_right_frame: whether the frames before the first one are copies of it, and the frames
+      after the last one copies of the last one; so are their paddings.
     padding_reduce_option: 'reduce_min', a window is padding if all of its frames are; 'reduce_max', if one of them is.
     activation_split_dims_mapping: `out`, [B, U, W D].
   """
@@ -46,7 +46,7 @@ class StackingOverTime(Layer):
     return self.left_context + 1 + self.right_context
 
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the stacked frames, [B, U, W D], and their paddings, [B, U], or None if there were none.
+    """Returns the stacked frames, [B, U, W D], and their paddings, [B, U]; None if `paddings` is None.
 
     Args:
       x_BTD: frames.
@@ -71,7 +71,7 @@ class StackingOverTime(Layer):
   def unstack(self, y_BUD: jax.Array) -> jax.Array:
     """Returns the frames [B, (U - 1) * stride + right_context + 1, D] that make the stacked frames [B, U, W D].
 
-    These are the first frames of the input; frames after its last one are as it was padded.
+    If the last window reached beyond the input, the frames there are those that it was padded with.
 
     Raises:
       ConfigError: the stride is larger than the window, so that some frames are in no window.

@@ -1,4 +1,4 @@
-"""The stages of a pipeline around a layer, which kernels that the compiler cannot split are mapped over."""
+"""The stages of a pipeline around a layer. Kernels that the compiler cannot split are mapped over these stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stages(NamedTuple):
   axes: tuple[str, ...]
 
   def even_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the axes that are in a mesh of these sizes; None if they do not split the stages evenly."""
+    """Returns those of `axes` that a mesh of these sizes has; None if they do not split the stages evenly."""
     axes = tuple(axis for axis in self.axes if axis in sizes)
     return None if self.number % math.prod(sizes[axis] for axis in axes) else axes
 
@@ -26,8 +26,8 @@ _stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_
 
 @contextlib.contextmanager
 def building_stages(stages: Stages) -> Iterator[None]:
-  """Tells the layers that are built inside that they are mapped over stages, which the compiler splits."""
-  outer = _stages.get()  # Of nested stages, none divide evenly, so that no kernel is mapped over them.
+  """Tells the layers that are built inside the block that they are mapped over stages, which the compiler splits."""
+  outer = _stages.get()  # Nested stages count as 1 stage, which no axis splits, so that no kernel is mapped over them.
   token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
   try:
     yield
@@ -36,5 +36,5 @@ def building_stages(stages: Stages) -> Iterator[None]:
 
 
 def surrounding_stages() -> Stages | None:
-  """Returns the stages around a layer that is being built."""
+  """Returns the stages around a layer that is being built; None outside of pipelines."""
   return _stages.get()

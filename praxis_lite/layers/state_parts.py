@@ -1,12 +1,12 @@
-"""Recurrences of sequences that a mesh axis splits: each device scans its part, and states pass from part to part.
+"""Recurrences over sequences that a mesh axis splits: each device scans its part, and states pass from part to part.
 
     out, last = scan of each part, from a state of zeros                       all parts at once
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
-    out_t += what is left of before_p at token t
+    out_t += output at token t of the rest of before_p
 
-where kept_p is what a part leaves of the state before it: a factor, or for the gated delta rule a matrix [S, S], which
-the scan computes as the states that begin with the columns of a unit matrix. The devices so exchange one state for each
-part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler adds the
+where kept_p maps the state before part p to its contribution to the state after it: a factor, or for the gated delta
+rule a matrix [S, S], which the scan computes by starting from a unit matrix too. So the devices exchange one state per
+part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler inserts the
 gather of states.
 
 B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state,
@@ -25,7 +25,7 @@ from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
 
-ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array whose dimensions have these letters.
+ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array over the mesh, by a letter for each dimension.
 
 
 def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
@@ -34,7 +34,7 @@ def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardP
   Args:
     tokens, chunk: see `scan_in_chunks`.
     num_parts: P.
-    shard: splits an array over the mesh, given the letters of its dimensions; 'P' stands for parts.
+    shard: splits an array over the mesh, given a letter for each dimension, such as 'P' for parts; '' is not split.
   """
   T, N = tokens.value.shape[1:3]
   key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
@@ -70,7 +70,7 @@ def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, sh
 
 
 def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
-  """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments as of `scan_in_parts`."""
+  """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments: see `scan_in_parts`."""
   (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
   decay, rate = (shard(_cut(x, num_parts), ('B', 'P', '', 'N')) for x in (tokens.decay, tokens.rate))
   key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
@@ -82,7 +82,7 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
     query,
     None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
   )
-  # H columns of zeros, which become the states of the part itself; and the unit matrix.
+  # H columns of zeros, from which the part's own states come; and a unit matrix, from which kept_p comes.
   first_SC = jnp.concatenate([jnp.zeros((S, H), sums), jnp.eye(S, dtype=sums)], axis=1)
   first_BNSC = jnp.broadcast_to(first_SC, (len(tokens.value), N, *first_SC.shape))
   scan = jax.vmap(lambda part: scan_delta_rule(part, first_BNSC, chunk), in_axes=1, out_axes=1)
@@ -103,19 +103,19 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:
-  """Returns [B, P, L, ...], with zeros at the end."""
+  """Returns x [B, T, ...], padded with zeros, as [B, P, L, ...]."""
   size = -(-x.shape[1] // num_parts)
   x = jnp.pad(x, ((0, 0), (0, num_parts * size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
   return x.reshape(x.shape[0], num_parts, size, *x.shape[2:])
 
 
 def _join(x: jax.Array, length: int) -> jax.Array:
-  """Returns [B, T, ...] of [B, P, L, ...]."""
+  """The inverse of `_cut`: returns [B, T, ...] for [B, P, L, ...]."""
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def _pass_on(kept: jax.Array, last: jax.Array, letters: tuple[str, ...], shard: ShardParts) -> jax.Array:
-  """Returns the state before each part, [B, P, ...], of those after it and the share that it keeps."""
+  """Returns the state before each part, [B, P, ...], from `kept` and `last` of each part; see the top of this file."""
   everywhere = tuple('' if letter == 'P' else letter for letter in letters)
   kept, last = shard(jnp.broadcast_to(kept, last.shape), everywhere), shard(last, everywhere)
   after = scan_states(kept, last)

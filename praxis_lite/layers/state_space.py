@@ -1,10 +1,10 @@
-"""Linear recurrences whose decay is a number for each head, computed in chunks by matrix products.
+"""Linear recurrences with one decay per head and token, computed in chunks by matrix products.
 
     state_t = exp(decay_t) state_(t-1) + value_t key_t^T          [H, S]
     out_t   = state_t query_t                                     [H]
 
 (state space duality of Mamba-2; Dao and Gu, 2024). Inside a chunk of L tokens this is attention without a softmax, with
-the decay between two tokens as a mask; the state passes on what earlier chunks have left:
+the decay between two tokens as a mask; the state carries the contribution of earlier chunks:
 
     out_i    = sum over j <= i of  (query_i . key_j) exp(total_i - total_j) value_j   +   exp(total_i) state query_i
     state'   = exp(total_L) state + sum over j of  exp(total_L - total_j) value_j key_j^T
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.block_arrays import join_blocks, to_blocks
 from praxis_lite.layers.precision import sum_dtype
 
-TokensT = TypeVar('TokensT')  # A tree of arrays of tokens.
+TokensT = TypeVar('TokensT')  # A tree of arrays [B, T, ...].
 
 
 class StateTokens(NamedTuple):
@@ -36,7 +36,8 @@ class StateTokens(NamedTuple):
     value: [B, T, N, H].
     decay: [B, T, N], at most 0, in the dtype of sums.
     key, query: [B, T, G, S].
-    starts: [B, T] bool, at which tokens a segment starts, so that the state before it is forgotten; None: at none.
+    starts: [B, T] bool, True for tokens at which a segment starts, so that the state before it is forgotten; None means
+      that no segment starts.
   """
 
   value: jax.Array
@@ -47,7 +48,7 @@ class StateTokens(NamedTuple):
 
 
 def segment_starts(segment_ids: jax.Array | None) -> jax.Array | None:
-  """Returns [B, T] bool, True for the first token of each segment but that of the row; None without segments."""
+  """Returns [B, T] bool, True for the first token of each segment except the row's first; None without segments."""
   if segment_ids is None:
     return None
   return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -56,7 +57,7 @@ def segment_starts(segment_ids: jax.Array | None) -> jax.Array | None:
 def scan_in_chunks(
   tokens: StateTokens, state_BNHS: jax.Array | None = None, chunk: int = 256
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after them, [B, N, H, S].
+  """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after the last token, [B, N, H, S].
 
   Args:
     tokens: what the recurrence reads.
@@ -72,13 +73,13 @@ def scan_in_chunks(
 def scan_chunks(
   read: Callable[[jax.Array, TokensT], tuple[jax.Array, jax.Array]], tokens: TokensT, state: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the outputs of all tokens, [B, T, ...], and the state after them.
+  """Returns the outputs of all tokens, [B, T, ...], and the state after the last one.
 
   The backward pass keeps the state before each chunk, and computes the chunk again.
 
   Args:
-    read: (state, tokens of a chunk) -> (state after them, their outputs). Tokens of zeros must leave the state as it
-      is.
+    read: (state, tokens of a chunk) -> (state after them, their outputs). Tokens of zeros, which fill up the last
+      chunk, must leave the state as it is.
     tokens: a tree of arrays [B, T, ...].
     state: the state before the first token.
     chunk: the number of tokens of a chunk.
@@ -93,13 +94,13 @@ def scan_chunks(
 
 
 class ChunkDecay(NamedTuple):
-  """What is left of a state after the decays inside a chunk.
+  """The factors by which decay inside a chunk has reduced the parts of a state; 0 across segments.
 
   Attributes:
-    between_BNLM: of what token M has written, at token L; 0 if M is later, or L is of another segment.
-    from_before_BLN: of the state before the chunk, at each token.
-    to_after_BMN: of what a token has written, after the chunk.
-    kept_BN: of the state before the chunk, after it.
+    between_BNLM: factor at token L of what token M has written; 0 if M is later than L.
+    from_before_BLN: factor at each token of the state before the chunk.
+    to_after_BMN: factor after the chunk of what each token has written.
+    kept_BN: factor after the chunk of the state before it.
   """
 
   between_BNLM: jax.Array
@@ -109,7 +110,7 @@ class ChunkDecay(NamedTuple):
 
   @classmethod
   def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
-    """Returns it for the logarithms of decays, and the tokens at which segments start."""
+    """Returns the factors for decays as in `StateTokens`, and the tokens at which segments start."""
     total_BLN = jnp.cumsum(decay_BLN, axis=1)
     last_BN = total_BLN[:, -1]
     visible_BLM = jnp.tri(decay_BLN.shape[1], dtype=bool)[None]
@@ -146,7 +147,7 @@ def _read_chunk(state_BNHS: jax.Array, tokens: StateTokens) -> tuple[jax.Array, 
 
 
 def expand_groups(x: jax.Array, axis: int, num_heads: int) -> jax.Array:
-  """Returns an array of groups as one of heads; by broadcasting, if there is one group."""
+  """Repeats the groups along `axis`, one for each head; broadcasts if there is only one group."""
   groups = x.shape[axis]
   if groups == 1:
     return jnp.broadcast_to(x, (*x.shape[:axis], num_heads, *x.shape[axis + 1 :]))
