@@ -1,10 +1,10 @@
-"""Base: the checkpoint of another run, with the variables that a checkpoint leaves out because they are the same there.
+"""Base: the checkpoint of another run that holds the variables which a checkpoint leaves out because they are equal.
 
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; in `about` the base, and the names of the rest
 
-The seal of the base, a random number of its save, shows that it is still the same one. An array that is left out has
-the same true shape in both records. If the two floating dtypes differ, the values of the base are cast.
+The seal of the base, a random number drawn when it was saved, shows that the base has not been replaced. An array that
+is left out has the same true shape in both records. If the two floating dtypes differ, the base's values are cast.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Base(NamedTuple):
 
   Attributes:
     folder: its folder, `job_log_dir/checkpoints/<step>`.
-    seal: its seal.
-    names: the names of arrays that are left out, and their names there.
+    seal: its seal; None for checkpoints of earlier versions.
+    names: maps the names of arrays that are left out to their names in the base.
   """
 
   folder: Path
@@ -47,13 +47,13 @@ class Base(NamedTuple):
     return self.folder.parent.parent
 
   def to_record(self, folder: str) -> dict[str, Any]:
-    """Returns the record for the checkpoint in `folder`, for JSON."""
+    """Returns what the record of the checkpoint in `folder` says about its base, for JSON."""
     relative = os.path.relpath(self.folder, folder)
     return {'folder': str(self.folder), 'relative': relative, SEAL: self.seal, 'names': dict(self.names)}
 
 
 def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
-  """Returns the base of the checkpoint in `folder`, given its record `about`; None if it has none. Reads nothing."""
+  """Returns the base of the checkpoint in `folder`, given its record `about`; None if it has none. Reads no file."""
   record = about.get(BASE)
   if record is None:
     return None
@@ -70,7 +70,7 @@ def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -
 
   Args:
     base: the base of the checkpoint in `folder`.
-    variables: the record of the arrays of this checkpoint, those of the base included.
+    variables: the record of the arrays of this checkpoint, including those in the base.
   """
   needed = f'{folder} has only what training has changed, and needs {base.folder}'
   if not base.folder.exists():
@@ -92,9 +92,9 @@ def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -
 def arrays_in(
   folder: Path, about: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None]
 ) -> dict[str, StreamedArray]:
-  """Returns what `stored_arrays` does for the checkpoint in `folder`, where some arrays may be in its base.
+  """Like `stored_arrays`, for the checkpoint in `folder` with its record `about`; some arrays may be in its base.
 
-  These have the dtypes of the record `about`, too.
+  Arrays from the base are cast to the dtypes in `about`.
   """
   base = base_of(folder, about)
   theirs = {} if base is None else {name: shape for name, shape in shapes.items() if name in base.names}
@@ -109,7 +109,7 @@ def arrays_in(
 
 
 def _cast(array: StreamedArray, dtype: str) -> StreamedArray:
-  """Returns an array in the dtype of its record; that of PRNG keys is no dtype of an array."""
+  """Casts an array to the dtype in its record; PRNG keys, stored as integers, are not cast."""
   return (
     array if dtype.startswith('key<') or array.dtype == plain_dtype(dtype) else CastArray(array, plain_dtype(dtype))
   )

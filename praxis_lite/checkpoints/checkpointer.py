@@ -214,7 +214,7 @@ class Checkpointer:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
-    """Returns the last argument of `keep_best`, even from an earlier process; None if that checkpoint is gone."""
+    """Returns the checkpoint last given to `keep_best`, even by an earlier process; None if it is gone."""
     return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
@@ -363,7 +363,7 @@ class Checkpointer:
     return os.path.join(self.directory, str(step))
 
   def _read_whole_step(self, read: Callable[[int], T], step: Step) -> T:
-    """Returns the result of `read` for a step. If the newest is damaged, `on_damage` decides if the previous is read.
+    """Returns `read` of a step. If the newest step is damaged, `on_damage` decides whether to read the previous one.
 
     With several processes, each calls this. If one of them finds damage, all treat the checkpoint as damaged.
     """
@@ -405,7 +405,7 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns the checkpoint that has the arrays that the checkpoint of a step has left out; None if it has all."""
+    """Returns the base of a step's checkpoint, which has the arrays that it leaves out; None if it has all arrays."""
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 
@@ -421,7 +421,7 @@ class Checkpointer:
       check_base(base, Path(self.folder(step)), variables)
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
         for wanted in _split_by_name(left_out):
-          # In the dtypes of this checkpoint first, as if it had them itself.
+          # Cast to the dtypes of this checkpoint first, as if it had stored the arrays itself.
           structs = {name: _cast(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
           read = other._read_arrays(base.step, nest({to_path(name): x for name, x in structs.items()}))
           found |= {path: node_at(read, to_path(name)).astype(x.dtype) for path, (name, x) in wanted.items()}
@@ -437,7 +437,7 @@ class Checkpointer:
   def _reason_against_files(self) -> str:
     """Returns why this process cannot create files; '' if it can.
 
-    If Orbax met the same error itself, some of its threads would wait for others until a timeout of minutes.
+    If Orbax met this error itself, some of its threads would wait for others until a timeout of minutes.
     """
     try:
       with contextlib.suppress(FileExistsError):
@@ -479,7 +479,7 @@ class Checkpointer:
 def _split_by_name(
   entries: dict[TreePath, tuple[str, jax.ShapeDtypeStruct]],
 ) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
-  """Yields parts of `entries`; in each part, every name occurs once."""
+  """Yields parts of `entries` in which no name occurs twice."""
   while entries:
     paths = {name: path for path, (name, _) in entries.items()}.values()  # One of each name.
     yield {path: entries[path] for path in paths}

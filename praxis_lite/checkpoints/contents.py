@@ -113,7 +113,7 @@ def array_records(shapes: object) -> dict[str, ArrayRecord]:
 
 
 def check_same_model(saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecord], where: str) -> None:
-  """Checks that a checkpoint has the arrays to restore, by comparing the records of the true shapes.
+  """Checks that a checkpoint has the arrays to restore, by comparing true shapes and dtypes.
 
   Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
   differ: the values are cast.

@@ -1,4 +1,4 @@
-"""Decides from an error of Orbax, TensorStore or the disk if a checkpoint is damaged, or cannot be read at present."""
+"""Decides from an error of Orbax, TensorStore or the disk whether a checkpoint is damaged, or only unreadable now."""
 
 from __future__ import annotations
 

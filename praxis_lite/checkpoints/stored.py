@@ -162,7 +162,7 @@ class StoredCheckpoint:
     return target
 
   def _name_base_from(self, copy: Path, target: Path) -> None:
-    """Writes the place of the base, as seen from `target`, into the record of a copy that will be there."""
+    """Writes the path of the base, relative to `target`, into the record of a copy that will be moved there."""
     about = read_checkpoint_record(copy, 'about')
     base = base_of(self.folder, about)
     if base is not None:
@@ -178,7 +178,7 @@ class StoredCheckpoint:
 
 
 def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
-  """Raises CheckpointError if a run has checkpoints of another model than one that is to be copied to it.
+  """Raises CheckpointError if the checkpoints of a run belong to another model than one that is to be copied to it.
 
   Args:
     variables: the arrays of the checkpoint to copy, by name.
@@ -194,7 +194,7 @@ def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, o
 def check_same_arrays(
   copied: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRecord], job_log_dir: Path, optimizer: bool
 ) -> None:
-  """Raises CheckpointError if the arrays of a checkpoint are not those `wanted` by the run to which it is copied."""
+  """Raises CheckpointError if the arrays of a checkpoint differ from `wanted`, the arrays of the run to copy to."""
   ours, theirs = (
     {name: record for name, record in of.items() if optimizer or not name.startswith('opt_states.')}
     for of in (copied, wanted)

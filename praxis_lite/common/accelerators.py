@@ -1,7 +1,7 @@
 """Accelerators: their published figures, and the lookup of a JAX device's accelerator.
 
 Peaks are dense, in operations per second of one chip; bandwidths are for one direction, in bytes per second. Memory and
-bandwidth of GPUs are those that the device reports, so they may differ a little from its name, as in 'A100 40GB'.
+bandwidth of GPUs are as the device reports them, so they may differ a little from its name, as in 'A100 40GB'.
 Figures that are not published are marked as assumed. Figures without a source are marked as not checked.
 """
 
@@ -18,7 +18,7 @@ _TERA, _GIGA = 1e12, 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs in addition to the published figures.
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs besides those in `Accelerator`.
 
   Attributes:
     name: the name of the device.
@@ -43,7 +43,7 @@ class Accelerator:
   Attributes:
     name: the name in a topology, such as 'v5p'.
     kind: 'tpu', 'gpu' or 'cpu'.
-    device_kinds: beginnings of the words of `jax.Device.device_kind`, such as 'tpu v5 lite'; the longest match counts.
+    device_kinds: how the words of `jax.Device.device_kind` begin, such as 'tpu v5 lite'; the longest match counts.
     peaks: operations per second by dtype, in the spelling of HLO.
     memory, bandwidth: bytes, and bytes per second, of a chip.
     link: bytes per second of one fast link (TPU), or of all fast links of a chip (GPU), in one direction.
@@ -95,7 +95,7 @@ _FLOAT8 = tuple(f'f8{kind}' for kind in ('e4m3fn', 'e5m2', 'e4m3', 'e4m3fnuz', '
 
 
 def _peaks(bf16: str, f32: str, int8: str, float8: str) -> dict[str, float]:
-  """Returns peaks by dtype, from figures in 1e12/s. If `float8` is -, float8 has the peak of float32."""
+  """Returns peaks by dtype, from figures in 1e12/s; with '-' for `float8`, float8 has the peak of float32."""
   peaks = {'bf16': bf16, 'f32': f32, 's8': int8, 'u8': int8}
   if float8 != '-':
     peaks |= dict.fromkeys(_FLOAT8, float8)

@@ -42,12 +42,12 @@ def start_devices() -> None:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
     if jax.distributed.is_initialized() and not isinstance(error, AssertionError):
-      raise  # The reason may be another process.
+      raise  # Another process may be using the devices.
     raise UserError(_why_not_started(first_line(error))) from None
 
 
 def _why_not_started(reason: str) -> str:
-  """Returns what was asked for, what there is, and what to install; `reason` is JAX's error."""
+  """Returns a message: the requested platform, what this machine has, and what to install; `reason` is JAX's error."""
   settings: Any = jax.config
   given = settings.jax_platforms or ''
   known = set(_PLATFORMS).union(re.findall(r"'(\w+)'", reason.partition('known backends: ')[2]))
@@ -104,7 +104,7 @@ def simulate_cpu_devices(count: int) -> None:
 
 
 def memory_of(devices: Iterable[jax.Device]) -> int:
-  """Returns the bytes of memory that devices have together; those of a CPU share the memory of their machine."""
+  """Returns the total memory of devices in bytes; devices of a CPU share the memory of their machine."""
   local = jax.local_devices()
   devices = list(devices)
   each = (local[0].memory_stats() or {}).get('bytes_limit')

@@ -29,9 +29,9 @@ class UnknownFieldError(ConfigError, AttributeError):
 
 
 class RangeError(ConfigError):
-  """A field has a value out of its range, or leads to a weight without entries.
+  """A field has a value out of its range, or makes a weight without entries.
 
-  A layer that was given the value by another one does not know which field the user has set. So the layers around it
+  A layer that got the value from another layer does not know which field the user has set. So the layers around it
   change the message (`config/fields_at_fault.py`).
 
   Attributes:
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
-  """Returns the first `most` lines; if there are more, also a line with the number of the others."""
+  """Returns the first `most` lines, and if there are more, a line that says how many are left out."""
   return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
 
@@ -135,7 +135,7 @@ def check_range(
   above: float | None = None,
   below: float | None = None,
 ) -> None:
-  """Raises a RangeError that names the field `where`, unless `value` is None, or it and each of its entries fits."""
+  """Raises a RangeError that names the field `where`, if `value` or one of its entries is out of range; None is not."""
   values = value if isinstance(value, Sequence) else [] if value is None else [value]
   limits = [
     *([] if least is None else [(f'at least {least}', lambda x: x >= least)]),
@@ -152,8 +152,8 @@ def check_range(
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
   """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if no name is close.
 
-  If `name` is what another library calls one of `known`, that one is the closest. Names are close if the part that they
-  share is at least `cutoff`.
+  If another library uses `name` for one of `known`, that one is the closest. Names are close if their similarity ratio
+  (`difflib`) is at least `cutoff`.
   """
   known = list(known)
   same = [ours for ours in (name.lower(), *OUR_NAMES.get(name.lower(), ())) if ours in known]

@@ -111,7 +111,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_line(line: str | bytes) -> Any:
-  """Like `parse_json`, for a line of a file; the message names a character, and no other line."""
+  """Like `parse_json`, for one line of a file; the message gives the character, and no line number."""
   try:
     return parse_json(line.strip())
   except json.JSONDecodeError as error:
@@ -133,7 +133,7 @@ def plain_dtype(name: object) -> np.dtype:
 
 
 def kind_of_other(path: str | os.PathLike[str]) -> str:
-  """Returns what is at the path instead of a file, such as 'a named pipe'; '' for a file or if nothing is there."""
+  """Returns what is at the path instead of a file, such as 'a named pipe'; '' if it is a file, or nothing is there."""
   try:
     return _kind(os.stat(path).st_mode)
   except OSError:
@@ -260,7 +260,7 @@ def file_error(error: OSError) -> UserError | None:
 
 
 def forbidden_by(file: str | os.PathLike[str]) -> str:
-  """Returns what to do about a file that this user may not read or write: which permissions to change."""
+  """Returns which permissions to change, for a file that this user may not read or write."""
   path = Path(file)
   closed = next((f for f in reversed(path.absolute().parents) if os.path.exists(f) and not os.access(f, os.X_OK)), path)
   return f'ask its owner for access, or change its permissions (`ls -ld {shlex.quote(os.fspath(closed))}` shows them)'

@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt only between two of its own instructions, so a compilation delays it by minutes, and an
 import may swallow it. The operating system writes to a pipe at once, and a thread that reads it ends the process.
-Training replaces the handler while it runs, to save first. If its handler has to wait, because the main thread
-compiles, the other thread says so, and ends the process after a second Ctrl-C.
+While training runs, it replaces the handler by one that saves first. If that handler has to wait, because the main
+thread compiles, the other thread says so, and ends the process after a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handle
 import contextlib  # noqa: E402, after the handler is set
 import threading  # noqa: E402
 
-_PATIENCE_S = 1.0  # Until a line says that a handler waits.
+_PATIENCE_S = 1.0  # Seconds until a line says that a handler waits.
 
 
 def end_on_interrupt() -> None:
@@ -41,7 +41,7 @@ def end_on_interrupt() -> None:
   if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _end_early):
     ending = _Ending()
     signal.signal(signal.SIGINT, ending.end)
-    if sys.platform != 'win32':  # There the pipe would have to be a socket.
+    if sys.platform != 'win32':  # On Windows, the pipe would have to be a socket.
       ending.watch()
 
 
@@ -86,7 +86,7 @@ class _Ending:
       handler = signal.getsignal(signal.SIGINT)
       if number[0] != signal.SIGINT or handler not in (self.end, WaitingHandler.handler):
         continue
-      if handler == self.end or count_before == WaitingHandler.count:  # A second one, and the first is not handled.
+      if handler == self.end or count_before == WaitingHandler.count:  # The first is not handled yet.
         self.end(signal.SIGINT, None)
       count_before = WaitingHandler.count
       threading.Timer(_PATIENCE_S, self._tell_if_waiting, (count_before,)).start()

@@ -1,4 +1,4 @@
-"""name_unknown_keywords: a public function names a keyword that it does not have, as a config names unknown fields."""
+"""name_unknown_keywords: errors about an unknown keyword of a public function suggest a known one, as configs do."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class UnknownKeywordError(ConfigError, TypeError):
 def name_unknown_keywords(
   function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = ()
 ) -> Callable[P, R]:
-  """Returns this function, which for an unknown keyword raises an `UnknownKeywordError` that names the nearest one.
+  """Returns the function, which now raises an `UnknownKeywordError` with the nearest name for an unknown keyword.
 
-  The keywords `of_elsewhere` come with `elsewhere`, which says where they are set.
+  For the keywords in `of_elsewhere`, the error says `elsewhere`, where they are set.
   """
   known = [name for name in inspect.signature(function).parameters if name != 'self']
 

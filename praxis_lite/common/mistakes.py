@@ -29,7 +29,7 @@ _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|i
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
 _MAX_OPERANDS = 8
-# Python's messages about a call that does not fit the parameters of a method, and the functions between both.
+# Python's messages about arguments that do not fit a method, and the functions between the call and the method.
 _SIGNATURE = re.compile(r'(?:\w+\.)*(\w+)\(\) (got an unexpected .*|missing \d+ required .*|takes .* given)')
 _OWN_FRAMES = ('_wrong_signature', 'explain_error', 'run')
 
@@ -190,7 +190,7 @@ def explain_error(
 
 
 def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str | None:
-  """Returns what a method of a user's layer lacks that a layer of the library calls; None if the error is another."""
+  """Returns what is wrong with the arguments of a user's method that the library calls; None for other errors."""
   found = _SIGNATURE.match(message)
   method = found and getattr(type(layer), found[1], None)
   callers = [frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name not in _OWN_FRAMES]
@@ -205,14 +205,14 @@ def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str |
 def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]]) -> str:
   """Returns the field that decides a size in a message about shapes, with the value that fits; '' unless it is clear.
 
-  If a matrix of a user's own layer would fit when it is transposed, returns this instead.
-  The field belongs to the layer, or to the outermost of the layers around it that has a field of this name and value.
+  The field belongs to the layer, or to the outermost layer around it that has a field of this name and value. If a
+  matrix of a user's own layer would fit when it is transposed, the result says that instead.
   """
   sizes = next((found.groups() for pattern in _TWO_SIZES if (found := re.search(pattern, what))), ())
   layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
   for new, old in (map(int, sizes), map(int, reversed(sizes))) if sizes else ():
     shapes = [tuple(shape) for shape in weights.values() if old in shape]
-    if 'broadcast' in what:  # Of other arrays, perhaps.
+    if 'broadcast' in what:  # The sizes may be those of other arrays.
       shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
     if not shapes:
       continue
@@ -260,7 +260,7 @@ def name_method(layer: object, path: str, method: str) -> str:
 
 
 def missing_return_hint(method: Callable[..., object]) -> str:
-  """Returns what is wrong with a method that has returned None, and where its code is; begins with a verb."""
+  """Returns the end of a message about a method that returned None, from the verb on: its fault, and where it is."""
   return f'returned None; does it lack a return? {defined_at(method)}'
 
 

@@ -1,10 +1,10 @@
-"""The present names of what has moved; recorded configs, and files of users, may have the old names."""
+"""Today's names of modules, classes and functions that moved; recorded configs and users' files may have old ones."""
 
 from __future__ import annotations
 
 import re
 
-# Classes and functions, relative to praxis_lite, that were renamed, moved without their module, or lost it.
+# Classes and functions, relative to praxis_lite, that were renamed, or moved to another module.
 _MOVED_OBJECTS = {
   'inputs.arrays.ArrayInput': 'inputs.random_access.ArrayInput',
   'inputs.stdlib_text.stdlib_files': 'inputs.text.stdlib_files',

@@ -19,7 +19,7 @@ _TEXT_BYTES = 400
 _LONGEST_WAIT_MS = 2**31 - 1
 
 _meetings = itertools.count(1)
-# What the main thread does, and since when.
+# What the main thread is doing, and since when.
 _progress = deque([('start-up', time.monotonic())], maxlen=1)
 
 
@@ -68,7 +68,7 @@ def meet_others() -> None:
 
 
 def note_progress(doing: str) -> None:
-  """Notes that the main thread begins something, such as 'step 12', for whatever watches this process."""
+  """Records what the main thread begins, such as 'step 12', for watchdogs of this process."""
   _progress.append((doing, time.monotonic()))
 
 

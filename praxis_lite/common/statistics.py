@@ -6,7 +6,8 @@
     min, max   smallest and largest value                     are zero in all rows and tokens
     hist       histogram
 
-A device computes parts: sums, and extremes. `PartKind` says how parts combine. The host makes statistics of them.
+Devices compute parts, which are sums and extremes. `PartKind` says how parts combine. The host computes the statistics
+from them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PartKind(enum.StrEnum):
   MOMENTS = 'moments'  # [..., 3]: the number of entries, their mean, and the sum of squared distances to it.
 
   def combine(self, x: jax.Array) -> jax.Array:
-    """Returns parts combined over the first axis; of a sum, in its own dtype."""
+    """Returns parts combined over the first axis; sums keep their dtype."""
     if self is PartKind.MOMENTS:
       return _combine_moments(x, lambda each: jnp.sum(each, 0))
     if self is PartKind.SUM:
@@ -87,7 +88,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
   'dead': ('units',),
   'hist': ('bins',),
 }
-# How the parts that need one pass are computed: a reduction, of entries that are made of each value.
+# How the parts that need one pass are computed: a reduction, and the function of each value that it reduces.
 _REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]] = {
   'sum': (jnp.sum, lambda x: x),
   'squares': (jnp.sum, jnp.square),
@@ -111,8 +112,9 @@ def compute_parts(
   """Returns the parts of some statistics by name, in float32; of a histogram, counts [bins].
 
   Args:
-    x: floating, any shape; a scalar, or one in each layer of a stack, is a unit.
-    real: bool, broadcast to x: False for entries that do not count, which may be anything; None means that all do.
+    x: floating, any shape; a scalar, or one scalar for each layer of a stack, is a unit.
+    real: bool, broadcast to x: False for entries that do not count, whose values are arbitrary; None means that all
+      count.
     statistics: names in `STATISTICS`.
     first: number of leading dimensions with a statistic for each of their entries, such as layers; the parts begin
       with them.
@@ -123,7 +125,7 @@ def compute_parts(
     real = None if real is None else real[..., None]
   real = jnp.ones((1,) * x.ndim, bool) if real is None else real.reshape((1,) * (x.ndim - real.ndim) + real.shape)
   axes = tuple(range(first, x.ndim))
-  # Each row of the last dimensions counts or does not: it is reduced before the mask is read, which is faster.
+  # All entries of a row of the last dimensions count, or none does: rows are reduced before the mask, which is faster.
   rows = next((axis + 1 for axis in reversed(axes) if real.shape[axis] != 1), first)
   parts = {'n': _count(real, x.shape, axes)}
   for part in dict.fromkeys(part for name in statistics for part in _NEEDS[name]):
@@ -132,14 +134,14 @@ def compute_parts(
 
 
 def _count(real: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-  """Returns the number of entries of an array of this shape that count, without those of `axes`."""
+  """Returns the number of entries that count, summed over `axes`, for an array of this shape."""
   copies = math.prod(size for axis, size in enumerate(shape) if axis in axes and real.shape[axis] == 1)
   counted = jnp.sum(real, axes, dtype=jnp.float32) * copies
   return jnp.broadcast_to(counted, shape[: axes[0]])
 
 
 def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...], inner: tuple[int, ...]) -> jax.Array:
-  """Returns a part over `axes`; entries that differ only along the axes `inner`, the last ones, count together."""
+  """Returns a part over `axes`; `real` is constant along `inner`, the last axes."""
   if part in _REDUCTIONS:
     reduce, entries = _REDUCTIONS[part]
     neutral = {'min': jnp.inf, 'max': -jnp.inf}.get(part, 0)
@@ -160,11 +162,11 @@ def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...], inner
 
 
 def _moments(x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Returns [..., 3]; x is 0 where it does not count."""
+  """Returns moments [..., 3], see `PartKind`; x is 0 where it does not count."""
   n = jnp.sum(real, axes, keepdims=True, dtype=jnp.float32)
   mean = jnp.sum(x, axes, keepdims=True) / jnp.maximum(n, 1)
   away = jnp.where(real, x - mean, 0)
-  # The mean is rounded, and so what is left of it is in the mean distance.
+  # The mean is rounded, so the mean distance from it is not exactly 0; this corrects both mean and squares.
   left = jnp.sum(away, axes, keepdims=True) / jnp.maximum(n, 1)
   squares = jnp.sum(jnp.square(away), axes, keepdims=True) - n * jnp.square(left)
   return jnp.stack([jnp.squeeze(each, axes) for each in (n, mean + left, squares)], -1)
@@ -172,7 +174,7 @@ def _moments(x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def _count_bins(x: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns the number of entries in each bin, float32 [bins], of at most `_MOST_COUNTED` entries."""
-  # The first bit after the exponent halves each power of 2.
+  # The first bit of the mantissa cuts each power of 2 into two bins.
   bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 22
   bin_of_sign = jnp.clip(bits - (127 + _LOWEST) * _PARTS, 0, _BINS_OF_SIGN - 1)
   index = jnp.where(x == 0, _BINS_OF_SIGN, _BINS_OF_SIGN + jnp.where(x < 0, -1 - bin_of_sign, 1 + bin_of_sign))
@@ -189,7 +191,7 @@ def bin_edges() -> np.ndarray:
 
 
 def to_statistics(parts: Mapping[str, np.ndarray], statistics: Sequence[str]) -> dict[str, np.ndarray]:
-  """Returns statistics by name, of combined parts on the host; NaN if there are no entries."""
+  """Returns statistics by name, from combined parts on the host; NaN if no entries count."""
   wide = {name: np.asarray(x, np.float64) for name, x in parts.items()}
   n = wide['n']
   with np.errstate(invalid='ignore', divide='ignore'):

@@ -49,7 +49,7 @@ def path_matches(pattern: str, path: Path) -> bool:
 
 
 def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
-  """Returns what to write in place of a regex that matches none of `names` as a whole, as the end of a message."""
+  """Returns a suggestion for a regex that matches none of `names` as a whole, as the end of a message."""
   names, inner = list(names), f'({pattern})' if '|' in pattern else pattern
   for match, wider in ((re.match, f'{inner}.*'), (re.search, f'.*{inner}.*')):
     if any((found := match(pattern, name)) and found[0] for name in names):
@@ -71,12 +71,12 @@ def map_with_path(
 
 
 def is_named_box(x: object) -> bool:
-  """Whether x is one of Flax's boxes around an array, such as `LogicallyPartitioned`, which names the array's axes."""
+  """Whether x is a Flax box around an array, such as `LogicallyPartitioned`, which names the array's axes."""
   return hasattr(x, 'names') and hasattr(x, 'value') and callable(getattr(x, 'replace_boxed', None))
 
 
 def put_into_boxes(boxed: object, tree: object) -> Any:
-  """Returns `tree` with each leaf in the box that `boxed` has in the same place; without such a box, as it is."""
+  """Returns `tree` with each leaf in the box that `boxed` has at its path, if it has one there."""
 
   def put(x: Any, leaf: object) -> object:
     return x.replace_boxed(leaf) if is_named_box(x) else leaf

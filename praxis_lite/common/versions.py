@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str:
-  """Returns the version of an installed package; '' if it is not, but only a folder on PYTHONPATH."""
+  """Returns the version of an installed package; '' if it is not installed, even if it can be imported."""
   try:
     return metadata.version(package)
   except metadata.PackageNotFoundError:
@@ -14,5 +14,5 @@ def version_of(package: str) -> str:
 
 
 def package_version() -> str:
-  """Returns the version of praxis_lite; 'not installed' if it is a folder on PYTHONPATH."""
+  """Returns the version of praxis_lite; 'not installed' if it is only a folder on PYTHONPATH."""
   return version_of('praxis_lite') or 'not installed'

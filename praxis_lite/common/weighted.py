@@ -24,7 +24,7 @@ WeightedScalars = dict[str, WeightedScalar]
 def weighted_mean(values: jax.Array, weights: jax.Array, axis: int | None = None) -> WeightedScalar:
   """Returns (sum(values * weights) / sum(weights), sum(weights)) in float32, and (0, 0) if all weights are zero.
 
-  Values of zero weight may be anything, even NaN. A weight that is NaN makes the mean NaN, so that it is noticed.
+  Values of zero weight are arbitrary, even NaN. A weight that is NaN makes the mean NaN, so that it is noticed.
 
   Args:
     values: any shape.
@@ -72,7 +72,7 @@ def _product(means: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> WeightedScalar:
-  divisor = weight + (weight == 0)  # Never zero. It traces in half the time of jnp.where, once for every metric.
+  divisor = weight + (weight == 0)  # Never zero. This traces in half the time of jnp.where, for every metric.
   return total / _expand(divisor, total.ndim), weight
 
 

@@ -62,7 +62,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of the first layers and of the pattern of a stack, given a layer such as `Repeat` or a config."""
+  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat` or the config of one."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 

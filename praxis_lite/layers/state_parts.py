@@ -25,7 +25,8 @@ from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
 
-ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]  # Splits an array over the mesh, by a letter for each dimension.
+# Splits an array over the mesh, given a letter for each dimension.
+ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:

@@ -1,6 +1,6 @@
 """Convolutions along time: a depthwise one, the convolution module of a Conformer, and subsampling of features.
 
-Frames of padding are 0 before each convolution, so that the results of the others do not depend on padding.
+Frames of padding are set to 0 before each convolution, so that the results of other frames do not depend on padding.
 
 B batch, T frames, D dims, W width of a filter, M frequencies, C channels, U frames after subsampling.
 """
@@ -25,7 +25,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class DepthwiseConv1D(Layer):
-  """y[t] = sum_w x[t + w - before] * w[w] + b, for each dim on its own; x is 0 outside of the sequence.
+  """y[t] = sum_w x[t + w - before] * w[w] + b, separately for each dim; x is 0 outside of the sequence.
 
   `before` is W - 1 if the convolution is causal, so that no frame sees later ones; otherwise (W - 1) / 2, rounded down.
 
@@ -72,20 +72,20 @@ class DepthwiseConv1D(Layer):
 class ConvolutionModule(Layer):
   """y = W_out f(norm(depthwise(glu(W_in input_norm(x))))), the convolution of a Conformer (Gulati et al., 2020).
 
-  glu halves its dims: a * sigmoid(b) for the halves a and b.
+  glu multiplies one half of its dims by the sigmoid of the other, a * sigmoid(b).
 
   Attributes:
-    input_dims: D, also of the result.
+    input_dims: D of the input and the result.
     kernel_size: W.
     causal: whether no frame sees later ones.
     activation: name of f.
     input_norm_tpl: template of the child `input_norm`.
     proj_tpl: template of the children `value`, `gate` and `down`, linear layers.
     depthwise_tpl: template of the child `depthwise`.
-    norm_tpl: template of the child `norm`. A `BatchNorm` leaves out padding; a `GroupNorm` normalizes each frame on its
-      own, so that it needs neither later frames nor padding.
+    norm_tpl: template of the child `norm`. A `BatchNorm` leaves out padding. A `GroupNorm` normalizes each frame
+      separately, so the result depends neither on later frames nor on padding.
     dropout_tpl: template of the child `dropout`, on the result.
-    weight_split_dims_mapping: `wt`, [D, D], of `value` and `gate`; that of `down` is split the other way round.
+    weight_split_dims_mapping: `wt`, [D, D], of `value` and `gate`; the weight of `down` has the two entries swapped.
     activation_split_dims_mapping: `out`, [B, T, D].
   """
 
@@ -149,14 +149,15 @@ class ConvolutionModule(Layer):
 
 
 class ConvSubsampling(Layer):
-  """A quarter of the frames: 3 x 3 convolutions with stride 2 over time and frequency, then a linear layer.
+  """Subsamples frames, by 4 with two 3 x 3 convolutions of stride 2 over time and frequency; then a linear layer.
 
-  Biases begin uniform within 1 / sqrt(fan in), so that frames that SpecAugment sets to 0 are not 0 for later norms.
+  Biases are initially uniform in +-1 / sqrt(fan in), so that frames that SpecAugment sets to 0 do not reach later norms
+  as zeros.
 
   Attributes:
     input_dims: M.
     output_dims: D.
-    channels: C of each convolution; one of them halves the frames, two leave a quarter.
+    channels: C of each convolution; each convolution halves the number of frames.
     activation: name of the activation after each convolution.
     causal: whether no frame sees later ones, so that frame u depends on frames up to 4 u.
     conv_tpl: template of the children `conv_0`, `conv_1`, ...
@@ -180,7 +181,7 @@ class ConvSubsampling(Layer):
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     shapes = [(3, 3, i, o) for i, o in itertools.pairwise((1, *self.channels))]
-    # Their own padding would depend on whether the number of frames is even.
+    # The convolutions' own padding would depend on whether the number of frames is even.
     convs = [self.conv_tpl.clone(filter_shape=shape, strides=(2, 2), padding='VALID') for shape in shapes]
     self.create_children('conv', templates=convs)
     frequencies = self.input_dims
@@ -192,7 +193,7 @@ class ConvSubsampling(Layer):
       draw_bias(layer, fan_in)
 
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns frames, [B, U, D], and their paddings, [B, U], or None if there were none.
+    """Returns frames, [B, U, D], and their paddings, [B, U]; None if `paddings` is None.
 
     Args:
       x_BTM: features.

@@ -1,12 +1,13 @@
-"""Attention on NVIDIA GPUs by kernels of tokamax, for what cuDNN's kernel does not take. No logits are in memory.
+"""Attention on NVIDIA GPUs by tokamax's kernels, where cuDNN's kernel does not apply. Logits are never in memory.
 
-    Mosaic   for Hopper: forward and backward kernels, also with a soft cap. For Blackwell, the backward kernels of
-             tokamax 0.0.12 need more shared memory than there is from 128 dims per head on
-    Triton   for other chips from Ampere on: its backward kernel has no soft cap, and takes a window as an array [T, S]
+    Mosaic   for Hopper: forward and backward kernels, which support a soft cap. Not for Blackwell: with 128 dims per
+             head or more, the backward kernels of tokamax 0.0.12 need more shared memory than the chip has
+    Triton   for all other chips since Ampere: the backward kernel has no soft cap, and takes a window as an array
+             [T, S]
 
-The kernels have no sinks: these are added to their results, and the backward kernels then get the sums with sinks.
-Limits of offsets reach the kernels as a range of keys for each query, and the rest of a mask as an array of bool,
-[B or 1, 1, T, S]. Lengths are padded to whole blocks.
+The kernels do not support sinks. So sinks are added to the results of the forward kernel, and the backward kernels get
+the sums that include them. Limits of offsets reach the kernels as a range of keys for each query, and the rest of a
+mask as a bool array, [B or 1, 1, T, S]. Lengths are padded to whole blocks.
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
 """
@@ -33,12 +34,12 @@ from praxis_lite.layers.tokamax_target import INSTALL, is_installed, tokamax_for
 from praxis_lite.sharding.mesh import device_kind
 from praxis_lite.sharding.padding import pad_to
 
-# The most dims of a head that fit in the shared memory of a multiprocessor, of at least 164 KiB or 100 KiB.
+# The most dims of a head: True for chips with at least 164 KiB of shared memory per multiprocessor, False for 100 KiB.
 _MOST_DIMS = {True: 256, False: 128}
-ATTENTION_KERNEL = 'attention_kernel_'  # Begins the names of functions that call kernels; see `_jit_with_flops`.
+ATTENTION_KERNEL = 'attention_kernel_'  # Prefix of the names of functions that call kernels; see `_jit_with_flops`.
 _BLOCK = 128  # Lengths are padded to multiples of it; all blocks of the kernels divide it.
 _OPERATIONS = 'tokamax._src.ops.attention'
-# Products in a forward pass and in a backward pass, which computes the logits and their gradients twice.
+# Matrix products in a forward and in a backward pass; the latter computes the logits and their gradients twice.
 _PRODUCTS, _BACKWARD_PRODUCTS = 2, 7
 
 
@@ -89,7 +90,10 @@ def tokamax_attention(
 
 
 def kernel_flops(name: str) -> tuple[float, int] | None:
-  """Returns the FLOPs of each call of a kernel in a function of this name, and their number; None for other names."""
+  """Returns the FLOPs of each kernel call, and the number of calls, in a function named by `_jit_with_flops`.
+
+  Returns None for other names.
+  """
   if not name.startswith(ATTENTION_KERNEL):
     return None
   flops, calls = name.removeprefix(ATTENTION_KERNEL).split('_')
@@ -111,7 +115,7 @@ def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: I
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     call = _Call.make(formula, heads, integers)
     T = heads.query.shape[1]
-    # If rematerialization keeps the results, a second call of this function is not needed, and JAX removes it.
+    # If rematerialization keeps the results, the backward pass does not need this call again, and JAX removes it.
     out_BTNH, stats = _jit_with_flops(call.forward, call.flops(_PRODUCTS, backward=False), 1)(*heads[:3])
     out_BTNH, stats = _add_sinks(heads.sinks, out_BTNH, stats)
     return out_BTNH[:, :T], stats
@@ -142,7 +146,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the results of the forward kernel with a key of value 0 added to all queries of each head."""
+  """Returns the results of the forward kernel as if each head had one more key, with the value 0; see `add_sinks`."""
   if sinks is None:
     return out_BTNH, stats
   top_BNT, total_BNT = stats
@@ -152,7 +156,7 @@ def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -
 
 
 def _jit_with_flops(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
-  """Returns `fn` jitted under a name with the FLOPs of each of its calls of kernels, which stays in programs."""
+  """Returns `fn` jitted under a name with the FLOPs and the number of its kernel calls, for readers of programs."""
 
   def call(*arrays: jax.Array) -> Any:
     return fn(*arrays)
@@ -209,7 +213,7 @@ class _Call(NamedTuple):
   def flops(self, products: int, *, backward: bool) -> float:
     """Returns the FLOPs of products of pairs of blocks that the kernels compute."""
     offsets = self.offsets
-    if backward:  # It skips only what causal masks empty.
+    if backward:  # The backward kernels skip only blocks that a causal mask makes empty.
       offsets = Band(None, 0) if offsets.ahead == 0 else Band()
     pairs = count_pairs(offsets, *(block_indices(length, _BLOCK) for length in self.lengths))
     return 2.0 * products * pairs * _BLOCK**2 * self.size
@@ -259,7 +263,7 @@ def _kernels() -> _Kernels:
 @functools.cache
 def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
   """Returns why no call of the kernels can be traced for the chips of the ambient mesh; '' if one can."""
-  del chip, capability  # What is traced depends on them.
+  del chip, capability  # Keys of the cache: what is traced depends on them.
   shape: Any = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
   heads = Heads(shape, shape, shape)
   formula = Formula(scale=1.0)
@@ -270,6 +274,6 @@ def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
 
   try:
     jax.eval_shape(gradients, heads)
-  except Exception as error:  # Of whatever a release of tokamax raises that does not fit this JAX, or lacks packages.
+  except Exception as error:  # A tokamax that does not fit this JAX, or that lacks packages, may raise anything.
     return first_line(error)
   return ''

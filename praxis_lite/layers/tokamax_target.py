@@ -1,8 +1,8 @@
-"""What is needed to call kernels of the library tokamax for a chip that may belong to another machine.
+"""Makes tokamax trace its kernels for the ambient mesh's chip, which this machine may not have.
 
-tokamax comes with the extra `praxis_lite[kernels]`, and is imported when a program for a GPU first asks for it. 0.0.12
-has kernels in Pallas; 0.0.17, for JAX from 0.11.1, needs the packages triton and jax-triton for some of them. Only
-`tokamax_attention.py` and this file know tokamax.
+tokamax comes with the extra `praxis_lite[kernels]`, and is imported when a program for a GPU first needs it. Version
+0.0.12 has Pallas kernels; 0.0.17, for JAX 0.11.1 and later, needs the packages triton and jax-triton for some of them.
+Only `tokamax_attention.py` and this file know tokamax.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from praxis_lite.sharding.mesh import device_kind
 
 INSTALL = 'install praxis_lite[kernels]'
 _flags_lock = threading.RLock()
-_CORES = 128  # Multiprocessors of a chip that does not say their number.
+_CORES = 128  # Number of multiprocessors, if the chip does not say it.
 
 
 def is_installed() -> bool:
-  """Whether tokamax is installed; it is not imported."""
+  """Whether tokamax is installed; does not import it."""
   return importlib.util.find_spec('tokamax') is not None
 
 
 @contextlib.contextmanager
 def tokamax_for_mesh() -> Iterator[Any]:
-  """Yields tokamax, which inside the block takes the chip of the ambient mesh for the chip of this machine.
+  """Yields tokamax; inside the block, it compiles for the chip of the ambient mesh instead of this machine's.
 
-  tokamax would log a warning for each shape that it has not tuned for this chip; these warnings are dropped.
+  tokamax logs a warning for each shape that it has not tuned for a chip; inside the block, these are dropped.
   """
   import tokamax
 
@@ -52,9 +52,9 @@ def tokamax_for_mesh() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _parsed_flags() -> Iterator[None]:
-  """Makes absl's flags readable inside the block, also if the program has not parsed them.
+  """Makes absl's flags readable inside the block, even if the program has not parsed them.
 
-  If flags are not parsed, tokamax parses the whole command line, and fails on the flags of another program.
+  If they are not parsed, tokamax parses the command line itself, and fails on this program's flags.
   """
   with _flags_lock:
     values = flags.FLAGS
@@ -69,7 +69,7 @@ def _parsed_flags() -> Iterator[None]:
 
 
 class _Chip(NamedTuple):
-  """What tokamax reads of a device."""
+  """The attributes of a device that tokamax reads."""
 
   platform: str
   device_kind: str
@@ -78,7 +78,7 @@ class _Chip(NamedTuple):
 
 
 def _target_device() -> Any:
-  """Returns a device of the ambient mesh, or what stands for one of another machine."""
+  """Returns a GPU of the ambient mesh's kind, or a `_Chip` if this machine has none."""
   here, kind = jax.devices()[0], device_kind()
   if here.platform == 'gpu' and here.device_kind == kind:
     return here

@@ -1,10 +1,9 @@
-"""Parts of a transducer: the network that reads labels, and the one that joins it with the encoder (Graves, 2012).
+"""Parts of a transducer: the network that reads labels, and the one that joins labels and encoder (Graves, 2012).
 
     g_u      = recurrent(embedding(blank, labels before u))
     logits   = softmax(tanh(encoder_proj(x_t) + label_proj(g_u)))
 
-B batch, T frames, L labels, U = L + 1 numbers of labels that are written, D dims, J joint dims, V symbols, C frames of
-a chunk.
+B batch, T frames, L labels, U = L + 1: 0 to L labels are written, D dims, J joint dims, V symbols, C frames of a chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 
 class LabelNetwork(Layer):
-  """Reads the labels that are written so far (the prediction network).
+  """Reads the labels that have been written so far (the prediction network).
 
   Attributes:
     vocab_size: V.
@@ -51,7 +50,7 @@ class LabelNetwork(Layer):
     self.create_child('recurrent', self.recurrent_tpl.clone(input_dims=self.model_dims))
 
   def __call__(self, labels_BL: jax.Array) -> jax.Array:
-    """Returns what is known after each number of labels, [B, U, D].
+    """Returns the outputs g_u after u = 0, ..., L labels, [B, U, D].
 
     Args:
       labels_BL: int32.
@@ -64,11 +63,11 @@ class LabelNetwork(Layer):
     self.recurrent.init_decode_state(batch_size, 1)
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
-    """Returns what is known after one more symbol, [B, D]; the first symbol is `start_id`.
+    """Returns the outputs after one more symbol, [B, D]; the first symbol is `start_id`.
 
     Args:
-      ids_B: int32.
-      pos_B: int32; rows with -1 read nothing, and what is returned of them means nothing.
+      ids_B: int32, the symbol.
+      pos_B: int32; rows with -1 read nothing, and their outputs are arbitrary.
     """
     return self.recurrent.extend_step(self.embedding(ids_B[:, None]), pos_B[:, None])[:, 0]
 
@@ -80,22 +79,22 @@ class JointSplit(ActivationSplit):
 
 
 class PathLogProbs(NamedTuple):
-  """Log probabilities in frame t after u labels, [B, T, U] float32: of the blank, and of the next label."""
+  """Log probabilities of the blank and of the next label, in frame t after u labels, [B, T, U] float32."""
 
   blank: jax.Array
   label: jax.Array
 
 
 class TransducerJoint(Layer):
-  """The softmax over what encoder and label network know (the joint network).
+  """The softmax of the outputs of encoder and label network together (the joint network).
 
   Attributes:
-    encoder_dims, label_dims: dims of both.
+    encoder_dims, label_dims: dims of the two outputs.
     joint_dims: J.
     num_classes: V.
     activation: name of the activation before the softmax.
     chunk_size: C; the log probabilities of C frames are computed at a time, and again in the backward pass, so that
-      [B, T, U, V] is never in memory. None computes all at once.
+      logits [B, T, U, V] are never in memory. None computes all frames at once.
     proj_tpl: template of the children `encoder_proj` and `label_proj`.
     weight_split_dims_mapping: `wt`, [J, V], of `w`; the bias is split like V. If `proj_tpl` has no mapping, its output
       is split like J.
@@ -128,8 +127,8 @@ class TransducerJoint(Layer):
     """Returns log probabilities of the blank and of the labels.
 
     Args:
-      x_BTD: states of the encoder.
-      g_BUD: what the label network knows after u labels.
+      x_BTD: outputs of the encoder.
+      g_BUD: outputs of the label network after u labels.
       labels_BL: int32.
       blank_id: the symbol that is the blank.
     """
@@ -152,7 +151,7 @@ class TransducerJoint(Layer):
     return PathLogProbs(*(join_blocks(x, T) for x in found))
 
   def step_logits(self, x_BD: jax.Array, g_BD: jax.Array) -> jax.Array:
-    """Returns logits [B, V] float32 of one frame of each row, given what the label network knows."""
+    """Returns float32 logits [B, V], for one frame and one output of the label network of each row."""
     hidden = self.encoder_proj(x_BD[:, None]), self.label_proj(g_BD[:, None])
     return self._logits(hidden[0][:, :, None], hidden[1][:, None], self.theta.w, self.theta.b)[:, 0, 0]
 

@@ -108,7 +108,8 @@ class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables.
 
   It computes the same as `StackedTransformer`, and compiles faster. If blocks mix their values with those of the first
-  one, see `ValueResidual`, that is the first of `first_tpl`; a single template without `first_tpl` makes it itself.
+  block (`ValueResidual`), the first block is `first_tpl[0]`; if `first_tpl` is empty, it is made from `layers_tpl`,
+  which must then be a single template.
 
   Attributes: the same as for `Repeat`, and
     sliding_windows: see `add_windows`.
@@ -136,7 +137,7 @@ class RepeatedTransformer(Repeat):
     return super().extend_step(x, *args, **kwargs, **self._first_values(x))
 
   def _make_first(self) -> None:
-    """Makes the first block one that does not mix its values, outside of the scan."""
+    """Adds a first block, outside of the scan, that does not mix its values."""
     if not self.first_tpl:
       if not isinstance(self.layers_tpl, Config):
         raise ConfigError(

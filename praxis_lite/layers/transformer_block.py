@@ -1,4 +1,4 @@
-"""TransformerBlock: attention and a feed-forward layer on a residual stream; and what models pass on to their blocks.
+"""TransformerBlock: attention and a feed-forward layer on a residual stream; and the fields that models set in blocks.
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
@@ -26,7 +26,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 
-# The fields of a model that its attention layers get.
+# The fields of a model that it passes on to its attention layers.
 HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 NORM_POLICIES = ('pre', 'post', 'post_sublayer', 'primer_hybrid')
 
@@ -46,7 +46,7 @@ class TransformerBlock(Layer):
     attention_tpl: template of the child `attention`.
     ff_tpl: template of the child `ff`, such as a `MoeFeedForward`.
     dropout_tpl: template of the child `residual_dropout`, on values that are added to the residual stream.
-    residual_tpl: template of the child `residual`, a `StochasticResidual` that adds them; None just adds them.
+    residual_tpl: template of the child `residual`, a `StochasticResidual` that adds these values; None just adds them.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """
 
@@ -116,12 +116,12 @@ class TransformerBlock(Layer):
     self.attention.init_decode_state(batch_size, max_len)
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *attention: Any, **more: Any) -> jax.Array:
-    """Returns [B, T, D] for the next tokens; `attention` and `more` are further arguments of its `extend_step`."""
+    """Returns [B, T, D] for the next tokens; the other arguments are passed on to the attention's `extend_step`."""
     x_BTD = self._add_attention(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *attention, **more))
     return self._add_feed_forward(x_BTD, pos_BT < 0)
 
   def first_values(self, x_BTD: jax.Array) -> jax.Array:
-    """Returns the values of its attention, [B, T, K, H], for later layers with a `ValueResidual`."""
+    """Returns the values of this block's attention, [B, T, K, H], for later layers with a `ValueResidual`."""
     return self.attention.first_values(self.attention_norm(x_BTD) if self._norms_inputs else x_BTD)
 
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterator[LayerProblem]:

@@ -43,7 +43,7 @@ class TransformerLm(Layer):
       D.
     use_bias: whether all layers that support biases, except the softmax, have them; None leaves this to their
       templates.
-    embedding_tpl: template of the child `embedding`; with None, the table of `softmax` is also the embedding.
+    embedding_tpl: template of the child `embedding`; None means that the table of `softmax` is also the embedding.
     position_tpl: template of the child `position`, which is added to the embeddings; None disables it, as for rotary
       positions.
     dropout_tpl: template of the child `embedding_dropout`.
@@ -129,7 +129,7 @@ class TransformerLm(Layer):
 
     Args:
       ids_BT: int32 tokens.
-      labels_BT: int32, the token that follows each of them.
+      labels_BT: int32, the token that follows each token.
       weights_BT: weights of the labels in auxiliary losses; None means all are 1.
       segment_ids: int32 [B, T], 0 for padding; tokens attend within their segment. None means that each row is one
         segment.
@@ -169,7 +169,7 @@ class TransformerLm(Layer):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> jax.Array:
-    """Returns what the softmax reads at each token, [B, T, D]; the arguments are the same as for `__call__`."""
+    """Returns the input of the softmax at each token, [B, T, D]; the arguments are the same as for `__call__`."""
     if segment_pos is None:
       self._check_length(ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos)
@@ -192,7 +192,7 @@ class TransformerLm(Layer):
     prefix_lengths: jax.Array | None = None,
     packed: PackedPrompts | None = None,
   ) -> jax.Array:
-    """Appends T tokens to each row of the caches; returns logits [B, V] of the token that follows token `last_B`.
+    """Appends T tokens to each row of the caches; returns logits [B, V] for the token that follows token `last_B`.
 
     Args:
       ids_BT: int32 tokens.
@@ -208,7 +208,7 @@ class TransformerLm(Layer):
   def extend_with_hidden(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, *prefix: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `extend_step` does, and what the softmax reads at each token, [B, T, D], for `extend_further`."""
+    """Like `extend_step`, but also returns the input of the softmax at each token, [B, T, D], for `extend_further`."""
     hidden_BTD = self._normalize(self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix))
     return logits_at(last_B, hidden_BTD, self.softmax.get_logits), hidden_BTD
 
@@ -223,8 +223,8 @@ class TransformerLm(Layer):
 
     Args:
       number: the number of the module, from 0.
-      hidden_BTD: h_{k-1} of tokens: that of the module before, or of `extend_with_hidden`.
-      ids_BT: int32, the token `number` + 1 places after each of them.
+      hidden_BTD: h_{k-1} of tokens, from the previous module, or from `extend_with_hidden` for the first one.
+      ids_BT: int32, for each of these tokens, the token `number` + 1 positions later.
       pos_BT: int32 position of each; -1 is padding.
       last_B: int32 index in [0, T).
     """
@@ -251,7 +251,7 @@ class TransformerLm(Layer):
 
   @property
   def position_limit(self) -> PositionLimit | None:
-    """How many positions the model has, and which field says so; None for any number."""
+    """How many positions the model has, and the field that sets this number; None for any number."""
     return limit_of_table(f'{self.path_name}.position_tpl', None if self.position_tpl is None else self.position)
 
   def _check_length(self, length: int) -> None:
@@ -259,7 +259,7 @@ class TransformerLm(Layer):
 
 
 def logits_at(last_B: jax.Array, x_BTD: jax.Array, get_logits: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """Returns the logits of token `last_B` of each row, [B, V]; or of several, [B, N], [B, N, V]."""
+  """Returns the logits of token `last_B` of each row, [B, V]; or [B, N, V] of N tokens of each row, [B, N]."""
   last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
   logits_BNV = get_logits(jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1))
   return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]

@@ -1,4 +1,4 @@
-"""ValueResidual: values of attention with a part of the values of the first layer (Zhou et al., 2024, ResFormer).
+"""ValueResidual: mixes the values of attention with those of the first layer (Zhou et al., 2024, ResFormer).
 
     value = first_weight * value of the first layer + own_weight * value of this layer
 
@@ -20,7 +20,7 @@ class ValueResidual(Layer):
 
   Attributes:
     num_heads: K, set by the attention layer.
-    first_weight, own_weight: the factors; with `is_learned`, their first values.
+    first_weight, own_weight: the factors; with `is_learned`, their initial values.
     is_learned: whether each kv head has its own factors, the variables `first` and `own`, [K], which are trained.
     weight_split_dims_mapping: `wt`, [K], of `first` and `own`.
   """
@@ -47,7 +47,7 @@ class ValueResidual(Layer):
     """Returns the mixed values, [B, S, K, H].
 
     Raises:
-      ConfigError: the first layer has other heads.
+      ConfigError: the values of the first layer have another shape.
     """
     if first_BSKH.shape != own_BSKH.shape:
       raise ConfigError(
@@ -65,7 +65,7 @@ def mixes_values(block: Config) -> bool:
 
 
 def remove_value_residual(block: Config) -> Config:
-  """Returns the config of a block, such as the first one, which does not mix its values."""
+  """Returns the config of a block, changed so that it does not mix its values, as for the first block."""
   block = block.clone()
   if mixes_values(block):
     block.attention_tpl.value_residual_tpl = None

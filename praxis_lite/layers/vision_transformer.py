@@ -55,15 +55,15 @@ class VisionTransformer(Layer):
     model_dims: D.
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    hidden_dims: hidden dims of the feed-forward layers, also that of attention pooling; None means 4 D.
+    hidden_dims: hidden dims of the feed-forward layers, including the one in attention pooling; None means 4 D.
     use_bias: whether all layers that support biases have them; None leaves this to their templates.
     class_token: whether a learned token, the variable `class_token` [D], comes before the patches.
-    pooling: the features are 'class_token', the state of this token (ViT, CLIP); 'mean', the mean over the patches; or
-      'attention', those of the child `pooling_layer` (MAP: SigLIP, ViT-G).
+    pooling: where the features come from: 'class_token', the state of this token (ViT, CLIP); 'mean', the mean over the
+      patches; or 'attention', the child `pooling_layer` (MAP: SigLIP, ViT-G).
     patch_tpl: template of the child `patches`.
-    position_tpl: template of the child `position`, which is added: `LearnedPositions`, also of the class token, which
-      is the first; or `SinusoidalPositions2D`, with which the class token has none. None disables it. By default,
-      weight decay leaves out learned positions, as it always leaves out the class token.
+    position_tpl: template of the child `position`, which is added to the tokens: `LearnedPositions`, whose first entry
+      is for the class token; or `SinusoidalPositions2D`, which gives the class token no position. None disables it. By
+      default, weight decay leaves out learned positions, as it always leaves out the class token.
     embedding_norm_tpl: template of the child `embedding_norm`, before the blocks (CLIP); None disables it.
     dropout_tpl: template of the child `embedding_dropout`.
     transformer_tpl: template of the child `transformer`, a stack of blocks; its attention is never causal.
@@ -154,7 +154,7 @@ class VisionTransformer(Layer):
 
     Args:
       image_BhwC: images of `image_size`, such as float32 in [-1, 1].
-      weights: not used; networks of a `ClassificationModel` get those of the images.
+      weights: not used; a `ClassificationModel` passes the weights of the images to its network.
     """
     return self.pool(self.encode(image_BhwC))
 
@@ -190,7 +190,7 @@ class VisionTransformer(Layer):
     return self.shard(x_BTD, 'states')
 
   def encode_tokens(self, x_BTD: jax.Array) -> jax.Array:
-    """Returns the states, [B, T, D], of tokens with their positions; some of them may have been left out."""
+    """Returns the states, [B, T, D], of tokens to which positions have been added; some tokens may be left out."""
     if self.embedding_norm_tpl is not None:
       x_BTD = self.embedding_norm(x_BTD)
     x_BTD = self.transformer(self.embedding_dropout(x_BTD))

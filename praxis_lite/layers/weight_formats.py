@@ -5,14 +5,14 @@
     NF4         w ~ s c[q]         c: 16 quantiles of a normal distribution, s = max |w|      (Dettmers et al., 2023)
 
 A scale belongs to an output, or to an output and a group of inputs. It is stored rounded up. Rounding is off by at most
-0.51 s, for NF4 by 0.152 s, and at the ends of a range that is not symmetric by s. No formula rounds the largest |w|
-from the middle between two integers, where the result would depend on the device. Values of fewer than 8 bits are
-packed into bytes, along the last input dimension, the first one in the lowest bits. Bits that fill up the last byte are
-zero.
+0.51 s, for NF4 by 0.152 s, and at the ends of a range that is not symmetric by s. The term 0.49 keeps the largest
+|w| / s away from the middle between two integers, where the result would depend on the device. Values of fewer than 8
+bits are packed into bytes, along the last input dimension, the first value in the lowest bits. Bits that fill up the
+last byte are zero.
 
-With `kept=(n, m)`, of each m neighbouring inputs of an output the n with the largest |w| are kept, and the others are 0
-before all are rounded (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group may
-be smaller. 'float' is for this alone: weights in their own dtype.
+With `kept=(n, m)`, of each m neighbouring inputs of an output, the n with the largest |w| are kept, and the others are
+set to 0 before rounding (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group
+may be smaller. The format 'float' only does this: kept weights are not rounded.
 
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
@@ -59,11 +59,11 @@ class WeightFormat:
     num_outputs: number of dimensions *O.
     group_size: g; None gives each output one scale for all of its inputs.
     symmetric: whether integers have no zero points; NF4 never has any.
-    percentile: a scale covers this percentage of the |w| that it belongs to, and larger ones are cut; 100 covers all.
-      Without symmetry, it covers the range between the percentiles 100 - p and p of w.
-    scale_dtype: storage dtype of scales. A scale is rounded, upwards, before the values are.
+    percentile: p; a scale covers this percentage of the |w| that it belongs to, and larger ones are clipped; 100 covers
+      all. If not symmetric, it covers the range between the percentiles 100 - p and p of w.
+    scale_dtype: storage dtype of scales. A scale is rounded up to it before the values are rounded.
     kept: (n, m); None keeps all.
-    mask_stays: in training, whether weights that are not kept get no gradient. Those that are 0 then stay 0.
+    mask_stays: in training, whether weights that are not kept get no gradient, so that they stay 0 once they are 0.
   """
 
   name: str
@@ -142,7 +142,7 @@ class WeightFormat:
     return parts
 
   def round_values(self, w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """Returns the nearest values q, as they are stored, for entries in float32 with these scales and zero points."""
+    """Returns the nearest values q, in their storage form, for float32 entries with these scales and zero points."""
     if zero is not None:
       return jnp.clip(jnp.round(w / scale) + zero, 0, 2**self.bits - 1)
     if self.name == 'nf4':
@@ -152,14 +152,14 @@ class WeightFormat:
     return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._stored_zero
 
   def restore_values(self, q: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """Returns what values q, as they are stored, stand for, in float32; the opposite of `round_values`."""
+    """Returns the float32 numbers that stored values q stand for; the opposite of `round_values`."""
     if self.name == 'nf4':
       return _nf4_values(q) * scale
     return (q.astype(jnp.float32) - (self._stored_zero if zero is None else zero.astype(jnp.float32))) * scale
 
   @property
   def _stored_zero(self) -> int:
-    """The value that is stored for 0, without zero points."""
+    """The stored value that stands for 0, in formats without zero points."""
     return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
   def dequantize(self, parts: Mapping[str, jax.Array], num_last: int, dtype: DTypeLike | None = None) -> jax.Array:
@@ -176,17 +176,17 @@ class WeightFormat:
 
   @property
   def scales_outputs(self) -> bool:
-    """Whether a weight is one number for each output times integers, so that `multiply` is possible."""
+    """Whether a weight is integers times one scale per output, so that `multiply` is possible."""
     return self.name != 'nf4' and self.symmetric and self.group_size is None
 
   def multiply(self, x: jax.Array, parts: Mapping[str, jax.Array], num_last: int) -> jax.Array:
     """Returns x [..., *J, I] times the weight [*J, I, *O], [..., *O]; only if `scales_outputs`.
 
     The integers are multiplied, and then the results are scaled. XLA casts integers inside of a product, so the weight
-    is never written as floats. Values that share a byte are multiplied one after the other.
+    is never in memory as floats. Values that share a byte are multiplied one after the other.
 
     Args:
-      x: floats, in whose dtype the result is; or int8, for a result in float32.
+      x: floats, for a result in their dtype; or int8, for a result in float32.
       parts: what `quantize` has returned for a weight without *stack.
       num_last: I.
     """
@@ -197,7 +197,7 @@ class WeightFormat:
       x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     x_by_byte = x.reshape(*x.shape[:-1], num_bytes, in_byte)
     multiply: Callable[..., jax.Array] = tensordot_of_integers
-    if x.dtype != jnp.int8:  # Sums of float16 may be too large before they are scaled.
+    if x.dtype != jnp.int8:  # Before they are scaled, sums may be too large for float16.
       sums = jnp.float32 if x.dtype == jnp.float16 else None
       multiply = functools.partial(jnp.tensordot, preferred_element_type=sums)
     y: jax.Array | float = 0
@@ -212,7 +212,7 @@ class WeightFormat:
     return (jnp.asarray(y).astype(wide) * scale).astype(dtype)
 
   def _to_signed(self, q: jax.Array) -> jax.Array:
-    """Returns stored values, 0 ... 2^b - 1 for b bits, as the int8 values that they mean, -2^(b-1) ... 2^(b-1) - 1."""
+    """Returns stored values, 0 ... 2^b - 1 for b bits, as int8 values q, -2^(b-1) ... 2^(b-1) - 1."""
     return q.astype(jnp.int8) - jnp.int8(2 ** (self.bits - 1))
 
   def spread(self, parts: Mapping[str, jax.Array], num_last: int) -> dict[str, jax.Array]:
@@ -225,9 +225,9 @@ class WeightFormat:
     return {kind: jnp.broadcast_to(x, q.shape) for kind, x in found.items()}
 
   def round_weight(self, w: jax.Array) -> jax.Array:
-    """Returns a weight as it is after rounding, in its own dtype; its gradient goes to w unchanged (straight-through).
+    """Returns the weight rounded, in its own dtype; the gradient goes to w unchanged (straight-through).
 
-    Bengio et al., 2013.
+    See Bengio et al., 2013. With `mask_stays`, weights that are not kept get no gradient.
     """
     if self.name == 'float':
       rounded = self.prune(w)
@@ -258,7 +258,7 @@ class WeightFormat:
     return (*shape[:axis], -(-shape[axis] // size), size, *shape[axis + 1 :])
 
   def _groups(self, w: jax.Array) -> jax.Array:
-    """Returns a weight by groups; NaN fills up the last one."""
+    """Returns a weight reshaped to `_group_shape`; NaN fills up the last group."""
     shape = self._group_shape(w.shape)
     axis = self.group_axis(w.ndim)
     missing = shape[axis] * shape[axis + 1] - w.shape[axis]
@@ -272,7 +272,7 @@ class WeightFormat:
     return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)
 
   def _range(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the least and the greatest number that each scale covers; without zero points, of |w|."""
+    """Returns the smallest and the largest w, or |w| without zero points, that each scale covers."""
     last = groups.ndim - self.num_outputs - 1
     first = last if self.group_size is not None else last - self.num_inputs
     axes = tuple(range(first, last + 1))
@@ -284,18 +284,18 @@ class WeightFormat:
     return low, high
 
   def _usable(self, span: jax.Array, steps: float) -> jax.Array:
-    """Returns span / steps as it is stored, rounded up, so that it covers the span; or 1 where the span is 0."""
+    """Returns the scale span / steps, rounded up to `scale_dtype` so that it covers the span; 1 where the span is 0."""
     exact = jax.lax.stop_gradient(span / steps)
     # Without the barrier, XLA may leave out a cast to fewer bits and back.
     scale = jax.lax.optimization_barrier(exact.astype(self.scale_dtype))
-    # The next larger positive float is the next integer in bits.
+    # Read as integers, a positive float and the next larger one differ by 1.
     bits = jax.lax.bitcast_convert_type(scale, f'uint{8 * scale.dtype.itemsize}')
     above = jax.lax.bitcast_convert_type(bits + 1, scale.dtype)
     scale = jnp.where(scale.astype(jnp.float32) < exact, above, scale)
     return jnp.where(scale > 0, scale, 1).astype(jnp.float32)
 
   def _spread(self, scale: jax.Array, num_last: int) -> jax.Array:
-    """Returns scales, [..., groups, *O], so that they can be multiplied with weights [..., I, *O]."""
+    """Returns scales [..., groups, *O] in a shape that broadcasts with weights [..., I, *O]."""
     axis = self.group_axis(scale.ndim)
     if self.group_size is None or scale.shape[axis] == 1:
       return scale
@@ -305,7 +305,7 @@ class WeightFormat:
   # ---------------------------------------------------------------- bytes
 
   def _pack(self, q: jax.Array) -> jax.Array:
-    """Returns integers [..., I, *O] in bytes."""
+    """Returns stored values [..., I, *O] packed into bytes, [..., ceil(I b / 8), *O]."""
     q, in_byte = q.astype(self.values_dtype), 8 // self.bits
     if in_byte == 1:
       return q
@@ -316,7 +316,7 @@ class WeightFormat:
     return jnp.sum(q << self._shifts(q.ndim), axis=axis + 1, dtype=jnp.uint8)
 
   def _unpack(self, stored: jax.Array, num_last: int) -> jax.Array:
-    """Returns integers [..., I, *O]."""
+    """Returns the stored values of bytes, [..., I, *O]; the inverse of `_pack`."""
     in_byte = 8 // self.bits
     if in_byte == 1:
       return stored
@@ -326,7 +326,7 @@ class WeightFormat:
     return jax.lax.slice_in_dim(q, 0, num_last, axis=axis)
 
   def _shifts(self, rank: int) -> np.ndarray:
-    """Returns the first bit of each value of a byte, as an array of this rank."""
+    """Returns the position of the lowest bit of each value in a byte, as an array of this rank."""
     shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
     return shifts.reshape(*(1,) * self.group_axis(rank), -1, *(1,) * self.num_outputs)
 

@@ -15,11 +15,11 @@ from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.products import matmul
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightHParamsCollection, WeightInit
 
-_EPSILON = 1e-12  # Of squared norms, so that a weight of zeros stays one, with finite gradients.
+_EPSILON = 1e-12  # Added to squared norms, so that a weight of zeros stays zero, with finite gradients.
 
 
 class _NormalizedLinear(Linear):
-  """Base of the linear layers that multiply by a weight made of `w`."""
+  """Base of the linear layers whose weight is computed from the variable `w`."""
 
   def _normalize(self, w: jax.Array) -> jax.Array:
     """Returns the weight [I, O] that multiplies the input; w is float32."""
@@ -100,5 +100,5 @@ class StandardizedConv2D(Conv2D):
 
 
 def _unit(x: jax.Array) -> jax.Array:
-  """Returns a vector of length 1 in the direction of x; zeros if x is that."""
+  """Returns a vector of length 1 in the direction of x; zeros if x is zero."""
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x)) + _EPSILON**2)

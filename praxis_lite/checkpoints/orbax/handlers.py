@@ -23,7 +23,7 @@ _RESTORED_AT_ONCE = 128 << 20
 
 
 class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
-  """Saves streamed arrays in the background, the way NumPy arrays are saved: by the first process, without a mesh."""
+  """Saves streamed arrays in the background, like NumPy arrays: by the first process, without a mesh."""
 
   async def serialize(
     self,
@@ -31,7 +31,7 @@ class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.SaveArgs] | None = None,
   ) -> Sequence[ocp.future.Future]:
-    del args  # They only concern arrays in memory.
+    del args  # These arguments only concern arrays in memory.
     return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name='streamed_arrays')]
 
 
@@ -73,7 +73,7 @@ async def _write_parts(
 class StateHandler(ocp.PyTreeCheckpointHandler):
   """Restores with little memory, and returns an error of reading instead of raising it.
 
-  So all processes reach the next barrier. After it, `OrbaxStore` raises the error.
+  So all processes reach the next barrier, after which `OrbaxStore` raises the error.
   """
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:

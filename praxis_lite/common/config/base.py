@@ -96,7 +96,7 @@ class Config(fdl.Config[T], Generic[T]):
       self._fill_defaults()
 
   def _fill_defaults(self) -> None:
-    """Makes the default of each field that has a factory and is not set, so it is always in `__arguments__`."""
+    """Sets each unset field with a default factory to a new default, so that it is always in `__arguments__`."""
     made = {name: make() for name, make in _default_factories(target(self)) if name not in self.__arguments__}
     self.__arguments__.update(made)
     note_edit(self, *made)
@@ -125,9 +125,9 @@ class Config(fdl.Config[T], Generic[T]):
     return copied
 
   def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
-    """Copies everything that Fiddle keeps in another config, but with other arguments; the target stays the same."""
+    """Copies everything that Fiddle keeps in another config into this one, except the arguments and the target."""
     self.__dict__.update(other.__dict__)
-    for name in ('__argument_history__', '__argument_tags__'):  # Usually they are empty.
+    for name in ('__argument_history__', '__argument_tags__'):  # Usually empty, so deepcopy is skipped.
       value = other.__dict__[name]
       self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
     self.__dict__['__arguments__'] = arguments

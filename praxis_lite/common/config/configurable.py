@@ -21,7 +21,7 @@ class _Required:
   def __repr__(self) -> str:
     return 'REQUIRED'
 
-  def __reduce__(self) -> str:  # So that a copy is the same object.
+  def __reduce__(self) -> str:  # A copy is the same object.
     return 'REQUIRED'
 
   def _complain(self, *args: object) -> NoReturn:
@@ -63,8 +63,8 @@ class Configurable:
   Defining a subclass raises ConfigError if its body has an `__init__`, or a default that all objects would share.
   """
 
-  _set_up_in = '__post_init__'  # The method that messages tell people to write.
-  _config_path = ''  # The path of its configs in messages, for a class whose configs are always in the same place.
+  _set_up_in = '__post_init__'  # The method that messages tell users to define.
+  _config_path = ''  # The path of its configs in messages, for a class whose configs always have the same path.
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)

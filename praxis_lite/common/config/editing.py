@@ -1,4 +1,4 @@
-"""Where the user's code edits a config: the line, and the path of the config in what the code has at hand."""
+"""Where the user's code edits a config: the line of code, and the path of the config from a variable of that code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CodePlace(NamedTuple):
 def place_of_edit(config: fdl.Config | None) -> CodePlace:
   """Returns where the user's code is editing or making a config; an empty place if the caller is a library.
 
-  The path begins at a variable of the code: 'task.model' if it has the configs of an experiment, or the config of a
-  task, under any name; otherwise with the name of the variable.
+  The path begins with the name of a variable of the code. It is 'task.model' if the variable, under any name, holds the
+  configs of an experiment or the config of a task.
   """
   frame = sys._getframe(1)
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -46,7 +46,7 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
 
 
 def note_edit(config: fdl.Config, *fields: str) -> None:
-  """Keeps the line of code that is setting fields of a config, unless it belongs to a default of a class."""
+  """Records the line of code that is setting fields of a config, unless it belongs to a default of a class."""
   frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.
@@ -59,7 +59,7 @@ def note_edit(config: fdl.Config, *fields: str) -> None:
 
 
 def copy_edits(config: fdl.Config) -> None:
-  """Gives a config that shares the lines of its fields with another one lines of its own."""
+  """Gives a config its own copy of the recorded lines, which it shares with the config that it was copied from."""
   if _EDITS in config.__dict__:
     config.__dict__[_EDITS] = dict(config.__dict__[_EDITS])
 
@@ -74,9 +74,9 @@ def line_of_edit(config: fdl.Config, field: str) -> str:
 
 @contextlib.contextmanager
 def set_up(owner: Any) -> Iterator[None]:
-  """While a layer fills in the templates of its children: no value that the user has set may be replaced by another.
+  """A block in which a layer fills in the templates of its children.
 
-  Raises ConfigError if it is, for values that are no configs.
+  Inside it, replacing a number, string or bool that the user has set raises ConfigError; see `check_keeps_edit`.
   """
   token = _owner.set(owner)
   try:
@@ -86,7 +86,7 @@ def set_up(owner: Any) -> Iterator[None]:
 
 
 def check_keeps_edit(config: fdl.Config, field: str, value: object) -> None:
-  """Raises ConfigError if a layer that is being set up replaces what the user has set in the template of a child."""
+  """Raises ConfigError if a layer that is being set up replaces a value that the user set in a child's template."""
   owner, edit = _owner.get(), config.__dict__.get(_EDITS, {}).get(field)
   if owner is None or edit is None or edit.in_setup or (edit.file != _OVERRIDE and is_library(edit.file)):
     return
@@ -110,14 +110,14 @@ def _has_edit(given: object, edit: _Edit, kind: object, field: str) -> bool:
 
 
 class _Edit(NamedTuple):
-  """File and line that set a field, and whether that was while a layer filled in the templates of its children."""
+  """The file and line that set a field, and whether a layer was filling in the templates of its children."""
 
   file: str
   line: int
   in_setup: bool
 
 
-_EDITS = '__edits__'  # In the dict of a config: an `_Edit` by field.
+_EDITS = '__edits__'  # The key in the dict of a config that has an `_Edit` for each field.
 _OVERRIDES, _OVERRIDE = os.path.join(_HERE, 'overrides.py'), '<an override by path>'
 _owner: contextvars.ContextVar[Any] = contextvars.ContextVar('owner', default=None)  # The layer that is being set up.
 

@@ -1,4 +1,4 @@
-"""Which field an error is about: the outermost one that has the value, and the line of code that has set it."""
+"""Which field an error is about: the outermost field that has the wrong value, and the line of code that set it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from praxis_lite.common.errors import ConfigError, RangeError, UserError
 def name_field_at_fault(
   error: ConfigError, build: Callable[..., object], values: Mapping[str | int, object], where: str
 ) -> None:
-  """Lets the message of an error name the field that has passed on a value that is out of range.
+  """Changes the message of an error about a value out of range, to name the field that the value was passed on from.
 
   So a message about `model_dims = 0` names the field of the model, not a weight or a layer that it was passed on to.
 
   Args:
     error: raised while `build` was called.
     build, values: a class, and the values of its fields.
-    where: the path of its config.
+    where: the path of the class's config.
   """
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
   field, bracket, _ = error.field.partition('[')
-  # The message names the entry of the field already, or the field of the object by the object's own name.
+  # The message already names the entry of the field, or names the field after the object's own name.
   if field in values and (bracket or str(error).startswith(f'{values.get("name")}.{field}:')):
     return
   changed = {
@@ -50,13 +50,12 @@ def name_field_at_fault(
 
 
 def name_config(error: UserError, config: fdl.Config, where: str) -> None:
-  """Changes a message that begins with a field of a config, after its class or its path: adds the path and the line.
+  """Adds the path of a config, and the line where the user's code sets the field, to a message about a field.
 
   Args:
-    error: raised while an object was built from `config`.
+    error: raised while an object was built from `config`. Its message begins with the field, perhaps after the class or
+      the path of the config; other messages do not change.
     where: the path of the config.
-
-  The line is where the user's code sets the field.
   """
   text, kind = str(error), getattr(config.__fn_or_cls__, '__qualname__', where)
   found = re.match(rf'(?:{re.escape(where)}|{re.escape(kind)})\.(\w+)(?=[: .\[])', text)
@@ -68,7 +67,7 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
 
 
 def _is_set_below(error: RangeError, value: object) -> bool:
-  """Whether a config in `value` sets the field that is at fault itself, so that no other field has passed it on."""
+  """Whether a config in `value` itself sets the field at fault, so that the value was not passed on to it."""
   if isinstance(value, fdl.Config):
     field = error.field.partition('[')[0]
     is_this = any(_is_same(x, error.value) for x in _numbers(value.__arguments__.get(field)))

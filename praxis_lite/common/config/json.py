@@ -3,8 +3,8 @@
     {"$config": "praxis_lite.training.task:SingleTask", "name": "lm", "model": {"$config": ...}, ...}
 
 A config is written with the fields that are set on it; defaults come from the code that reads it. The record of a run
-also has the defaults of the code that wrote it, which are used if they are others than today's. Values that JSON lacks
-are written as objects whose key says what they are:
+also has the defaults of the code that wrote it, which are used if they differ from today's. Values that JSON lacks are
+written as objects whose key says what they are:
 
     $config     a config: the reference of its target, then its fields; "$args" has positional arguments by index, and
                 in a record "$defaults" has the fields that are not set
@@ -77,13 +77,14 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
 
 
 def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
-  """Returns what `to_json` writes, and defaults, as nested lists and dicts; REQUIRED for what could not be read back.
+  """Returns what `to_json` writes, with defaults, as nested lists and dicts.
 
-  Large arrays are left out too, because a config is not a place for data. Secrets are replaced by `***`.
+  REQUIRED replaces values that could not be read back, and large arrays, because a config is not a place for data.
+  Secrets are replaced by `***`.
 
   Args:
     roots: configs and lists of configs by name.
-    lost: receives the reason for each field that is left out, by its path.
+    lost: receives the reason for each field that was replaced, by its path.
   """
   return _Writer(lost).write_roots(roots)
 
@@ -105,12 +106,13 @@ class OtherFields(NamedTuple):
 def decode(
   encoded: Json, trusted: Collection[str] = (), edited: Collection[str] | None = None
 ) -> tuple[object, OtherFields]:
-  """Returns the value of parsed JSON from `to_json` or `encode_readable`, and what else today's classes have.
+  """Returns the value of parsed JSON from `to_json` or `encode_readable`, and how today's classes differ from it.
 
   Args:
     encoded: the JSON, possibly written by anyone.
     trusted: as for `from_json`.
-    edited: paths of the fields that were no defaults. Others may be missing in their classes. None means all fields.
+    edited: paths of the fields whose values were not defaults. Other fields may be missing in today's classes. None
+      means that all fields were edited.
 
   Raises:
     UntrustedError, ConfigError: as `from_json`.
@@ -128,7 +130,7 @@ _MOST_ARRAY_BYTES = 1 << 20  # Larger arrays are left out by `encode_readable`.
 
 
 class _Writer:
-  """Writes values. Fields that cannot be written raise an error, or with `lost` are left out and listed in it."""
+  """Writes values. A field that cannot be written raises an error, or with `lost` is left out and listed there."""
 
   def __init__(self, lost: dict[str, str] | None = None):
     self._lost = lost
@@ -141,7 +143,7 @@ class _Writer:
     return written
 
   def _remove_secrets(self, text: str, path: str) -> str:
-    """Returns a string without secrets; if there were any, notes in `lost` that they are missing."""
+    """Returns a string without secrets; notes in `lost` if it had any."""
     kept = LEFT_OUT if text and is_secret(path) else remove_secrets(text)
     if kept != text and self._lost is not None:
       self._lost[path] = f'its secret; where it is used, give it again, as in --set {path}=...'
@@ -227,7 +229,7 @@ class _Writer:
 
 
 def _encode_default(value: object, path: str) -> Json:
-  """Returns the JSON of a default, that of REQUIRED if it could not be read back."""
+  """Returns the JSON of a default, or of REQUIRED if the default could not be read back."""
   lost: dict[str, str] = {}
   encoded = _Writer(lost)._field(value, path)
   return _UNKNOWN if lost else encoded
@@ -324,7 +326,7 @@ class _Reader:
     return any(other == path or other.startswith((f'{path}.', f'{path}[')) for other in self._edited or ())
 
   def _set_other_defaults(self, config: Config, encoded: dict[str, Json], path: str) -> None:
-    """Sets the fields of a config whose defaults were others when it was written."""
+    """Sets the fields of a config whose defaults were different when it was written."""
     today, recorded = config_values(Config(target(config))), encoded['$defaults']
     known = (*recorded, *encoded)
     self.other.new.extend(child_path(path, k) for k in today if isinstance(k, str) and k not in known)
@@ -335,7 +337,7 @@ class _Reader:
       if name not in today:
         self.other.gone.append(where)
         continue
-      if _encode_default(today[name], where) == value:  # So code that only a default names need not be trusted.
+      if _encode_default(today[name], where) == value:  # Not read: code that only a default names need not be trusted.
         continue
       try:
         default = self.read(value, where)

@@ -85,7 +85,7 @@ def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
 
 
 def _suggest_paths(root: object, segments: list[str | int], message: str) -> str:
-  """Returns a message about a path with existing ones that may be meant, judging by its last name, if one is close."""
+  """Adds existing paths that may be meant to the message about a path, if any has a last name close to its own."""
   if ' has no entry [' in message:  # An index is too large; the message needs no suggestion.
     return message
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
@@ -101,7 +101,7 @@ def _suggest_paths(root: object, segments: list[str | int], message: str) -> str
   if close[0] not in by_name and before is None:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
-  # Parents fill in the required fields of their templates, so these are not suggested. Users set those of inputs.
+  # Required fields of templates are not suggested, because parents fill them in; users set the required ones of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
   if before is not None:  # The message has corrected one name, so the paths have that name.
     found = [path for path in found if re.search(rf'(^|\.){re.escape(before[1])}(_tpl)?([.[]|$)', path)]
@@ -174,7 +174,7 @@ def alternatives(override: str) -> list[str]:
 
 
 def _parse(text: str) -> tuple[list[str | int], str]:
-  """Splits `a.b[0]=v` into its segments and the rest, from `=` on."""
+  """Splits `a.b[0]=v` into the segments of its path, and the rest from `=` on."""
   segments: list[str | int] = []
   text = text.strip()
   position = 0

@@ -230,14 +230,14 @@ def _changes(
     if isinstance(value, Config):
       _, defaults = _parts(Config(target(value)))
   is_other_kind = isinstance(default, Config) and not isinstance(value, Config)
-  if is_other_kind or not defaults.keys() <= children.keys():  # Without an entry of the default, all are changes.
+  if is_other_kind or not defaults.keys() <= children.keys():  # If the default has no entry, all lines are changes.
     defaults = {}
   for key, child in children.items():
     yield from _changes(child, child_path(path, key), default=defaults.get(key, _NOTHING))
 
 
 def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping[Any, object]]:
-  """Returns the line of a value itself, None for a dict or list without one, and what has lines of its own, by key."""
+  """Returns the value's own line, or None if it has none, and the values below it that have lines, by key."""
   if isinstance(value, Config):
     return (': ', dotted_name(target(value))), config_values(value)
   if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
@@ -265,7 +265,7 @@ def _holds_config(value: object) -> bool:
 
 
 def _merge_paths(old: list[str], new: list[str]) -> list[str]:
-  """Returns the paths of both, in their common order; a new path comes after the path it follows in `new`."""
+  """Returns the union of the paths, in the order of `old`; a new path comes after its predecessor in `new`."""
   known, merged, position = set(old), dict[str, None](), 0
   for path in new:
     if path in known:

@@ -1,11 +1,11 @@
 """What a config from a file may name. Anyone may have written the file, so most of Python is refused.
 
-Building a config calls what it names, with arguments from the same file. So only this is imported and returned:
+Building a config calls what it names, with arguments from the same file. So only these are imported and returned:
 
     praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of `_OWN_ROOMS`
     optax                 what it exports
     jax.nn, jax.lax, ...  functions that compute, and dtypes of jax.numpy, numpy and ml_dtypes
-    Flax, Equinox, Haiku  classes of modules and initializers, and functions that give names to the axes of the latter
+    Flax, Equinox, Haiku  classes of modules and initializers, and functions that name an initializer's axes
     builtins              types of plain values, and a few functions without side effects
     loaded modules        Configurables, such as those of a notebook; nothing is imported
     trusted modules       any class and function that is defined in them
@@ -104,7 +104,7 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
 
 
 def is_of_others(module: str) -> bool:
-  """Whether a module belongs to Python or to a package that this one uses, so a user must not declare it as trusted.
+  """Whether a module belongs to Python or to a dependency of praxis_lite, so that a user must not declare it trusted.
 
   Trusting such a module would allow a file to call anything in it, such as `os.system`.
   """

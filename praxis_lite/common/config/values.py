@@ -70,7 +70,7 @@ def fit(value: object, hint: object, current: object) -> object:
   try:
     takes_tuple = any(typing.get_origin(member) is tuple for member in members_of(hint))
     if takes_tuple and isinstance(value, str) and value[:1] in BRACKETS and unclosed_bracket(value):
-      raise MismatchError(describe_hint(hint))  # Also if the field takes text too.
+      raise MismatchError(describe_hint(hint))  # Even if the field accepts text too.
     return _fit(value, hint, current)
   except MismatchError as mismatch:
     if text in ('None', 'null') and str in members_of(hint):
@@ -317,7 +317,7 @@ def _passes(value: Any, hint: Any) -> bool:
 
 
 def _takes(function: Callable[..., object], arguments: tuple[Any, ...]) -> bool:
-  """Whether a function can be called as the arguments of `Callable[[...], ...]` say."""
+  """Whether a function accepts the arguments in `Callable[[...], ...]`."""
   if not arguments or not isinstance(arguments[0], list):
     return True
   try:

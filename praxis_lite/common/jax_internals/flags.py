@@ -90,14 +90,14 @@ def quick_options(platform: str) -> dict[str, int] | None:
   """Returns compiler options for a program that runs once. On CPUs it compiles in a tenth of the time, and runs slower.
 
   Args:
-    platform: 'cpu', 'gpu' or 'tpu'. On the latter two there are no such options, so the result is None.
+    platform: 'cpu', 'gpu' or 'tpu'. For 'gpu' and 'tpu' there are no such options, so the result is None.
   """
   return known_flags(_QUICK) if platform == 'cpu' else None
 
 
 @functools.cache
 def _refused_flags(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
-  """Returns the names of those flags that end a process; all of them if they cannot be tried."""
+  """Returns the names of the flags that would end a process; all names if they cannot be tried."""
   if not flags:
     return frozenset()
   environment = os.environ | {'XLA_FLAGS': ' '.join(f'--{name}={value}' for name, value in flags)}

@@ -45,7 +45,7 @@ class SplashCall(NamedTuple):
   """The arguments of the kernels that are the same for all rows.
 
   Attributes:
-    tables: those of queries and of keys; None if all blocks meet.
+    tables: one for blocks of queries, and one for blocks of keys; None if all blocks meet.
     pairs: the number of pairs of blocks that meet, for estimates; a mean if the tables depend on the device.
     block_sizes: lengths of a block of queries and of a block of keys, multiples of 128 that divide T and S.
     mask_fn: (position of queries, index of keys) -> bool, which masks inside of blocks; None masks nothing.
@@ -86,7 +86,7 @@ def has_splash() -> bool:
 
 
 def splash_forward(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, jax.Array]:
-  """Returns attention without a factor of the logits, [N, T, H], and the logarithm of the sum, float32 [N, T].
+  """Returns softmax(q . k) . v, [N, T, H], and lse, the logarithm of the softmax's denominator, float32 [N, T].
 
   Raises:
     UnknownJax: JAX lacks something that this needs.
@@ -148,7 +148,7 @@ def _static(call: SplashCall) -> dict[str, Any]:
 
 
 def _mask_info(call: SplashCall, arrays: SplashArrays, side: int) -> Any:
-  """Returns the mask as the kernels take it, with the table of queries (side 0) or of keys (side 1)."""
+  """Returns the mask in the form of the kernels, with the table of queries (side 0) or of keys (side 1)."""
   table = None if call.tables is None else call.tables[side]
   return _kernels().mask_info_lib.MaskInfo(
     data_next=None if table is None else jnp.asarray(table.met),
@@ -161,7 +161,7 @@ def _mask_info(call: SplashCall, arrays: SplashArrays, side: int) -> Any:
 
 @contextlib.contextmanager
 def _estimated_costs(call: SplashCall, arrays: SplashArrays) -> Iterator[None]:
-  """Gives each kernel that is called inside an estimate of its cost, which JAX's own calls lack."""
+  """A block in which each kernel call gets an estimate of its cost, which JAX's own calls lack."""
   (N, T, H), S, (bq, bs) = arrays.query.shape, arrays.key.shape[1], call.block_sizes
   logits = int(N * call.pairs * bq * bs)
   itemsize = arrays.query.dtype.itemsize

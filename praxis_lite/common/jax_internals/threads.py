@@ -2,8 +2,8 @@
 
 XLA starts a thread for each simulated device, or for each core if there are more. A device can wait in several
 collectives at the same time, one thread in each: for example in an all-gather over one mesh axis and in a permute over
-another. On a busy machine it happened once in some hundred steps that the devices that were ahead held all threads, so
-that the others could not go on, and all waited for ever (jaxlib 0.10.2, 8 devices on 2 cores).
+another. On a busy machine, once in some hundred steps, the devices that were ahead held all threads, so that the others
+could not go on, and all waited for ever (jaxlib 0.10.2, 8 devices on 2 cores).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from praxis_lite.common.jax_internals.flags import split_flags
 # Variables that XLA reads when JAX starts; values that are given stay.
 THREADS, _ALSO_THREADS = 'PJRT_NPROC', 'NPROC'
 _THREADS_PER_DEVICE = 4
-_MAX_THREADS = 256  # XLA starts no more.
+_MAX_THREADS = 256  # XLA starts at most this many threads.
 
 
 def provide_threads(num_devices: int | None = None) -> None:
@@ -25,7 +25,7 @@ def provide_threads(num_devices: int | None = None) -> None:
   Call it before JAX starts its backends; later, it has no effect.
 
   Args:
-    num_devices: the number of devices; None means that of the environment, XLA_FLAGS or JAX_NUM_CPU_DEVICES.
+    num_devices: the number of devices; None takes it from the environment, XLA_FLAGS or JAX_NUM_CPU_DEVICES.
   """
   if num_devices is None:
     num_devices = _num_devices_in_environment()
