@@ -3,8 +3,9 @@
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; in `about` the base, and the names of the rest
 
-The seal of the base, a random number drawn when it was saved, shows that the base has not been replaced. An array that
-is left out has the same true shape in both records. If the two floating dtypes differ, the base's values are cast.
+The seal of the base, a random number drawn when it was saved, shows whether another checkpoint has replaced it. An
+array that is left out has the same true shape in both records. If the two floating dtypes differ, the base's values are
+cast.
 """
 
 from __future__ import annotations

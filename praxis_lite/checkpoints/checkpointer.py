@@ -496,7 +496,7 @@ def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  sharding = getattr(state.step, 'sharding', None)  # None: the state is not on a mesh.
+  sharding = getattr(state.step, 'sharding', None)  # None if the state is not on a mesh.
   mesh = getattr(sharding, 'mesh', None)
   return {
     'praxis_lite': package_version(),

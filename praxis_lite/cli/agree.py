@@ -80,7 +80,7 @@ def _flags() -> CommandFlags:
   values.add_integer('rows', 'The largest number of texts.', 8, 5, least=1)
   values.add_integer('tokens', 'The largest number of tokens of a text.', 256, 64, least=4)
   values.add_choice('cache_dtype', 'Also decode with caches of this dtype.', ['int8', 'bfloat16'], 'int8')
-  values.add_text('python', 'The Python that has transformers and PyTorch, if it is another one.', '/opt/hf/bin/python')
+  values.add_text('python', 'A Python that has transformers and PyTorch, if this one lacks them.', '/opt/hf/bin/python')
   return values
 
 

@@ -25,11 +25,13 @@ def _run(values: flags.FlagValues) -> int:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
-  add_devices(values, 'Number of devices: what a size of -1 in the mesh is the rest of.')
+  add_devices(values, 'Number of devices, for a mesh with a size of -1.')
   replicated = 'Report weights of at least this many MiB that are on every device.'
   values.add_number('replicated_mib', replicated, '1', 64, least=0)
-  values.add_number('wasted_percent', 'Report arrays and batches with more padding than this.', '5', 10, least=0)
-  values.add_number('wasted_mib', 'Do not report less padding than this many MiB.', '0', 1, least=0)
+  values.add_number(
+    'wasted_percent', 'Report arrays and batches with more than this percentage of padding.', '5', 10, least=0
+  )
+  values.add_number('wasted_mib', 'Only report padding of at least this many MiB.', '0', 1, least=0)
   return values
 
 

@@ -99,7 +99,7 @@ def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.Abstrac
 
 
 def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
-  """Returns the age, the size, the mesh and the state of a checkpoint as text."""
+  """Returns the age, size, mesh and state of a checkpoint, as texts."""
   from praxis_lite.checkpoints.failures import DamagedError
   from praxis_lite.common.figures import duration
 
@@ -185,7 +185,7 @@ def _copy(values: flags.FlagValues) -> int:
 
 
 def _check_recorded_model(checkpoint: StoredCheckpoint | RemoteCheckpoint, target: Path) -> None:
-  """Raises CheckpointError if a directory has the record of a run of another model, also if it has no checkpoint."""
+  """Raises CheckpointError if a directory has the record of a run of another model, even without a checkpoint."""
   from praxis_lite.checkpoints.stored import check_same_arrays
   from praxis_lite.common.trees import leaves_by_path, path_name
   from praxis_lite.runs.records.record import has_record, read_record
@@ -226,7 +226,7 @@ def _flags() -> CommandFlags:
   values.add_text('action', 'What to do: list, show, diff, verify or copy.', 'verify', 'list')
   where = 'Directory of a run, or of one of its checkpoints, or the URL of a copy.'
   values.add_texts('dirs', where, 'runs/1')
-  values.add_integer('step', 'Step of the checkpoint; by default the newest, or all.', 100)
+  values.add_integer('step', 'Step of the checkpoint; by default all for list and verify, the newest for others.', 100)
   values.add_integer('other_step', 'For diff: step of the second checkpoint.', 200)
   values.add_switch('optimizer', "For copy: copy the optimizer's state too.", default=True)
   return values

@@ -1,4 +1,4 @@
-"""What commands share: their definition, their help, and the config of the experiment that their flags name.
+"""What commands share: how they are defined, their help, and the config of the experiment that their flags name.
 
 Experiments, configs and JAX are imported inside functions, so that help appears immediately.
 """
@@ -38,7 +38,7 @@ class Command(NamedTuple):
     bare: name of the flag that the first positional argument sets; '' if the command takes none. If the flag is `exp`,
       an argument that is a directory sets `job_log_dir` instead.
     bare_rest: name of the repeatable flag that further positional arguments set.
-    stray: name of the flag that another positional argument is probably meant for, for the error about it.
+    stray: name of the flag that the error about an unexpected positional argument suggests.
     usage: the arguments, as the first line of the help shows them.
   """
 
@@ -78,7 +78,7 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
 
 def say_how_config_differs(values: flags.FlagValues, config: ExperimentConfig) -> None:
-  """Prints on stderr how the config of --exp, with which a checkpoint was restored, differs from the recorded one."""
+  """Prints on stderr how the config of --exp, which was used to restore a checkpoint, differs from the recorded one."""
   from praxis_lite.runs.records.differences import how_config_differs
 
   for line in how_config_differs(values.job_log_dir, config) if values.exp and values.job_log_dir else ():
@@ -86,14 +86,14 @@ def say_how_config_differs(values: flags.FlagValues, config: ExperimentConfig) -
 
 
 def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
-  """Returns the configs of --exp, an experiment or a recorded run, or else of the run in --job_log_dir, with overrides.
+  """Returns the configs of --exp (an experiment or a recorded run), or else of the run in --job_log_dir, overridden.
 
   It does not set up the devices of --devices; `configured_run` does. A command that uses no accelerator calls
   `leave_accelerators_alone` first, so that it can run while a training run holds the accelerators.
 
   Args:
     values: the parsed flags.
-    overrides: replace the values of --set.
+    overrides: the overrides to use in place of --set; None uses those of --set.
 
   Raises:
     UserError: the flags name no experiment and no recorded run, or a flag is not valid.
@@ -121,15 +121,15 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
   for line in () if record is None else record.other_defaults.describe(config.roots()):
     print(line, file=sys.stderr)
   if (record is None or values.trust) and values.job_log_dir:
-    with contextlib.suppress(UserError):  # There may be no record.
+    with contextlib.suppress(UserError):  # The directory may have no record.
       (record or read_record(values.job_log_dir)).renew_consent()
   return config
 
 
 def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns `configured_experiment` for a command that needs only shapes; keeps JAX from using accelerators.
+  """Like `configured_experiment`, for a command that needs only shapes; keeps JAX from using accelerators.
 
-  If a size of the mesh is -1, the mesh has as many devices as --devices, or else as few as possible; a note says so.
+  If a size of the mesh is -1, the mesh has --devices devices, or without the flag, as few as possible; a note says so.
 
   Raises:
     UserError: `configured_experiment` fails, or the mesh needs more devices than --devices.
@@ -158,9 +158,9 @@ def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
 
 
 def check_devices(values: flags.FlagValues, config: ExperimentConfig) -> int:
-  """Returns the least number of devices for the mesh of a config; raises UserError if --devices is fewer.
+  """Returns the smallest number of devices for the mesh of a config; raises UserError if --devices is smaller.
 
-  Only a mesh without a size of -1 is checked: for others, the number decides that size.
+  --devices is not checked if a size of the mesh is -1, because it then decides that size.
   """
   shape = config.task.ici_mesh_shape or ()
   smallest = abs(math.prod(shape)) * math.prod(config.task.dcn_mesh_shape or ())
@@ -170,7 +170,7 @@ def check_devices(values: flags.FlagValues, config: ExperimentConfig) -> int:
 
 
 def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
-  """Returns the command-line flags that give another process the same `configured_experiment`."""
+  """Returns the flags with which another process gets the same `configured_experiment`."""
   trust = [f'--trust={module}' for module in values.trust]
   named = f'--exp={values.exp}' if values.exp else f'--job_log_dir={values.job_log_dir}'
   return [named, *trust, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
@@ -180,7 +180,7 @@ _NO_EXPERIMENT = '--exp is missing: name an experiment, as in --exp=lm.StdlibLm;
 
 
 def _read_recorded(directory: str | None, trusted: Sequence[str], *, restores: bool) -> RunRecord:
-  """Returns the record of the run in a directory; prints on stderr which parts of the config it lacks."""
+  """Returns the record of the run in a directory; prints on stderr which fields of the config it lacks."""
   if not directory:
     raise UserError(f'{_NO_EXPERIMENT}Or name the directory of a run, as in --job_log_dir=runs/1')
   from praxis_lite.runs.records.record import has_record, read_record

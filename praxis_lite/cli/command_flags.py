@@ -14,7 +14,7 @@ class CommandFlags(flags.FlagValues):
   """The flags of a command. Each flag has a text that says what it does, and an example value."""
 
   def __call__(self, argv: Sequence[str], known_only: bool = False) -> list[str]:
-    """Parses a command line, on which dashes may stand for the underscores in names; returns the other arguments."""
+    """Parses a command line, where flags may have dashes in place of underscores; returns the positional arguments."""
     return super().__call__([argv[0], *self._replace_dashes(argv[1:])], known_only)
 
   def _replace_dashes(self, arguments: Sequence[str]) -> Iterator[str]:
@@ -87,7 +87,7 @@ def experiment_flags() -> CommandFlags:
   values = CommandFlags()
   classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
   values.add_text('exp', f'Experiment: {classes}; or the directory of a run, for its config.', 'lm.StdlibLm')
-  override = 'Override a field of the config; its path is as in the output of show.'
+  override = 'Override a field of the config, by the path that show prints.'
   values.add_texts('set', override, 'task.train.num_train_steps=100')
   values.add_text('job_log_dir', 'Directory of a run. Without --exp, its recorded config is used.', 'runs/1')
   values.add_texts('trust', 'Module or file whose code the recorded config may name.', 'my_layers.py')
@@ -137,7 +137,7 @@ def add_tap(values: CommandFlags, of: str, what: str = '') -> None:
 
 
 def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object, ...]:
-  """Returns the loggers of a config with those of --track that it lacks; raises UserError for several in one."""
+  """Returns the loggers of a config, and those of --track that it lacks; raises UserError if one flag names several."""
   for name in names:
     if ',' in name:
       each = ' '.join(f'--track={part.strip()}' for part in name.split(','))
@@ -149,7 +149,7 @@ def add_metric(values: CommandFlags) -> None:
   """Adds the flags of commands that compare runs."""
   metric = 'Metric to compare runs by; by default best_metric of their configs, or the loss of the evaluation.'
   values.add_text('metric', metric, 'eval/validation/accuracy')
-  mode = 'Whether lower (min) or higher (max) is better; by default as the configs or the name of the metric tell.'
+  mode = 'Whether lower (min) or higher (max) is better; by default as the configs say, or the name of the metric.'
   values.add_choice('mode', mode, ['min', 'max'], 'max')
 
 

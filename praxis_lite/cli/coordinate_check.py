@@ -72,15 +72,15 @@ def _read_batches(config: ExperimentConfig, steps: int) -> list[NestedDict]:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
-  values.add_list('widths', 'How many times as wide as the narrowest model the models are; default: 1,2,4,8.', '1,4')
+  values.add_list('widths', 'Widths of the models as multiples of the narrowest; by default 1,2,4,8.', '1,4')
   fields = 'Paths of the fields of the model that are widths; by default those in which mup.base differs, or else all '
   values.add_list('fields', f'{fields}integers named *_dims.', 'model_dims,hidden_dims')
-  values.add_switch('mup', 'Give the models a Mup whose base is the narrowest one.')
+  values.add_switch('mup', 'Train with muP, with the narrowest model as the base.')
   values.add_integer('steps', 'Number of training steps.', 8, 4, least=1)
   values.add_integer('seed', 'The first seed of initial values.', 1, 0, least=0, most=2**31)
   values.add_integer('seeds', 'Number of seeds; sizes are means over them.', 8, 4, least=1, most=2**16)
-  values.add_number('learning_rate', 'Learning rate; by default that of the learner. It is constant.', '0.01', least=0)
-  tolerance = 'The largest exponent of the width, of activations and of their changes, that passes.'
+  values.add_number('learning_rate', 'Constant learning rate; by default that of the learner.', '0.01', least=0)
+  tolerance = 'The largest exponent of the width that passes, for activations and their changes.'
   values.add_number('tolerance', tolerance, '0.2', 0.25, least=0)
   values.add_text('svg', 'Write a picture to this file: the sizes of all layers by width.', 'check.svg')
   return values

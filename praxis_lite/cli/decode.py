@@ -45,7 +45,7 @@ def _run(values: flags.FlagValues) -> int:
     return 0
 
   prompts = _given_prompts(values, given)
-  check_decodes(config.task)  # Before what else the run may lack, such as a tokenizer.
+  check_decodes(config.task)  # Checked before anything that needs a tokenizer, which the run may lack.
   kept = use_kept_vocabulary(config, job_log_dir)
   try:
     tokenizer = tokenizer_of(kept, job_log_dir)
@@ -111,7 +111,7 @@ def _note_unused_flags(values: flags.FlagValues, decoder: object) -> None:
 
 
 def _given_prompts(values: flags.FlagValues, given: list[str]) -> list[GivenPrompt]:
-  """Returns the prompts of the `given` flags; raises UserError if flags do not fit together."""
+  """Returns the prompts of the flags in `given`; raises UserError if flags cannot be combined."""
   if len(given) > 1:
     raise UserError(f'{given[0]} and {given[1]} cannot be combined; leave out one of them')
   if values.chat and values.prompt_ids:
@@ -139,7 +139,7 @@ class _Sample:
     given: the prompt.
     tokenizer: the tokenizer of the run; None if it has none.
     values: the flags.
-    is_source: whether the model writes a text of its own for the prompt, which is printed without it.
+    is_source: whether the model writes a new text for the prompt instead of continuing it; then only this is printed.
 
   Attributes:
     given: the prompt.
@@ -171,7 +171,7 @@ class _Sample:
       self.ids, self._before = encode_prompt(tokenizer, given.value, given.where), given.value
     if is_source:
       self._before = ''
-    # An answer in a chat begins a text, so it is decoded without what is before it.
+    # An answer in a chat begins a text, so it is decoded without the tokens before it.
     self._text = GrowingText(tokenizer, [] if is_chat or is_source else self.ids, values.stop)
 
   def stream(self, row: int, ids: list[int]) -> None:
@@ -253,16 +253,16 @@ def _flags() -> CommandFlags:
   values.add_integer(
     'num_best', 'With beams: print this many continuations of each prompt, the best first.', 3, least=1
   )
-  values.add_number('length_penalty', f'With beams: the larger, the longer continuations may be; {own}.', '0.6')
+  values.add_number('length_penalty', f'With beams: larger values prefer longer continuations; {own}.', '0.6')
   early = 'With beams: end as soon as there are as many complete continuations as beams. Example: --noearly_stopping'
   flags.DEFINE_boolean('early_stopping', None, early, flag_values=values)
-  values.add_text('draft', 'Run of a smaller model with the same tokens, which guesses what comes next.', 'runs/small')
-  guess = 'Guess that a text goes on as it did after the same last tokens, at most this many'
+  values.add_text('draft', 'Run of a smaller model with the same vocabulary, which proposes tokens.', 'runs/small')
+  guess = 'Propose what followed the last tokens, at most this many, where they occurred before'
   values.add_integer('lookup', f'{guess}; {own}.', 3, least=1)
-  values.add_integer('draft_tokens', 'Guess at most this many tokens for each pass of the model.', 4, least=1)
+  values.add_integer('draft_tokens', 'Propose at most this many tokens for each pass of the model.', 4, least=1)
   regex = 'Continue with a text that matches this regular expression as a whole.'
   values.add_text('regex', regex, "'[0-9]+ (cats|dogs)'")
-  values.add_text('json_schema', 'Continue with JSON of the JSON schema in this file.', 'schema.json')
+  values.add_text('json_schema', 'Continue with JSON that is valid for the JSON schema in this file.', 'schema.json')
   chat = "Put each --prompt, as a user's message, into the tokenizer's chat template, and print the answer."
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')

@@ -19,7 +19,7 @@ from praxis_lite.cli.command_flags import CommandFlags, add_traceback
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import local_path
 
-# Together these import what `train` imports sooner or later. None of them starts a device.
+# Modules that together import everything that `train` needs. None of them starts a device.
 _IMPORTS = (
   *('praxis_lite.cli.train', 'praxis_lite.cli.train_plan', 'praxis_lite.instruments.explain'),
   *('praxis_lite.runs.cluster.distributed', 'praxis_lite.runs.cluster.observers'),
@@ -53,7 +53,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _directory(arguments: Sequence[str]) -> Path | None:
-  """Returns the run directory that the arguments of `train` give; None if they are invalid, which `train` reports."""
+  """Returns the run directory in the arguments of `train`; None if they are invalid, which `train` reports."""
   try:
     name = _train_flags(arguments).job_log_dir
     return local_path(name).absolute() if name else None
@@ -122,7 +122,7 @@ def _flags() -> CommandFlags:
   values.add_number('stop_within_s', stop, '120', 600, least=0)
   values.add_switch('jobset', 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing.')
   values.add_text('image', 'With --jobset: the container image.', 'registry.example/lm:1')
-  values.add_text('name', 'With --jobset: its name; by default made from that of the experiment.', 'lm')
+  values.add_text('name', 'With --jobset: name of the JobSet; by default made from the name of the experiment.', 'lm')
   values.add_text('volume_claim', 'With --jobset: the PersistentVolumeClaim to mount at /runs.', 'runs')
   values.add_texts('resource', 'With --jobset: a resource that each pod needs.', 'nvidia.com/gpu=8')
   add_traceback(values)

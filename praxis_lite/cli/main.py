@@ -81,7 +81,7 @@ _MODULES = (
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 COMMANDS['completion'] = completion.make_command(COMMANDS)
 
-# What other tools and the Python API call a command, and the command that does this here.
+# Names of commands in other tools and in the Python API, and the command that does the same here.
 _ALSO_CALLED = {
   'explain': 'show --sharding',
   'chat': 'decode --chat',
@@ -106,7 +106,8 @@ A mistake is reported in one line; --traceback shows where in the code it is.
 
 Exit codes:
     0  success
-    1  a problem: check, plan, verify, agree, sweep, status, replay, checkpoints
+    1  a problem: check, plan, verify, coordinate-check, agree, sweep, status,
+       replay, checkpoints
     2  a mistake in the command, the config or the data
    75  a host was lost, or there was no time to save; the same command resumes
    76  a faulty device (train --check_determinism, --check_replicas)
@@ -145,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
       raise UserError(
         'on Windows, praxis-lite lists, shows and checks experiments; run it in WSL 2 to train, evaluate and decode'
       )
-    values = copy.deepcopy(command.flags)  # Parsing changes them, and main may be called again.
+    values = copy.deepcopy(command.flags)  # A copy, because parsing changes flags, and main may be called again.
     rest = values([f'praxis-lite {name}', *arguments])[1:]
     if rest and (bare := _bare_flag(rest[0], command)) and not values[bare].present:
       values[bare].parse(rest.pop(0))
@@ -242,7 +243,7 @@ def _bare_flag(argument: str, command: Command) -> str:
 
 
 def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -> str:
-  """Returns the end of an error message about positional arguments: what is right, and the flag that may be meant."""
+  """Returns the end of an error about unexpected positional arguments: which flags may be meant, written correctly."""
   given = values['set'].value if 'set' in command.flags else []
   at = next((i for i, word in enumerate(rest) if word.startswith('=')), None)
   if given and at is None and given[-1].endswith('='):
@@ -256,7 +257,7 @@ def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -
 
 
 def _written_as_flags(words: Sequence[str], values: flags.FlagValues, command: Command) -> str:
-  """Returns 'flags are written --name=value, as in ...', with each of these words as the flag that may be meant."""
+  """Returns 'flags are written --name=value, as in ...', with each word written as the flag that may be meant."""
   free = [name for name in ('exp', 'job_log_dir') if name in command.flags and not values[name].present]
   written = []
   for word in words:
@@ -268,7 +269,7 @@ def _written_as_flags(words: Sequence[str], values: flags.FlagValues, command: C
 
 
 def _flag_of(word: str, command: Command, free: Sequence[str]) -> str:
-  """Returns the flag that a positional argument is meant for; '' if it is not known. `free` are those not given yet."""
+  """Returns the flag that a positional argument is probably meant for; '' if unknown. `free`: flags not given yet."""
   if word.partition(':')[0].endswith('.py') or re.fullmatch(r'\w+(\.\w+)+', word):
     return 'exp'
   if re.match(r'[\w.\[\]*]+=', word):

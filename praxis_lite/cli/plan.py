@@ -105,7 +105,7 @@ def _cheapest(values: flags.FlagValues) -> int:
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
-  """Searches. Returns a function that prints the table, once the live line is gone, and returns if any setting fits."""
+  """Searches. Returns a function to call once the live line is gone: it prints the table; True if a setting fits."""
   table, best = search_table(job)
   sections = [table, *write_planned_experiment(job, best.overrides)]
 
@@ -160,7 +160,7 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
 
 
 def _write_page(values: flags.FlagValues, found: Plan | InferencePlan, remarks: Sequence[str] = ()) -> None:
-  """Writes the page of --html, and prints where; does nothing without the flag. `remarks` are beside its notes."""
+  """Writes the page of --html, with `remarks` added to its notes, and prints its path; does nothing without --html."""
   if values.html:
     from praxis_lite.instruments.plan.page import write_plan_page
 
@@ -168,7 +168,7 @@ def _write_page(values: flags.FlagValues, found: Plan | InferencePlan, remarks: 
 
 
 def _format_measurement(job: PlanJob, found: Plan) -> str:
-  """Keeps how long the steps of the run of --job_log_dir took; returns this beside the plan."""
+  """Records the measured step time of the run in --job_log_dir for later plans; returns its comparison as text."""
   from praxis_lite.instruments.plan.experience import experience_file, format_measured, remember
 
   measured = read_measurement(job.values.job_log_dir)
@@ -204,7 +204,7 @@ def _check_flags(values: flags.FlagValues) -> None:
 
 
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
-  """Fits the mesh to the topology unless --set gives a mesh; prints the change, and returns its overrides.
+  """Fits the mesh to the topology, unless --set gives a mesh; prints the change, and returns it as overrides.
 
   For --search, it only prints the change, because the search itself fits the mesh.
   """
@@ -307,7 +307,7 @@ def _calibrate() -> int:
 
 @contextlib.contextmanager
 def _live_line(name: str) -> Iterator[Callable[[str], None]]:
-  """Yields a function that sets the stage. If stderr is a terminal, shows the stage and the elapsed time there."""
+  """Yields a function that sets the name of the stage. A terminal on stderr shows the stage and the elapsed time."""
   if not sys.stderr.isatty():
     yield lambda stage: None
     return
@@ -332,22 +332,24 @@ def _flags() -> CommandFlags:
   values = experiment_flags()
   chips = 'Chips to plan for: v5p:8x16x16 (a torus), v5e:16x16:2 (slices), h100:512x8 (hosts x GPUs), cpu:64.'
   values.add_text('topology', chips, 'h100:8x8')
-  add_devices(values, 'Only checked to suffice for the mesh, as in train; --topology gives the number of chips.')
+  add_devices(values, 'Only checked to be enough for the mesh; --topology gives the number of chips.')
   hugging_face = 'Plan to train a model of Hugging Face by its config.json, without its weights, in place of --exp.'
   values.add_text('hf', hugging_face, 'llama/config.json')
-  written = 'With --hf: also write an experiment to start from, as planned or, with --search, as found.'
+  written = 'With --hf: also write a file with the planned experiment, or with the best one that --search found.'
   values.add_text('write_experiment', written, 'my_llama.py')
   values.add_switch('compile', "Use the chips' compiler; --nocompile uses only formulas.", default=True)
-  values.add_switch('calibrate', 'Measure what programs reach on the devices of this machine, for all later plans.')
+  values.add_switch('calibrate', 'Measure how fast programs run on the devices of this machine, for all later plans.')
   page = 'Also write an HTML page: memory, the step over time, the roofline and collectives.'
   values.add_text('html', page, 'plan.html')
   values.add_switch('cache', 'Keep compiled programs in ~/.cache/praxis_lite/plans.', default=True)
   add_change_flags(values)
   add_cheapest_flags(values)
   add_inference_flags(values)
-  measured = 'Compare the run in --job_log_dir with its plan, and correct later plans by it. Alone: what they learned.'
+  measured = (
+    'Compare the run in --job_log_dir with its plan, and correct later plans by it. Alone: print the corrections.'
+  )
   values.add_switch('measured', measured)
-  figures = 'Also write the figures of a step to a file, for `train --plan`, which compares a run with them.'
+  figures = 'Also write the predictions for a step to a file, for `train --plan`, which compares a run with them.'
   values.add_text('figures', figures, 'plan.json')
   values.add_switch('why', 'Print the cause of each collective, and all surprises.')
   values.add_text('snapshot', 'Write weights, memory and collectives to a file, for --check.', 'plans/8b.txt')

@@ -65,34 +65,38 @@ def add_change_flags(values: CommandFlags) -> None:
   values.add_switch('search', search)
   values.add_integer('verify', 'With --search or --cheapest: how many settings to compile.', 10, 6, least=0)
   values.add_integer('search_seconds', 'With --search or --cheapest: about how long it may take.', 1800, 480, least=1)
-  sizes = 'With --search: batch sizes to try too. They change what is learned.'
+  sizes = 'With --search: batch sizes to try too, although they change the training itself.'
   values.add_list('batch_sizes', sizes, '128,256')
   compare = 'Also plan it with these overrides, side by side; topology= and exp= name other chips or experiments.'
   values.add_texts('compare', compare, "'task.ici_mesh_shape=(1,64,1)'")
-  what_if = 'Print what other moments would save, and the largest batch and length that fit.'
+  what_if = 'Print the memory that other optimizer moments would save, and the largest batch and length that fit.'
   values.add_switch('what_if', what_if)
   tokens = 'Tokens to train on, for the cost of training; by default 20 for each parameter.'
   values.add_number('tokens', tokens, '1e12', least=1)
   for name, text, example in (
     (
       'failures_per_chip_day',
-      'Failures of a chip in a day; by default those of Llama 3 405B. 0 for none.',
+      'Failures per chip and day; by default those of Llama 3 405B. 0 for none.',
       '0.0005',
     ),
     ('restart_seconds', 'Seconds from a failure to the next step; 300 by default.', '600'),
     ('save_seconds', 'Seconds that a save stalls the run; by default they follow from the size of the state.', '3'),
-    ('input_wait_share', 'Share of the time of steps that a run also waits for inputs; 0 by default.', '0.02'),
+    (
+      'input_wait_share',
+      'Time that a run waits for inputs, as a share of the time of its steps; 0 by default.',
+      '0.02',
+    ),
   ):
     values.add_number(name, f'For the cost of training: {text[0].lower()}{text[1:]}', example, least=0)
-  gigabits = 'Gigabits per second of all network adapters of a host, as in 8 x 400; by default the published figure.'
+  gigabits = 'Gigabits per second of all network adapters of a host, such as 8 x 400; by default the published figure.'
   values.add_number('host_gigabits', gigabits, '3200', least=1)
-  less = 'How much more the adapters can send than the switches between hosts; 2 is 2:1.'
+  less = 'Bandwidth of the adapters divided by that of the switches between hosts; 2 is 2:1.'
   values.add_number('oversubscription', less, '2', 1, least=1)
-  values.add_number('price_per_chip_hour', 'Price of a chip for an hour, for the cost of training.', '2.5', least=0)
+  values.add_number('price_per_chip_hour', 'Price of a chip per hour, for the cost of training.', '2.5', least=0)
 
 
 def planned_experiment(values: flags.FlagValues, topology: Topology) -> ExperimentConfig:
-  """Returns the configs of the experiment to plan: that of --exp, of the run, or of the config.json of --hf."""
+  """Returns the configs of the experiment to plan, from --exp, the run in --job_log_dir, or the config.json of --hf."""
   if not values.hf:
     return configured_experiment(values)
   from praxis_lite.bridges.hf.sizes import read_sizes_of, training_experiment
@@ -108,9 +112,9 @@ def _one_row_each(topology: Topology) -> str:
 
 
 def write_planned_experiment(job: PlanJob, overrides: Sequence[str] = ()) -> list[str]:
-  """Writes the file of --write_experiment, with the plan's settings and these further overrides; returns a line of it.
+  """Writes the file of --write_experiment, with the plan's settings and these further overrides.
 
-  Returns no line if there is no such flag.
+  Returns a line about the file, or no line without the flag.
   """
   if not job.values.write_experiment:
     return []
@@ -152,7 +156,7 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 
 def training_cost(job: PlanJob, found: Plan) -> list[str]:
-  """Returns what the whole training costs, and a line if its interval between saves is far from the best one."""
+  """Returns lines about the cost of the whole training, and one if the interval between saves is far from the best."""
   from praxis_lite.instruments.plan.price import format_price, price_of
 
   values = job.values
@@ -161,7 +165,7 @@ def training_cost(job: PlanJob, found: Plan) -> list[str]:
 
 
 def figures_of(job: PlanJob, found: Plan) -> Prediction:
-  """Returns the figures of a plan for `--figures`, with those of failures and saves by the flags."""
+  """Returns the predictions of a plan for `--figures`, including failures and saves by the flags."""
   from praxis_lite.cli.train_plan import predict
   from praxis_lite.instruments.plan.price import price_of
 
@@ -177,7 +181,7 @@ def figures_of(job: PlanJob, found: Plan) -> Prediction:
 
 
 def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:
-  """Returns a line if the config's interval between saves is far from the best one, and the run is long; or ''."""
+  """Returns a line if the run is long, and its interval between saves is far from the best one; otherwise ''."""
   from praxis_lite.common.figures import duration
   from praxis_lite.instruments.plan.goodput import advise_interval
 
@@ -193,7 +197,7 @@ def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:
 
 
 def read_interruptions(values: flags.FlagValues) -> Interruptions:
-  """Returns what stops a run, by the flags."""
+  """Returns the interruptions of a run that the flags describe: failures, restarts, saves and waiting for input."""
   from praxis_lite.instruments.plan.goodput import Interruptions
 
   given = {field.name: getattr(values, field.name) for field in dataclasses.fields(Interruptions)}
@@ -221,7 +225,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 
 
 def _more_chips(job: PlanJob) -> str:
-  """Returns that no setting near this one fits, and how many chips suffice."""
+  """Returns a text that says that no setting near this one fits, and how many chips would be enough."""
   from praxis_lite.instruments.plan.knobs import configure_task
   from praxis_lite.instruments.plan.more_chips import format_more_chips, plan_on_more_chips
 
@@ -260,14 +264,14 @@ def _names(part: str) -> bool:
 
 
 def read_topology(name: str, values: flags.FlagValues) -> Topology:
-  """Returns the topology of a name, with what was measured on its chips and the network of the flags."""
+  """Returns the topology with this name, corrected by measurements of its chips and the network flags."""
   from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology
   from praxis_lite.instruments.plan.compilers import missing_compiler
   from praxis_lite.instruments.plan.experience import apply_experience, experience_file
 
   found = apply_calibration(parse_topology(name), calibration_file())
   found = found.change_network(values.host_gigabits, values.oversubscription)
-  if values.measured:  # It is compared with the plan before corrections.
+  if values.measured:  # A measurement is compared with the plan before corrections.
     return found
   mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
   return apply_experience(found, experience_file(), mode)

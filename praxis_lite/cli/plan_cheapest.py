@@ -1,4 +1,4 @@
-"""`praxis-lite plan --cheapest`: the chips and settings with which a run takes little money and time."""
+"""`praxis-lite plan --cheapest`: the chips and settings with which a run costs little money and time."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _UNITS = {'h': 3600.0, 'd': 86400.0}
 
 
 def add_cheapest_flags(values: CommandFlags) -> None:
-  values.add_switch('cheapest', 'Search for the chips, their number and the settings that train on --tokens for least.')
-  values.add_list('prices', 'With --cheapest: price of a chip for an hour, of each kind to consider.', 'h100=2.5,v5p=4')
+  values.add_switch('cheapest', 'Search for the chips and settings that train on --tokens at the lowest price.')
+  values.add_list('prices', 'With --cheapest: price per hour of each kind of chip to consider.', 'h100=2.5,v5p=4')
   numbers = 'With --cheapest: numbers of chips to consider; by default all powers of two on which it fits.'
   values.add_list('chips', numbers, '64,128,256')
-  values.add_number('budget', 'With --cheapest: the most that the run may take, in money.', '50000', least=0)
-  values.add_number('loss', 'With --cheapest: a loss to reach, by the law of scaling of --runs.', '2.5', least=0)
+  values.add_number('budget', 'With --cheapest: the most that the run may cost.', '50000', least=0)
+  values.add_number('loss', 'With --cheapest: a loss to reach, by the scaling law of --runs.', '2.5', least=0)
   values.add_text('runs', 'With --loss: the folder of finished runs of several sizes.', 'runs/sizes')
-  metric = 'With --loss: the metric that is the loss; by default that on evaluation data, or else the training loss.'
+  metric = 'With --loss: the metric to use as the loss; by default the evaluation loss, or else the training loss.'
   values.add_text('metric', metric, 'eval/validation/loss')
   values.add_text(
     'deadline', 'With --cheapest: the latest end of the run, in days or hours from now, or as a date.', '30d'
@@ -72,12 +72,12 @@ def check_cheapest_flags(values: flags.FlagValues) -> None:
 
 
 def read_prices(values: flags.FlagValues) -> Mapping[str, float]:
-  """Returns the price of a chip for an hour by the name of the chip."""
+  """Returns the price per hour of a chip, by the name of the chip."""
   from praxis_lite.instruments.plan.targets import TARGETS, find_target
 
   known = ', '.join(name for name, target in TARGETS.items() if target.kind != 'cpu')
   if not values.prices:
-    raise UserError(f'--cheapest needs the price of a chip for an hour, of each kind to consider: {_PRICES} ({known})')
+    raise UserError(f'--cheapest needs the price per hour of each kind of chip to consider: {_PRICES} ({known})')
   found: dict[str, float] = {}
   for part in values.prices:
     name, equals, text = part.partition('=')
@@ -115,12 +115,12 @@ def read_deadline(text: str, now: datetime.datetime | None = None) -> float:
   now = datetime.datetime.now() if now is None else now
   seconds = (datetime.datetime.combine(day, datetime.time.max) - now).total_seconds()
   if seconds <= 0:
-    raise UserError(f'--deadline={text} is over; today is {now:%Y-%m-%d}')
+    raise UserError(f'--deadline={text} has passed; today is {now:%Y-%m-%d}')
   return seconds
 
 
 def read_offers(values: flags.FlagValues) -> list[Offer]:
-  """Returns the chips of the flags, each kind in several numbers, with what was measured on them."""
+  """Returns the offers of the flags: each kind of chip in several numbers, corrected by measurements."""
   from praxis_lite.instruments.plan.cheapest import Offer, offers_of
   from praxis_lite.instruments.plan.topology import smallest_of
 
@@ -133,7 +133,7 @@ def read_offers(values: flags.FlagValues) -> list[Offer]:
 
 
 def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
-  """Returns what the run of the flags takes on each offer."""
+  """Returns the time and the price of the run on each offer, and the cheapest one."""
   from praxis_lite.instruments.plan.cheapest import Goal, find_cheapest
 
   values = job.values
@@ -152,10 +152,10 @@ def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
 
 
 def read_loss_goal(job: PlanJob) -> LossGoal:
-  """Returns the tokens that the planned model needs for --loss, by the law of the finished runs in --runs.
+  """Returns the tokens that the planned model needs for --loss, by a scaling law fitted to the finished runs in --runs.
 
   Raises:
-    UserError: the runs do not determine the law, they have another vocabulary than the model, or the model cannot reach
+    UserError: the runs do not determine the law, their vocabulary differs from the model's, or the model cannot reach
       the loss.
   """
   from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
@@ -188,7 +188,7 @@ def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
 
 
 def write_cheapest_page(job: PlanJob, found: CheapestRun) -> None:
-  """Writes the page of --html, and prints where; does nothing without the flag."""
+  """Writes the page of --html, and prints its path; does nothing without the flag."""
   if job.values.html:
     from praxis_lite.instruments.plan.cheapest_page import write_page_of_cheapest
 

@@ -1,4 +1,4 @@
-"""`praxis-lite plan --inference`: predicts memory and time of decoding instead of those of a train step."""
+"""`praxis-lite plan --inference`: predicts memory and time of decoding instead of a train step."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def check_inference_flags(values: flags.FlagValues) -> None:
 
 
 def inference_arguments(values: flags.FlagValues) -> list[str]:
-  """Returns the arguments of the command for the same requests."""
+  """Returns command-line arguments for the same requests."""
   given = [f'--{name}={values[name].value}' for name in _DEFAULTS if values[name].value]
   return ['--inference', *given] if values.inference else []
 
 
 def plan_decoding(values: flags.FlagValues, config: ExperimentConfig, topology: Topology, **how: Any) -> InferencePlan:
-  """Returns the plan of the flags' requests; `how` are the keyword arguments of `plan_inference`."""
+  """Returns the plan of decoding the requests of the flags; `how` are keyword arguments of `plan_inference`."""
   from praxis_lite.instruments.plan.inference import Requests, plan_inference
 
   requests = Requests(**{name: values[name].value or default for name, default in _DEFAULTS.items()})

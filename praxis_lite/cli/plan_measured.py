@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_measured_flags(values: flags.FlagValues) -> None:
   """Raises UserError if --measured has no run to compare. Without --topology, takes the chips of the run.
 
-  Without a run, an experiment and chips, the command prints what plans have learned.
+  If there is neither a run, nor an experiment, nor chips, the command prints the corrections from earlier runs.
   """
   if not values.measured:
     return
@@ -61,7 +61,7 @@ def _topology_of(launch: Launch) -> str:
 
 
 def topology_of_devices(kind: str, count: int) -> str | None:
-  """Returns JAX devices as --topology names their chips; None if no figures of this kind of device are known."""
+  """Returns the name in --topology for JAX devices; None if no figures of this kind of device are known."""
   from praxis_lite.common.accelerators import accelerator_of
   from praxis_lite.instruments.plan.targets import find_target
   from praxis_lite.instruments.plan.topology import nearest_torus

@@ -1,4 +1,4 @@
-"""`praxis-lite predict`: the predictions of a checkpoint for files, printed, or for many rows in a folder."""
+"""`praxis-lite predict`: prints the predictions of a checkpoint for files, or writes those of many rows to a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from praxis_lite.cli.predict_many import check_single, predict_flags, predict_ma
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
 
-_MANY_NUMBERS = 2_000  # More than these of one example nobody reads.
+_MANY_NUMBERS = 2_000  # The most numbers of one example that a person may want to read.
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -61,7 +61,7 @@ COMMAND = Command(
   'predict',
   'print predictions for files',
   'print the predictions of a checkpoint for each example of some files, as a JSON object on a line. A .npz file has '
-  'arrays by name, a .jsonl file an example on each line; other files are read as those of the dataset of the run. '
+  'arrays by name, a .jsonl file an example on each line; other files are read like those of a dataset of the run. '
   'A masked language model fills in each [MASK] of a text. '
   'With --input and --output, write the results of many rows to a folder, and go on after any interruption.',
   'praxis-lite predict --job_log_dir=runs/1 new.jsonl > predictions.jsonl',

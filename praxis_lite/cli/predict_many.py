@@ -1,4 +1,4 @@
-"""`praxis-lite predict --input=... --output=...`: predictions for many rows, which go on after any interruption."""
+"""`praxis-lite predict --input=... --output=...`: predictions for many rows, resumable after any interruption."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _OF_GENERATION = ('max_tokens', 'temperature', 'top_k', 'top_p', 'stop')
 
 def predict_flags() -> CommandFlags:
   """Returns the flags of `predict`."""
-  values = run_flags(seed='Seed of models that draw random numbers.', restores=True)
+  values = run_flags(seed='Seed for models that draw random numbers.', restores=True)
   add_on_damage(values)
   kinds = '.npz with arrays, .jsonl with an example on each line, images, .wav, or what a dataset of the run reads.'
   values.add_texts('files', f'The files: {kinds}', 'new.jsonl')
   what = (
-    "The model's predictions, or what it reports for each example with labels, such as the loss. With --output also "
-    'the probability of texts, continuations of prompts, or the probabilities that another model learns.'
+    "predict: the model's predictions. evaluate: what it reports for each example with labels, such as the loss. Only "
+    'with --output: score: probabilities of texts. generate: continuations of prompts. teach: probabilities from which '
+    'another model learns.'
   )
   values.add_choice('what', what, ['predict', 'evaluate', 'score', 'generate', 'teach'], 'evaluate', 'predict')
-  values.add_integer('batch_size', 'Examples to compute together.', 128, 32, least=1)
+  values.add_integer('batch_size', 'Number of examples to compute together.', 128, 32, least=1)
   _add_flags(values)
   return values
 
@@ -50,13 +51,15 @@ def check_single(values: CommandFlags) -> None:
 def _add_flags(values: CommandFlags) -> None:
   values.add_texts('input', 'Files of many rows, for --output: *.jsonl, *.txt or *.parquet.', "'data/*.parquet'")
   values.add_text('output', 'Folder, or URL, for the results of --input.', 'predicted')
-  values.add_choice('format', 'Kind of the files of --output.', ['jsonl', 'parquet'], 'parquet', 'jsonl')
-  values.add_texts('keep', 'Value of a row that its result repeats.', 'id')
-  values.add_integer('shard_rows', 'Rows of a file of --output; so much is lost at most.', 10_000, 1000, least=1)
-  values.add_integer('max_bad_rows', 'Rows that may fail; their result says why.', 10, 0, least=0)
-  values.add_integer('processes', 'Processes on this machine, or with --ray actors.', 4, 1, least=1)
-  values.add_integer('process_index', 'Do only the part of this one of the --processes.', 0, least=0)
-  values.add_switch('ray', 'Compute by actors of Ray, through Ray Data.')
+  values.add_choice('format', 'Format of the files of --output.', ['jsonl', 'parquet'], 'parquet', 'jsonl')
+  values.add_texts('keep', 'Field of a row to copy to its result.', 'id')
+  values.add_integer(
+    'shard_rows', 'Rows of a file of --output; an interruption loses unfinished files.', 10_000, 1000, least=1
+  )
+  values.add_integer('max_bad_rows', 'Number of rows that may fail; their result says why.', 10, 0, least=0)
+  values.add_integer('processes', 'Number of processes on this machine, or with --ray of actors.', 4, 1, least=1)
+  values.add_integer('process_index', 'Only do the part of this process, from 0, of the --processes.', 0, least=0)
+  values.add_switch('ray', 'Compute with actors of Ray Data.')
   values.add_integer('max_tokens', 'To generate: tokens after a prompt; by default as in the config.', 200, least=1)
   values.add_number('temperature', 'To generate: by default as in the config.', '0.8')
   top_k = 'To generate: by default as in the config. To teach: tokens to store, by default 32.'
@@ -113,7 +116,7 @@ def predict_many(values: CommandFlags) -> int:
 
 
 def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
-  """Returns what computes a shard, given the arguments of the command; for another process."""
+  """Returns a function that computes a shard, in another process that has only the arguments of the command."""
   values = predict_flags()
   values(['predict', *arguments])
   config, job_log_dir = configured_run(values)
@@ -141,7 +144,7 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
   settings: dict[str, Any] = {
     'step': step,
     'checkpoint': read_checkpoint_record(step_folder(job_log_dir, step), 'about').get(SEAL),
-    # Of the data, too: its tokenizer, and how it reads texts and images.
+    # The data's settings too: its tokenizer, and how it reads texts and images.
     'config': {path: remove_secrets(value) for path, value in fields.items() if not is_secret(path)},
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
     **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),

@@ -5,7 +5,7 @@ prompts.jsonl     a text, or an object, in each line; an object has one of
                     {"prompt": "def main("}
                     {"prompt_ids": [1, 2, 3]}
                     {"messages": [{"role": "user", "content": "Why?"}]}      for a chat template
-                  and any other fields, which are printed again beside its continuation
+                  and any other fields, which are printed again with its continuation
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GivenPrompt(NamedTuple):
 
 
 def read_prompts(path: str) -> list[GivenPrompt]:
-  """Returns the prompts in a file; raises UserError, which names the line, if it has none or one is not valid."""
+  """Returns the prompts in a file; raises UserError if it has none, or if one is not valid, with its line."""
   flag = f'--prompts={path}'
   try:
     lines = read_plain(path).decode().split('\n')

@@ -57,19 +57,23 @@ def _kept(text: str | None) -> tuple[int, int] | None:
 def _flags() -> CommandFlags:
   values = run_flags(restores=True)
   values.add_text('out', 'Directory of the new run.', 'runs/int4')
-  form = 'Format of the weights; a run that trained with rounded weights has its own.'
+  form = 'Format of the weights; by default the one with which the run trained, if it trained with rounded weights.'
   values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4', 'float'], 'int4')
-  values.add_integer('group_size', 'Inputs that share a scale; by default all inputs of an output.', 64, least=1)
-  values.add_texts('layers', 'Regex of layers, by path; by default, all that can be quantized.', r"'.*\.ff\..*'")
-  values.add_switch('symmetric', 'Integers have no zero points.', default=True)
+  values.add_integer(
+    'group_size', 'Number of inputs that share a scale; by default all inputs of an output.', 64, least=1
+  )
+  values.add_texts('layers', 'Regex of paths of layers; by default all that can be quantized.', r"'.*\.ff\..*'")
+  values.add_switch('symmetric', 'Store integers without zero points.', default=True)
   values.add_number('percentile', 'A scale covers this percentage of its weights.', '99.9', 100.0)
   values.add_choice('scale_dtype', 'Dtype of scales.', ['float32', 'bfloat16', 'float16'], 'bfloat16', 'float32')
-  values.add_text('kept', 'n:m keeps the n largest weights of m neighbouring inputs; float needs it.', '2:4')
+  values.add_text(
+    'kept', 'n:m keeps the n largest weights of each m neighbouring inputs; --format=float needs it.', '2:4'
+  )
   how = 'How values are chosen: rounded to nearest, or by data: GPTQ, AWQ, or SmoothQuant for inputs in int8.'
   values.add_choice('method', how, ['nearest', 'gptq', 'awq', 'smooth'], 'gptq', 'nearest')
-  values.add_integer('calibration_batches', 'Batches of data that such a method reads.', 32, 16, least=1)
+  values.add_integer('calibration_batches', 'Batches of data that gptq, awq and smooth read.', 32, 16, least=1)
   values.add_text(
-    'calibration_dataset', 'Dataset of the run that it reads; by default, that for training.', 'validation'
+    'calibration_dataset', 'Dataset of the run that they read; by default the training data.', 'validation'
   )
   return values
 

@@ -40,7 +40,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _other_devices() -> Sequence[jax.Device]:
-  """Returns the devices of this machine, each in the place of the one before it."""
+  """Returns the devices of this machine, rotated by one."""
   import jax
 
   from praxis_lite.common.devices import start_devices
@@ -53,7 +53,7 @@ def _other_devices() -> Sequence[jax.Device]:
 
 
 def _flags() -> CommandFlags:
-  values = run_flags(seed='Seed of the run; by default the one that it records.')
+  values = run_flags(seed='Seed of the run; by default the recorded one.')
   values.add_integer('step', 'The step to run again.', 812)
   compare = 'Instead, repeat the steps from the checkpoint before --step, and compare the result bit by bit with the'
   values.add_switch('compare', f'{compare} checkpoint of --step. The exit code is 1 if they differ.')

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
   from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.runs import RunState
 
-_FIGURES = ('step time', 'memory', 'communication, as planned')  # Of a Markdown table, those that some run has.
+# Columns that a Markdown table has if some run has a value.
+_FIGURES = ('step time', 'memory', 'communication, as planned')
 _MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
 _TIMES, _MEMORY = 'step / planned', 'memory / planned'
@@ -37,7 +38,7 @@ def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool =
   Args:
     groups: the groups.
     folder: the folder that contains the runs.
-    all_columns: show all columns. Otherwise only those that fit, and the names of the others.
+    all_columns: whether to show all columns, or only those that fit, and the names of the others.
 
   If the terminal is too narrow for a table, it prints a few short lines for each run instead.
   """
@@ -97,7 +98,7 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
 
 
 def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: int) -> int:
-  """Returns how many columns of a table fit into the width of the terminal; in a pipe, a fixed number of fields."""
+  """Returns how many columns of a table fit into the terminal; in a pipe, columns for a fixed number of fields."""
   if width is None:
     return min(len(rows[0]), len(_FIXED) + max(_MOST_FIELDS, needed))
   used = -2
@@ -147,7 +148,7 @@ def _csv_cells(run: RunState, group: RunGroup, folder: str) -> list[object]:
 
 
 def _planned_cells(certificate: Certificate | None) -> dict[str, object]:
-  """Returns the planned and measured figures of a run by the name of their column; '' for those that are not known."""
+  """Returns the planned and measured figures of a run by the name of their column; '' for unknown ones."""
   predicted = None if certificate is None else certificate.predicted
   measured = None if certificate is None else certificate.measured
   cells = {
@@ -168,7 +169,7 @@ def _format_quotient(value: float | None) -> str:
 def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
   """Returns a Markdown table for each group of runs, as for a comment in CI.
 
-  It has the fields that differ, and the planned and measured figures that some run has.
+  The table has the fields that differ, and the planned and measured figures that at least one run has.
   """
   from praxis_lite.common.figures import format_bytes, format_seconds
   from praxis_lite.runs.records.certificate import format_communication
@@ -209,7 +210,7 @@ def _escape(text: str) -> str:
 
 
 def name_below(folder: str, run: RunState) -> str:
-  """Returns the path of a run from a folder; for the folder itself, its name."""
+  """Returns the path of a run relative to a folder; for the folder itself, its name."""
   name = os.path.relpath(run.directory, folder)
   return os.path.basename(os.path.abspath(run.directory)) if name == '.' else name
 

@@ -47,9 +47,9 @@ def _flags() -> CommandFlags:
   values = CommandFlags()
   values.add_text('dir', 'Directory that contains the runs, at any depth.', 'runs', 'runs')
   add_metric(values)
-  columns = 'Fields and metrics to show, by their paths or the ends of these; by default the fields that differ.'
+  columns = 'Fields and metrics to show, by path or by the end of the path; by default the fields that differ.'
   values.add_list('columns', columns, 'learning_rate,eval/validation/accuracy')
-  sort = 'best, name, step, age, loss, or a field or metric; with a minus in front, in the other order.'
+  sort = 'best, name, step, age, loss, or a field or metric; a minus in front reverses the order.'
   values.add_text('sort', f'Order of the runs: {sort}', 'learning_rate', 'best')
   values.add_switch('csv', 'Print all runs and fields that differ as CSV.')
   markdown = 'Print tables in Markdown, with planned and measured figures, as for a comment in CI.'

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from praxis_lite.instruments.plan.compute_budget import BestSize
   from praxis_lite.instruments.plan.scaling_law import FittedLaw
 
-_STEPS = (1.0, 3.0, 10.0)  # Budgets that are proposed, times the most compute of a run.
+_STEPS = (1.0, 3.0, 10.0)  # Budgets to propose sizes for, as multiples of the largest run's compute.
 _HOUR = 3600.0
 
 
@@ -99,7 +99,7 @@ def _describe_law(fitted: FittedLaw) -> Iterator[str]:
 
 
 def _describe_sizes(sizes: list[BestSize], most: float, prices: dict[str, float]) -> Iterator[str]:
-  """Yields a table of the best sizes for more compute, what they take, and how to plan the last one."""
+  """Yields a table of the best sizes for more compute, with their cost, and how to plan the last one."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
 
@@ -125,7 +125,7 @@ def _describe_sizes(sizes: list[BestSize], most: float, prices: dict[str, float]
 
 
 def _cost(name: str, price: float, flops: float) -> str:
-  """Returns the hours of a kind of chip, and their price."""
+  """Returns the hours that a kind of chip needs, and their price, as text."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.plan.targets import find_target
 
@@ -137,11 +137,11 @@ def _cost(name: str, price: float, flops: float) -> str:
 def _flags() -> CommandFlags:
   values = CommandFlags()
   values.add_text('dir', 'Directory that contains the finished runs, at any depth.', 'runs/sizes', 'runs')
-  metric = 'Metric that is the loss; by default that on evaluation data, or else the mean training loss at the end.'
+  metric = 'Metric to use as the loss; by default the evaluation loss, or else the mean training loss at the end.'
   values.add_text('metric', metric, 'eval/validation/loss')
-  flops = 'Operations of the trainings to propose; by default 1, 3 and 10 times those of the largest run.'
+  flops = 'Training FLOPs to propose sizes for; by default 1, 3 and 10 times those of the largest run.'
   values.add_list('flops', flops, '1e20,1e21')
-  values.add_list('prices', 'Price of a chip for an hour, of each kind, for rough costs.', 'h100=2.5,v5p=4')
+  values.add_list('prices', 'Price per hour of each kind of chip, for rough costs.', 'h100=2.5,v5p=4')
   values.add_text('svg', 'Write a picture of the runs and the law.', 'scaling.svg')
   values.add_texts('trust', 'Module or file whose code the recorded configs may name.', 'my_layers.py')
   add_traceback(values)
@@ -150,7 +150,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'scaling',
-  'fit a law of scaling to runs, and propose the next size',
+  'fit a scaling law to runs, and propose the next size',
   'fit the loss of finished runs of several sizes against parameters and tokens, as Hoffmann et al. (2022) do, with '
   'ranges from resampled fits; then print the sizes with the least loss for more compute, and how to plan them.',
   'praxis-lite scaling runs/sizes --prices=h100=2.5 --svg=scaling.svg',

@@ -1,4 +1,4 @@
-"""Reads finished runs as what a law of scaling is fitted to: parameters, tokens and loss."""
+"""Reads from finished runs the parameters, tokens and losses to which a scaling law is fitted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _VOCABULARY = 'task.model.vocab_size'
 
 
 class FinishedRuns(NamedTuple):
-  """Runs for a law of scaling.
+  """Runs to fit a scaling law to.
 
   Attributes:
     runs: the runs.
     metric: the metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
-    left_out: why other runs are left out, by their directories.
+    left_out: why each other run is left out, by its directory.
     vocab_size: the size of their vocabulary as text; '' if they have none.
   """
 

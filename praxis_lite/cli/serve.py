@@ -115,20 +115,22 @@ def _read_adapters(
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of requests without one; by default each draws its own.', restores=True)
   add_on_damage(values)
-  values.add_text('host', 'Address to serve at; by default only this machine reaches it.', '0.0.0.0', '127.0.0.1')
+  values.add_text('host', 'Address to serve at; by default only for this machine.', '0.0.0.0', '127.0.0.1')
   values.add_integer('port', 'Port to serve at; 0 takes a free one.', 8080, 8000, least=0, most=65535)
   values.add_text('name', 'Name of the model; by default that of the directory.', 'my-model')
   adapter = 'Name and folder of an adapter: a run with LoRA, or what peft has written. Requests name it as their model.'
   values.add_texts('adapters', adapter, 'poems=runs/poems')
-  values.add_integer('rows', 'Requests that are continued at the same time.', 16, 8, least=1)
+  values.add_integer('rows', 'Number of requests that are decoded at the same time.', 16, 8, least=1)
   longest = (
-    'Tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default 1024, '
-    'or what the model sees.'
+    'Most tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default '
+    '1024, or less if the model sees less.'
   )
   values.add_integer('max_length', longest, 4096, least=1)
   values.add_integer('max_waiting', 'Requests that may wait; others get status 429.', 100, 64, least=0)
-  values.add_integer('kept_prefixes', 'Rows whose beginnings later prompts may share.', 4, 0, least=0)
-  values.add_integer('top_logprobs', 'Most probable tokens that a request may ask for.', 20, 5, least=0, most=100)
+  values.add_integer(
+    'kept_prefixes', 'Beginnings of prompts to keep for later prompts, besides those in rows.', 4, 0, least=0
+  )
+  values.add_integer('top_logprobs', 'The largest top_logprobs that a request may set.', 20, 5, least=0, most=100)
   values.add_number('request_timeout', 'Seconds after which a request is ended.', '60', 600.0, least=1.0)
   values.add_number('drain', 'Seconds that requests may go on after Ctrl-C or SIGTERM.', '5', 30.0, least=1.0)
   return values

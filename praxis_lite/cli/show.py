@@ -71,7 +71,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
-  """Explains how a compiler split the arrays of a step on the chips `name`. Uses a cached program if there is one."""
+  """Explains how the compiler of the chips `name` split the arrays of a step. Uses a cached program if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
   from praxis_lite.instruments.explain import explain_task
   from praxis_lite.instruments.plan import plan
@@ -108,7 +108,7 @@ def _text_of(name: str) -> str:
 
 def _flags() -> CommandFlags:
   values = experiment_flags()
-  add_devices(values, 'Number of devices: what a size of -1 in the mesh is the rest of.')
+  add_devices(values, 'Number of devices, for a mesh with a size of -1.')
   values.add_switch('summary', 'Print the summary.', default=True)
   values.add_switch('config', 'Print the fields of the config that differ from the defaults.', default=True)
   fields = 'Print all fields of the config; with --diff, also those inside of configs that only one side has.'

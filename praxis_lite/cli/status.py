@@ -43,7 +43,7 @@ def _flags() -> CommandFlags:
 
 COMMAND = Command(
   'status',
-  'say whether a run is alive, and how far it is',
+  'say whether a run is alive, and how far it has come',
   'say whether the processes of a run are alive, what they are doing, which step the run has reached, when it was last '
   'saved, and what it has spent its time on. The exit code is 0 if the run is alive or has ended by itself, and 1 if a '
   'process is gone or shows no sign of life.',

@@ -1,4 +1,4 @@
-"""The life of a run as one self-contained HTML page: its attempts over time, how they ended, and where time went."""
+"""The history of a run as one self-contained HTML page: its attempts, how they ended, and where time went."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from praxis_lite.runs.records.heartbeat import Heartbeat
 from praxis_lite.runs.records.history import Attempt, RunEvent, attempts_of, read_history
 from praxis_lite.runs.records.status import Status, number_in, ratio_to_others
 
-# Of each kind of event, the page has the last ones; and of the hosts, the slowest ones.
+# The page shows at most this many of the last events of each kind, and of the slowest hosts.
 _MOST_EVENTS, _MOST_HOSTS = 2000, 12
 
 
@@ -34,7 +34,7 @@ def write_status_page(path: str, directory: str, beats: Sequence[Heartbeat], sta
 
 
 def status_data(directory: str, beats: Sequence[Heartbeat], status: Status) -> Mapping[str, object]:
-  """Returns what the page shows, for JSON."""
+  """Returns the data of the page, for JSON."""
   events = read_history(Path(directory))
   attempts = attempts_of(events, beats[0], is_alive=status.life in ('alive', 'silent'))
   seconds = seconds_of(beats[0].goodput)

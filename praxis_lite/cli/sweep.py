@@ -102,7 +102,7 @@ def _to_part(text: str) -> tuple[int, int]:
 
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of each run.')
-  search = 'Let Optuna choose from log(low,high), uniform, int, log_int or a,b,c by what earlier trials reached.'
+  search = 'Let Optuna choose from log(low,high), uniform, int, log_int or a,b,c, given the results of earlier trials.'
   values.add_texts('search', search, "'task.train.learner.learning_rate=log(1e-4,1e-2)'")
   values.add_integer('trials', 'With --search: the number of runs in all.', 20, 20, least=1)
   values.add_switch('prune', 'With --search: end runs that are worse than the median at the same step.', default=True)

@@ -1,4 +1,4 @@
-"""What a sweep over a grid and a search share: the commands of their runs, and the table at the end."""
+"""What sweeps over a grid and searches share: the commands of their runs, and the table at the end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.S
 
 
 def count_devices(tasks: Iterable[Config]) -> int | None:
-  """Returns how many devices each run will have, counted in a process that then ends; None if one suffices for all.
+  """Returns how many devices each run will have, counted in a separate process.
 
-  Raises UserError if JAX_PLATFORMS asks for accelerators that do not start.
+  Returns None if no run needs more than one, or if the count fails for another reason than the one below.
+
+  Raises UserError if JAX_PLATFORMS names accelerators that do not start.
   """
   shapes = [(*(task.ici_mesh_shape or ()), *(task.dcn_mesh_shape or ())) for task in tasks]
   if os.environ.get('JAX_PLATFORMS', '') in ('', 'cpu') and all(size == 1 for shape in shapes for size in shape):

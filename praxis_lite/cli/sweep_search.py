@@ -1,4 +1,4 @@
-"""`praxis-lite sweep --search`: runs whose values Optuna proposes, and what matters in them."""
+"""`praxis-lite sweep --search`: runs whose values Optuna proposes, and how much each field matters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_search(values: flags.FlagValues) -> int:
 
   Raises:
     UserError: a range is not valid or does not fit its field, Optuna is not installed, the directory has another
-      search, or no run will have the metric, or the first one that ends does not have it.
+      search, or runs do not have the metric, which may only show when the first one ends.
   """
   from praxis_lite.common.config.overrides import alternatives
   from praxis_lite.common.config.text import to_text
@@ -111,7 +111,7 @@ def run_search(values: flags.FlagValues) -> int:
 
 
 def _wait_for_orphans(search: Search, folder: Path) -> None:
-  """Waits until the processes have ended that a killed search has left behind; their trials then resume, and end."""
+  """Waits until the processes that a killed search left behind have ended; their trials then resume, and end."""
   from praxis_lite.runs.records.run_config import is_held
 
   for number, trial in enumerate(search.trials):
@@ -123,7 +123,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
 
 
 def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields a name and overrides for the values that are checked before anything is trained: each range at its ends."""
+  """Yields a name and overrides for each end of each range, to check them before anything is trained."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]
@@ -134,7 +134,7 @@ def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _name_failing(
   ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None, metric: str | None
 ) -> UserError | None:
-  """Returns an error that names all values that fail, and of a single range those that work; None if none fails."""
+  """Returns an error that names all values that fail and, for a single range, those that work; None if none fails."""
   from praxis_lite.runs.loop.job import check_configs
 
   failing: dict[str, str] = {}

@@ -35,7 +35,7 @@ def _run(values: flags.FlagValues) -> int:
   job = _find_job(*hosts)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
     if job is None and not values.elastic:
-      config.task.instantiate().create_mesh()  # Says that devices are missing before the verification takes its time.
+      config.task.instantiate().create_mesh()  # Missing devices are an error before the verification takes time.
     startup.mark('import')
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
     startup.mark('verify')
@@ -98,8 +98,10 @@ def _flags() -> CommandFlags:
   values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
   replicas = 'Compare the replicas of weights and optimizer state after every n-th step and before each save. If they'
   values.add_integer('check_replicas', f'{replicas} differ, a device is faulty, and the exit code is 76.', 100, least=1)
-  again = "After such a difference: 'fail' ends the run; 'repeat' repeats the steps since the last checkpoint, and with"
-  quarantine = '--elastic goes on without a device that was at fault twice.'
+  again = (
+    "If these checks find a difference: 'fail' ends the run; 'repeat' repeats the steps since the last checkpoint,"
+  )
+  quarantine = 'and with --elastic goes on without a device that was at fault twice.'
   values.add_choice('on_corruption', f'{again} {quarantine}', ['fail', 'repeat'], 'repeat', 'fail')
   profile = "Write a trace of these steps, first:last, below job_log_dir, for TensorBoard's profile plugin."
   values.add_text('profile_steps', profile, '10:15')

@@ -31,7 +31,7 @@ from praxis_lite.runs.records.certificate import (
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
 
-_NORMAL_ENDS = ('done', 'data', 'stopped')  # A signal leaves no time for a plan.
+_NORMAL_ENDS = ('done', 'data', 'stopped')  # After a signal there is no time for a plan.
 
 
 class PlanOfRun(Observer):
@@ -50,7 +50,7 @@ class PlanOfRun(Observer):
     self._first_step = 0
 
   def on_start(self, run: Run) -> None:
-    """Raises UserError if the given prediction is of another mesh or other chips."""
+    """Raises UserError if the given prediction is for another mesh or other chips."""
     self._first_step = run.step
     if self._given is None:
       return
@@ -71,7 +71,7 @@ class PlanOfRun(Observer):
       predicted = self._given or _predict(run, measured)
     except UserError:  # Too few steps were logged, or there is no plan of this step.
       return
-    except Exception as error:  # A plan is of no importance to a run that has trained and is saved.
+    except Exception as error:  # An error in a plan must not fail a run that has trained and is saved.
       run.line(f'no plan of this step: {type(error).__name__}: {error}')
       return
     if predicted is not None and (text := format_certificate(Certificate(predicted, measured))):
@@ -79,7 +79,7 @@ class PlanOfRun(Observer):
 
 
 def predict(plan: Plan) -> Prediction:
-  """Returns the figures of a plan that a run is compared with."""
+  """Returns the figures of a plan with which a run is compared."""
   limits, collectives = plan.seconds_range or (None, None), plan.cost.collectives
   return Prediction(
     topology=plan.topology.name,

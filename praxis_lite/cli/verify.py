@@ -35,16 +35,16 @@ _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
 def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
-  """Whether a training run is long and uses several devices. Only if it `is_alone`, JAX may start to count them."""
+  """Whether a training run is long and uses several devices. JAX may start to count them only if it `is_alone`."""
   steps = config.train.num_train_steps
-  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A later check reports a value that is not an integer.
+  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A value that is not an integer is reported later.
   if not is_alone and -1 in (config.ici_mesh_shape or ()):
     return is_long
   return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
 
 
 def _assumed_sizes(config: Config[SingleTask], most: int) -> dict[str, int]:
-  """Returns the mesh of an experiment; if a size is -1, that of about 8 devices, at least two along its axis."""
+  """Returns the mesh sizes of an experiment; for a size of -1, those of about 8 devices, at least 2 along its axis."""
   others = -math.prod(config.ici_mesh_shape or ()) * math.prod(config.dcn_mesh_shape or ())
   return config.instantiate().mesh_sizes(max(min(8, most) // others, 2) * others if others > 0 else None)
 
@@ -103,7 +103,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES, small_mesh
 
   most = values.devices or MOST_DEVICES
-  if not backends_have_started():  # A file of an experiment may use devices when it is imported.
+  if not backends_have_started():  # The import of an experiment's file may have started devices.
     simulate_cpu_devices(max(most, 8))
   config = configured_experiment(values)
   sizes = _assumed_sizes(config.task, most)

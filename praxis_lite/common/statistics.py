@@ -27,7 +27,7 @@ HISTOGRAM = 'hist'
 # Bins of histograms: for each sign, 2 for each power of 2 from 2^-40 to 2^40, and one for zeros in the middle.
 _LOWEST, _HIGHEST, _PARTS = -40, 40, 2
 _BINS_OF_SIGN = (_HIGHEST - _LOWEST) * _PARTS
-_MOST_COUNTED = 2**31 - 1  # Entries in an int32 count.
+_MOST_COUNTED = 2**31 - 1  # The most entries that an int32 can count.
 
 
 class PartKind(enum.StrEnum):

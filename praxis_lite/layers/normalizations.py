@@ -127,7 +127,9 @@ class LayerNorm(Norm):
 
 
 class GroupNorm(Norm):
-  """Normalizes each example over groups of D / num_groups dims and all dimensions between (Wu and He, 2018).
+  """Normalizes each example over groups of D / num_groups dims, and over all dimensions between batch and D.
+
+  (Wu and He, 2018.)
 
   Attributes:
     num_groups: a divisor of D.

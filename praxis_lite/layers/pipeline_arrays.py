@@ -18,7 +18,7 @@ _TreeT = TypeVar('_TreeT')
 
 
 class Stacks(NamedTuple):
-  """Stacks of arrays of which a stage reads one entry in each tick; their gradients accumulate in place.
+  """Stacks of arrays, from which a stage reads one entry in each tick; their gradients accumulate in place.
 
   The gradient that `jax.grad` derives would add an array as large as the whole stack in each tick.
 

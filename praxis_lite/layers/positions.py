@@ -153,7 +153,7 @@ class LinearRotaryScaling(Configurable):
 
   @property
   def magnitude(self) -> float:
-    """The factor by which rotated queries and keys are multiplied."""
+    """A factor for rotated queries and keys, in addition to the rotation."""
     return 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:
@@ -165,7 +165,7 @@ class Llama3RotaryScaling(LinearRotaryScaling):
   """Divides slow rates by `factor`, keeps fast ones, and interpolates between, as in Llama 3.1.
 
       turns = original_max_len * rate / 2 pi                       turns of a pair within the original context
-      kept  = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), cut to [0, 1]
+      kept  = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), clipped to [0, 1]
       rate  = kept * rate + (1 - kept) * rate / factor
 
   Attributes:
@@ -196,7 +196,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
   """Keeps fast rates, divides slow ones by `factor`, interpolates between, and scales logits (YaRN, Peng et al., 2023).
 
       pair(turns) = h log(original_max_len / (2 pi turns)) / log(max_timescale)     turns within the original context
-      kept_i      = (pair(beta_slow) - i) / (pair(beta_slow) - pair(beta_fast)), cut to [0, 1]
+      kept_i      = (pair(beta_slow) - i) / (pair(beta_slow) - pair(beta_fast)), clipped to [0, 1]
       rate_i      = kept_i * rate_i + (1 - kept_i) * rate_i / factor
 
   Attributes:

@@ -1,4 +1,4 @@
-"""Vector quantizers: each vector is replaced by the nearest of a finite number of vectors; its code is their index.
+"""Vector quantizers: each vector is replaced by one of a finite number of vectors, whose index is its code.
 
     code = argmin_v |z - codebook_v|^2,  y = codebook_code
 
@@ -306,7 +306,7 @@ def split_codes(counts_GV: jax.Array, codebook_GVE: jax.Array, share: float) -> 
   """Returns counts and codebook in which the least used codes are near copies of the most used ones.
 
   The least used code becomes a copy of the most used one, the second least used of the second most used, and so on, as
-  long as the first has a count below `share` times the mean count and the second has not.
+  long as the count of the first is below `share` times the mean count, and the count of the second is not.
   """
   V, E = codebook_GVE.shape[1:]
   by_count = jnp.argsort(-counts_GV, axis=-1)

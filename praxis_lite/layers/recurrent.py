@@ -1,4 +1,4 @@
-"""Recurrent: one or several layers of a recurrent network, each of which scans a cell over the tokens of a row.
+"""Recurrent: layers of a recurrent network; each layer scans a cell over the tokens of a row.
 
     for each token:  state = cell(state, x_t),  y_t = output of the state
 

@@ -69,8 +69,9 @@ def splash_attention(
   slow and meant for tests.
 
   Args:
-    split: how the ambient mesh splits rows and heads. It must split rows evenly, and query heads into whole groups of
-      the heads that share a kv head. None if there is no mesh, or inside of a `shard_map` over the whole mesh.
+    split: how the ambient mesh splits rows and heads. It must split rows evenly, and query heads so that each device
+      gets whole groups that share a kv head, or equal parts of such groups. None if there is no mesh, or inside of a
+      `shard_map` over the whole mesh.
   """
   if split is not None:
     key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
@@ -101,7 +102,7 @@ class MaskParts(NamedTuple):
     return jnp.maximum(query_T, jnp.minimum(self.prefix.length_B[:, None], num_keys).astype(jnp.int32) - 1)
 
   def ids(self, num_queries: int, num_keys: int) -> tuple[jax.Array, jax.Array]:
-    """Returns ids of queries and keys, int32 [B or 1, T] and [B or 1, S]; a query attends to keys with its id."""
+    """Returns ids of queries and keys, int32 [B or 1, T] and [B or 1, S]; a query attends only to keys with its id."""
     ids_BT, ids_BS = jnp.zeros((1, num_queries), jnp.int32), jnp.zeros((1, num_keys), jnp.int32)
     if self.segments is not None:
       ids_BT, ids_BS = self.segments.ids_BT.astype(jnp.int32), self.segments.key_ids_BS.astype(jnp.int32)
@@ -286,7 +287,7 @@ def _to_heads(x_BTNH: jax.Array, length: int) -> jax.Array:
 def _tables(
   parts: MaskParts, num_queries: int, num_keys: int, blocks: tuple[int, int]
 ) -> tuple[tuple[BlockTable, BlockTable] | None, int]:
-  """Returns tables of which blocks of queries and keys meet, by query and by key, and the number of pairs that meet.
+  """Returns two tables of blocks that meet, by block of queries and by block of keys, and the number of such pairs.
 
   The tables are None if all blocks meet.
   """

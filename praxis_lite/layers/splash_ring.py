@@ -177,7 +177,7 @@ def _cut(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers)
 
 
 def _tables(parts: MaskParts, query_IQ: jax.Array, key_JS: jax.Array) -> tuple[BlockTable, BlockTable]:
-  """Returns tables of which blocks meet, by query and by key.
+  """Returns two tables of blocks that meet, by block of queries and by block of keys.
 
   Unused entries repeat the last used one, so that the kernel fetches nothing for them.
   """

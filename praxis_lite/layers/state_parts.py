@@ -2,7 +2,7 @@
 
     out, last = scan of each part, from a state of zeros                       all parts at once
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
-    out_t += output at token t of the rest of before_p
+    out_t += contribution of before_p at token t
 
 where kept_p maps the state before part p to its contribution to the state after it: a factor, or for the gated delta
 rule a matrix [S, S], which the scan computes by starting from a unit matrix too. So the devices exchange one state per

@@ -9,7 +9,8 @@ the decay between two tokens as a mask; the state carries the contribution of ea
     out_i    = sum over j <= i of  (query_i . key_j) exp(total_i - total_j) value_j   +   exp(total_i) state query_i
     state'   = exp(total_L) state + sum over j of  exp(total_L - total_j) value_j key_j^T
 
-where total_i is the sum of the decays up to token i. A segment starts with a state of zeros. Sums are in float32.
+where total_i is the sum of the decays up to token i. A segment starts with a state of zeros. Sums are in float32, or in
+float64 for float64 values.
 
 B batch, T length, L and M tokens of a chunk, N heads, G groups of heads with the same keys and queries, H dims per
 head, S dims of the state.
@@ -94,7 +95,7 @@ def scan_chunks(
 
 
 class ChunkDecay(NamedTuple):
-  """The factors by which decay inside a chunk has reduced the parts of a state; 0 across segments.
+  """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments.
 
   Attributes:
     between_BNLM: factor at token L of what token M has written; 0 if M is later than L.

@@ -36,7 +36,7 @@ def is_installed() -> bool:
 def tokamax_for_mesh() -> Iterator[Any]:
   """Yields tokamax; inside the block, it compiles for the chip of the ambient mesh instead of this machine's.
 
-  tokamax logs a warning for each shape that it has not tuned for a chip; inside the block, these are dropped.
+  tokamax logs a warning for each shape that is not tuned for a chip; inside the block, these warnings are dropped.
   """
   import tokamax
 
@@ -52,9 +52,9 @@ def tokamax_for_mesh() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _parsed_flags() -> Iterator[None]:
-  """Makes absl's flags readable inside the block, even if the program has not parsed them.
+  """Marks absl's flags as parsed inside the block, so that their values can be read.
 
-  If they are not parsed, tokamax parses the command line itself, and fails on this program's flags.
+  If they were unparsed, tokamax would parse the command line itself, and fail on this program's flags.
   """
   with _flags_lock:
     values = flags.FLAGS

@@ -232,7 +232,7 @@ def test_deadlines_are_days_hours_or_the_end_of_a_date():
   now = datetime.datetime(2026, 11, 24, 12)
   assert (read_deadline('30d'), read_deadline('1.5h')) == (30 * DAY, 5400)
   assert read_deadline('2026-11-25', now) == pytest.approx(1.5 * DAY)
-  with pytest.raises(UserError, match='2026-11-23 is over; today is 2026-11-24'):
+  with pytest.raises(UserError, match='2026-11-23 has passed; today is 2026-11-24'):
     read_deadline('2026-11-23', now)
   for wrong in ('', '0d', '30', 'soon', '-1d', '2026-13-01'):
     with pytest.raises(UserError, match='expected days, hours or a date'):
@@ -242,7 +242,7 @@ def test_deadlines_are_days_hours_or_the_end_of_a_date():
 @pytest.mark.parametrize(
   'arguments, told',
   [
-    (['--cheapest'], r'--cheapest needs the price of a chip for an hour.*--prices=h100=2.5.*v5p'),
+    (['--cheapest'], r'--cheapest needs the price per hour.*--prices=h100=2.5.*v5p'),
     (['--cheapest', '--prices=h100'], r"--prices: expected chips with a price .*got 'h100'"),
     (['--cheapest', '--prices=h100=0'], r"got 'h100=0'"),
     (['--cheapest', '--prices=h100=nan'], r"got 'h100=nan'"),

@@ -285,7 +285,7 @@ def unknown_field(
   what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
   where = f'{path or place.path} ({what})' if path or place.path else what
   line = f' ({place.line})' if place.line else ''
-  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None if the class has no such attribute either.
+  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None if the class has no such attribute.
   if not (plain is None or callable(plain) or hasattr(plain, '__get__') or str(name).startswith('_')):
     return UnknownFieldError(
       f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '

@@ -2,8 +2,8 @@
 
     apply_overrides({'task': task, 'datasets': datasets}, [
       'task.model.num_layers=6',                                a field
-      'task.model.softmax.num_classes=300',                     of softmax_tpl: the ending may be left out
-      'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
+      'task.model.softmax.num_classes=300',                     a field of softmax_tpl; _tpl may be left out
+      'task.model.params_init.scale=0.01',                      a field of a frozen dataclass, which is replaced
       'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
       'datasets[0].batch_size=8',                               an index, or [*] for all entries
       'datasets[1]=None',                                       removes that entry, after all overrides are applied

@@ -184,7 +184,7 @@ def _estimated_costs(call: SplashCall, arrays: SplashArrays) -> Iterator[None]:
 
 
 class _Changed:
-  """Stands for a module whose `pallas_call` is replaced; other attributes are those of the module."""
+  """A module with a replaced `pallas_call`; all other attributes come from the module itself."""
 
   def __init__(self, module: Any, pallas_call: Callable[..., Any]):
     self._module, self.pallas_call = module, pallas_call
