@@ -157,7 +157,7 @@ class Checkpointer:
       progress: everything else that is needed to resume the run, as JSON values.
 
     Raises:
-      CheckpointError: this save, or the one before, failed.
+      CheckpointError: this save or the previous one failed.
       PartedError: this save failed only in this process.
     """
     self.wait_until_complete()
@@ -244,7 +244,7 @@ class Checkpointer:
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
-    """Returns the step number that `step` means; raises CheckpointError if there is no such checkpoint.
+    """Returns the number of the step that `step` names; raises CheckpointError if it has no checkpoint.
 
     If the run has no checkpoints, the error gives `remedy` as advice.
     """

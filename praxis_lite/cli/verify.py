@@ -54,7 +54,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
 
   Args:
     experiment: the flags that name the experiment; see `experiment_arguments`.
-    enabled: prints a line with the result, or with the reason why there is none.
+    enabled: whether to print a line with the result, or with the reason why there is none.
 
   Raises:
     UserError: a gradient is wrong; the message names the variable.

@@ -283,7 +283,7 @@ class KnownFolder:
     self._about = os.stat(path)
 
   def is_elsewhere(self) -> bool:
-    """Whether the folder is no longer at its path; False also if its storage cannot be reached."""
+    """Whether the folder is no longer at its path; also False if its storage cannot be reached."""
     try:
       return not os.path.samestat(os.stat(self.path), self._about)
     except (FileNotFoundError, NotADirectoryError):

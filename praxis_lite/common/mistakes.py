@@ -156,7 +156,7 @@ def explain_error(
     return None
   codes = [frame.f_code.co_name for frame, _ in own if frame.f_locals.get('self') is layer]
   name = name_method(layer, path, next((code for code in reversed(codes) if 'scoped' not in code), ''))
-  # The user's own line, also in a layer that called this one.
+  # The user's own line, which may be in a layer that called this one.
   shown = next((place for place in [*reversed(own), *_running_methods()] if not is_library(place.file)), None)
   where = f' ({short_path(shown.file)}:{shown.line})' if shown else ''
   if isinstance(error, KeyError):

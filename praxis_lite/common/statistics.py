@@ -109,7 +109,7 @@ def kind_of_part(part: str) -> PartKind:
 def compute_parts(
   x: jax.Array, real: jax.Array | None, statistics: Sequence[str], first: int = 0
 ) -> dict[str, jax.Array]:
-  """Returns the parts of some statistics by name, in float32; of a histogram, counts [bins].
+  """Returns the parts that some statistics need, by name, in float32; for a histogram, counts [bins].
 
   Args:
     x: floating, any shape; a scalar, or one scalar for each layer of a stack, is a unit.

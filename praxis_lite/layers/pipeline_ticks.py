@@ -52,7 +52,7 @@ class _TickInputs(NamedTuple):
 
   stages: jax.Array  # 0, 1, ..., S - 1
   key: jax.Array | None
-  held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if there are none.
+  held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if nothing marks padding.
   weights: NestedDict  # Trained variables, [S, R, c, ...], in the dtypes that layers use.
   side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
   shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].

@@ -46,7 +46,7 @@ class SpectrumAugmenter(Layer):
 
     Args:
       x_BTM: features.
-      paddings: [B, T], nonzero for padding after the frames; None means that there is none.
+      paddings: [B, T], nonzero for padding after the frames; None means no padding.
     """
     x_BTM = x_BTM.astype(self.fprop_dtype)
     if self.do_eval or not (self.freq_mask_count or self.time_mask_count):

@@ -50,7 +50,7 @@ class StackingOverTime(Layer):
 
     Args:
       x_BTD: frames.
-      paddings: [B, T], nonzero for padding frames; None means that there is no padding.
+      paddings: [B, T], nonzero for padding frames; None means no padding.
     """
     y_BUD = self.shard(jnp.concatenate(self._windows(x_BTD, 0), axis=-1))
     if paddings is None:

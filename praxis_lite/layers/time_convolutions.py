@@ -58,7 +58,7 @@ class DepthwiseConv1D(Layer):
 
     Args:
       x_BTD: a sequence.
-      paddings: [B, T], nonzero for padding; None means that there is none.
+      paddings: [B, T], nonzero for padding; None means no padding.
     """
     W = self.kernel_size
     before = W - 1 if self.causal else (W - 1) // 2
@@ -132,7 +132,7 @@ class ConvolutionModule(Layer):
 
     Args:
       x_BTD: a sequence.
-      paddings: [B, T], nonzero for padding; None means that there is none.
+      paddings: [B, T], nonzero for padding; None means no padding.
     """
     x_BTD = self.input_norm(x_BTD)
     x_BTD = self.value(x_BTD) * jax.nn.sigmoid(self.gate(x_BTD))
@@ -197,7 +197,7 @@ class ConvSubsampling(Layer):
 
     Args:
       x_BTM: features.
-      paddings: [B, T], nonzero for padding after the frames; None means that there is none.
+      paddings: [B, T], nonzero for padding after the frames; None means no padding.
     """
     x_BTMC = x_BTM.astype(self.fprop_dtype)[..., None]
     for conv in self.conv:
