@@ -244,7 +244,7 @@ class Checkpointer:
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
-    """Returns the number of the step that `step` names; raises CheckpointError if it has no checkpoint.
+    """Returns the step that `step` names: a number, 'best', or None for the newest; raises CheckpointError if missing.
 
     If the run has no checkpoints, the error gives `remedy` as advice.
     """

@@ -1,8 +1,8 @@
 """Pipelined: a stack of layers cut into stages, which work on different microbatches at the same time.
 
 The program is a loop over ticks. In each tick, one function is mapped over the stages. The compiler splits the
-dimension of stages over a mesh axis, so that each device computes its own stages, and sends one microbatch to the next
-device in each tick (Xu et al., 2021, GSPMD, section 3.3).
+dimension of stages over a mesh axis. So in each tick, each device computes its own stages, and sends one microbatch to
+the next device (Xu et al., 2021, GSPMD, section 3.3).
 
     queue = microbatches                                     [S, M, mb, ...], read at stage 0, written at stage S - 1
     for tick in range(M + S - 1):

@@ -305,8 +305,8 @@ class VectorQuantizer(_CodebookQuantizer):
 def split_codes(counts_GV: jax.Array, codebook_GVE: jax.Array, share: float) -> tuple[jax.Array, jax.Array]:
   """Returns counts and codebook in which the least used codes are near copies of the most used ones.
 
-  The least used code becomes a copy of the most used one, the second least used of the second most used, and so on, as
-  long as the count of the first is below `share` times the mean count, and the count of the second is not.
+  The least used code becomes a copy of the most used one, the second least used of the second most used, and so on. In
+  each pair, the first count must be below `share` times the mean count, and the second must not.
   """
   V, E = codebook_GVE.shape[1:]
   by_count = jnp.argsort(-counts_GV, axis=-1)

@@ -2,8 +2,8 @@
 
 XLA starts a thread for each simulated device, or for each core if there are more. A device can wait in several
 collectives at the same time, one thread in each: for example in an all-gather over one mesh axis and in a permute over
-another. On a busy machine, once in some hundred steps, the devices that were ahead held all threads, so that the others
-could not go on, and all waited for ever (jaxlib 0.10.2, 8 devices on 2 cores).
+another. On a busy machine, once in some hundred steps, the devices that were ahead held all threads. The others could
+not go on, and all waited for ever (jaxlib 0.10.2, 8 devices on 2 cores).
 """
 
 from __future__ import annotations
