@@ -1,13 +1,14 @@
-"""Whether a language model computes the same log-probabilities in training, evaluation, decoding and elsewhere.
+"""Checks whether a language model computes the same log-probabilities in training, evaluation, decoding and elsewhere.
 
     agreement = Agreement(model, random_texts(model.layer.score_limits(), 4, 64))
     for way in agreement.list_ways():
       print(format_result(agreement, agreement.compare(way)))
 
 Each way computes the log-probabilities of the same known texts. They are compared token by token with those of the
-training step. The tolerance is measured: how much rounding to bfloat16, and weights that differ by a rounding error,
-change the log-probabilities of this model; an error by rounding is proportional to the machine epsilon of a dtype. If
-a way differs by more, the values between its layers are compared, and the first layer that differs is named.
+training step. The tolerance is measured: it depends on how much the log-probabilities of this model change when it
+computes in bfloat16, and when its weights change by a rounding error. Rounding errors of other dtypes are assumed to be
+proportional to their machine epsilon. If a way differs by more, the values between its layers are compared with those
+of the reference, and the first layer that differs is named.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.scoring import score_rows
 from praxis_lite.runs.trained import TrainedModel
 
-LogProbs = Sequence[np.ndarray]  # Masked arrays, if a way leaves out tokens.
-PAGE_SIZE = 8  # Slots of a page, so that short texts take several pages.
+LogProbs = Sequence[np.ndarray]  # Masked arrays if a way skips tokens.
+PAGE_SIZE = 8  # Cache slots in a page: so few that short texts take several pages.
 
 
 class Way(NamedTuple):
   """A way to compute log-probabilities of known texts.
 
   Attributes:
-    name: as in the table.
-    compute: returns the log-probabilities of each continuation, [n]; of a masked array, only those not masked count.
-    values: returns the values between its layers, by point; None if there are none.
+    name: the name in the table.
+    compute: returns an array [n] for each continuation, with the log-probabilities of its n tokens. Masked tokens are
+      not compared.
+    values: returns the values between the layers, by point; None if the way cannot record them.
     is_exact: whether it computes in float32, whatever the dtype of the model.
-    cache_dtype: the dtype of its caches, if it is another one.
+    cache_dtype: the dtype of its caches; None if it is the dtype in which the way computes.
   """
 
   name: str
@@ -66,11 +68,11 @@ class WayResult(NamedTuple):
 
   Attributes:
     name: the name of the way.
-    num_tokens: how many tokens were compared; a way that computes none of them is not right.
+    num_tokens: how many tokens were compared. A way that is checked and computes no token is wrong.
     difference: the largest difference of log-probabilities, in nats; infinity if one is not finite.
-    tolerance: the largest one that counts as equal; None if the way is only shown.
+    tolerance: the largest difference that counts as equal; None if the way is shown but not checked.
     first: (text, index) of the first token that differs; None if none does.
-    layer: the first layer that differs, as text.
+    layer: the first layer that differs, in words.
     problem: why the way was not compared; '' if it was.
   """
 
@@ -95,15 +97,17 @@ class Agreement:
     texts: what to compare; see `texts_of_batch`.
 
   Attributes:
-    limits: what batches the model can score.
-    model, exact: the model, and the model that computes in float32.
-    drops_tokens: whether experts of the training step skip tokens beyond their capacity, which `model` does not.
+    limits: the limits on the batches that the model can score.
+    model, exact: the model without label smoothing and with room for all tokens in its experts, in its own dtype and in
+      float32.
+    drops_tokens: whether experts of the user's model skip tokens beyond their capacity; those of `model` skip none.
     dtype: the name of the dtype in which the model computes.
     note: how the reference differs from the training step; '' if it does not.
-    reference, exact_reference: the log-probabilities of each continuation, in that dtype and in float32.
-    rounding: the largest change of log-probabilities by rounding to bfloat16, in nats.
-    rounding_of_dtype: the same for the dtype of the model.
-    sensitivity: the largest change by weights that differ by a rounding error of float32, in nats.
+    reference, exact_reference: the log-probabilities of each continuation in the training step, in `dtype` and in
+      float32.
+    rounding: the largest change of a log-probability from computing in bfloat16 instead of float32, in nats.
+    rounding_of_dtype: the same for `dtype`.
+    sensitivity: the largest change of a log-probability when weights change by a rounding error of float32, in nats.
 
   Raises:
     ConfigError: the model is no language model.
@@ -126,7 +130,7 @@ class Agreement:
     _check_finite(self.exact_reference, 'the training step in float32')
     rounded = change_model(self.exact, lambda task: _set_everywhere(task, 'fprop_dtype', 'bfloat16'))
     in_bfloat16 = self.reference if self.dtype == 'bfloat16' else self.score(rounded)
-    _check_finite(in_bfloat16, 'an evaluation in bfloat16')  # Else nothing would be beyond the tolerance.
+    _check_finite(in_bfloat16, 'an evaluation in bfloat16')  # Otherwise the tolerance would be infinite.
     self.rounding = largest_difference(in_bfloat16, self.exact_reference)
     self.sensitivity = self._measure_sensitivity()
     self.rounding_of_dtype = largest_difference(self.reference, self.exact_reference)
@@ -196,7 +200,7 @@ class Agreement:
     return [score.log_probs for score in scores]
 
   def score_training(self, model: TrainedModel) -> LogProbs:
-    """Returns the log-probabilities of a training step, or of a pass in evaluation; then `note` says why."""
+    """Returns the log-probabilities of a training step, or else of evaluation; then `note` says why."""
 
     def run(batch: Rows) -> dict[str, np.ndarray]:
       predictions: dict[str, np.ndarray] = model._run_by_rows(
@@ -217,7 +221,7 @@ class Agreement:
     return self.score(model)
 
   def batch(self) -> Rows:
-    """Returns the texts as one batch, in their order, without padding that none of them needs."""
+    """Returns the texts as one batch, in their order, padded to the longest one."""
     batches: list[Rows] = []
 
     def keep(batch: Rows) -> dict[str, np.ndarray]:
@@ -228,7 +232,7 @@ class Agreement:
     (batch,) = batches
     contexts = [[0]] * len(self.texts.contexts) if self.limits.start_id is not None else self.texts.contexts
     lengths = [len(context) + len(more) - 1 for context, more in zip(contexts, self.texts.continuations)]
-    rows = np.argsort(np.argsort(lengths, kind='stable'))  # Scores are computed in the order of the lengths.
+    rows = np.argsort(np.argsort(lengths, kind='stable'))  # Scores are computed in order of length.
     width = batch['ids'].shape[1]
     return {
       name: x[rows, : max(lengths)] if x.shape[1:] == (width,) and 'source' not in name else x[rows]
@@ -246,14 +250,14 @@ class Agreement:
   # ---------------------------------------------------------------- comparing
 
   def tolerance_of(self, way: Way) -> float:
-    """Returns the largest difference that rounding explains, in nats."""
+    """Returns the largest difference that rounding can explain, in nats."""
     narrowest = way.cache_dtype or ('float32' if way.is_exact else self.dtype)
     largest = max(float(np.max(np.abs(x), initial=1.0)) for x in self.exact_reference)
     scaled = self.rounding * _epsilon(narrowest) / _epsilon('bfloat16')
     return max(4 * scaled, 8 * self.sensitivity, 32 * largest * _epsilon('float32'))
 
   def _measure_sensitivity(self) -> float:
-    """Returns the largest change of log-probabilities by weights that differ by a rounding error of float32."""
+    """Returns the largest change of a log-probability when weights change by a rounding error of float32, in nats."""
     expected, stored = self.score(self.exact), self.exact.stored_variables
     floats = [x.dtype for x in jax.tree.leaves(stored) if jnp.issubdtype(x.dtype, jnp.floating)]
     coarsest = max((_epsilon(dtype.name) for dtype in floats), default=_epsilon('float32'))
@@ -280,7 +284,7 @@ class Agreement:
     return compared._replace(first=(row, start + token), layer=self._layer(way))
 
   def _layer(self, way: Way) -> str:
-    """Returns the first layer of a way that differs."""
+    """Returns the first layer of a way that differs from the reference, in words."""
     if way.values is None:
       return 'its layers cannot be compared'
     reference = self.values_in_one_pass(self.exact if way.is_exact else self.model)
@@ -293,7 +297,7 @@ class Agreement:
 
 
 def largest_difference(expected: LogProbs, found: LogProbs) -> float:
-  """Returns the largest difference of log-probabilities; infinity if one is not finite, or if there are none."""
+  """Returns the largest difference of log-probabilities; infinity if one is not finite, or if there are no tokens."""
   differences = np.concatenate([x[~np.isnan(x)] for x in _differences(expected, found)])
   return float(np.max(differences)) if len(differences) else float('inf')
 
@@ -305,7 +309,7 @@ def _first_token(expected: LogProbs, found: LogProbs, tolerance: float) -> tuple
 
 
 def _differences(expected: LogProbs, found: LogProbs) -> Iterator[np.ndarray]:
-  """Yields the difference of each token, [n]: infinity if one is not finite, NaN for tokens that are left out."""
+  """Yields the differences of the n tokens of each text, [n]: infinity if one is not finite, NaN for masked tokens."""
   for a, b in zip(expected, found, strict=True):
     with np.errstate(invalid='ignore'):
       difference = np.abs(np.ma.getdata(a) - np.ma.getdata(b))
@@ -313,7 +317,7 @@ def _differences(expected: LogProbs, found: LogProbs) -> Iterator[np.ndarray]:
 
 
 def _check_finite(log_probs: LogProbs, where: str) -> None:
-  """Raises UserError if a log-probability with which others are compared is not finite."""
+  """Raises UserError if a log-probability of the reference is not finite."""
   for row, text in enumerate(log_probs):
     if len(wrong := np.flatnonzero(~np.isfinite(text))):
       raise UserError(
@@ -323,7 +327,7 @@ def _check_finite(log_probs: LogProbs, where: str) -> None:
 
 
 def _perturb(stored: NestedDict, seed: int) -> NestedDict:
-  """Returns variables that differ by one machine epsilon, each up or down, on the same devices."""
+  """Returns variables on the same devices, each number changed by one machine epsilon, up or down at random."""
 
   def change(variables: NestedDict) -> NestedDict:
     leaves, structure = jax.tree.flatten(variables)
@@ -339,7 +343,7 @@ def _perturb(stored: NestedDict, seed: int) -> NestedDict:
 
 
 def _epsilon(dtype: str) -> float:
-  """Returns the relative distance between neighbouring numbers near the largest one that is stored."""
+  """Returns the machine epsilon of a dtype; for int8, the spacing of numbers relative to the largest one."""
   return 1 / 127 if dtype == 'int8' else float(jnp.finfo(dtype).eps)
 
 
@@ -355,7 +359,7 @@ def _compute_in_float32(task: Config) -> None:
 
 
 def _set_everywhere(task: Config, field: str, value: object) -> None:
-  """Sets a field of all configs of a model that have it; `fprop_dtype` only where it is set, and of the model."""
+  """Sets a field in all configs of a model that have it; `fprop_dtype` in the model, and where it is not None."""
   for config in nested_configs(task.model):
     if field in (field_names(config) or ()) and (field != 'fprop_dtype' or config.fprop_dtype is not None):
       setattr(config, field, value)
@@ -364,7 +368,7 @@ def _set_everywhere(task: Config, field: str, value: object) -> None:
 
 
 def _make_comparable(task: Config) -> None:
-  """Makes the cross entropies of a task log-probabilities, and gives experts room for all tokens, as decoding does."""
+  """Removes label smoothing from a task, and gives its experts room for all tokens, as in decoding."""
   for config in nested_configs(task.model):
     if getattr(config, 'label_smoothing', 0):
       config.label_smoothing = 0.0
@@ -373,12 +377,12 @@ def _make_comparable(task: Config) -> None:
 
 
 def _has_capacity(config: Config) -> bool:
-  """Whether a config is of experts that skip tokens beyond their capacity."""
+  """Whether a config describes experts that skip tokens beyond their capacity."""
   return getattr(config, 'dispatch', None) == 'capacity' and isinstance(getattr(config, 'num_experts', None), int)
 
 
 def has_field(model: Config, field: str) -> bool:
-  """Whether a config, or one in it, has a field."""
+  """Whether a config, or a config nested in it, has a field."""
   return any(field in (field_names(config) or ()) for config in nested_configs(model))
 
 
@@ -395,7 +399,7 @@ def move_to_one_device(model: TrainedModel) -> TrainedModel:
 
 
 def format_result(agreement: Agreement, compared: WayResult | None = None) -> str:
-  """Returns a line of the table: of a comparison, or by default the lines of its head and of the reference."""
+  """Returns the line of the table for a comparison, or by default the lines of its head and of the reference."""
   if compared is None:
     texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')
     mesh = f'{agreement.dtype}, mesh {format_axes(agreement.model.tasks.mesh.shape)}'

@@ -1,4 +1,4 @@
-"""Alerts: a command of the user that runs when something happens to a training run.
+"""Alerts: runs a command of the user when something happens to a training run.
 
     praxis-lite train --exp=lm.X --job_log_dir=runs/1 --alert_command='notify-send "$PRAXIS_LITE_MESSAGE"'
 
@@ -9,8 +9,8 @@ The shell of the system runs it, in process 0, with four more environment variab
     PRAXIS_LITE_RUN       the run's directory
     PRAXIS_LITE_STEP      the number of steps taken
 
-The command is not part of the config, so a config of someone else cannot run one. Training does not wait for it: one
-thread runs the commands one after the other, each for at most 30 seconds.
+The command is not part of the config, so a config from someone else cannot run commands. Training does not wait for it:
+one thread runs the commands one after the other, each for at most 30 seconds.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MOST_KILLING_S = 5.0
 class Alerts(Observer):
   """Runs a command after a step that is not finite, when the run goes back or fails, and when it ends.
 
-  It lives as long as the call that trains, which may take several attempts; it observes each of them.
+  It lives as long as the call that trains, and observes each attempt of this call.
 
   Args:
     command: a line for the shell.
     directory: the run's directory.
-    line: prints a line; the console of an attempt may replace it.
+    line: prints a line, until an attempt starts, which prints with its own console.
     limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
   """
 
@@ -55,7 +55,7 @@ class Alerts(Observer):
 
   @contextlib.contextmanager
   def while_called(self) -> Iterator[None]:
-    """Sends an alert about an error that ends the block; waits for the commands at the end, for a bounded time."""
+    """Sends an alert if an error ends the block; at the end, waits for the commands, for a bounded time."""
     if not is_primary_process():
       yield
       return
@@ -87,12 +87,12 @@ class Alerts(Observer):
 
   def on_end(self, run: Run) -> None:
     self._step = run.step
-    if run.error is None:  # Else it fails, once all processes have saved.
+    if run.error is None:  # `while_called` reports an error, after all processes have saved.
       self._alert('ended', f'the run ended after step {run.step} of {run.total_steps}: {run.ended_by}')
 
   def _alert(self, event: str, message: str) -> None:
     if is_primary_process():
-      with contextlib.suppress(queue.Full):  # Commands are so slow that the others are dropped.
+      with contextlib.suppress(queue.Full):  # The commands are too slow: drop this alert.
         self._events.put_nowait((event, message, self._step))
 
   def _work(self) -> None:
@@ -108,7 +108,7 @@ class Alerts(Observer):
 
 @contextlib.contextmanager
 def alerts_of_run(command: str | None, directory: Path) -> Iterator[Sequence[Alerts]]:
-  """Yields the alerts of a call that trains in a directory, of whatever ends it; () without a command."""
+  """Yields the alerts of a call that trains in a directory, and reports an error that ends it; () without a command."""
   if command is None:
     yield ()
     return
@@ -118,10 +118,10 @@ def alerts_of_run(command: str | None, directory: Path) -> Iterator[Sequence[Ale
 
 
 def _run_command(command: str, env: dict[str, str], limit_s: float) -> str:
-  """Runs a command; returns what went wrong, or ''."""
+  """Runs a command; returns what went wrong, or '' if nothing did."""
   quiet = subprocess.DEVNULL
   try:
-    # A session of its own, so that Ctrl-C does not end it, and all that it has started can be killed.
+    # In a separate session, Ctrl-C does not end it, and all processes that it starts can be killed together.
     process = subprocess.Popen(
       command, shell=True, env=env, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
     )
@@ -132,7 +132,7 @@ def _run_command(command: str, env: dict[str, str], limit_s: float) -> str:
   except subprocess.TimeoutExpired:
     with contextlib.suppress(OSError):
       os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # A process that the system waits for cannot be killed.
+    with contextlib.suppress(subprocess.TimeoutExpired):  # A process that is blocked in a system call cannot be killed.
       process.wait(min(limit_s, _MOST_KILLING_S))
     return f'the command took more than {limit_s:g} s, and was killed'
   return f'the command ended with exit code {code}' if code else ''

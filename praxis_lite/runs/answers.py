@@ -1,4 +1,4 @@
-"""AnswerSampling: completes the batches of a `RewardedInput` with answers of the model, as it is at that step.
+"""AnswerSampling: completes the batches of a `RewardedInput` with answers that the model samples at that step.
 
     prompts on the host -> answers on the mesh -> rewards on the host -> a batch on the mesh
 
@@ -26,16 +26,16 @@ from praxis_lite.training.task import TrainParams
 
 
 class AnswerSampling:
-  """Answers the prompts of an input.
+  """Samples answers to the prompts of an input.
 
   Args:
     partitioned: the task for the prompts of the input.
-    takes: the step that takes completed batches.
+    takes: the step that is called with completed batches.
     data: the input; training samples from the model's distribution, evaluation decodes by `decoder_tpl`.
     key: PRNG key on the mesh, into which steps are folded.
 
   Raises:
-    ConfigError: a run would save, evaluate or end while it trains on a batch of the input, and lose its answers.
+    ConfigError: a run would save, evaluate or end between two steps that share answers, which would be lost.
   """
 
   def __init__(self, partitioned: PartitionedTask, takes: PartitionedStep, data: RewardedInput, key: jax.Array):
@@ -59,12 +59,12 @@ class AnswerSampling:
     self._step.compile()
 
   def complete(self, mdl_vars: NestedDict, global_step: jax.Array, batch: Rows) -> NestedDict:
-    """Returns a batch, on the mesh, with answers and rewards.
+    """Returns a batch with answers and rewards, on the mesh.
 
     Args:
       mdl_vars: padded variables on the mesh.
       global_step: int32, the number of steps taken.
-      batch: rows of this host, as the input has yielded them.
+      batch: the rows of this host that the input has yielded.
     """
     note_progress('answers to prompts')
     decoded = jax.device_get(self._step(mdl_vars, self._key, global_step, self._data.prompts(batch)).decoded)
@@ -73,7 +73,7 @@ class AnswerSampling:
     return self._takes.put_inputs(self._data.complete(batch, answers))
 
   def complete_all(self, batches: Iterable[Rows], state: Callable[[], TrainState]) -> Iterator[NestedDict]:
-    """Yields a completed batch for each step, given those of the input, and a function that returns the train state."""
+    """Yields a completed batch for each step; `batches` are the input's, and `state` returns the train state."""
     for batch in batches:
       completed = self.complete(state().mdl_vars, state().step, batch)
       yield completed
@@ -82,7 +82,7 @@ class AnswerSampling:
 
 
 def _check_intervals(data: RewardedInput, settings: TrainParams) -> None:
-  """Raises ConfigError unless a run saves, evaluates and ends only between the batches of its input."""
+  """Raises ConfigError unless a run saves, evaluates and ends only between batches of its input."""
   several = data.steps_per_batch
   intervals = ('num_train_steps', 'save_interval_steps', 'eval_interval_steps', 'decode_interval_steps')
   found = {f'task.train.{name}': getattr(settings, name) for name in intervals}

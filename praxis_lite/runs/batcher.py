@@ -6,8 +6,8 @@
       print(finished.text)
 
 A request waits for a free row. Its prompt is read in chunks, between steps that add a few tokens to each row whose
-prompt has been read. When a request ends, the next one takes its row. No request compiles anything, whatever its
-lengths and settings.
+prompt has been read. When a request ends, the next one takes its row. Requests of any length, with any settings, run
+without a new compilation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import LEAST_SHARED, RowSlots
 
 Stream = Callable[[Any], object]
-_MOST_BY_DEFAULT = 1024  # Tokens of a row.
+_MOST_BY_DEFAULT = 1024  # Tokens in a row.
 
 
 class Request:
@@ -53,11 +53,11 @@ class Request:
     text: the text of these tokens; '' if the prompt was given as tokens.
     is_done: whether it has ended, or was cancelled.
     is_cancelled: whether `Batcher.cancel` ended it.
-    is_stopped: whether a stop token or a stop text ended it.
-    shared: how many first tokens of the prompt were taken over from another request.
+    is_stopped: whether it ended at a stop token or a stop text.
+    shared: how many tokens at the start of the prompt were not read, but copied from the caches of another request.
     log_probs: log-probability of each token of `ids`, in nats, under the model at temperature 1.
-    top: for each token of `ids`, the most probable ones in its place, (token, log-probability), in descending order;
-      their number is the batcher's `top_log_probs`.
+    top: for each token of `ids`, the `top_log_probs` most probable tokens at its position, as pairs (token,
+      log-probability) in descending order.
   """
 
   def __init__(
@@ -79,7 +79,7 @@ class Request:
     self._text, self._stops, self._stream, self._gives_text = text, stops, stream, gives_text
     self._max_tokens, self._temperature, self._top_p, self._key_data = max_tokens, temperature, top_p, key_data
     self._row = self._adapter = -1
-    self._num_given = 0  # Tokens of the prompt that its row has.
+    self._num_given = 0  # Tokens of the prompt that were read or copied.
 
   @property
   def text(self) -> str:
@@ -87,11 +87,11 @@ class Request:
 
   @property
   def result(self) -> str | list[int]:
-    """What `TrainedModel.decode` returns: the text, or for a prompt of tokens the tokens."""
+    """The continuation, as `TrainedModel.decode` returns it: a text, or tokens if the prompt is tokens."""
     return self.text if self._gives_text else self.ids
 
   def _add(self, row: NewTokens) -> Callable[[], object]:
-    """Adds the new tokens of its row, up to one that ends the continuation; returns what tells the stream of them."""
+    """Adds new tokens, up to one that ends the continuation; returns a function that passes them to the stream."""
     start, new = len(self.ids), row.ids[: row.counts].tolist()
     self.ids += new
     ends = [i + 1 for i, token in enumerate(new) if token in self._stops]
@@ -125,7 +125,7 @@ class BatcherStatistics:
 
   Attributes:
     prompt_tokens: tokens of prompts that were read.
-    shared_tokens: tokens of prompts that were not read, but copied from another request or a kept beginning.
+    shared_tokens: tokens of prompts that were not read, but copied from another request or from a kept prefix.
     new_tokens: tokens of continuations.
     passes: calls that added tokens to the rows.
   """
@@ -137,11 +137,11 @@ class BatcherStatistics:
 
 
 class Batcher:
-  """Continues prompts that come and go; `TrainedModel.batcher` makes it, and describes the arguments.
+  """Continues prompts that come and go. `TrainedModel.batcher` makes it, and describes the arguments.
 
   Attributes:
-    statistics: what it has done so far.
-    prompts_are_sources: whether it writes a text of its own for each prompt, such as a translation.
+    statistics: counts of what it has done so far.
+    prompts_are_sources: whether prompts are sources of an encoder-decoder, such as texts to translate.
     adapter_names: names of the adapters that requests choose from.
   """
 
@@ -182,7 +182,7 @@ class Batcher:
         raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; sources are read as a whole, so set it to 0')
       chunk, reuse_prefixes = max_length, False
     self.adapter_names: tuple[str, ...] = getattr(tasks.jax_task.model, 'adapter_names', ())
-    if self.adapter_names:  # What a prompt's beginning becomes depends on the adapter.
+    if self.adapter_names:  # Caches of the same prefix differ between adapters.
       if kept_prefixes:
         raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; with several adapters, set it to 0')
       reuse_prefixes = False
@@ -193,7 +193,7 @@ class Batcher:
       global_step,
       num_rows=rows,
       num_slots=max_length,
-      chunk=max(chunk, 2),  # Several tokens, as of any prompt.
+      chunk=max(chunk, 2),  # A chunk has several tokens, like any prompt.
       num_tokens=tokens_per_step,
       num_kept=kept_prefixes,
       num_top=top_log_probs if self._num_ids is None else min(top_log_probs, self._num_ids),
@@ -204,9 +204,9 @@ class Batcher:
     self._max_length, self._chunks_per_step = max_length, chunks_per_step
     self._slots = RowSlots(rows, reuse_prefixes)
     self._waiting = deque[Request]()
-    self._running: dict[int, Request] = {}  # By row.
-    self._reading: Request | None = None  # The one of them whose prompt is read now.
-    self._ended: list[Request] = []  # Those that no step has returned yet.
+    self._running: dict[int, Request] = {}  # By the number of the row.
+    self._reading: Request | None = None  # The running request whose prompt is being read.
+    self._ended: list[Request] = []  # Ended requests that no step has returned yet.
     self._settings = empty_settings(rows, self._key_data)
     self._state = self._programs.start()
     self._prefixes = PrefixStore(kept_prefixes, LEAST_SHARED)
@@ -228,7 +228,7 @@ class Batcher:
     adapter: str | None = None,
     stream: Stream | None = None,
   ) -> Request:
-    """Adds a request; `step` works on it.
+    """Adds a request, which `step` works on.
 
     Args:
       prompt: a text, or tokens.
@@ -242,8 +242,8 @@ class Batcher:
       stream: called with each new piece of text, or with new tokens if the prompt is tokens. See `step` for its errors.
 
     Raises:
-      UserError: the prompt is empty, has an id outside of the vocabulary, or is too long with `max_tokens`; or another
-        argument is not valid.
+      UserError: the prompt is empty, has an id outside of the vocabulary, or leaves no room for `max_tokens`; or
+        another argument is not valid.
     """
     decoder = self._decoder
     max_tokens = decoder.max_decode_steps if max_tokens is None else max_tokens
@@ -313,23 +313,23 @@ class Batcher:
 
   @property
   def max_length(self) -> int:
-    """The largest number of tokens of a prompt and its continuation, without the last one; or of a source."""
+    """The largest number of tokens in a prompt and its continuation, not counting the last token; or in a source."""
     return self._max_length
 
   def room(self, prompt_length: int) -> int:
-    """Returns how many tokens can follow a prompt of this length; none or fewer if it is too long itself."""
+    """Returns how many tokens can follow a prompt of this length; 0 or less if the prompt is too long itself."""
     if self.prompts_are_sources:
       return self._max_length if prompt_length <= self._max_length else 0
-    return self._max_length - prompt_length + 1  # The last token needs no slot.
+    return self._max_length - prompt_length + 1  # The last token needs no cache slot.
 
   @property
   def sampler(self) -> Sampler:
-    """The settings that requests have which do not set them."""
+    """The default settings of requests."""
     return self._decoder
 
   @property
   def num_rows(self) -> int:
-    """How many requests can have a row."""
+    """The number of rows: how many requests can run at once."""
     return len(self._settings.limits)
 
   @property
@@ -339,7 +339,7 @@ class Batcher:
 
   @property
   def num_running(self) -> int:
-    """How many requests have a row."""
+    """How many requests are running: each has a row."""
     return len(self._running)
 
   # ---------------------------------------------------------------- work
@@ -347,8 +347,8 @@ class Batcher:
   def step(self) -> list[Request]:
     """Reads some chunks of prompts, and adds a few tokens to each row; returns the requests that have ended.
 
-    If the stream of a request raises an error, the request is cancelled, and the error goes on. Nothing else changes:
-    later steps continue the other requests, and return those that have ended meanwhile.
+    If the stream of a request raises an error, the request is cancelled, and `step` raises the error. Other requests
+    are not affected: later steps continue them, and return the requests that ended in this step.
     """
     self._read_prompts()
     self._extend()
@@ -356,15 +356,15 @@ class Batcher:
     return ended
 
   def __iter__(self) -> Iterator[Request]:
-    """Yields requests as they end, until all have ended; others may be submitted meanwhile."""
+    """Yields requests as they end, until all have ended. More may be submitted meanwhile."""
     while self._waiting or self._running or self._ended:
       yield from self.step()
 
   def run(self, requests: Sequence[Request] | None = None) -> None:
-    """Works until these requests have ended, or all if None.
+    """Works until these requests have ended; None waits for all.
 
     Raises:
-      UserError: one of them is not of this batcher.
+      UserError: a request belongs to another batcher.
     """
     while self._waiting or self._running if requests is None else any(not request.is_done for request in requests):
       if not (self._waiting or self._running):
@@ -374,7 +374,8 @@ class Batcher:
   def _read_prompts(self) -> None:
     """Reads up to `chunks_per_step` chunks of prompts.
 
-    A request gets a row when all before it have been read, so that it can take over what they have in common.
+    A request gets a row after the prompts of all earlier requests have been read, so it can copy a prefix from any of
+    them.
     """
     for _ in range(self._chunks_per_step):
       if self._reading is None:
@@ -389,7 +390,7 @@ class Batcher:
     if self._store is not None:
       kept = self._prefixes.find(request.prompt, plan.shared)
       ids = self._slots.ids_of(plan.row)
-      is_extended = plan.source == plan.row and plan.shared == len(ids)  # Then nothing is overwritten.
+      is_extended = plan.source == plan.row and plan.shared == len(ids)  # Then the row's caches are not overwritten.
       to = None if is_extended else self._prefixes.keep(ids, but=None if kept is None else kept[0])
       if to is not None:
         self._store = self._programs.keep(self._state, self._store, plan.row, to)
@@ -402,18 +403,18 @@ class Batcher:
     self._running[place.row] = request
     self.statistics.shared_tokens += place.shared
     settings, row = self._settings, place.row
-    before = 1 if self.prompts_are_sources else len(request.prompt)  # The text of a source follows a start token.
+    before = 1 if self.prompts_are_sources else len(request.prompt)  # A decoder's text begins with a start token.
     settings.lengths[row] = settings.prompt_lengths[row] = before
     settings.temperatures[row], settings.top_ps[row] = request._temperature, request._top_p
     settings.keys[row] = request._key_data
     return request
 
   def _read_chunk(self, request: Request) -> None:
-    """Reads the next tokens of a prompt; after the last ones, its row is continued."""
+    """Reads the next chunk of a prompt; after the last chunk, steps add tokens to its row."""
     start, length = request._num_given, len(request.prompt)
     ids = request.prompt[start : start + self._programs.chunk]
     self._state = self._programs.read(self._state, request._row, ids, start, length, request._adapter)
-    read = ids[: length - 1 - start]  # The last token of a prompt is read with the first step after it.
+    read = ids[: length - 1 - start]  # The next `_extend` reads the last token of a prompt.
     self._slots.note_read(request._row, read)
     self.statistics.prompt_tokens += len(read)
     request._num_given += len(ids)
@@ -422,7 +423,7 @@ class Batcher:
       self._reading = None
 
   def _extend(self) -> None:
-    """Adds tokens to the rows that have been read."""
+    """Adds tokens to the rows whose prompts have been read."""
     settings, streams = self._settings, []
     if not settings.limits.any():
       return
@@ -436,7 +437,7 @@ class Batcher:
       streams.append((request, request._add(jax.tree.map(lambda x, row=row: x[row], new))))
       added = request.ids[before:]
       self.statistics.new_tokens += len(added)
-      self._slots.note_read(row, (last + added)[: len(added)])  # The model reads the last token in the next step.
+      self._slots.note_read(row, (last + added)[: len(added)])  # The next step reads the last token.
       settings.lengths[row] += len(added)
       if request.is_done:
         self._release(request)
@@ -470,11 +471,11 @@ class Batcher:
 
 
 def check_setting(name: str, of_decode: Collection[str]) -> None:
-  """Raises ConfigError if a batcher has no such setting for all of its requests.
+  """Raises ConfigError unless a name is a setting that a batcher has for all of its requests.
 
   Args:
-    name: what was given as the name of a setting of the `Sampler`.
-    of_decode: the settings of `TrainedModel.decode`.
+    name: the keyword that the user gave; fields of `Sampler` are right.
+    of_decode: the names of the arguments of `TrainedModel.decode`.
   """
   of_sampler = [field for field in Sampling.__annotations__ if field not in OF_OTHER_DECODERS]
   if name in of_sampler:
@@ -488,7 +489,7 @@ def check_setting(name: str, of_decode: Collection[str]) -> None:
 
 
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:
-  """Returns the sampler, the size of the vocabulary, and the most tokens of a row: `max_length`, if given.
+  """Returns the sampler, the size of the vocabulary (None if it is unknown), and the largest number of tokens in a row.
 
   Raises:
     ConfigError: a batcher cannot decode this model, or `max_length` is more than the model sees at once.

@@ -2,10 +2,10 @@
 
 input_files.py    the files of rows: *.jsonl, *.txt, *.parquet, on disk or in an object store
 output_folder.py  the folder of the results, where files appear complete or not at all
-plan.py           the work, cut into shards, and sealed in the output folder
+plan.py           the work, cut into shards, and written into the output folder with a checksum
 ledger.py         which shards are finished: those whose file is there
 kinds.py          what is computed for a row: predictions, scores, continuations
-kept_values.py    the values of a row that its result repeats
+kept_values.py    the values of a row that are copied into its result
 job.py            computes shards
 processes.py      several processes on this machine; on_ray.py: actors of Ray
 
@@ -13,5 +13,5 @@ processes.py      several processes on this machine; on_ray.py: actors of Ray
     out/part-00000.jsonl      the results of shard 0, one for each row, in order
     out/part-00001.jsonl      ...
 
-Nothing else is written down about progress, so nothing can contradict the files.
+Progress is recorded by these files only, so no record can contradict them.
 """

@@ -1,10 +1,10 @@
-"""Files of rows, on disk or below a URL that fsspec knows.
+"""Files of rows, on disk or at a URL that fsspec can open.
 
 *.jsonl      an object in each line
 *.txt        a text in each line, as {"text": ...}
-*.parquet    the columns of each row, by name
+*.parquet    the values of each row, by the names of the columns
 
-Blank lines are no rows. Lines are read from byte to byte, and Parquet from row to row, so a shard reads only its part.
+Blank lines are skipped. A shard knows its range of bytes, or of Parquet rows, and reads only this part of a file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Row(NamedTuple):
   Attributes:
     number: its number among all rows of the input, from 0.
     where: the file and the place in it, for messages.
-    values: its values by name; None if it has none that can be read.
-    error: why it cannot be read, '' if it can.
+    values: its values by name; None if they cannot be read.
+    error: why it cannot be read; '' if it can.
   """
 
   number: int
@@ -48,11 +48,11 @@ class Part(NamedTuple):
 
   Attributes:
     file: its path or URL.
-    start, stop: bytes of a file of lines, or rows of a table.
+    start, stop: the range of bytes in a file of lines, or of rows in a table.
     place: the number of the first line, from 1, or of the first row, from 0.
     first: the number of the first row among all rows of the input.
     num_rows: how many rows it has.
-    sha256: of the bytes, for lines; '' for a table.
+    sha256: the hash of the bytes for a file of lines; '' for a table.
   """
 
   file: str
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 class InputFile(NamedTuple):
-  """Identifies the content of a file. Attributes: file; stamp, which changes if it is written; size; sha256; rows."""
+  """Identifies the content of a file: path, a stamp that changes when it is written, bytes, hash and number of rows."""
 
   file: str
   stamp: str
@@ -75,10 +75,10 @@ class InputFile(NamedTuple):
 
 
 def list_inputs(paths: Sequence[str]) -> list[str]:
-  """Returns the files that paths, patterns and URLs name: in the order of these, and for each by name.
+  """Returns the files that paths, patterns and URLs name, in this order; the files of one pattern are sorted by name.
 
   Raises:
-    DataError: there is none, one is named twice, or its name has an unknown ending.
+    DataError: there is no such file, a file is named twice, or its name has an unknown ending.
     ConfigError: a URL is not valid, or fsspec is not installed.
   """
   found: list[str] = []
@@ -102,12 +102,12 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
 
 
 def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
-  """Returns what identifies a file, and its rows in parts of at most `most`; reads it once.
+  """Returns what identifies a file, and its parts of at most `most` rows; reads the file once.
 
   Args:
     file: its path or URL.
     first: the number of its first row among all rows of the input.
-    most: the largest number of rows of a part.
+    most: the largest number of rows in a part.
   """
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines
@@ -120,7 +120,7 @@ def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
 
 
 def read_part(part: Part) -> Iterator[Row]:
-  """Yields the rows of a part; raises DataError if the bytes of lines have changed since they were counted."""
+  """Yields the rows of a part; raises DataError if the bytes of a file of lines have changed since the file was cut."""
   if part.file.endswith(_TABLE):
     yield from _rows_of_table(part)
     return
@@ -137,7 +137,7 @@ def read_part(part: Part) -> Iterator[Row]:
 
 
 def stamp_of(file: str) -> tuple[str, int]:
-  """Returns what changes whenever a file is written, and its size."""
+  """Returns a stamp that changes whenever a file is written, and the file's size in bytes."""
   if not is_url(file):
     about = os.stat(file)
     return str(about.st_mtime_ns), about.st_size
@@ -148,7 +148,7 @@ def stamp_of(file: str) -> tuple[str, int]:
 
 
 def sum_of_input(file: str) -> str:
-  """Returns the SHA-256 of a file; reads it."""
+  """Reads a file, and returns its SHA-256."""
   digest = hashlib.sha256()
   with open_input(file) as opened, _one_line_errors(file):
     while block := opened.read(_BLOCK):
@@ -191,7 +191,7 @@ def _row_of_line(number: int, where: str, line: bytes, is_text: bool) -> Row:
     if is_text:
       return Row(number, where, {'text': line.removesuffix(b'\r').decode()})
     values = parse_json_line(line)
-  except ValueError as error:  # Also if it is not UTF-8.
+  except ValueError as error:  # This includes bytes that are not UTF-8.
     return Row(number, where, None, f'is not {"UTF-8 text" if is_text else "JSON"}: {error}')
   if not isinstance(values, dict):
     return Row(number, where, None, f'expected an object, got {type(values).__name__}')
@@ -239,7 +239,7 @@ _last_group: dict[tuple[str, tuple[str, int], int], Any] = {}
 
 
 def _read_group(file: str, stamp: tuple[str, int], group: int, table: Any) -> Any:
-  """Returns the rows of a row group. The last one is kept, because the shards of a row group come one after another."""
+  """Returns the rows of a row group. The last one is cached, because several successive shards may read it."""
   key = file, stamp, group
   if key not in _last_group:
     _last_group.clear()
@@ -250,7 +250,7 @@ def _read_group(file: str, stamp: tuple[str, int], group: int, table: Any) -> An
 
 @contextlib.contextmanager
 def _table_errors(where: str) -> Iterator[None]:
-  """Names the place of what Arrow says about a damaged file: its errors are OSErrors without a name, and others."""
+  """Turns Arrow's errors about a damaged file, which do not name the file, into a DataError that does."""
   try:
     yield
   except (import_pyarrow().ArrowException, OSError) as error:
@@ -274,7 +274,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _one_line_errors(file: str) -> Iterator[None]:
-  """Turns any error of a package for object stores into an error with a message of one line."""
+  """Turns any error of an object store's package into an error with a message of one line."""
   try:
     yield
   except Exception as error:

@@ -18,10 +18,10 @@ class ShardJob:
 
   Args:
     ledger: the work.
-    compute: computes the rows of a batch.
+    compute: returns the results of the rows of a batch.
     batch_size: how many rows it gets at most.
-    keep: the names of values of a row that its result repeats.
-    most_bad: how many rows may be bad, before the job fails.
+    keep: the names of the values of a row that are copied into its result.
+    most_bad: how many rows may be bad; with more, the job fails.
 
   Attributes:
     num_bad: how many rows were bad.
@@ -30,7 +30,7 @@ class ShardJob:
   def __init__(self, ledger: Ledger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0):
     self._ledger, self._compute = ledger, compute
     self._batch_size, self._keep, self._most_bad = batch_size, keep, most_bad
-    self._kept: dict[int, dict[str, Any]] = {}  # By the numbers of the rows of the shard.
+    self._kept: dict[int, dict[str, Any]] = {}  # By the number of the row.
     self.num_bad = 0
 
   def run(self, shards: Iterable[int], check: Callable[[], object] = lambda: None) -> None:
@@ -38,7 +38,7 @@ class ShardJob:
 
     Raises:
       DataError: a file has changed, or there are more bad rows than allowed.
-      UserError: the model, or a setting, is not fit for the work.
+      UserError: the model or a setting does not fit the work.
     """
     for number in shards:
       rows = list(read_part(self._ledger.plan.shards[number]))
@@ -59,7 +59,7 @@ class ShardJob:
       self._ledger.finish(number, [results[row.number] for row in rows])
 
   def _keep_values(self, row: Row, kept: KeptValues) -> str:
-    """Keeps values of a row; returns what is wrong with the row, '' if nothing is."""
+    """Stores the values of a row that its result repeats; returns what is wrong with the row, or ''."""
     try:
       self._kept[row.number] = {} if row.values is None else kept.select(row.values)
     except DataError as error:
@@ -67,16 +67,16 @@ class ShardJob:
     return row.error
 
   def _compute_batch(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the results of rows; if they fail together, computes each alone to find those that are bad."""
+    """Returns the results of rows; if a batch fails, computes each row alone to find the bad ones."""
     try:
       found = self._compute([row.values or {} for row in rows], rows[0].number)
       return [self._result_of(row, result) for row, result in zip(rows, found, strict=True)]
     except DataError as error:
       if len(rows) == 1:
         return [self._bad(rows[0], str(error))]
-    except UserError:  # The model or a setting is wrong, so no row can be computed.
+    except UserError:  # The model or a setting is wrong: every row would fail.
       raise
-    except (TypeError, ValueError) as error:  # Of a library, about a value that nobody has expected.
+    except (TypeError, ValueError) as error:  # A library raised this about an unexpected value.
       if len(rows) == 1:
         return [self._bad(rows[0], f'{type(error).__name__}: {first_line(error)}')]
     return [self._compute_batch([row])[0] for row in rows]

@@ -1,4 +1,4 @@
-"""KeptValues: the values of rows that results repeat, which `--keep` names."""
+"""KeptValues: the values of rows, named by `--keep`, that are copied into results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from praxis_lite.common.errors import DataError, UserError
 
-# Names of the values that results have themselves; those of predictions are known when there are some.
+# Names of the values of results. A model may add more, which are known only when it has predicted.
 _OF_ALL = ('row', 'error')
 _OF_RESULTS = {
   'score': ('log_prob', 'num_tokens', 'is_greedy'),
@@ -19,14 +19,14 @@ _OF_RESULTS = {
 
 
 def check_keep(keep: Sequence[str], what: str) -> None:
-  """Raises UserError if a value would have the name of a value that the results of `what` have themselves."""
+  """Raises UserError if a value to keep has the same name as a value in the results of `what`."""
   own = (*_OF_ALL, *_OF_RESULTS.get(what, ()))
   if taken := next((name for name in keep if name in own), None):
     raise refuse_name(taken, what)
 
 
 def refuse_name(name: str, what: str = '') -> UserError:
-  """Returns the error about a value of rows with the name of a value of results."""
+  """Returns the error about a value to keep that has the same name as a value in the results."""
   return UserError(
     f'--keep={name}: results{what and f" of --what={what}"} have a value {name!r} themselves; give that of the rows '
     'another name'
@@ -34,11 +34,11 @@ def refuse_name(name: str, what: str = '') -> UserError:
 
 
 class KeptValues:
-  """Takes the values to keep out of the rows of one shard.
+  """Selects the values to keep from the rows of one shard.
 
   Args:
-    keep: their names.
-    format: the kind of the files of results, see `ledger.FORMATS`. A column of Parquet has values of one kind.
+    keep: the names of the values.
+    format: the format of the result files, see `ledger.FORMATS`. A Parquet column has values of one kind.
   """
 
   def __init__(self, keep: Sequence[str], format: str):
@@ -46,7 +46,7 @@ class KeptValues:
     self._kinds: dict[str, str] = {}
 
   def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values to keep; raises DataError if one of them cannot be written."""
+    """Returns the values of a row to keep; raises DataError if one of them cannot be written."""
     kept = {name: values[name] for name in self._keep if name in values}
     for name, value in kept.items():
       if self._format == 'jsonl':
@@ -65,7 +65,7 @@ def _check_json(name: str, value: object) -> None:
 
 
 def _kind(value: object) -> str:
-  """Returns the kind of a value, and of what it contains."""
+  """Returns the kind of a value in words, with the kinds of a list's elements."""
   if isinstance(value, list):
     return f'list of {" and ".join(sorted({_kind(x) for x in value if x is not None}))}'.removesuffix(' of ')
   if isinstance(value, dict):

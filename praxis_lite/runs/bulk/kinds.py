@@ -3,7 +3,7 @@
 predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_examples` take them; or, if a dataset of
                      the run reads texts or images, {"text": ...} and {"file": "a.png"}
 score                {"context": ..., "continuation": ...}, or {"text": ...}, or {"ids": ...}
-teach                {"text": ...}, or {"ids": ...}: their tokens, with the most probable ones of the model after each
+teach                {"text": ...}, or {"ids": ...}: its tokens, and for each position the most probable next tokens
 generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; {"text": ...} is a prompt, too
 """
 
@@ -36,12 +36,12 @@ from praxis_lite.runs.trained import TrainedModel
 KINDS = ('predict', 'evaluate', 'score', 'generate', 'teach')
 _TAUGHT_TOKENS = 32
 RowValues = Mapping[str, Any]
-# (values of rows, number of the first of them) -> a result for each.
+# (values of rows, number of the first row) -> a result for each row.
 Compute = Callable[[Sequence[RowValues], int], list[dict[str, Any]]]
 
 
 class Generation(TypedDict, total=False):
-  """Settings of `generate`, see `TrainedModel.decode`; None keeps those of the config."""
+  """Settings of 'generate', see `TrainedModel.decode`; None keeps the config's value."""
 
   max_tokens: int | None
   temperature: float | None
@@ -54,14 +54,14 @@ class Generation(TypedDict, total=False):
 def make_compute(
   model: TrainedModel, what: str, batch_size: int, generation: Generation, keep: Collection[str] = ()
 ) -> Compute:
-  """Returns what computes the results of rows; it raises UserError if a row, or the model, is not fit for it.
+  """Returns a function that computes the results of rows; it raises UserError if a row or the model does not fit.
 
   Args:
     model: the model.
     what: one of `KINDS`.
     batch_size: how many rows it gets at most.
     generation: settings of 'generate'; 'teach' takes its `top_k`.
-    keep: names of values that are no arrays of an example, unless the data of the run has them.
+    keep: names of values that are not passed to the model, unless the examples of the run have arrays of these names.
   """
   if what == 'score':
     return lambda rows, first: _score(model, rows, batch_size)
@@ -74,7 +74,7 @@ def make_compute(
 
 
 def _tokens_of(model: TrainedModel, row: RowValues) -> list[int]:
-  """Returns the tokens of a text, with those of its beginning and its end, or the given ones."""
+  """Returns the tokens of a row: its `ids`, or those of its `text` between the tokens for begin and end."""
   if isinstance(ids := row.get('ids'), list):
     return _not_empty(_integers(ids, 'ids'), 'ids')
   if 'text' not in row:
@@ -93,13 +93,13 @@ def _integers(value: Any, name: str) -> list[int]:
 
 
 class _Predict:
-  """Predictions, or what evaluation reports."""
+  """Computes predictions, or what evaluation reports for each example."""
 
   def __init__(self, model: TrainedModel, what: str, keep: Collection[str]):
     self._model, self._keep = model, keep
     self._compute = model.predict if what == 'predict' else model.evaluate_examples
     self._structs: Mapping[str, Any] = {}
-    with contextlib.suppress(UserError, OSError):  # The data of the run may be elsewhere.
+    with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
       self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
 
   def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ def _pair(row: RowValues) -> tuple[Any, Any]:
 
 
 class _Prompt(NamedTuple):
-  """A prompt. Attributes: ids; before, what its continuation follows as a text, None if it is no text."""
+  """A prompt: its tokens, and the tokens after which its continuation is turned into text; None returns tokens."""
 
   ids: list[int]
   before: list[int] | None
@@ -208,7 +208,7 @@ def _chat(tokenizer: BaseTokenizer, messages: Any) -> list[int]:
     return chat_prompt(tokenizer, messages)
   except UserError:
     raise
-  except Exception as error:  # A template may raise anything about messages that it does not expect.
+  except Exception as error:  # A chat template may raise any error about unexpected messages.
     raise DataError(f"'messages' cannot be read by the chat template: {error_summary(error)}") from None
 
 
@@ -242,7 +242,7 @@ class _Generate:
     if tokenizer is None:
       raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')
     if name == 'messages':
-      return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer begins a text.
+      return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer is a new text.
     _check_text(row, name)
     ids = _not_empty(encode_prompt(tokenizer, value, name), name)
     return _Prompt(ids, [] if self._model.layer.prompts_are_sources else ids)

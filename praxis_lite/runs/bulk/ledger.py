@@ -1,4 +1,4 @@
-"""Ledger: the plan of a bulk prediction, and which of its shards are finished, which their files alone say."""
+"""Ledger: the plan of a bulk prediction, and which of its shards are finished: those whose files exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = dict[str, Any]
 
 
 class Counts(NamedTuple):
-  """What a finished output has. Attributes: rows; bad, how many of them could not be computed."""
+  """How many rows a finished output has, and how many of them are bad: they could not be computed."""
 
   rows: int
   bad: int
@@ -46,17 +46,18 @@ class Ledger:
   def open(
     cls, output: str, folder: OutputFolder, paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
   ) -> Ledger:
-    """Returns the ledger of an output folder; makes and seals its plan, if there is none.
+    """Returns the ledger of an output folder; makes and writes its plan, if there is none.
 
     Args:
       output: the path or URL of the folder.
       folder: the folder.
       paths: files of the input, see `list_inputs`.
-      settings: what the results depend on; `format` is one of `FORMATS`.
-      shard_rows: rows of a shard.
+      settings: the settings that results depend on; `format` is one of `FORMATS`.
+      shard_rows: the largest number of rows in a shard.
 
     Raises:
-      DataError: the folder has results of another input or other settings, other files, or a damaged plan.
+      DataError: the folder has results of another input or of other settings, files of something else, or a damaged
+        plan.
     """
     settings = {**settings, 'shard_rows': shard_rows}
     names = folder.names()
@@ -89,7 +90,7 @@ class Ledger:
     """Reads all results, and counts them.
 
     Raises:
-      DataError: a row is missing, or is there twice, or not in its place.
+      DataError: a row is missing, occurs twice, or is not in its place.
     """
     if missing := self.remaining_shards():
       raise DataError(f'{self.output}: {len(missing)} of {len(self.plan.shards)} shards are missing')
@@ -105,7 +106,7 @@ class Ledger:
     read = _read_lines if self._format == 'jsonl' else _read_table
     try:
       return read(data)
-    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow's errors are some of these.
+    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises these, too.
       where = f'{self.output}/{self._name(number)}'
       raise DataError(f'{where} is damaged: {first_line(error)}; remove the file, and start again') from None
 
@@ -145,7 +146,7 @@ def _to_bytes(results: Sequence[Result], format: str) -> bytes:
   columns = {}
   for name in names:
     values = [result.get(name) for result in results]
-    try:  # Also if no row is bad, there is a column of texts for errors.
+    try:  # The column of errors has texts, even if no row is bad.
       columns[name] = pa.array(values, pa.string()) if name == 'error' else pa.array(values)
     except (pa.ArrowException, TypeError, OverflowError) as error:
       raise DataError(f'{name!r}: its values do not fit in one column of Parquet: {first_line(error)}') from None

@@ -1,4 +1,4 @@
-"""Computes shards by actors of Ray, through Ray Data. Each actor holds a model; the ledger is the same."""
+"""Computes shards with Ray actors, through Ray Data. Each actor holds a model, and all write to the same ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Worker = Callable[[int], None]
 
 
 class _Actor:
-  """An actor, which makes its worker once."""
+  """A Ray actor, which loads its model once."""
 
   def __init__(self, make: Callable[[], Worker]):
     self._work = make()
@@ -26,12 +26,12 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
   """Computes shards.
 
   Args:
-    make: returns what computes a shard; called in each actor. It must be possible to pickle it.
-    shards: their numbers.
+    make: returns a function that computes a shard; called once in each actor, so it must be picklable.
+    shards: the numbers of the shards.
     num_actors: how many actors there are.
 
   Raises:
-    ConfigError: Ray is not installed, or the cluster has GPUs, and fewer than actors.
+    ConfigError: Ray is not installed, or the cluster has GPUs, but fewer than actors.
   """
   try:
     import ray

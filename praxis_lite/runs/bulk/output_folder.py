@@ -13,7 +13,7 @@ from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import is_url, read_plain, user_path
 
 _HIDDEN = '.writing-'
-_ATTEMPTS = 8  # To write a file whose temporary one another process removes.
+_ATTEMPTS = 8  # How often a file is written again if another process has removed its temporary file.
 
 
 class OutputFolder(Protocol):
@@ -26,13 +26,13 @@ class OutputFolder(Protocol):
     """Returns the content of a file."""
 
   def write(self, name: str, data: bytes) -> None:
-    """Writes a file, which then survives a crash of the machine."""
+    """Writes a file, which survives a crash of the machine once this returns."""
 
   def create(self, name: str, data: bytes) -> None:
-    """Writes a file, unless there is one; of two processes that do so at once, one does it."""
+    """Writes a file, unless it exists; if two processes do so at once, one of them writes it."""
 
   def clean(self, name: str) -> None:
-    """Removes what killed processes have left of a file."""
+    """Removes incomplete files that killed processes have left."""
 
 
 class LocalFolder:
@@ -70,7 +70,7 @@ class LocalFolder:
           os.fchmod(file.fileno(), 0o644)
         put(temporary, self._path / name)
         break
-      except FileNotFoundError:  # Another process does the same, and has cleaned up.
+      except FileNotFoundError:  # Another process writes this file, too, and has removed ours.
         if attempt == _ATTEMPTS - 1:
           raise
       except BaseException:
@@ -84,7 +84,7 @@ class LocalFolder:
       left.unlink(missing_ok=True)
 
   def _sync(self) -> None:
-    """Writes the names of the folder to the disk."""
+    """Flushes the folder's list of names to the disk."""
     handle = os.open(self._path, os.O_RDONLY)
     try:
       os.fsync(handle)
@@ -93,7 +93,7 @@ class LocalFolder:
 
 
 class Store(Protocol):
-  """What a `StoredFolder` needs of an `ObjectStore`."""
+  """The methods of an `ObjectStore` that a `StoredFolder` calls."""
 
   def sizes(self) -> dict[str, int]:
     """Returns the sizes of all objects by name."""
@@ -121,7 +121,7 @@ class StoredFolder:
     self._store.write(name, data)
 
   def create(self, name: str, data: bytes) -> None:
-    # Not all stores can write on a condition, so two processes that begin at the same moment may both write.
+    # Not all stores have conditional writes, so two processes that begin at the same moment may both write.
     if name not in self.names():
       self._store.write(name, data)
 

@@ -1,4 +1,4 @@
-"""ShardPlan: the work of a bulk prediction, cut into shards. It is made once, and sealed in the output folder."""
+"""ShardPlan: the work of a bulk prediction, cut into shards. It is made once, and written with a checksum."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _VERSION = 1
 
 
 class ShardPlan(NamedTuple):
-  """The work.
+  """The work of a bulk prediction.
 
   Attributes:
-    settings: what the results depend on besides the input, by name, as JSON values.
+    settings: what the results depend on besides the input: JSON values by name.
     files: what identifies each file of the input.
     shards: the rows of each shard.
   """
@@ -33,7 +33,7 @@ class ShardPlan(NamedTuple):
     return sum(shard.num_rows for shard in self.shards)
 
   def to_bytes(self) -> bytes:
-    """Returns the plan as JSON, with a seal that shows changes."""
+    """Returns the plan as JSON, with a checksum."""
     content = {
       'version': _VERSION,
       'settings': self.settings,
@@ -44,7 +44,7 @@ class ShardPlan(NamedTuple):
 
   @classmethod
   def from_bytes(cls, data: bytes, where: str) -> ShardPlan:
-    """Returns the plan that `to_bytes` has written; raises DataError if it is damaged."""
+    """Reads a plan that `to_bytes` wrote; raises DataError if it is damaged."""
     try:
       content = parse_json(data)
       seal = content.pop('seal')
@@ -62,7 +62,7 @@ def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
   Args:
     paths: see `list_inputs`.
     settings: see `ShardPlan`.
-    shard_rows: the largest number of rows of a shard; a shard has rows of one file.
+    shard_rows: the largest number of rows in a shard, all from one file.
 
   Raises:
     DataError: a file cannot be read, or there are no rows.
@@ -78,7 +78,7 @@ def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
 
 
 def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
-  """Raises DataError unless a plan is one of this input and these settings; reads files only if they were written."""
+  """Raises DataError unless a plan was made for this input and these settings; reads files whose stamp has changed."""
   sealed, given = _flatten(plan.settings), _flatten(settings)
   for name in sorted({*sealed, *given}):
     before, now = sealed.get(name), given.get(name)
@@ -98,7 +98,7 @@ def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str
 
 
 def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns settings by name, and those that have names within another one, such as fields of a config."""
+  """Returns settings by name, with the fields of nested ones, such as a config, at the top level."""
   groups = {name: value if isinstance(value, Mapping) else {name: value} for name, value in settings.items()}
   return {name: value for group in groups.values() for name, value in group.items()}
 

@@ -1,4 +1,4 @@
-"""Several processes of a command on this machine."""
+"""Runs a command in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from praxis_lite.common.errors import ConfigError, UserError
 
 _PARENT = 'PRAXIS_LITE_BULK_PARENT'
-_GPUS = '/proc/driver/nvidia/gpus'  # Has a folder for each.
+_GPUS = '/proc/driver/nvidia/gpus'  # Contains a folder for each GPU.
 
 
 def run_processes(arguments: Sequence[str], indices: Sequence[int]) -> None:
   """Runs `praxis-lite` with these arguments and `--process_index=i`, for each i at once, and waits for all.
 
-  If JAX uses NVIDIA's GPUs, each process gets one of them, because a process takes most of the memory of all it sees.
+  If JAX uses NVIDIA GPUs, each process gets one of them, because a process reserves most of the memory of every GPU it
+  sees.
 
   Raises:
-    UserError: one of them failed; the others have done their part by then.
+    UserError: a process failed; the others have finished their part by then.
     ConfigError: there are fewer GPUs than processes.
   """
   gpus = visible_gpus()
@@ -47,7 +48,7 @@ def run_processes(arguments: Sequence[str], indices: Sequence[int]) -> None:
 
 
 def visible_gpus() -> list[str]:
-  """Returns the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that JAX would use, without starting JAX."""
+  """Returns the GPUs that JAX would use, by their names in CUDA_VISIBLE_DEVICES, without starting JAX."""
   platforms = os.environ.get('JAX_PLATFORMS', '')
   if platforms and not {'cuda', 'gpu'} & {*platforms.split(',')}:
     return []
@@ -63,7 +64,7 @@ def visible_gpus() -> list[str]:
 
 
 def end_without_parent() -> None:
-  """Ends this process if the one that has started it with `run_processes` is gone."""
+  """Ends this process if the process that started it with `run_processes` is gone."""
   parent = os.environ.get(_PARENT)
   if parent is not None and os.getppid() != int(parent):
     os._exit(1)
