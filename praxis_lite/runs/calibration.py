@@ -1,11 +1,14 @@
-"""Calibration: sums over the inputs of weights, over batches of data, and weights in few bits that are chosen by them.
+"""Calibration: evaluates batches of data, and chooses the few-bit values of weights by the inputs that they meet.
 
-    x    rows of calibration, [N, I], of one weight, or of each layer of a stack, or of each expert
+    x    N rows of the inputs of one weight, [N, I]; for a stack of layers or for experts, one x each
     G    sum x x', [I, I]
-    sums of |x| and largest |x|, [I]
+    the sum and the maximum of |x| over the rows, [I] each
 
-Rows come from evaluating the model with plain weights on the mesh of the task; padding does not count.
-Methods: 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`), 'gptq' values (`layers/gptq.py`).
+The rows are collected while the model with plain weights is evaluated on the mesh of the task, without padding.
+The methods 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`); 'gptq' chooses values
+(`layers/gptq.py`).
+
+Shapes: I inputs and O outputs of a weight, J input dimensions, E experts; * marks any number of dimensions.
 """
 
 from __future__ import annotations
@@ -46,12 +49,12 @@ SCALES_INPUTS = ('awq', 'smooth')
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """How weights in few bits are chosen by data.
+  """Settings for choosing weights in few bits by data.
 
   Attributes:
     method: one of `METHODS`.
-    num_batches: how many batches are read.
-    dataset: name or number of the dataset of the run that is read, in order; None reads the first one for training.
+    num_batches: how many batches are evaluated.
+    dataset: the name or number of the run's dataset to read, in its order; None reads the first one for training.
   """
 
   method: str
@@ -64,7 +67,7 @@ class Calibration:
 
 
 class _Point(NamedTuple):
-  """The form of the values at a point: [..., *groups, *inputs], with the rows first."""
+  """How many dimensions of the values at a point, [..., *groups, *inputs], are groups and how many are inputs."""
 
   num_groups: int
   num_inputs: int
@@ -72,12 +75,12 @@ class _Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedWeight:
-  """A weight in few bits and the inputs it has met.
+  """A weight in few bits, and statistics of the inputs that it has met.
 
   Attributes:
-    stored: how the weight is stored.
+    stored: the format in which the weight is stored.
     method: one of `METHODS`.
-    inputs: 'gram' [*stack, *E, I, I], 'sum_abs' and 'max_abs' [*stack, *E, I], as far as the method needs them.
+    inputs: 'sum_abs' and 'max_abs' [*stack, *E, I]; for 'awq' and 'gptq' also 'gram' [*stack, *E, I, I], which is G.
   """
 
   stored: QuantizedWeight
@@ -85,14 +88,14 @@ class CalibratedWeight:
   inputs: Mapping[str, np.ndarray]
 
   def input_scale(self, w: np.ndarray, index: tuple[int, ...]) -> jax.Array:
-    """Returns the scales of inputs, [*J, I, *1], for one weight [*J, I, *O] of a stack and of experts, at `index`."""
+    """Returns the scales of inputs, [*J, I, *1], for the weight [*J, I, *O] at `index` in a stack or among experts."""
     form, whole = self.stored.format, jnp.asarray(w)
     if self.method == 'smooth':
       return smooth_scales(form, whole, self._inputs_at('max_abs', index))
     return awq_scales(form, whole, self._inputs_at('sum_abs', index), self._inputs_at('gram', index))
 
   def quantize(self, w: jax.Array, index: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Returns 'values', 'scale' and perhaps 'zero' of one weight, or of some of its outputs."""
+    """Returns 'values', 'scale' and, if the format has it, 'zero' of one weight, or of some of its outputs."""
     form = self.stored.format
     return quantize_in_turn(form, w, self._compensation(index)) if self.method == 'gptq' else quantize(form, w)
 
@@ -107,12 +110,12 @@ class CalibratedWeight:
 def calibrate_weights(
   model: TrainedModel, quantized: BaseModel, calibration: Calibration
 ) -> dict[Path, CalibratedWeight]:
-  """Returns the weights in few bits that have met rows of data, by path.
+  """Returns the weights in few bits that have met data, by path.
 
   Args:
     model: the model with plain weights, on its mesh.
-    quantized: the built model with weights in few bits.
-    calibration: how they are chosen.
+    quantized: the instantiated model with weights in few bits.
+    calibration: how the weights are chosen.
 
   Raises:
     UserError: there is no such dataset, or the model cannot be evaluated on it.
@@ -137,7 +140,7 @@ def calibrate_weights(
 def _sum_over_batches(
   model: TrainedModel, calibration: Calibration, taps: _InputTaps
 ) -> dict[str, dict[str, np.ndarray]]:
-  """Returns the sums at each point that the model passes."""
+  """Returns the sums and maxima at each point of the model that meets data."""
   config, wanted = model.config, calibration.dataset
   if wanted is None:
     training = (i for i, data in enumerate(config.datasets) if getattr(data, 'is_training', False))
@@ -152,7 +155,7 @@ def _sum_over_batches(
       parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
-    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A layer that is used again.
+    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A layer that is called several times.
     before = found.get(point)
     found[point] = (
       of_use
@@ -163,12 +166,12 @@ def _sum_over_batches(
 
 
 class _InputTaps(StepTaps):
-  """Taps of the inputs of weights.
+  """Taps on the inputs of weights.
 
   Args:
     model: the model.
     points: the points to listen to.
-    with_gram: whether products of inputs are summed too.
+    with_gram: whether products of pairs of inputs are summed, too.
   """
 
   def __init__(self, model: BaseModel, points: Mapping[str, _Point], *, with_gram: bool):
@@ -183,7 +186,7 @@ class _InputTaps(StepTaps):
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    del probed, share  # Of taps of gradients.
+    del probed, share  # Only taps on gradients use these.
 
     def names_wanted(name: str) -> Sequence[str]:
       return ('inputs',) if name in self.points else ()
@@ -227,7 +230,7 @@ class _SummingTaps(Taps):
 
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
-  """Returns a line about weights in few bits that have met no rows, so are rounded to nearest; '' if there are none."""
+  """Returns a line about the weights in few bits that met no data and are rounded to nearest; '' if there are none."""
   missing = [
     path_name((*layer.path[len(model.path) :], name))
     for layer in model.descendants()

@@ -21,16 +21,17 @@ from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.throughput import Rates
 
 # The metrics that a training line shows, and their labels; other metrics are only in the summaries. The learning rates
-# of the rules of a `MultiLearner`, such as 'learning_rate/head', are shown like one, as 'lr/head'.
+# of the rules of a `MultiLearner`, such as 'learning_rate/head', are shown as 'lr/head'.
 _TRAIN_COLUMNS = {'loss': 'loss', 'reward': 'reward', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
-# The share of time that devices wait for input, and the least share that a training line shows.
+# The metric of the share of time that devices wait for input, and the least share that a training line shows.
 _INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
 
 
 class Console:
   """Prints a run of `total_steps` steps, one line per event.
 
-  `stream` is standard output by default. With `enabled` False nothing is printed: only one of several processes prints.
+  `stream` is standard output by default. With `enabled` False nothing is printed; of several processes, only one
+  prints.
   """
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True):
@@ -43,7 +44,7 @@ class Console:
     self.line(train_line(step, self._total, metrics, rates))
 
   def progress(self, step: int) -> None:
-    """Shows that a step was taken, without a line."""
+    """Records that a step was taken; prints no line."""
 
   def line(self, text: str) -> None:
     """Prints `text` as a line."""
@@ -75,7 +76,7 @@ class LiveConsole(Console):
     shown = console.Group(self._progress, self._figures)
     self._live = live.Live(shown, console=self._screen, refresh_per_second=4)
     self._live.start()
-    self._screen.show_cursor(True)  # Else it stays hidden if the run is killed.
+    self._screen.show_cursor(True)  # Otherwise the cursor stays hidden if the run is killed.
 
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     self.progress(step)
@@ -102,7 +103,7 @@ def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True)
 
 
 def train_line(step: int, total: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> str:
-  """Returns the line of a training step: at most 80 columns, a few more with MFU."""
+  """Returns the line of a training step, of at most 80 columns, or a few more with MFU."""
   return ' '.join([f'step {step}/{total}', *train_figures(metrics, rates)])
 
 

@@ -1,4 +1,4 @@
-"""Constraints of a continuation to a regular expression or a JSON schema. The package llguidance computes the tokens.
+"""Constrains continuations to a regular expression or a JSON schema; the package llguidance computes allowed tokens.
 
 llguidance (Microsoft) comes with the extra `praxis_lite[constrain]`, and is imported when a constraint is made.
 """
@@ -21,15 +21,15 @@ from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.models.decoding import Constraint
 
-# Rows, and beams of them, whose state is kept, so that it takes one token at a time.
+# The number of rows or beams whose parser state is cached, so that each step parses only one token.
 _MOST_STATES = 4096
 
 
 class TextConstraint(Constraint):
-  """Allows tokens with which a continuation can still become a text of a form; then the end of the text.
+  """Allows the tokens after which a continuation can still become a text that matches; then the end of the text.
 
   Attributes:
-    eos_id: the token that ends a text.
+    eos_id: the id of the token that ends a text.
   """
 
   def __init__(self, tokenizer: BaseTokenizer, grammar: str, where: str):
@@ -47,15 +47,15 @@ class TextConstraint(Constraint):
     self._bits = library.numpy
 
   def __repr__(self) -> str:
-    return f'<{self._name} at {id(self)}>'  # Names the compiled programs of a model.
+    return f'<{self._name} at {id(self)}>'  # This is part of the keys of a model's compiled programs.
 
   def __deepcopy__(self, memo: dict[int, object]) -> TextConstraint:
-    return self  # Configs that contain it are copied; it does not change.
+    return self  # Copies of a config share it, because it is immutable.
 
   def allowed_tokens(self, continuation: tuple[int, ...], vocab_size: int) -> np.ndarray:
     allowed = np.zeros(vocab_size, bool)
     if self.eos_id in continuation:
-      return ~allowed  # The row has ended, so this token is dropped.
+      return ~allowed  # The row has ended, so the next token is dropped.
     matcher = self._matcher(continuation)
     if matcher.is_error() or matcher.is_stopped():
       bits = self._end
@@ -70,13 +70,13 @@ class TextConstraint(Constraint):
     return allowed
 
   def is_match(self, continuation: list[int]) -> bool:
-    """Whether the tokens of a continuation, with or without the end of the text, are a complete text of the form."""
+    """Whether the tokens of a continuation, with or without the end of the text, are a complete text that matches."""
     tokens = continuation[: continuation.index(self.eos_id)] if self.eos_id in continuation else continuation
     matcher = self._matcher(tuple(tokens))
     return not matcher.is_error() and (matcher.is_stopped() or matcher.is_accepting())
 
   def _matcher(self, continuation: tuple[int, ...]) -> Any:
-    """Returns the state after some tokens, from that after fewer of them."""
+    """Returns the parser state after some tokens, computed from the cached state of the longest known prefix."""
     known = next(n for n in range(len(continuation), -1, -1) if continuation[:n] in self._matchers)
     self._matchers.move_to_end(continuation[:known])
     matcher = self._matchers[continuation[:known]]
@@ -97,10 +97,11 @@ def make_constraint(
   json_schema: str | os.PathLike[str] | Mapping[str, Any] | None,
   prefix: str = '',
 ) -> TextConstraint | None:
-  """Returns the constraint that one of two settings asks for; None without either. Messages put `prefix` before names.
+  """Returns the constraint by a regular expression or a JSON schema; None if both are None.
 
   Raises:
-    UserError: both are given; or as `regex_constraint` and `json_constraint`.
+    UserError: both are given; or see `regex_constraint` and `json_constraint`. Messages put `prefix` before the names
+      of the two settings.
   """
   if regex is not None and json_schema is not None:
     raise ConfigError(f'{prefix}regex and {prefix}json_schema cannot be combined; leave out one of them')
@@ -110,12 +111,12 @@ def make_constraint(
 
 
 def regex_constraint(tokenizer: BaseTokenizer | None, regex: str, where: str = 'regex') -> TextConstraint:
-  """Returns the constraint that the whole continuation matches a regular expression.
+  """Returns a constraint that makes the whole continuation match a regular expression.
 
   Args:
     tokenizer: the tokenizer of the model; None raises UserError.
-    regex: in the syntax of Rust's crate `regex`, without groups that look around or back.
-    where: name of the expression in messages.
+    regex: an expression in the syntax of Rust's crate `regex`, which has no lookaround and no backreferences.
+    where: the name of the expression in messages.
 
   Raises:
     UserError: the expression is not valid, llguidance is not installed, or it is unknown what the tokens stand for.
@@ -129,14 +130,14 @@ def regex_constraint(tokenizer: BaseTokenizer | None, regex: str, where: str = '
 def json_constraint(
   tokenizer: BaseTokenizer | None, schema: str | os.PathLike[str] | Mapping[str, Any], where: str = 'json_schema'
 ) -> TextConstraint:
-  """Returns the constraint of a continuation to JSON of a schema, without white space that JSON does not need.
+  """Returns a constraint that makes the continuation JSON of a schema, without optional white space.
 
   Args:
     tokenizer, where: see `regex_constraint`.
     schema: the JSON schema as a dict, or the path of a file.
 
   Raises:
-    UserError: as `regex_constraint`; or the file cannot be read, or is no JSON object.
+    UserError: see `regex_constraint`; or the file cannot be read, or contains no JSON object.
   """
   known = _check_tokenizer(tokenizer, where)
   if isinstance(schema, str | os.PathLike):
@@ -160,7 +161,7 @@ def json_constraint(
 
 
 def _reason(text: str) -> str:
-  """Returns what llguidance finds wrong: of an expression that cannot be parsed, the line that says why."""
+  """Returns llguidance's error in one line; for an expression that cannot be parsed, the line with the reason."""
   why = re.search(r'^error: (.*)', text, re.MULTILINE)
   return why[1] if why else first_line(ValueError(text))
 
@@ -185,21 +186,21 @@ def _llguidance() -> Any:
 
 
 class _LlTokenizer:
-  """A tokenizer as llguidance reads it."""
+  """Adapts a tokenizer to the interface that llguidance expects."""
 
   def __init__(self, tokenizer: BaseTokenizer):
     self._tokenizer = tokenizer
     self.bos_token_id, self.eos_token_id = tokenizer.special_ids[:2]
     self.special_token_ids = sorted(tokenizer.control_ids)
-    # A token that begins with this byte is special; no text has it.
+    # The byte 0xff, which no text contains, marks special tokens.
     texts = tokenizer.token_bytes()
     self.tokens = [b'\xff<%d>' % i if i in tokenizer.control_ids else text for i, text in enumerate(texts)]
     self._texts, self._ids = texts, {text: i for i, text in enumerate(texts) if text}
     self._longest = max(map(len, texts), default=0)
 
   def __call__(self, text: bytes) -> list[int]:
-    """Returns the tokens of a part of a text, as the tokenizer would choose them if it can."""
-    with contextlib.suppress(UserError, UnicodeError):  # Not a whole character, or one that the vocabulary lacks.
+    """Returns the tokens of a part of a text: the tokenizer's if it can encode it, else the longest that match."""
+    with contextlib.suppress(UserError, UnicodeError):  # A part of a character, or one not in the vocabulary.
       ids = self._tokenizer.encode_documents([text])[0].ids.tolist()
       if b''.join(self._texts[i] for i in ids) == text:
         return ids

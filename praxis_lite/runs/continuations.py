@@ -1,10 +1,10 @@
-"""Continuations of prompts as they grow: their text, where a stop text ends them, and decoding in segments.
+"""Growing continuations of prompts: their text, the stop texts that end them, and decoding in segments.
 
 A program that decodes returns only when it has all tokens. To show text as it is made, or to end it at a stop text of
 several tokens, the program is called for one segment after another; each call reads the prompt and the tokens so far:
 
     call 1    prompt                           -> 8 tokens
-    call 2    prompt, 8 tokens                 -> a segment, longer if there is more to read again
+    call 2    prompt, 8 tokens                 -> a segment, which is longer if more tokens must be read again
     ...                                           until each row has ended
 
 The tokens equal those of a single call, up to rounding: random numbers depend only on the row and the position.
@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import BaseTokenizer
 
-# The first segment, and the least length of the others; and their part of what is read again.
+# The length of the first segment. Later ones are at least so long, and 1 / _PART_OF_READ of what is read again.
 _LEAST_SEGMENT, _PART_OF_READ = 8, 8
-_INCOMPLETE = '\ufffd'  # Stands for the bytes of a character whose last ones are in a later token.
+_INCOMPLETE = '\ufffd'  # Decoded for a character whose last bytes are in a later token.
 
-# (all tokens of each row, the largest number to add to it, how many were added by earlier calls) -> the added tokens.
+# (tokens of each row, most tokens to add to each row, number that earlier calls added) -> new tokens of each row.
 Decode = Callable[[list[list[int]], list[int], int], list[list[int]]]
 
 
@@ -30,12 +30,12 @@ class GrowingText:
   """The text of a continuation whose tokens arrive one after the other.
 
   Args:
-    tokenizer: makes the text.
-    prompt: the tokens before it.
+    tokenizer: turns tokens into text.
+    prompt: the tokens before the continuation.
     stops: stop texts; the text ends with the first one that occurs in it.
 
   Attributes:
-    text: what `add` has returned so far.
+    text: all that `add` has returned so far.
   """
 
   def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
@@ -43,7 +43,7 @@ class GrowingText:
     self.text = ''
 
   def add(self, ids: Sequence[int], *, is_all: bool) -> str:
-    """Returns the new text. A character that needs further tokens comes later, unless there are no further tokens.
+    """Returns the new text. An incomplete character is held back until its last token, unless no tokens follow.
 
     Args:
       ids: all tokens of the continuation so far.
@@ -52,7 +52,7 @@ class GrowingText:
     whole = self._whole(ids)
     end = end_of_stop(whole, self._stops)
     whole = whole[:end] if is_all or end is not None else whole.rstrip(_INCOMPLETE)
-    if not whole.startswith(self.text):  # The tokenizer changes what it has returned for fewer tokens.
+    if not whole.startswith(self.text):  # With more tokens, the tokenizer returns other text for the first ones.
       if not is_all:
         return ''
       same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.text, whole))
@@ -61,7 +61,7 @@ class GrowingText:
     return new
 
   def count_until_stop(self, ids: Sequence[int], start: int) -> int | None:
-    """Returns how many tokens the text has up to a stop text, at least `start`; None if there is no stop text."""
+    """Returns the number of tokens up to the end of a stop text, at least `start`; None if there is no stop text."""
     if not self._stops or end_of_stop(self._whole(ids), self._stops) is None:
       return None
     counts = range(start, len(ids))
@@ -74,14 +74,14 @@ class GrowingText:
 def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
   """Returns the text that follows a prompt.
 
-  Decodes both together if possible, because some tokenizers drop the space at the beginning of what they decode.
+  Decodes prompt and continuation together if possible, because some tokenizers drop a space at the beginning of a text.
   """
   before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *continuation])
   return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
 
 
 def end_of_stop(text: str, stops: Sequence[str]) -> int | None:
-  """Returns where the first stop text ends; None if there is none."""
+  """Returns the position at which the first stop text ends; None if there is none."""
   return min((at + len(stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
 
@@ -111,10 +111,10 @@ def continue_prompts(
   Args:
     prompts: the tokens of each prompt.
     decode: returns the next tokens of each row, see `Decode`.
-    texts: find stop texts in the continuation of each prompt; None looks for none.
+    texts: find the stop texts in the continuation of each prompt; None ignores stop texts.
     max_tokens: largest number of tokens after each prompt.
     stop_ids: tokens that end a row.
-    in_segments: whether `decode` is called for one segment after another, or once.
+    in_segments: whether `decode` is called for one segment after another, rather than once.
     on_tokens: called after each segment of a row, with the number of the row, its tokens so far, how many of them are
       new, and whether these are all.
   """

@@ -1,8 +1,8 @@
-"""Silent corruption: devices that compute or store wrong values without an error, and what the run does then.
+"""Detects silent corruption, which is devices that compute or store wrong values without an error, and reacts to it.
 
 Wrong values are found in two ways. `ReplicaWatch` compares the replicas of the state, `determinism.py` compares a step
 with its repetition. Then the run ends with exit code 76, or goes back to its last checkpoint and repeats the steps. A
-device that was outvoted twice is quarantined: with `elastic`, the run goes on without it.
+device that is outvoted twice, or that ends the run, is quarantined: with `elastic`, the run goes on without it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VOTES_TO_QUARANTINE = 2
 class CorruptionError(UserError):
   """Devices that should hold or compute the same values do not agree."""
 
-  exit_code = FAULTY_DEVICE_CODE  # See docs/durable-runs.md.
+  exit_code = FAULTY_DEVICE_CODE  # Listed in docs/durable-runs.md.
 
 
 class Corruption(NamedTuple):
@@ -50,8 +50,8 @@ class Corruption(NamedTuple):
 
   Attributes:
     clean, step: the last step known to be right, and the step after which wrong values were found.
-    what: what was found, as text.
-    devices: the devices that may have caused it; () if that may be any.
+    what: what was found, in words.
+    devices: the devices that may have caused it; () if it may be any device.
     is_voted: whether a majority of devices has outvoted them.
   """
 
@@ -69,7 +69,7 @@ class CorruptionPolicy:
     directory: the run's directory.
     on_corruption: 'fail' ends the run; 'repeat' goes back to the last checkpoint and repeats the steps.
     elastic: whether the run can go on without a device.
-    most: how often a run may go back because of corruptions.
+    most: how often a run may go back because of corruption.
   """
 
   def __init__(self, directory: Path, on_corruption: OnCorruption, *, elastic: bool, most: int):
@@ -77,7 +77,7 @@ class CorruptionPolicy:
     self._repeats = on_corruption == 'repeat'
 
   def answer(self, found: Corruption) -> BaseException:
-    """Returns what to raise: `GoBack` or CorruptionError. All processes call this, with the same argument."""
+    """Returns the exception to raise: `GoBack` or CorruptionError. All processes call this, with the same argument."""
     seats = process_seats()
     known = read_faulty_devices(self._directory) if is_primary_process() else []
     records, are_known, event = [], False, 1 + max((k.event for k in known), default=0)
@@ -127,7 +127,7 @@ def describe_devices(devices: Sequence[jax.Device], hosts: Sequence[str]) -> str
 
 
 def check_has_replicas(layout: StateLayout) -> None:
-  """Raises ConfigError if no array of a state has replicas on its mesh, so that there is nothing to compare."""
+  """Raises ConfigError if no array of a state has replicas on its mesh, and so there is nothing to compare."""
   if max(ReplicaSums(layout).replicated.values()) < 2:
     raise ConfigError(
       f'check_replicas: no array has replicas on the mesh {dict(layout.mesh.shape)}, so there is nothing to compare; '
@@ -136,14 +136,14 @@ def check_has_replicas(layout: StateLayout) -> None:
 
 
 class ReplicaWatch(Observer):
-  """Compares the replicas of the state every few steps, and before each save, so that no checkpoint has differences.
+  """Compares the replicas of the state every few steps, and before each save, so no corrupt checkpoint is written.
 
-  Between saves, the result is read some steps later, so that neither the host nor a device waits for it.
+  Between saves, the result is read a few steps later, so that neither the host nor a device waits for it.
 
   Args:
     layout: the layout of the state.
-    every_n_steps: compare after each step whose number is a multiple of this.
-    policy: what happens after a difference.
+    every_n_steps: the replicas are compared after each step whose number is a multiple of this.
+    policy: decides what happens after a difference.
     first_step: number of steps taken before this process.
   """
 
@@ -155,7 +155,7 @@ class ReplicaWatch(Observer):
     self._pending: tuple[int, jax.Array] | None = None
 
   def on_start(self, run: Run) -> None:
-    """Compiles the comparison, and says what it covers."""
+    """Compiles the comparison, and prints what it covers."""
     self._sums.compile()
     compared = [path for path, count in self._sums.replicated.items() if count > 1]
     share = sum(self._sums.part_bytes[path] for path in compared) / sum(self._sums.part_bytes.values())

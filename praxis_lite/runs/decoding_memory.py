@@ -1,4 +1,4 @@
-"""Refuses to decode more tokens than memory has room for, before anything is allocated."""
+"""Refuses, before anything is allocated, to decode more tokens than fit into memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from praxis_lite.common.figures import format_bytes
 from praxis_lite.models.base import BaseModel, PromptLimits
 from praxis_lite.models.decoding import Bucket
 
-# For each place in the arrays of a row: ids of the prompt and of the continuation, and log-probabilities.
+# Bytes of one position of a row: an id of the prompt, an id of the continuation, and a log-probability.
 _BYTES_PER_TOKEN = 12
 
 
 def check_memory(
   limits: PromptLimits, mesh: Mesh, num_rows: int, max_tokens: int, bucket_of: Callable[[int], Bucket]
 ) -> None:
-  """Raises ConfigError if the caches and tokens of rows need more memory than the devices of a mesh have together.
+  """Raises ConfigError if the caches and tokens of a batch need more memory than the devices of a mesh have together.
 
   Args:
     limits: computes the bytes of the caches.
     mesh: the mesh.
-    num_rows: B.
+    num_rows: the number of rows in the batch.
     max_tokens: the largest number of tokens after a prompt.
-    bucket_of: (largest number of tokens after a prompt) -> the sizes of the program.
+    bucket_of: returns the sizes of the program for a largest number of tokens after a prompt.
   """
   there = memory_of(mesh.devices.flat)
 
@@ -49,7 +49,7 @@ def check_memory(
 
 
 def check_memory_of_batch(model: BaseModel, mesh: Mesh, batch: Mapping[str, Any]) -> None:
-  """Raises ConfigError, like `check_memory`, for a batch of prompts, or shapes of one, that is decoded as it is."""
+  """Does the same as `check_memory` for a batch of prompts, or its shapes, that is not padded further."""
   limits, shape = model.prompt_limits(), np.shape(batch.get('ids', ()))
   if limits is not None and len(shape) == 2:
     check_memory(limits, mesh, shape[0], limits.max_tokens, functools.partial(_exact_sizes, limits, shape[1]))

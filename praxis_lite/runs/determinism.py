@@ -29,7 +29,7 @@ class DeterminismError(CorruptionError):
   """The same step with the same arguments gave different bits.
 
   Attributes:
-    what: what was found, without what to do about it.
+    what: what was found, without the remedy.
   """
 
   def __init__(self, what: str):
@@ -48,7 +48,7 @@ def step_twice(
   This needs memory for a second state.
 
   Args:
-    step, state, prng_key, batch: the step and its arguments; the state is donated.
+    step, state, prng_key, batch: the step and its arguments; it donates the state.
     number: the number of the step, for the message.
 
   Raises:

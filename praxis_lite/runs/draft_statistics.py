@@ -1,4 +1,4 @@
-"""DraftStatistics: how many tokens speculative decoding guessed, and how many of them were right."""
+"""DraftStatistics: how many tokens speculative decoding drafted, and how many of them were accepted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 @dataclasses.dataclass
 class DraftStatistics:
-  """Counts over all rows and calls that `TrainedModel.decode` was given it for.
+  """Counts over all rows and all calls of `TrainedModel.decode` that got this object.
 
   Attributes:
-    tokens: tokens of the continuations, including any after a stop text.
-    passes: passes of the model, each over one row, that made them.
-    drafted: tokens that were guessed.
-    accepted: those of them that are in the continuations.
+    tokens: the number of tokens in the continuations, including those after a stop text.
+    passes: the number of passes of the model that made them; a pass over several rows counts once for each row.
+    drafted: the number of tokens that were guessed.
+    accepted: how many of the guessed tokens are in the continuations.
   """
 
   tokens: int = 0
@@ -27,19 +27,19 @@ class DraftStatistics:
 
   @property
   def acceptance_rate(self) -> float:
-    """The fraction of guesses that were right; 0 without any."""
+    """The fraction of guesses that were right; 0 without guesses."""
     return self.accepted / max(self.drafted, 1)
 
   @property
   def tokens_per_pass(self) -> float:
-    """How many tokens a pass of the model made on average; 1 without speculation."""
+    """The average number of tokens that a pass of the model made; 1 without speculation."""
     return self.tokens / max(self.passes, 1)
 
   def add(self, decoded: Mapping[str, Any]) -> None:
-    """Adds the counts of what was decoded.
+    """Adds the counts of decoded rows.
 
     Args:
-      decoded: arrays by name, [rows] each. If `num_passes` is missing, nothing was guessed, so each token took a pass.
+      decoded: arrays by name, each with an entry for each row. If `num_passes` is missing, each token took a pass.
     """
     self.tokens += int(np.sum(decoded['lengths']))
     self.passes += int(np.sum(decoded.get('num_passes', decoded['lengths'])))

@@ -1,4 +1,4 @@
-"""The task of a language model with a smaller one that guesses its tokens."""
+"""Makes the task of a language model whose tokens a smaller draft model guesses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from praxis_lite.runs.prompts import is_beam_search, is_decoder, to_decoder
 
 
 def drafted_task(task: Config, draft: Config) -> Config:
-  """Returns the config of a task that decodes with the model of `task` and the guesses of the model of `draft`.
+  """Returns the config of a task that decodes with the model of `task`, guessing with the model of `draft`.
 
   Args:
     task, draft: configs of the tasks of two language models. The result has the mesh and the rules of `task`.
 
   Raises:
-    ConfigError: a model is no language model, or it is decoded by beam search.
+    ConfigError: a model is not a language model, or decodes by beam search.
   """
   for name, config in (('the model', task), ('the draft model', draft)):
     if not hasattr(config.model, 'decoder_tpl'):
@@ -26,7 +26,7 @@ def drafted_task(task: Config, draft: Config) -> Config:
   drafted, decoder = task.clone(), task.model.decoder_tpl
   is_speculative = is_decoder(task, SpeculativeSampler)
   decoder = decoder.clone() if is_speculative else to_decoder(SpeculativeSampler, decoder, Sampler)
-  decoder.lookup, decoder.own_heads = None, False  # The draft model guesses instead.
+  decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses.
   drafted.model = Config(
     DraftedModel,
     model_tpl=task.model.clone(),

@@ -1,4 +1,4 @@
-"""Which dataset an evaluation of a trained model means: one of the run's, another input, or a batch of arrays."""
+"""Finds the dataset to evaluate a trained model on: one of the run's, another input, or a batch of arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_dataset(datasets: Sequence[Config], wanted: str | int | Config | BaseIn
     wanted: the name or number of one of these, an input, the config of an input, or the arrays of a batch.
 
   Raises:
-    ConfigError: there is no such dataset, several have that name, or it has no end.
+    ConfigError: there is no such dataset, several have this name, or it is infinite.
   """
   if isinstance(wanted, Mapping):
     size = len(canonical_rows(wanted, 'evaluate')['weights'])
@@ -39,7 +39,7 @@ def find_dataset(datasets: Sequence[Config], wanted: str | int | Config | BaseIn
 
 
 def _find_config(datasets: Sequence[Config], wanted: str | int) -> Config:
-  """Returns the dataset with this name or number. The name of its class stands for a missing name."""
+  """Returns the dataset with this name or number. A dataset without a name is found by the name of its class."""
   names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
   if isinstance(wanted, str) and names.count(wanted) > 1:
     numbers = [i for i, name in enumerate(names) if name == wanted]

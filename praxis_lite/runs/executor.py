@@ -1,8 +1,8 @@
 """The executor: restore, train, evaluate, decode, checkpoint.
 
 A run is a function of its config and its directory. However it ends, the same call continues from the newest
-checkpoint, and on the same mesh ends with bitwise the same parameters: the PRNG key of a step is the run's key folded
-with the step, and a checkpoint holds the position in the input at its own step.
+checkpoint. On the same mesh, it then ends with bitwise the same parameters, because the PRNG key of a step is the run's
+key folded with the step, and a checkpoint contains the position in the input at its step.
 
 A run may take several attempts: if its loss jumps or is not finite, it may go back to an earlier checkpoint. `_attempt`
 reads from top to bottom; its parts are in `loop`.
@@ -75,7 +75,7 @@ def run_train(
   """Trains, or continues where an earlier run in the same directory stopped; for a finished run, returns its result.
 
   Args:
-    config: configs of the task and its datasets, exactly one of them with `is_training=True`.
+    config: configs of the task and its datasets; exactly one dataset has `is_training=True`.
     job_log_dir: directory of checkpoints, summaries and decoded outputs.
     options: how to train; see `TrainOptions`, which documents each option. None means all defaults.
     **changes: single options by their names, as in `run_train(config, job_log_dir, seed=3)`; they replace those in
@@ -89,7 +89,7 @@ def run_train(
       could not be written: the last checkpoint, or metrics.
     HungInputError: no batch came for `input_timeout_s`; the state is saved.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
-    LossSpikeError: the loss jumped and `task.train.loss_spike` is set to raise, or the run went back too often.
+    LossSpikeError: the loss jumped, and `task.train.loss_spike` says to raise, or the run went back too often.
     NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or all steps, or
       more than `max_skipped_steps` in a row, were not finite; the last step is saved.
     Exception: the error of a hook, with a note that names the hook; the state has been saved. With several processes,
@@ -151,7 +151,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     writer = SummaryWriter(path, resumed_step=first_step, lost=start.lost_metrics, **settings)
     stack.callback(writer.close)
     results, lost = recover_results(start.progress, first_step, path, job.programs.watched, writer)
-    # If no step remains, an existing record stays: the config of this call has made nothing in the directory.
+    # If no step remains, an existing record is kept, because the config of this call does not affect the run.
     is_finished = start.is_restored and first_step >= total
     changes = _record(job, path, first_step, keeps_record=is_finished) if is_primary else ()
     advice = _advise(job) if is_primary else ()
@@ -165,7 +165,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     feed = opened(Feed(job.inputs.training, put_batch, skip, observers, line, options.input_timeout_s))
     saving = Saving(start.checkpointer, job.programs.partitioned.unpadded_state_shapes, line)
     saver = RunSaver(saving, directory, feed, start.data, job.programs.watched, writer, observers)
-    # Only process 0 has read which inputs were already evaluated. It tells the others: all must evaluate the same ones.
+    # Only process 0 knows which inputs were already evaluated. It tells the others, because all must evaluate the same.
     splits = [program.split for program in (*job.programs.evaluation, *job.decoding)]
     done_at = {split: first_step for split in splits if broadcast_decision(writer.was_written(split))}
     metrics = {r.split: r.metrics for r in results if r.step == first_step and r.split in done_at}
@@ -184,7 +184,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     try:
       loop.train(run)
     except (LostDirectoryError, OSError) as error:
-      # If one of several processes cannot write something, such as decoded outputs, all end and nothing is saved.
+      # With several processes, one that cannot write, for example decoded outputs, ends the run, and nothing is saved.
       is_alone = jax.process_count() == 1
       loss = error if isinstance(error, LostDirectoryError) else directory.why_lost() if is_alone else None
       if loss is None:
@@ -193,7 +193,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- the end
     run.ended_by = _ended_by(run, stop)
-    with observers.measure('saving'):  # At the end, a mirror copies the last checkpoint.
+    with observers.measure('saving'):  # Here, a mirror copies the last checkpoint.
       for observer in observers:
         observer.on_end(run)
     if run.error is not None:
@@ -209,7 +209,7 @@ def _advise(job: TrainJob) -> Iterator[str]:
 
 
 def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
-  """Records the run and its vocabulary in a directory; yields how its config differs from what was recorded before."""
+  """Records the run and its vocabulary in a directory; yields how its config differs from the one recorded before."""
   mesh = job.programs.partitioned.mesh.shape
   yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
   keep_vocabulary(job.inputs.vocabulary, directory)
@@ -218,7 +218,7 @@ def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) ->
 
 
 def _make_directory(directory: Path, job: TrainJob, step: int) -> None:
-  """Makes a directory in which a run can continue."""
+  """Creates a directory in which a run can continue."""
   directory.mkdir(parents=True)
   list(_record(job, directory, step, keeps_record=False))
 

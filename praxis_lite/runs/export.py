@@ -1,4 +1,4 @@
-"""Exporting a trained model: programs and variables that run without praxis_lite.
+"""Exports a trained model as programs and variables that run without praxis_lite.
 
     OUT/README.md              what the export contains, and how to load and call it
         load.py                checks that all files belong to this export, and loads it: a copy of `exported.py`
@@ -11,7 +11,7 @@
     decode: prefill            ids, lengths -> logits, caches    of whole prompts
             decode_step        ids, positions, caches -> logits, caches
 
-A program takes the variables and the inputs, and returns the outputs, each a flat dict of arrays by name. It runs on
+A program takes variables and inputs, and returns outputs; each of these is a flat dict of arrays by name. It runs on
 one device, with any batch size, whatever mesh the model was trained on.
 """
 
@@ -67,12 +67,12 @@ class ExportSettings(NamedTuple):
   """What is exported, and how.
 
   Attributes:
-    what: 'forward' for predictions, or 'decode' for prefill and decode step of a model that decodes.
+    what: 'forward' for predictions, or 'decode' for the prefill and the decode step of a model that decodes.
     formats: 'stablehlo', 'saved_model' or both.
-    batch_size: None exports programs for any batch size.
-    prompt_length: P, the length that prompts are padded to, which are the sources of an encoder-decoder.
+    batch_size: the number of rows; None exports programs for any number.
+    prompt_length: P, the length to which prompts are padded; the prompts of an encoder-decoder are its sources.
     max_tokens: the largest number of tokens after a prompt; the caches have P + max_tokens - 1 slots, or max_tokens if
-      prompts are sources. None uses that of the model's sampler.
+      prompts are sources. None takes the number of the model's sampler.
     platforms: the platforms that the programs run on: 'cpu', 'cuda', 'rocm', 'tpu'.
   """
 
@@ -226,7 +226,7 @@ def _forward_program(
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
     ones = jnp.ones(_like(inputs, weights.shape), weights.dtype)
     rows = nest({('weights',): ones, **{paths[name]: x for name, x in inputs.items()}})
-    # Models that draw random numbers while they predict draw the same numbers in each call.
+    # Models that draw random numbers in predictions draw the same ones in each call.
     out, _ = model.apply(_variables(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
@@ -239,7 +239,7 @@ def _used_inputs(function: ExportedFunction, variables: Arrays, inputs: Arrays) 
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
   everything = [True] * len(program.invars)
   used = unless_unknown('programs take inputs that they do not use', lambda: used_inputs(program), everything)
-  names = [*[None] * len(variables), *sorted(inputs)]  # In the order in which JAX flattens dicts.
+  names = [*[None] * len(variables), *sorted(inputs)]  # JAX flattens dicts in this order.
   return {name: inputs[name] for name, is_used in zip(names, used) if name is not None and is_used}
 
 
@@ -277,7 +277,7 @@ def _max_tokens(model: Any, settings: ExportSettings) -> int:
 
 
 def _cache_length(model: Any, settings: ExportSettings) -> int:
-  # The last token needs no slot, and before the first one of a target, there is the token to start with.
+  # The last token needs no cache slot; a target begins after a start token.
   before = 1 if model.prompts_are_sources else settings.prompt_length
   return before + _max_tokens(model, settings) - 1
 
@@ -318,7 +318,7 @@ def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], var
 
 
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
-  """Whether a function can be traced with a batch size of 2; called if it cannot be with a symbolic batch size."""
+  """Whether a function that cannot be traced with a symbolic batch size can be traced with a batch size of 2."""
   known = {
     n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
   }
@@ -343,7 +343,7 @@ def _variables(flat: Arrays) -> NestedDict:
 
 
 def _identifier(name: str) -> str:
-  """Returns a name that can be the name of an argument, as TensorFlow's signatures require."""
+  """Returns a name that is a valid argument name, as TensorFlow's signatures require."""
   return re.sub(r'\W', '_', name)
 
 
@@ -424,7 +424,7 @@ def _readme(programs: Sequence[_Program], settings: ExportSettings, first_positi
 
 
 def _first_position(model: BaseModel) -> str:
-  """Returns what the position of the first token after a prompt is, for the README."""
+  """Returns the position of the first token after a prompt, as text for the README."""
   return '1' if model.prompts_are_sources else '`lengths`'
 
 

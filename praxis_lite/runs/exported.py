@@ -1,7 +1,6 @@
 """Checks that the files of an exported model are complete and belong to one export, and loads them.
 
-Each export has a copy of this file, load.py. It needs only the standard library, and the library that runs the
-programs.
+Each export has a copy of this file, load.py. It needs only the standard library and the library that runs the programs.
 
   python load.py    checks all files, for example before a server gets them: exit code 0, or 1 and a line that says why
 """
@@ -57,7 +56,7 @@ def read_signature(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_files(folder: str | os.PathLike[str], below: str = '') -> dict[str, Any]:
-  """Checks the files of an export whose names begin with `below`, all by default; returns the signature.
+  """Checks the files of an export whose names begin with `below`, by default all files; returns the signature.
 
   Raises:
     MixedExportError: a file is missing, was changed, or belongs to another export.
@@ -123,7 +122,7 @@ def _digest(path: Path) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Else a named pipe waits for its other end.
+  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Otherwise opening a named pipe blocks.
   if not stat.S_ISREG(os.fstat(handle).st_mode):
     os.close(handle)
     raise OSError(errno.EINVAL, 'it is not a file', path)

@@ -1,4 +1,4 @@
-"""Files that a dataset of a run can read one by one, such as images and recordings."""
+"""Finds the dataset of a run that can read single files, such as images and recordings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ReaderT = TypeVar('ReaderT', bound=BaseInput)
 
 
 def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str, what: str) -> ReaderT:
-  """Returns the first dataset of the run of a kind, one for evaluation if there is one.
+  """Returns the first dataset of a kind among the run's, preferably one for evaluation.
 
   Args:
     model: the model, with the config of its run.
     kind: the class of the dataset.
     field: the name of its field for files, which is set to `file`.
     file: the first of the files.
-    what: what they are, for the message.
+    what: what the files are, for the message.
 
   Raises:
     ConfigError: no dataset of the run is of this kind.
@@ -34,12 +34,12 @@ def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str,
 
 
 def datasets_by_use(model: TrainedModel) -> list[Config]:
-  """Returns the configs of the datasets of the run, those for evaluation first."""
+  """Returns the configs of the run's datasets, with datasets for evaluation first."""
   return sorted(model.config.datasets, key=lambda config: bool(config.is_training))
 
 
 def batches_of_names(files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Sequence[str]]]:
-  """Yields up to `batch_size` files at a time, in order, and before them a name for all in messages."""
+  """Yields (name for messages, up to `batch_size` files), in order."""
   for start in range(0, len(files), batch_size):
     several = files[start : start + batch_size]
     yield several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more', several
@@ -52,6 +52,6 @@ def check_exists(file: str) -> None:
 
 
 def is_of(config: Config, kind: type[BaseInput]) -> bool:
-  """Whether the config of a dataset is of a kind."""
+  """Whether the config of a dataset makes inputs of a kind."""
   built = target(config)
   return isinstance(built, type) and issubclass(built, kind)

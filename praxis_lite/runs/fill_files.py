@@ -1,4 +1,4 @@
-"""Fills in the hidden tokens of texts, with a masked language model. T tokens of a row, V vocabulary."""
+"""Fills in the hidden tokens of texts with a masked language model. Shapes: T tokens in a row, V vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from praxis_lite.runs.file_readers import check_exists, datasets_by_use, is_of, 
 from praxis_lite.runs.trained import TrainedModel
 
 MASK = '[MASK]'
-_CHOICES = 5  # Tokens that are named for each place, the most probable ones.
+_CHOICES = 5  # How many of the most probable tokens are listed for each mask.
 
 
 def fills_texts(model: TrainedModel) -> bool:
@@ -25,17 +25,17 @@ def fills_texts(model: TrainedModel) -> bool:
 
 
 def fill_file(model: TrainedModel, file: str, batch_size: int) -> Iterator[dict[str, Any]]:
-  """Yields for each line of a file of text its `text` with the most probable tokens, and `tokens`.
+  """Yields for each line of a text file `text`, which is the line with its masks filled in, and `tokens`.
 
   `tokens` lists for each mask in a line the most probable tokens with their probabilities.
 
   Args:
-    model: see `SavedRun.load`; a dataset of its run is a `MaskedTextInput`, which has the tokenizer.
-    file: path of a text in which `[MASK]`, or the mask of the tokenizer, stands for each hidden token.
+    model: a model from `SavedRun.load`; a dataset of its run must be a `MaskedTextInput`, which has the tokenizer.
+    file: the path of a text in which `[MASK]`, or the mask of the tokenizer, stands for each hidden token.
     batch_size: number of lines that are computed together.
 
   Raises:
-    UserError: the file cannot be read, no line has a mask, or one is longer than the rows of the run.
+    UserError: the file cannot be read, no line has a mask, or a line is longer than the rows of the run.
   """
   check_exists(file)
   reader = make_reader(model, MaskedTextInput, 'path', file, 'texts')
@@ -57,10 +57,10 @@ def fill_file(model: TrainedModel, file: str, batch_size: int) -> Iterator[dict[
 
 
 def _encode(reader: MaskedTextInput, number: int, line: str) -> np.ndarray:
-  """Returns the ids of a line, with the mask in the place of hidden tokens, between the begin and the end token."""
+  """Returns the token ids of a line, with masks for hidden tokens, between the begin and the end token."""
   bos, eos, _ = reader.tokenizer.special_ids
   ids = list(map(int, reader.tokenizer.encode(line)))
-  if reader.mask not in ids:  # The tokenizer has no mask of this name.
+  if reader.mask not in ids:  # The tokenizer does not know this text as its mask.
     ids = [i for part in line.split(MASK) for i in (*map(int, reader.tokenizer.encode(part)), reader.mask)][:-1]
   if len(ids) + 2 > reader.row_len:
     raise DataError(f'line {number} has {number_of(len(ids) + 2, "token")}, and rows of the run {reader.row_len}')
@@ -77,7 +77,7 @@ def _batch(reader: MaskedTextInput, rows: list[np.ndarray]) -> Rows:
 
 
 def _fill(reader: MaskedTextInput, ids: np.ndarray, logits_TV: np.ndarray) -> dict[str, Any]:
-  """Returns a line with its hidden tokens, from the logits of each place."""
+  """Returns a line with its masks filled in, from the logits of each position."""
   tokenizer, ids, choices = reader.tokenizer, ids.copy(), []
   logits_TV = logits_TV[: len(ids)].astype(np.float64)
   logits_TV[:, [*tokenizer.control_ids, reader.mask]] = -np.inf

@@ -1,12 +1,12 @@
-"""Forced tokens: what decoding computes for continuations that are known, by the programs that decode otherwise.
+"""Forced tokens: the log-probabilities that the programs for decoding compute for known continuations.
 
     context        a b c
     continuation   d e f     log p(d | a b c), log p(e | a b c d), ...
 
-A processor of logits leaves only the known token, so a sampler draws it. Decoding reports the log-probabilities of the
+A logit processor allows only the known token, so a sampler draws it. Decoding reports the log-probabilities of the
 model itself, without the processor.
 
-B batch, L places for the tokens of a row, N known texts, V vocabulary.
+Shapes: B batch, L positions in a row, N known texts, V vocabulary, S positions in a source, T in a row of data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
 
-LEAST_TOKENS = 4  # Of a text.
+LEAST_TOKENS = 4  # The least tokens of a text.
 
 
 class KnownTexts(NamedTuple):
@@ -40,7 +40,7 @@ class KnownTexts(NamedTuple):
 
   @property
   def num_tokens(self) -> int:
-    """The number of tokens whose log-probabilities are known."""
+    """The number of tokens in the continuations, whose log-probabilities are computed."""
     return sum(map(len, self.continuations))
 
 
@@ -48,8 +48,8 @@ def texts_of_tokens(rows: Sequence[Sequence[int]], most_tokens: int) -> KnownTex
   """Returns texts of different lengths, each cut into a context, about a third of it, and a continuation.
 
   Args:
-    rows: the tokens of each text; shorter ones than `LEAST_TOKENS` are left out.
-    most_tokens: the largest number of tokens of a text.
+    rows: the tokens of each text; texts shorter than `LEAST_TOKENS` are left out.
+    most_tokens: the largest number of tokens in a text.
 
   Raises:
     UserError: no text is long enough.
@@ -129,9 +129,9 @@ def change_model(model: TrainedModel, change: Callable[[Config], object]) -> Tra
 
 
 def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArray]:
-  """Returns the log-probabilities of the continuations, [n] each, that `decode` reports; its batch has a filler row.
+  """Returns the log-probabilities of each continuation, [n], that `decode` reports; its batch also has a filler row.
 
-  Tokens in whose place it has drawn others are masked.
+  Where it drew another token, the entry is masked.
   """
   limits = model.layer.score_limits()
   assert limits is not None
@@ -149,12 +149,12 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArr
 
 
 def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: int = 8) -> list[np.ma.MaskedArray]:
-  """Returns the log-probabilities of the continuations that the requests of a batcher have.
+  """Returns the log-probabilities of each continuation, [n], that a batcher reports.
 
-  Tokens in whose place it has drawn others are masked.
+  Where it drew another token, the entry is masked.
 
   Args:
-    model, texts: the model, and what it continues.
+    model, texts: the model, and the texts that it continues.
     rows: the rows of the batcher; other requests wait.
     chunk: how many tokens of a context are read at once.
   """
@@ -166,7 +166,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
   batcher.run()
   found = []
   for request, known in zip(requests, texts.continuations):
-    # Of two texts that begin equally, the batcher may follow the other one.
+    # If two texts have a common prefix, the batcher may have continued with the other text.
     equal = next((i for i, (id_, other) in enumerate(zip(request.ids, known)) if id_ != other), len(known))
     log_probs = np.ma.masked_all(len(known))
     log_probs[:equal] = request.log_probs[:equal]
@@ -176,7 +176,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
 
 def _force_tokens(model: TrainedModel, processor: Callable[..., jax.Array], most: int) -> TrainedModel:
   def change(task: Config) -> None:
-    # Without a limited context: a decoder that forgets the first tokens computes something else on purpose.
+    # This replaces decoders with a limited context, which forget the first tokens and so give other results on purpose.
     task.model.decoder_tpl = Config(Sampler, temperature=0.0, max_decode_steps=most, logit_processors=(processor,))
 
   return change_model(model, change)
@@ -188,7 +188,7 @@ def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _force_row(known_NL: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns a processor of logits that leaves, in row i of a batch, only the next token of text i."""
+  """Returns a logit processor that allows, in row i of a batch, only the next token of text i."""
 
   def force_row(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
     number_B = jnp.minimum(jnp.arange(len(lengths_B)), len(known_NL) - 1)
@@ -198,7 +198,7 @@ def _force_row(known_NL: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Arra
 
 
 def _force_text(known_NL: np.ndarray, lengths_N: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns a processor of logits that leaves only the next token of the first text that begins like a row."""
+  """Returns a logit processor that allows, in each row, only the next token of the first text that begins like it."""
 
   def force_text(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
     most = min(ids_BL.shape[1], known_NL.shape[1])
@@ -211,6 +211,6 @@ def _force_text(known_NL: np.ndarray, lengths_N: np.ndarray) -> Callable[[jax.Ar
 
 
 def _only(logits_BV: jax.Array, known_NL: jax.Array, number_B: jax.Array, lengths_B: jax.Array) -> jax.Array:
-  """Returns logits that are finite only for token `lengths_B` of text `number_B`."""
+  """Returns logits that are finite only for token `lengths_B` of text `number_B`, [B, V]."""
   token_B = known_NL[number_B, jnp.minimum(lengths_B, known_NL.shape[1] - 1)]
   return jnp.where(jnp.arange(logits_BV.shape[1]) == token_B[:, None], 0.0, -jnp.inf)

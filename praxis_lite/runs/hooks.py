@@ -1,4 +1,4 @@
-"""Hooks: code of the user that a training run calls after its steps, saves and evaluations.
+"""Hooks: the user's code that a training run calls after its steps, saves and evaluations.
 
     class Halve(Hook):
       def on_eval(self, run, split, metrics):
@@ -36,19 +36,19 @@ class Hook:
   def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
     """Called after each step.
 
-    `metrics` are pairs (mean, weight) by name, on the devices, which may still be computing them. Reading a value waits
-    for the devices, so read values only every hundredth step or so.
+    `metrics` are pairs (mean, weight) by name, on the devices. Reading a value waits until the devices have computed
+    it, so read values only every hundredth step or so.
     """
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
-    """Called after each pass over an input: `split` is 'eval/<input>' or 'decode/<input>', `metrics` are numbers."""
+    """Called after each pass over an input; `split` is 'eval/<input>' or 'decode/<input>', `metrics` has numbers."""
 
   def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
     """Called once the checkpoint of `step` is complete in the folder `path`, some steps after that step."""
 
 
 def check_hooks(hooks: object) -> None:
-  """Raises ConfigError unless `hooks` is a list of hooks, whose methods that begin with `on_` are methods of `Hook`."""
+  """Raises ConfigError unless `hooks` is a list of hooks that define no `on_...` methods other than those of `Hook`."""
   if not isinstance(hooks, Sequence):
     raise ConfigError(f'hooks: expected a list, as in hooks=[MyHook()], got {hooks!r}')
   known = [name for name in vars(Hook) if name.startswith('on_')]
@@ -66,7 +66,7 @@ class Hooks(Observer):
 
   Args:
     hooks: the hooks of this process.
-    stop_all: asks all processes to stop after the same step; None if there is only one process.
+    stop_all: makes all processes stop after the same step; None if there is only one process.
     measure: measures the time of hooks after steps; see `Observer.measure`.
   """
 
@@ -110,7 +110,7 @@ class Hooks(Observer):
 
 
 def _try_to_save(run: Run) -> str:
-  """Saves the state, and returns a clause that says whether that worked."""
+  """Saves the state; returns a clause that says whether this worked."""
   try:
     return 'the state is saved' if run.save() else 'it was not saved'
   except UserError as error:

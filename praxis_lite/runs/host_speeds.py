@@ -1,8 +1,8 @@
-"""Compares the hosts of a run: which one has slow devices, or waits for its data.
+"""Compares the hosts of a run, to find one that has slow devices or waits for its data.
 
-All processes of a run take the same steps, and in each step they wait for the slowest, so the time of a step says
-nothing about which one that is. What each process can measure by itself does: before each save, when the devices have
-nothing else to do, it times a small product on each of its own devices; and it knows how long it waits for input.
+In each step, all processes of a run wait for the slowest one, so the time of a step does not show which one is slow.
+Measurements of each process alone do: before each save, when the devices are idle, it times a small matrix product on
+each of its own devices. It also measures how long it waits for input.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax.experimental import multihost_utils
 from praxis_lite.common.figures import duration
 from praxis_lite.runs.records.status import ratio_to_others
 
-# The side of the square matrices of the test product, how many follow each other, and how often it is timed.
+# The side of the test's square matrices, how many products it has, and how often it is timed.
 _SIDES = {'cpu': 128}
 _SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
-# A host is slow if its product takes this many times the median of the others, this often in a row.
+# A host is slow if its test takes this many times as long as the median of the others, this often in a row.
 SLOW, _IN_A_ROW = 1.5, 3
 
 
@@ -30,8 +30,8 @@ class HostSpeed(NamedTuple):
   """What a process measures about itself.
 
   Attributes:
-    product: seconds of the test product on its slowest device.
-    waited: share of the time of steps in which it waited for input.
+    product: seconds that the test product takes on its slowest device.
+    waited: the share of the time of steps in which it waited for input.
   """
 
   product: float
@@ -55,7 +55,7 @@ class DeviceProbe:
       self._multiply(matrix).block_until_ready()
 
   def seconds(self) -> float:
-    """Returns the seconds of the slowest device; of each, its fastest of three tries counts."""
+    """Returns the seconds that the test takes on the slowest device; each device's best of three tries counts."""
     return max(min(self._time(matrix) for _ in range(_TIMES)) for matrix in self._matrices)
 
   def _time(self, matrix: jax.Array) -> float:
@@ -68,8 +68,8 @@ class HostSpeeds:
   """Compares the hosts before saves; all processes call each method.
 
   Attributes:
-    own: what this process has measured last.
-    slowest: the index of the slowest process, and the ratio of its time for a product to the median of the others.
+    own: the last measurement of this process.
+    slowest: the index of the slowest process, and the ratio of its time for the test to the median of the others.
   """
 
   def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HostSpeeds:
     self.slowest = (0, 1.0)
 
   def compare(self, waited: float) -> str:
-    """Measures and compares; returns a line about a host that is slow for the third time in a row, otherwise ''.
+    """Measures and compares; returns a line about a host that is slow for the third time in a row; '' if there is none.
 
     Args:
       waited: the share of the time of steps in which this process waited for input.

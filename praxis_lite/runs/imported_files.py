@@ -1,8 +1,8 @@
-"""Files that a run keeps of the Hugging Face checkpoint that it comes from.
+"""The files of a Hugging Face checkpoint that a run imported from it keeps.
 
     job_log_dir/hugging_face/      config.json and the files of the tokenizer, for chats and exports
 
-A run that begins with the variables of such a run keeps a copy of them.
+A run that is initialized from such a run copies these files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.runs.records.moved_files import FOLDER
 
-SENTENCEPIECE_FILES = ('tokenizer.model', 'spiece.model')  # The latter is T5's and mT5's.
+SENTENCEPIECE_FILES = ('tokenizer.model', 'spiece.model')  # The latter belongs to T5 and mT5.
 HOW_TO_SET_TOKENIZER = (
   "to decode and train on text, set the one in a folder by --set 'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
   "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
@@ -30,7 +30,7 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
 
   Args:
     folder: the folder.
-    path: the folder that the config names instead, to which the files are copied.
+    path: the folder that the config names, if the files are to be copied there from `folder`.
   """
   named = os.fspath(folder if path is None else path)
   if os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):
@@ -45,7 +45,7 @@ def kept_tokenizer(job_log_dir: str | os.PathLike[str]) -> Config | None:
 
 
 def keep_files_of(source: str | os.PathLike[str], directory: Path) -> None:
-  """Copies the files that the run in `source` keeps to a new run, unless it has some already."""
+  """Copies the Hugging Face files that the run in `source` keeps to a new run, unless it has some already."""
   kept, target = user_path(source) / FOLDER, directory / FOLDER
   if not kept.is_dir() or target.exists():
     return

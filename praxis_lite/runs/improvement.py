@@ -1,6 +1,6 @@
-"""Whether a run still improves: early stopping, and the best checkpoint.
+"""Early stopping, and keeping the best checkpoint.
 
-Both are hooks. They decide from the recorded evaluations of the whole run, so a kill loses none of their state.
+Both are hooks. They decide by the recorded evaluations of the whole run, so they lose no state if it is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WatchedMetric(NamedTuple):
     return f'{self.split}/{self.name}'
 
   def values(self, results: Iterable[EvalResult]) -> list[tuple[int, float]]:
-    """Returns (step, value) of each evaluation of its input."""
+    """Returns (step, value) for each evaluation of its input."""
     return [(r.step, float(r.metrics.get(self.name, np.nan))) for r in results if r.split == self.split]
 
   def is_better(self, value: float, best: float | None, by: float = 0.0) -> bool:
@@ -52,11 +52,11 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
   Args:
     field: path of the field, for messages.
     metric: a name, or `eval/<input>/<name>`.
-    modes: 'min', 'max' or 'auto' by the path of the field that says so. If all are 'auto', the metric's name decides.
-    splits: the names of the metrics of each evaluation, by its split.
+    modes: 'min', 'max' or 'auto', by the path of the field that sets it. If all are 'auto', the metric's name decides.
+    splits: the names of the metrics of each evaluation, by split.
 
   Raises:
-    ConfigError: there is no such metric, or its input or mode has to be named.
+    ConfigError: there is no such metric, or its input or mode is ambiguous.
   """
 
   def found(split: str, name: str) -> WatchedMetric:
@@ -93,7 +93,7 @@ class Watched(NamedTuple):
 
 
 def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watched:
-  """Returns the metrics that a config names; `splits` and errors are as for `watched_metric`."""
+  """Returns the metrics that a config names; for `splits` and errors see `watched_metric`."""
   early, best = settings.early_stopping, None
   of_best = {'task.train.best_metric_mode': settings.best_metric_mode}
   if settings.best_metric is not None:
@@ -157,7 +157,7 @@ class KeepBest(Hook):
     best = self._checkpointer.best()
     if best is not None and (best.metric, best.mode) != (self._watched.path, self._watched.mode):
       self._checkpointer.keep_best(None)
-    # A run that was killed may not have recorded its last best checkpoint.
+    # A run that was killed may not have recorded its newest best checkpoint.
     saved = self._checkpointer.steps()
     for step, value in self._watched.values(run.results):
       if step in saved:

@@ -35,8 +35,8 @@ def run_eval(
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
-    config, job_log_dir: as for `run_train`.
-    tap: statistics to add to the metrics, as in 'lm.transformer.*.attention:rms'; see `praxis_lite.training.taps`.
+    config, job_log_dir: see `run_train`.
+    tap: statistics to add to the metrics, such as 'lm.transformer.*.attention:rms'; see `praxis_lite.training.taps`.
     **options: `step`, `devices`, `seed` and `on_damage`; see `RestoreOptions`.
 
   Raises:
@@ -56,7 +56,7 @@ def run_eval(
 def run_decode(
   config: ExperimentConfig, job_log_dir: str | Path, **options: Unpack[RestoreOptions]
 ) -> dict[str, HostMetrics]:
-  """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise like `run_eval`."""
+  """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; for the arguments see `run_eval`."""
   config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   inputs = datasets.inputs
@@ -85,16 +85,17 @@ def decode_prompts(
   """Returns the tokens that follow each prompt.
 
   Args:
-    config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
-    job_log_dir, **options: as for `run_eval`.
-    prompts: token ids, at least one each.
+    config: the configs; the task's model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B], for B prompts
+      of up to P tokens.
+    job_log_dir, **options: see `run_eval`.
+    prompts: the token ids of each prompt, at least one.
     stop, stream, batch_size, statistics: see `TrainedModel.decode`.
-    draft: directory of the run of a smaller model that guesses tokens; None for no such model.
+    draft: the directory of the run of a smaller model that guesses tokens; None decodes without guesses.
 
   Raises:
-    UserError: as for `run_eval`, or a prompt is empty.
+    UserError: see `run_eval`; or a prompt is empty.
   """
-  prompt_batch(prompts)  # Reports mistakes before slow work.
+  prompt_batch(prompts)  # Checks the prompts before slow work.
   begin = functools.partial(
     TrainedModel.begin_to_compile_decode,
     prompts=prompts,
@@ -103,7 +104,7 @@ def decode_prompts(
     batch_size=batch_size,
   )
   guesses = None if draft is None else open_run(draft).load()
-  meanwhile = begin if guesses is None else lambda model: None  # With guesses, another program decodes.
+  meanwhile = begin if guesses is None else lambda model: None  # With a draft model, another program decodes.
   model = restore_model(config, job_log_dir, use_ema='decode', meanwhile=meanwhile, **options)
   return model.decode(prompts, stop=stop, stream=stream, batch_size=batch_size, draft=guesses, statistics=statistics)
 
@@ -112,7 +113,7 @@ def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, Hos
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
     result = program.run(model.stored_variables, model.global_step)
-    assert result is not None  # Nothing interrupts it.
+    assert result is not None  # It is None only if interrupted.
     tapped = {name: np.asarray(s.value) for name, s in result.summaries.items() if s.kind == 'scalar'}
     metrics[program.split] = {**result.metrics, **tapped}
     if is_primary_process():

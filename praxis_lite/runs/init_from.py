@@ -3,10 +3,10 @@
     variable here     first rule that matches            in the checkpoint
     head.w            ('head\\..*', None)                 -                     starts from the seed
     body.up.w         ('body\\.(.*)', r'encoder.\\1')      encoder.up.w          renamed
-    emb.w             none; 'emb\\.w' is in `partial`     emb.w                 the entries that both have
-    position.w        none; positions of patches        position.w            resampled if images have another size
+    emb.w             none; 'emb\\.w' is in `partial`     emb.w                 copied where both have entries
+    position.w        none; positions of patches         position.w            resampled if image sizes differ
 
-The checkpoint may come from any mesh. The optimizer and the moving averages start anew, from the new variables.
+The checkpoint may come from any mesh. The optimizer and the moving averages start afresh from the new variables.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Origin(NamedTuple):
 
   Attributes:
     source: name of the array in the checkpoint; None if the seed gives the values.
-    known: shape of the part that is copied.
-    grid: the grid of the table of positions in the checkpoint, if it is resampled.
+    known: the shape of the part that is copied.
+    grid: the grid of the checkpoint's table of positions; None if it is not resampled.
   """
 
   source: str | None
@@ -61,9 +61,9 @@ class WarmStart:
   """The plan of where each variable of a new run comes from, made before anything is compiled.
 
   Raises:
-    CheckpointError: there is no such checkpoint; or a variable is neither in it nor covered by a rule, or has another
-      shape there.
-    ConfigError: a rule is not valid, or matches nothing.
+    CheckpointError: there is no such checkpoint; or a variable is neither in it nor covered by a rule, or its shape
+      there differs.
+    ConfigError: a rule is not valid, or matches no variable.
   """
 
   def __init__(self, settings: InitFromParams, partitioned: PartitionedTask):
@@ -123,7 +123,7 @@ class WarmStart:
     return Base(Path(self._where), self._seal, unchanged)
 
   def _shape_to_read(self, name: str, padded: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape in which a variable is read: that of the state, or all of a table that is resampled."""
+    """Returns the shape in which to read a variable: the state's shape, or the checkpoint's for a table to resample."""
     origin = self._origins[name]
     if origin.grid is None:
       return padded
@@ -131,7 +131,7 @@ class WarmStart:
     return jax.ShapeDtypeStruct(shape, padded.dtype, sharding=NamedSharding(self._partitioned.mesh, PartitionSpec()))
 
   def _resample(self, name: str, value: jax.Array, padded: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a variable in the shape of the state: `value`, or the positions of another grid made from it."""
+    """Returns a variable in the shape of the state: `value` itself, or its positions resampled to another grid."""
     origin = self._origins[name]
     if origin.grid is None:
       return value
@@ -243,7 +243,7 @@ def constant_variables(model: Layer, learner: BoundLearner) -> set[str]:
 
 
 def _grids_below(model: Layer) -> Iterator[tuple[str, PositionGrid]]:
-  """Yields the tables of positions of patches in a model, by their paths."""
+  """Yields (path, grid) for each table of patch positions in a model."""
   for layer in model.descendants():
     path = layer.path[len(model.path) :]
     yield from ((path_name((*path, name)), grid) for name, grid in layer.position_grids().items())
@@ -266,5 +266,5 @@ def _expand(match: re.Match[str], replacement: str, field: str) -> str:
 
 
 def _average_of(name: str) -> str:
-  """Returns the name that the moving average of a variable has in a checkpoint."""
+  """Returns the name in a checkpoint of the moving average of a variable."""
   return name.replace('mdl_vars.', 'ema_vars.', 1)

@@ -1,11 +1,12 @@
 """Slices of the loss landscape: the loss of a loaded model along directions in the space of its weights.
 
-A random direction d is scaled, unit by unit, to the norms of the weights (filter normalization; Li et al., 2018), so
-that a distance of 1 changes each unit by as much as it has:
+A random direction d is scaled, unit by unit, to the norms of the weights (filter normalization; Li et al., 2018), so a
+distance of 1 changes each unit by its own norm:
 
-    d = d |w| / |d|        of each output of a matrix; 0 for vectors, such as biases and scales of norms
+    d = d |w| / |d|        for each output of a matrix; 0 for vectors, such as biases and scales of norms
 
-The loss is evaluated at w + t d, or on a plane at w + t d + s e. A direction may also lead to another model.
+The loss is evaluated at w + t d, or on a plane at w + t d + s e. A direction may also be the difference to another
+model.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ def loss_slice(
   toward: TrainedModel | None = None,
   metric: str = 'loss',
 ) -> np.ndarray:
-  """Returns a metric of a dataset along a direction, float64 [n], or on a plane, [n, m].
+  """Returns a metric of a dataset at n distances along a direction, float64 [n], or at n x m points of a plane, [n, m].
 
   Args:
     model: a loaded model; distance 0 is this model.
-    dataset: as for `model.evaluate`; `task.evaluate.max_batches` limits it.
-    *distances: those along the first direction, and for a plane those along the second one.
-    seed: of the random directions.
-    toward: a model with the same variables, at distance 1 along the first direction; None takes a random one.
+    dataset: see `model.evaluate`; `task.evaluate.max_batches` limits it.
+    *distances: the distances along the first direction, and for a plane the distances along the second one.
+    seed: the seed of the random directions.
+    toward: a model with variables of the same shapes, at distance 1 along the first direction; None takes a random
+      direction.
     metric: the name of the metric.
 
   Raises:
-    UserError: there is no such dataset or metric, or distances are no finite numbers, or the models have other
-      variables.
+    UserError: there is no such dataset or metric, a distance is not a finite number, or the variables of the models
+      differ in name or shape.
   """
   if not 1 <= len(distances) <= 2:
     raise UserError(f'loss_slice: expected distances along one or two directions, got {len(distances)}')

@@ -1,9 +1,9 @@
-"""Values between the layers of a language model, in one pass or by cached decoding, and the first layer that differs.
+"""Records values between the layers of a language model, in one pass or in cached decoding, and compares them.
 
 One pass and decoding compute the same values at the same points (`layers/base/taps.py`). Because all tokens of a text
-are known, the values of a layer depend only on the layers before it. So the first that differs has the fault.
+are known, the values of a layer depend only on the layers before it. So the first layer that differs has the fault.
 
-B batch, T tokens of the longest text, C tokens that are read at once, S slots.
+Shapes: B texts in a batch, T tokens in the longest text, C tokens read in one step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PointValues(NamedTuple):
   """The values at one point.
 
   Attributes:
-    values: [layers, B, T, ...]; of a layer that is in no stack, layers is 1. A masked array if some tokens are not
-      computed: these are masked.
+    values: [layers, B, T, ...]; layers is 1 for a layer outside of stacks. In a masked array, the masked tokens were
+      not computed.
     is_stacked: whether the point is in a stack of layers.
   """
 
@@ -49,9 +49,9 @@ class LayerDifference(NamedTuple):
   """The first layer whose values differ.
 
   Attributes:
-    point: the path of the layer, and perhaps its method. With '.in' at the end, the input of the layer differs, and
-      what comes before it does not.
-    layer: its number in its stack; None if it is in no stack.
+    point: the path of the layer, with the method if it is not the main one. If it ends with '.in', the input of the
+      layer differs, but no layer before it.
+    layer: the number of the layer in its stack; None outside of stacks.
     row, token: the first text whose values differ, and the index of the first such token.
   """
 
@@ -63,7 +63,7 @@ class LayerDifference(NamedTuple):
   def __str__(self) -> str:
     number = '' if self.layer is None else f', layer {self.layer} of the stack'
     where, before = self.point, ''
-    if where.endswith('.in'):  # What is between the layers is a part of the layer that has them.
+    if where.endswith('.in'):  # Computations between two layers belong to their parent.
       where, _, child = where.removesuffix('.in').rpartition('.')
       before = f', before its {child}'
     return f'{where}{before}{number}, from token {self.token} of text {self.row}'
@@ -105,9 +105,9 @@ def values_in_decoding(
   Args:
     model: a language model.
     batch: the texts, `ids` and `weights` [B, T], and sources if the model has some.
-    context_lengths: how many first tokens of each text are read together.
-    can_go_back: whether to use the caches of a batcher.
-    chunk: how many tokens of a context are read at once; None reads all.
+    context_lengths: how many tokens at the beginning of each text are its context.
+    can_go_back: whether to use a batcher's caches, which can be read again from an earlier token.
+    chunk: how many tokens of a context are read in one step; None reads all in one step.
   """
   language_model = model.tasks.jax_task.model
   assert isinstance(language_model, LanguageModel)
@@ -169,7 +169,7 @@ def first_layer_difference(
   """Returns the first layer whose values differ; None if none does.
 
   Args:
-    expected, found: values by point, in the order of the layers; points that only one of them has are left out.
+    expected, found: the values by point, in the order of the layers; points that only one of them has are ignored.
     lengths: the number of tokens of each text.
     tolerance: the largest difference that counts as equal, relative to the largest value of the layer.
   """
@@ -193,7 +193,7 @@ def first_layer_difference(
 
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
-  """Yields the points of each stack together, and each other point by itself, in the order of the layers."""
+  """Yields the points of each stack together, and each other point alone, in the order of the layers."""
   group: list[str] = []
   for name, point in values.items():
     if group and not (
@@ -210,7 +210,8 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
 
 
 def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a program of (stored variables, *arguments) for `fn`, of (variables, *arguments, surroundings)."""
+  """Returns a jitted function of (stored variables, *arguments) that calls `fn(variables, *arguments,
+  surroundings)`."""
   surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
 
   def run(variables: NestedDict, *arguments: Any) -> Any:
@@ -222,7 +223,7 @@ def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., An
 
 def _taps(seen: dict[str, str], surroundings: Surroundings) -> Taps:
   def values_wanted(name: str) -> tuple[str, ...]:
-    return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)  # All experts would compute all tokens.
+    return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)  # These would make all experts compute all tokens.
 
   return Taps(values_wanted, seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
 
@@ -234,7 +235,7 @@ def _select_arrays(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
 def _group_by_point(
   summaries: Mapping[str, Summary], seen: Mapping[str, str], is_one_token: bool = False
 ) -> dict[str, PointValues]:
-  """Returns values by point, in the order in which they were seen; of one token, the dimension may be missing."""
+  """Returns values by point, in the order of `seen`; with `is_one_token`, adds a missing dimension of tokens."""
   found: dict[str, PointValues] = {}
   for name, summary in summaries.items():
     raw = read_raw_name(name)

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: how they are reported, when there are too many, and what may be wrong.
+"""Handles steps whose loss or gradient is not finite: reports them, decides when there are too many, and finds hints.
 
 step 3: the loss or a gradient is not finite (loss nan, grad_norm nan); the update was skipped
 steps 3 to 12: 10 updates in a row were skipped
@@ -33,12 +33,12 @@ class NonFiniteError(UserError):
 
 
 class Hints(NamedTuple):
-  """What a batch says about why a step was not finite.
+  """Hints in a batch about why a step was not finite.
 
   Attributes:
-    found: what is wrong with the batch, a sentence without a full stop; '' if nothing is known to be wrong.
-    integers: the ranges of its integers, if some may be labels of classes that do not exist; '' if all labels are known
-      to be valid, or there are no integers.
+    found: what is wrong with the batch, as a sentence without a full stop; '' if nothing is known to be wrong.
+    integers: the ranges of its integers, because some may be labels of classes that do not exist; '' if all labels are
+      known to be valid, or there are no integers.
   """
 
   found: str = ''
@@ -50,12 +50,12 @@ class SkippedSteps:
   """The steps that the learner has skipped in a row, and the lines about them.
 
   Attributes:
-    first_step: steps taken before this process.
+    first_step: the number of steps taken before this process.
     limit: how many skipped steps in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise an error at the first such step.
     clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
     line: prints a line.
-    tell: called with each skipped step that follows one that was not skipped, and with what was wrong.
+    tell: called with the number of each skipped step that follows a step that was taken, and with what was wrong.
     rate_field: the path of the learning rate in the config of the learner.
     in_a_row: how many steps have been skipped since the last step that was taken.
   """
@@ -80,7 +80,7 @@ class SkippedSteps:
 
   @property
   def most_steps(self) -> bool:
-    """Whether the last steps were skipped, and are more than half of those that this process has taken."""
+    """Whether the steps just skipped in a row are more than half of all steps of this process."""
     return bool(self.limit) and 2 * self.in_a_row > self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:
@@ -117,17 +117,17 @@ class SkippedSteps:
 
   @property
   def _smaller_updates(self) -> str:
-    """What makes updates smaller."""
+    """Advice on how to make updates smaller, for messages."""
     clip = f'task.train.learner.clip_gradient_norm_to_value{f", which is {self.clip:g}" if self.clip else ""}'
     return f'lower task.train.learner.{self.rate_field}, or {"lower" if self.clip else "set"} {clip}'
 
   @property
   def _since(self) -> int:
-    """The first of the steps skipped in a row."""
+    """The number of the first of the steps skipped in a row."""
     return self._step - self.in_a_row + 1
 
   def error(self, hints: Hints) -> NonFiniteError:
-    """Returns the error that ends the run once its state is saved; `hints` are what is known about the cause."""
+    """Returns the error that ends the run once its state is saved; `hints` are about the cause."""
     since, untrained = self._since, self._since == 1
     labels = f'labels out of range of the classes (the last batch has {hints.integers}), ' if hints.integers else ''
     if untrained:
@@ -154,7 +154,7 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
 
 
 def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
-  """Returns what is wrong with a batch, as far as that can be known.
+  """Returns hints about what is wrong with a batch.
 
   Args:
     batch: the batch of a step that was not finite, on the host.
@@ -168,7 +168,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
     model.check_input(data, jax.tree.map(np.asarray, batch))
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
-  except Exception:  # A check in the user's code has failed. The error that ends the run is more useful than that one.
+  except Exception:  # A check in the user's code has failed; its error is less useful than the one that ends the run.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)

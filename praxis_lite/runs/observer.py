@@ -1,7 +1,7 @@
 """Observers: the parts of a run that the executor notifies of steps, saves and evaluations.
 
-Such parts are the log, the heartbeat, the mirror, and the caller of the user's hooks (`hooks.py`). The executor knows
-them by this interface only; `loop/observers.py` lists all of them. An error that an observer raises ends the run
+Examples are the log, the heartbeat, the mirror, and the caller of the user's hooks (`hooks.py`). The executor knows
+them only by this interface; `loop/observers.py` lists all of them. An error that an observer raises ends the run
 immediately.
 """
 
@@ -41,7 +41,7 @@ class Run:
     step: number of steps taken.
     state: the train state after `step` steps, on the mesh, padded; the next step overwrites its arrays.
     results: the evaluations and decoding runs so far, in order, including those before a restart.
-    save: saves a checkpoint of `step`, unless there is one; returns False if that failed, which has been reported.
+    save: saves a checkpoint of `step`, unless there is one; if this fails, reports it and returns False.
     line: prints a line.
     stop_reason: why the run stops after this step; None if it goes on.
     last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
@@ -67,19 +67,19 @@ class Run:
   error: Exception | None = None
 
   def stop(self, reason: str) -> None:
-    """Ends the run after this step, with a checkpoint; does nothing after the last step. The first reason counts."""
+    """Ends the run after this step, with a checkpoint; does nothing after the last step. The first reason is kept."""
     if self.step < self.total_steps and self.stop_reason is None:
       self.stop_reason = reason
       self.line(f'step {self.step} of {self.total_steps}: {reason}')
 
 
 class StateToCopy(NamedTuple):
-  """What an emergency copy, which is made between checkpoints, has to contain.
+  """The content of an emergency copy, which is made between checkpoints.
 
   Attributes:
-    step, state: the padded state on the mesh, and its step; the next step overwrites its arrays.
+    step, state: the step, and the padded state on the mesh; the next step overwrites its arrays.
     input_state: the state of the training input after the batch of this step.
-    checkpoint: step of the newest checkpoint; 0 if there is none.
+    checkpoint: the step of the newest checkpoint; 0 if there is none.
     metrics: lines of metrics that could not be written to the disk.
     progress: a record of `loop.progress.Progress`.
   """
@@ -105,7 +105,7 @@ class StateCopy(Protocol):
 
 
 class Observer:
-  """Takes part in a run; a subclass defines the methods that it needs, and the others do nothing.
+  """Is notified of the events of a run. A subclass defines the methods that it needs; the others do nothing.
 
   All methods are called in the thread that trains. An error in one of them ends the run.
   """
@@ -113,20 +113,21 @@ class Observer:
   def open(self, on_damage: OnDamage) -> None:
     """Called once this process owns the run's directory, before it reads anything in it.
 
-    `on_damage` is what to do if the newest checkpoint is damaged; see `TrainOptions`.
+    `on_damage` says what to do if the newest checkpoint is damaged; see `TrainOptions`.
     """
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
-    """Returns the newest copy of the state that this observer has kept, and a line about rejected copies, or ''.
+    """Returns the newest copy of the state that this observer has kept (None without one), and a line about rejected
+    copies.
 
     Args:
-      checkpoint: step of the newest checkpoint, 0 if there is none: only newer copies count.
+      checkpoint: the step of the newest checkpoint, 0 if there is none. Only newer copies count.
       shapes, true_shapes: shapes of the state with and without padding; `shapes` have shardings.
     """
     return None, ''
 
   def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
-    """Called every `emergency_copies.every_n_steps` steps; `snapshot` is what an emergency copy has to contain."""
+    """Called every `emergency_copies.every_n_steps` steps; `snapshot` is the content of an emergency copy."""
 
   def remove_copies(self, run: Run) -> None:
     """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""
@@ -158,13 +159,13 @@ class Observer:
     """Called once the metrics of a step are computed, some steps later; not called if the step was not finite."""
 
   def on_nonfinite(self, step: int, what: str) -> None:
-    """Called for a step that was not finite and follows one that was; `what` says what was not finite."""
+    """Called for a step that was not finite and follows a finite one; `what` says what was not finite."""
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Called before the run pauses its steps, as to save; raises an error if the steps so far must not be kept."""
+    """Called before training pauses, for example to save; raises an error if the state must not be saved."""
 
   def on_resume(self, run: Run) -> None:
-    """Called before the steps that follow a pause."""
+    """Called after a pause, before the next step."""
 
   def on_evaluation(self, run: Run, program: InputProgram, result: ProgramResult) -> None:
     """Called after an input was evaluated or decoded."""
@@ -176,10 +177,10 @@ class Observer:
     """Called once, after the last step is saved; not called if an error ends the run."""
 
   def close(self) -> None:
-    """Called once at the very end, also if an error ends the run."""
+    """Called once at the very end, even if an error ends the run."""
 
   def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that counts its time as an activity, one of `records.goodput.ACTIVITIES`."""
+    """Returns a context manager whose time counts as an activity, one of `records.goodput.ACTIVITIES`."""
     return contextlib.nullcontext()
 
   def figures(self) -> Mapping[str, float]:
@@ -187,13 +188,13 @@ class Observer:
     return {}
 
   def progress(self) -> Mapping[str, Any]:
-    """Returns fields of `loop.progress.Progress`, which are saved with the state."""
+    """Returns fields of `loop.progress.Progress` by name, which are saved with the state."""
     return {}
 
   def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
-    """Returns a function that makes the error that ends the run once its state is saved; None if all is well.
+    """Returns a function that makes the error with which the run must end once its state is saved; None to go on.
 
-    `is_over` says that the run has taken its last step: some runs count as failed only then.
+    `is_over` says whether the run has taken its last step, because some failures are decided only then.
     """
     return None
 

@@ -1,6 +1,6 @@
-"""Averages of the weights of a run over any share of it, computed afterwards from the averages in its checkpoints.
+"""Computes averages of a run's weights over any fraction of the run, from the averages in its checkpoints.
 
-`Learner.power_averages` makes the averages; `training/learning/power_averages.py` says how they combine.
+`Learner.power_averages` keeps these averages; `training/learning/power_averages.py` explains how they are combined.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, ne
 from praxis_lite.training.learning.multi_learner import nested_learners, nested_rules
 from praxis_lite.training.learning.power_averages import check_widths, combine_averages
 
-# A sum of averages whose weights differ by more from those of the wanted one, relative to their norm, is refused.
+# The largest error of the combined average's weighting of steps, relative to the norm of the wanted weighting.
 _MOST_MISSED = 0.2
 _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 
@@ -29,16 +29,16 @@ _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 def power_average(
   directory: str | os.PathLike[str], learner: Config, variables: NestedDict, width: float, step: int
 ) -> NestedDict:
-  """Returns the variables of a checkpoint, with the average in place of each that has averages.
+  """Returns the variables of a checkpoint, each replaced by its average if checkpoints have averages of it.
 
   Args:
-    directory: of the run.
-    learner: config of its learner.
-    variables: those of the checkpoint of `step`, on a mesh.
+    directory: the directory of the run.
+    learner: the config of its learner.
+    variables: the variables of the checkpoint of `step`, on a mesh.
     width: the relative width of the average.
 
   Raises:
-    UserError: the width is not one, or no checkpoint up to `step` has averages, or too few have them to make this one.
+    UserError: the width is not valid, or the checkpoints up to `step` have no averages, or too few to combine.
   """
   check_widths((width,), 'load(power_average=...)')
   rules = nested_rules(learner)

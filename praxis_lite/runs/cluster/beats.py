@@ -1,14 +1,15 @@
 """How the processes of a run tell each other that they are alive, through the key-value store of JAX's service.
 
-Up to 32 processes all read the beats of all. More are in groups of at most 32, and then no process reads beats whose
-number grows with theirs. Successive processes, which may be lost together, are in different groups:
+Up to 32 processes all read each other's beats. More processes are divided into groups of at most 32, so the number of
+beats that a process reads does not grow with the number of processes. Successive processes, which may be lost together,
+are in different groups. A process reads:
 
-    own group        all beats, so that a process that is lost is noticed by the others
-    next group       the beat of the process at the same place, so that a group that is lost as a whole is noticed
-    anyone           the beat of a process drawn at random, for `idle_anywhere`
-    verdict          what the first process that noticed a loss has written, which ends all others
+    own group        all beats, so a lost process is noticed by the others in its group
+    next group       the beat of the process at the same place, so the loss of a whole group is noticed
+    anyone           the beat of a random process, for `idle_anywhere`
+    verdict          the reason written by the first process that noticed a loss, which ends all others
 
-The time between beats grows with the number of processes, so that the service has a bounded number of requests.
+The time between beats grows with the number of processes, so the rate of requests to the service is bounded.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from praxis_lite.common.jax_internals.processes import Client
 GROUP = 32
 _KEY = 'praxis_lite/beats'
 _VERDICT = 'praxis_lite/verdict'
-# The number of processes from which on the time between beats grows with it.
+# With more processes than this, the time between beats grows in proportion to their number.
 _MOST_PER_SECOND = 1000
 
 
 def beat_interval(processes: int, timeout_s: float) -> float:
-  """Returns the seconds between the beats of a process; after `timeout_s` a silent one counts as lost."""
+  """Returns the seconds between the beats of a process; a process that is silent for `timeout_s` counts as lost."""
   return min(max(0.2, min(1.0, timeout_s / 10)) * max(1.0, processes / _MOST_PER_SECOND), timeout_s / 5)
 
 
@@ -41,7 +42,7 @@ def watched_by(index: int, processes: int) -> list[int]:
 
 
 def _counterpart(index: int, processes: int) -> int:
-  """Returns the process at the same place of the next group, or at its last place."""
+  """Returns the process at the same place in the next group, or the last one there if that group is shorter."""
   groups = -(-processes // GROUP)
   other = index // groups * groups + (index + 1) % groups
   return other if other < processes else other - groups
@@ -66,14 +67,14 @@ class Beats:
     self._group, self._is_all = index % self._groups, self._groups == 1
     self._next, self.watched = _counterpart(index, processes), watched_by(index, processes)
     self._random = random.Random(index)
-    # When this process knows that some process has made progress, by its own clock.
+    # The last time, by this process's clock, at which some process is known to have made progress.
     self._progress = time.monotonic()
 
   def exchange(self, beat: Mapping[str, Any], idle: float) -> dict[int, dict[str, Any]]:
-    """Writes a beat and returns those of watched processes by their index; raises the errors of the service.
+    """Writes a beat, and returns the beats of watched processes by index; raises the errors of the service.
 
     Args:
-      beat: what this process says, for JSON.
+      beat: what this process tells the others, as JSON values.
       idle: seconds since the main thread of this process last made progress.
     """
     self._note(idle)
@@ -84,10 +85,11 @@ class Beats:
     if not self._is_all:
       other = self._random.randrange(self._processes)
       for index in (self._next, other):
-        with contextlib.suppress(Exception):  # No beat has been written so far.
+        with contextlib.suppress(Exception):  # That process has not written a beat yet.
           heard[index] = json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))
       for each in heard.values():
-        # A beat is at most about one interval old, so that ages which go around never become younger than they are.
+        # A beat is up to one interval old. Adding it ensures that an age passed from process to process is no
+        # underestimate.
         self._note(each['anywhere'] + self._interval)
       if other not in self.watched:
         heard.pop(other, None)
@@ -97,12 +99,12 @@ class Beats:
   def idle_anywhere(self) -> float:
     """Seconds since any process made progress, as far as this one knows.
 
-    With several groups, the value is up to a few intervals of beats too large, because processes hear of others late.
+    With several groups, the value may be a few beat intervals too large, because news of progress spreads slowly.
     """
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:
-    """Returns why another process has given up, if there are several groups; '' if none has."""
+    """Returns why another process has given up; '' if none has, or if all processes are in one group."""
     if self._is_all:
       return ''
     try:
@@ -111,7 +113,7 @@ class Beats:
       return ''
 
   def tell(self, verdict: str) -> None:
-    """Says why this process gives up, so that all groups end; the first verdict stays."""
+    """Writes why this process gives up, so the processes of all groups end. The first verdict is kept."""
     if not self._is_all:
       with contextlib.suppress(Exception):
         self._client.key_value_set(_VERDICT, verdict)

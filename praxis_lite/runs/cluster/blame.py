@@ -1,13 +1,13 @@
-"""Which place of a job is bad, by what was seen over its restarts, so that a spare can take over.
+"""Decides from the evidence over a job's restarts which of its places is bad and should be replaced by a spare.
 
 A place is where one process of a job runs, such as a host or some of its accelerators; it keeps its number when the
-process gets another index. A place is blamed when its evidence weighs 2:
+process gets another index. A place is blamed when its evidence adds up to a weight of 2:
 
-    lost          1    its process was the first that a signal or a timeout ended
-    slow          1    its devices took long for a test product before several saves (`host_speeds.py`)
-    corrupt       2    a device of it was outvoted twice, and is quarantined (`corruption.py`)
+    lost          1    its process was the first to be ended by a signal or a timeout
+    slow          1    its devices were slow at a test matrix product before several saves (`host_speeds.py`)
+    corrupt       2    one of its devices is quarantined because of wrong values (`corruption.py`)
 
-So a single loss, which happens to any host, is forgiven, and a second one, or one of a slow host, is not.
+So one loss, which may happen to any host, does not blame a place; a second loss does, or the loss of a slow host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENOUGH = 2
 
 
 class Evidence(NamedTuple):
-  """Something that was seen at a place: `what`, as text, and how much it weighs."""
+  """An observation about a place: `what` describes it, and `weight` says how much it counts."""
 
   place: int
   what: str
@@ -36,17 +36,17 @@ class Blame:
     self._seen: list[Evidence] = []
 
   def add(self, *evidence: Evidence) -> None:
-    """Adds what was seen in an attempt."""
+    """Adds the evidence of an attempt."""
     self._seen.extend(evidence)
 
   def reasons(self, place: int) -> list[str]:
-    """Returns why a place is blamed, in order; empty if it is not."""
+    """Returns the evidence for which a place is blamed, oldest first; empty if it is not blamed."""
     own = [each for each in self._seen if each.place == place]
     return [each.what for each in own] if sum(each.weight for each in own) >= _ENOUGH else []
 
 
 def recorded_evidence(events: Sequence[RunEvent], places: list[int]) -> list[Evidence]:
-  """Returns the evidence in the history of a run.
+  """Returns the evidence of slow hosts in the history of a run.
 
   Args:
     events: the events of an attempt.
@@ -63,7 +63,7 @@ def recorded_evidence(events: Sequence[RunEvent], places: list[int]) -> list[Evi
 
 
 def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
-  """Returns the evidence of the last corruption that a run has recorded: devices that it has quarantined.
+  """Returns the evidence of the last corruption that a run has recorded: the places of devices that it quarantined.
 
   Args:
     directory: the run's directory; None if it is not known.
@@ -71,7 +71,7 @@ def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
   """
   if directory is None:
     return []
-  from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # Imports JAX.
+  from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # This import loads JAX.
 
   known = read_faulty_devices(directory)
   found = {}

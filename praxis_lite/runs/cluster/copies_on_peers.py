@@ -23,8 +23,8 @@ from praxis_lite.common.processes import gather_texts
 from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
 from praxis_lite.runs.cluster.peers import PeerError, Peers
 
-Judge = Callable[[EmergencyCopy], str]  # Says why a copy cannot be used; '' if it can.
-# How many bytes a process may take to list the parts that it holds.
+Judge = Callable[[EmergencyCopy], str]  # Returns why a copy cannot be used; '' if it can.
+# The most bytes of a process's list of the parts that it holds.
 _MOST_HELD = 2000
 
 
@@ -33,11 +33,11 @@ class CopiesOnPeers:
 
   Args:
     folder: where this process keeps its part, and the parts that it receives.
-    network: connects the processes; this closes it.
+    network: connects the processes; `close` closes it.
     receivers: the peers of this process.
 
   Attributes:
-    unsent: why the last part is not on a peer; '' if it is on all.
+    unsent: why a peer does not have the last part; '' if all peers have it.
   """
 
   def __init__(self, folder: Path, network: Peers, receivers: Sequence[int]):
@@ -57,13 +57,13 @@ class CopiesOnPeers:
     self.unsent = '; '.join(unsent)
 
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
-    """Gets this process's part of the newest copy whose parts all exist on some host; returns what did not work.
+    """Gets this process's part of the newest copy that is whole over all hosts together; returns what did not work.
 
-    Parts that are whole are chosen one by one: each from this host, or else from any host that has it.
+    Each process gets its own part, from its host if it has it, or else from any host that has it.
 
     Args:
-      copies: the copies, by step, that this process has its part of; gets another one.
-      oldest: only copies of later steps count.
+      copies: the copies of which this process has its part, by step; a fetched copy is added.
+      oldest: only copies of later steps are considered.
       reason_against: see `Judge`.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
@@ -72,7 +72,7 @@ class CopiesOnPeers:
       if process.isdecimal() and int(process) != self._process and step > oldest:
         with contextlib.suppress(*NO_COPY):
           held[step, int(process)] = save_in(file)
-    holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # Of each copy, and of the part of each process.
+    holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # {(step, save): {process of the part: holders}}
     for holder, told in enumerate(gather_texts(_list_parts(held), _MOST_HELD)):
       for word in told.split():
         name, _, save = word.partition(':')
@@ -94,7 +94,7 @@ class CopiesOnPeers:
     return problems
 
   def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Judge) -> str:
-    """Gets this process's part of a copy from a process; returns why it cannot be used, or ''."""
+    """Gets this process's part of a copy from another process; returns why it cannot be used, or ''."""
     name = f'{step}.{self._process}'
     try:
       self._network.get(holder, name, self._folder / name)
@@ -115,9 +115,9 @@ def join_peers(
 
   `count` and `failure_domain` are `peers` and `failure_domain` of `EmergencyCopiesParams`.
 
-  Returns the copies on peers, None if all processes have the same folder; a line about the network and memory that they
-  take; and the bytes that the processes with this folder keep at most. Raises UserError if there are not enough failure
-  domains.
+  Returns three values: the copies on peers, None if all processes have the same folder; a line about the network
+  traffic and memory that they take; and the most bytes that the processes with this folder keep together. Raises
+  UserError if there are not enough failure domains.
   """
   process, folders = jax.process_index(), folders_of_all(folder)
   if len(set(folders)) == 1:
@@ -131,7 +131,7 @@ def join_peers(
     )
   receivers = receivers_of(domains, count)
   received = Counter(peer for of_one in receivers for peer in of_one)
-  # A copy that is on all peers, one that is not, and one that is written; other folders of this host have two.
+  # Up to three copies: one that is on all peers, one that is not, and one being written. Other folders have two.
   kept = [3 * (1 + received[process]) for process in range(len(folders))]
   most = max(kept)
   costs = (
@@ -144,10 +144,10 @@ def join_peers(
 
 
 def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
-  """Returns the `count` processes that get copies of the part of each process, or fewer if there are too few domains.
+  """Returns, for each process, the `count` processes that receive its part; fewer if there are too few domains.
 
-  Each is in another failure domain than the sender and than the others. All processes receive equally many parts,
-  unless a domain is so large that this is impossible; then the parts are dealt out in turn.
+  A sender and its receivers are all in different failure domains. All processes receive equally many parts, unless a
+  domain is so large that this is impossible; then each part goes to the domains that have received least.
 
   Args:
     domains: the failure domain of each process.
@@ -158,7 +158,7 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
   line = [process for domain in members.values() for process in domain]
   largest = max(map(len, members.values()))
   found: list[list[int]] = [[] for _ in domains]
-  if len(line) >= (1 + count) * largest:  # Those who are this far apart in the line are in different domains.
+  if len(line) >= (1 + count) * largest:  # Processes this far apart in line are in different domains.
     for at, process in enumerate(line):
       found[process] = [line[(at + i * largest) % len(line)] for i in range(1, 1 + count)]
     return found
@@ -172,15 +172,15 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 
 
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
-  """Returns the failure domain of each process: `size` successive processes, and those that share a folder with them.
+  """Returns the failure domain of each process: `size` successive processes, and all that share a folder with them.
 
   Args:
-    folders: names the folder of each process, on all hosts.
+    folders: a text for the folder of each process, see `folders_of_all`.
     size: how many successive processes may be lost together.
   """
   found: list[int] = []
   of_folder: dict[str, int] = {}
-  joined: dict[int, int] = {}  # Domains that are part of an earlier one.
+  joined: dict[int, int] = {}  # Maps a domain to the earlier one that it was merged into.
 
   def root(domain: int) -> int:
     while domain in joined:
@@ -196,13 +196,13 @@ def failure_domains(folders: Sequence[str], size: int) -> list[int]:
 
 
 def folders_of_all(folder: Path) -> list[str]:
-  """Returns a text for the folder of each process; equal texts are of the same folder. All processes call this."""
+  """Returns a text for each process that identifies its folder. All processes call this."""
   about = os.stat(folder)
   return gather_texts(f'{socket.gethostname()} {about.st_dev} {about.st_ino}')
 
 
 def _list_parts(held: dict[tuple[int, int], str]) -> str:
-  """Returns parts by their step and process as text: the newest that fit into `_MOST_HELD` bytes."""
+  """Returns a list of parts as text, `step.process:save` each: the newest that fit into `_MOST_HELD` bytes."""
   text = ''
   for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
     longer = f'{text} {step}.{process}:{save}'

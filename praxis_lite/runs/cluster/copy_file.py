@@ -74,7 +74,8 @@ class EmergencyCopy:
     progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
     record: the other entries of its line of JSON: 'mesh', 'processes', 'variables', 'checkpoint'.
-    save: a digest that is the same for all parts of one copy, in all processes. Another start of the run has another.
+    save: a digest that is the same for all parts of one copy, in all processes, and different for each start of the
+      run.
 
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file has changed since it was written.
@@ -98,11 +99,11 @@ class EmergencyCopy:
         at += shard.nbytes
 
   def has(self, name: str, index: IndexRanges) -> bool:
-    """Whether the file contains the part of an array at `index`."""
+    """Whether the file contains the part of the array `name` at `index`."""
     return (name, index) in self._shards
 
   def restore(self, shapes: TrainState) -> TrainState:
-    """Returns the state; the padded `shapes` and their shardings must be those of the copied state.
+    """Returns the state; `shapes`, padded and with shardings, must equal those of the copied state.
 
     Raises:
       CheckpointError: the file has changed since it was verified.
@@ -128,13 +129,13 @@ def encode_copy(record: dict[str, Any], shards: Shards) -> list[bytes | memoryvi
 
 
 def save_of(record: dict[str, Any]) -> str:
-  """Returns the digest of a save: two starts of a run may write other values at the same step and position."""
+  """Returns the digest of a save, which tells apart copies of one step that different starts of a run wrote."""
   content = [record['step'], record['input_state'], record.get('start', '')]
   return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def save_in(file: Path) -> str:
-  """Returns the digest of the save in the file of a copy, by its first line; the rest is not read."""
+  """Returns the digest of the save from the first line of a copy's file; reads no more than this line."""
   with open_plain(file) as opened:
     record = remove_checksum(parse_json(opened.readline()), 'its record')
   return save_of(record)
@@ -156,13 +157,13 @@ def local_parts(shapes: TrainState) -> Iterator[tuple[str, IndexRanges]]:
 
 
 def num_bytes(shapes: TrainState) -> int:
-  """Returns the size of these parts."""
+  """Returns the bytes of the parts of the state that this process holds."""
   sizes = {path_name(path): stored_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
   return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in local_parts(shapes))
 
 
 def shards_of(state: TrainState) -> Shards:
-  """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
+  """Returns copies of the parts of the arrays that this process holds; replicas are copied once."""
   shards: dict[tuple[str, IndexRanges], jax.Array] = {}
   for path, leaf in leaves_by_path(state).items():
     array = to_stored(leaf)

@@ -100,7 +100,7 @@ class EmergencyCopies:
     self._lineage_file = job_log_dir / LINEAGE
     self._lineage = _lineage_in(self._lineage_file)
     self._folders = [home / str(self._lineage) for home in self._homes]
-    self._start = gather_texts(secrets.token_hex(8))[0]  # An id of this start of the run.
+    self._start = gather_texts(secrets.token_hex(8))[0]  # Identifies this start of the run.
     for folder in self._folders:
       _make(folder, 2 * num_bytes(shapes))
       for other in folder.parent.iterdir():
@@ -108,7 +108,7 @@ class EmergencyCopies:
           remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir)
     self._writing: threading.Thread | None = None
-    self._step, self._error, self._told = 0, '', ''  # The last copy: its step, its error here, the reported error.
+    self._step, self._error, self._told = 0, '', ''  # Step and local error of the last copy; last reported error.
     self._on_peers = 0  # The step of the last copy that is on all peers.
     self._peers: CopiesOnPeers | None = None
     self.costs = ''
@@ -118,10 +118,10 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
+    """Returns the newest copy that is complete in all processes and why newer ones are not used, or ''.
 
-    Considers only copies that are newer than the newest checkpoint, of step `checkpoint` (0 for no checkpoint). All
-    other copies are removed.
+    Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
+    Removes all copies except the returned one, which is None if there is none.
     """
     copies: dict[int, EmergencyCopy] = {}
     unfit: list[str] = []
@@ -286,7 +286,7 @@ def _check_room(folder: Path, needed: int, what: str) -> None:
   try:
     total = shutil.disk_usage(folder).total
   except OSError:
-    return  # A later write says so.
+    return  # The next write to this folder fails and reports it.
   if total < needed:
     raise UserError(
       f'{_FIELD}.directories: {folder.parent.parent.parent} has {total / 1e9:.2g} GB on this host, and {what} take '

@@ -7,10 +7,10 @@
 
 A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
-With `spares`, a place that `blame.py` blames is left to a spare one. Without, or if no spare is left, a place that is
-lost first in two successive attempts counts as gone. With `min_processes`, the job goes on without it.
-After the exit code of CorruptionError it is restarted only if that has quarantined a device and the command has
-`--elastic`, which leaves the device out.
+With `spares`, a place that `blame.py` blames is replaced by a spare place. Without spares, or if none is left, a place
+that is lost first in two successive attempts counts as gone; with `min_processes`, the job goes on without it. After
+the exit code of CorruptionError, the job is restarted only if a place was blamed and replaced, or if a device was
+quarantined and the command has `--elastic`, which leaves the device out.
 
 SIGINT and SIGTERM are passed on, followed by SIGCONT, because a stopped process does not handle signals. All hosts then
 have `stop_s` to save and end; after a second signal, a few seconds.
@@ -46,7 +46,7 @@ _LONGEST_WAIT = 60.0
 _AFTER_NOTICED = 20.0
 # Seconds that processes have to end after a second signal.
 _AFTER_SECOND_SIGNAL = 10.0
-# Seconds to wait for a killed process to end. A process that waits for storage may never end.
+# Seconds to wait for a killed process to end. A process that is blocked on storage may never end.
 _AFTER_KILL = 10.0
 _AFTER_FAULT = (
   'a device is faulty, so the job is not started again: faulty_devices.jsonl in its directory names the suspects; '
@@ -110,7 +110,7 @@ class _RunDirectory:
     return self._about is not None
 
   def is_lost(self) -> bool:
-    """Whether the directory is no longer at its path; False if its storage cannot be reached."""
+    """Whether the identified directory is no longer at its path; False if its storage cannot be reached."""
     if self.path is None or self._about is None:
       return False
     try:
@@ -129,14 +129,14 @@ class Launcher:
     processes: the number of processes.
     max_restarts: how often all of them are restarted after one was lost.
     min_processes: the smallest number of processes that may continue if hosts are lost; None requires all.
-    spares: the number of places, after the first `processes`, that take over from those that are blamed. Each process
-      finds the number of its place in the environment variable PRAXIS_LITE_PLACE.
+    spares: the number of spare places, numbered after the first `processes`, that replace places that are blamed. Each
+      process finds the number of its place in the environment variable PRAXIS_LITE_PLACE.
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
     directory: the run's directory; None if it is not known.
     imports: on Linux, modules that one process imports for all processes of all attempts; see `warm_start.py`. The
-      command must be `[sys.executable, '-m', module, ...]` then.
+      command must then be `[sys.executable, '-m', module, ...]`.
     write: called with each line of output, which begins with the name of its host.
   """
 
@@ -178,7 +178,7 @@ class Launcher:
 
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
     """
-    count, restarts, lost = self._processes, 0, -1  # The place that was lost last.
+    count, restarts, lost = self._processes, 0, -1  # `lost` is the place that was lost last.
     with self._passing_signals(), self._warm_starter():
       while True:
         began = time.time()
@@ -196,7 +196,7 @@ class Launcher:
         why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
         gone = f'host {last.host} of {count} {why}'
         if lost >= 0 and not any(event.kind == 'lost' for event in events):
-          self._note('lost', gone, last.host)  # Nobody who remained has written that.
+          self._note('lost', gone, last.host)  # The remaining processes have not recorded the loss.
         if self._directory.is_lost():
           self._say(
             f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
@@ -224,13 +224,13 @@ class Launcher:
   def _lost_place(self, last: Ended) -> int:
     """Returns the place of the process that was lost first; -1 if nothing says which.
 
-    LostHostError ends those that have noticed a loss. If all end with it, they were alive and could not communicate.
+    Processes that notice a loss end with LostHostError. If all end with it, all were alive but could not communicate.
     """
     is_known = is_restartable(last.code) and last.code != LostHostError.exit_code
     return self._places[last.host] if is_known else -1
 
   def _add_evidence(self, lost: int, code: int, events: Sequence[RunEvent]) -> None:
-    """Adds what was seen in an attempt with these events, in which the process at place `lost` was lost."""
+    """Adds the evidence of an attempt that had these events, and in which place `lost` was lost; -1 for none."""
     self._blame.add(*recorded_evidence(events, self._places))
     if code == FAULTY_DEVICE_CODE:
       self._blame.add(*corrupt_places(self._directory.path, self._places))
@@ -238,11 +238,11 @@ class Launcher:
       self._blame.add(Evidence(lost, f'lost ({exit_text(code)})'))
 
   def _places_to_replace(self) -> list[int]:
-    """Returns the indices of the first processes whose places are blamed, at most one for each spare."""
+    """Returns the indices of processes whose places are blamed, at most as many as there are spares."""
     return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
 
   def _replace_places(self, blamed: Sequence[int]) -> dict[int, str]:
-    """Gives spare places to processes; returns what was done as text, by the index of the process."""
+    """Gives spare places to these processes; returns a description of each replacement, by the index of the process."""
     done = {}
     for i in blamed:
       place, self._places[i] = self._places[i], self._spares.pop(0)
@@ -261,10 +261,10 @@ class Launcher:
       note_event(self._directory.path, kind, text=text, about={} if process is None else {'process': process})
 
   def _can_leave_out_device(self) -> bool:
-    """Whether the last corruption has quarantined a device, and the command trains without it."""
+    """Whether the last corruption quarantined a device, and the command can train without it."""
     if self._directory.path is None or not {'--elastic', '--elastic=true'} & set(self._command):
       return False
-    from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # Imports JAX.
+    from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # This import loads JAX.
 
     known = read_faulty_devices(self._directory.path)
     return any(each.is_quarantined for each in known if (each.event, each.step) == (known[-1].event, known[-1].step))
@@ -306,7 +306,7 @@ class Launcher:
         self._warm.close()
 
   def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | WarmProcess:
-    """Starts a process in a session of its own, because a terminal sends Ctrl-C to all processes of a session."""
+    """Starts a process in a new session, because a terminal sends Ctrl-C to all processes of its session."""
     if self._warm is not None:
       try:
         return self._warm.start(environment)
@@ -358,7 +358,7 @@ class Launcher:
         if late:
           self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
         for i in late:
-          # The killed host comes first in the dict: it was lost, and the others have waited for it.
+          # A host that had to be killed comes first in the dict: it counts as lost, and the others have waited for it.
           ended = {i: 128 + signal.SIGKILL, **ended}
         break
     return the_verdict(ended)
@@ -377,7 +377,7 @@ class Launcher:
       self._output(line)
 
   def _wait(self, seconds: float) -> bool:
-    """Waits; returns early, with True, when a signal arrives."""
+    """Waits; returns True as soon as a signal arrives, otherwise False."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not self._signals:
       time.sleep(_POLL)
@@ -399,8 +399,8 @@ class Launcher:
 def the_verdict(ended: dict[int, int]) -> Ended:
   """Returns the end of an attempt, given the exit codes of the hosts in the order in which they ended.
 
-  A mistake of the user counts most, because a restart would repeat it. A host that was lost counts more than the hosts
-  that noticed it.
+  A user's mistake takes precedence, because a restart would repeat it. A lost host takes precedence over the hosts that
+  noticed its loss.
   """
   noticed = LostHostError.exit_code
   for kind in (
@@ -416,12 +416,12 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is restarted after this exit code, which says that a signal or a lost host ended the process."""
+  """Whether a job is restarted after this exit code: that of a process killed by a signal, or of LostHostError."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 
 def exit_text(code: int) -> str:
-  """Returns an exit code as text: the name of the signal that it stands for, or the code."""
+  """Returns an exit code as text: the name of the signal behind it, or 'exit code N'."""
   with contextlib.suppress(ValueError):
     return signal.Signals(code - 128).name
   return f'exit code {code}'

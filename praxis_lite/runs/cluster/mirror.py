@@ -3,9 +3,9 @@
     train | step | step | save 20 | step | step | step | save 30 | ...
     mirror               | files, checkpoint 20, then removals |                       | files, ...
 
-A pass of the mirror compares the store with the directory, copies what is missing and removes what is outdated. So
-after a pass that failed or was killed, the next one completes the copy. The store keeps checkpoints by the same rule as
-the directory. If the run goes back to an earlier checkpoint, later ones are removed from the store.
+A pass of the mirror compares the store with the directory, copies what is missing and removes what is outdated. So if a
+pass fails or is killed, the next one completes the copy. The store keeps checkpoints by the same rule as the directory.
+If the run goes back to an earlier checkpoint, later ones are removed from the store.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Mirror(Observer):
   Args:
     url: the URL of the copy.
     directory: the run's directory.
-    max_to_keep, keep_interval_steps: which checkpoints stay in the store; see `steps_to_remove`.
+    max_to_keep, keep_interval_steps: decide which checkpoints stay in the store; see `steps_to_remove`.
   """
 
   def __init__(self, url: str, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None):
@@ -69,14 +69,14 @@ class Mirror(Observer):
     self.fetch(on_damage)
 
   def fetch(self, on_damage: OnDamage = 'previous') -> None:
-    """Copies the newest checkpoint of the store to the run's directory, if it is newer than those there.
+    """Copies the newest checkpoint of the store to the run's directory, if the directory has none so new.
 
-    In that case this also copies the best checkpoint, and replaces the other files of the run. Otherwise this only
-    copies files that the directory lacks. All processes call this.
+    If it does so, it also copies the best checkpoint, and replaces the other files of the run. Otherwise it only copies
+    files that the directory lacks. All processes call this.
 
     Args:
-      on_damage: if that checkpoint is damaged, 'previous' uses the one before it, in the store or the directory; 'fail'
-        raises.
+      on_damage: what to do if that checkpoint is damaged: 'previous' uses the one before it, from the store or the
+        directory; 'fail' raises.
 
     Raises:
       ConfigError: the URL cannot be used, or has another run than the directory.
@@ -109,7 +109,7 @@ class Mirror(Observer):
       self._check_same_run(remote)
     newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
     if newer:
-      forget_copies(self._directory)  # They are older than the fetched checkpoint.
+      forget_copies(self._directory)  # The directory's emergency copies are older.
     remote.fetch_files(self._directory, overwrite=bool(newer))
     damaged: list[DamagedError] = []
     for checkpoint in reversed(newer):
@@ -130,7 +130,7 @@ class Mirror(Observer):
     best = remote.best_step()
     for checkpoint in remote.checkpoints():
       if checkpoint.step == best and best < older_than and not self._folder(best).exists():
-        with contextlib.suppress(DamagedError):  # The run can resume without it.
+        with contextlib.suppress(DamagedError):  # The run can resume without the best checkpoint.
           self._fetch_one(checkpoint)
 
   def _fetch_one(self, checkpoint: RemoteCheckpoint) -> None:
@@ -172,7 +172,7 @@ class Mirror(Observer):
       self._begin_pass()
       error = self._wait_for(self._passes.pop())
       if error is not None:
-        if self._pool.is_idle:  # Else a second pass would wait for the stalled one.
+        if self._pool.is_idle:  # Otherwise a second pass would wait for the stalled one.
           self._begin_pass()
           error = self._wait_for(self._passes.pop())
         if error is not None:
@@ -213,7 +213,7 @@ class Mirror(Observer):
   # -------------------------------------------------------------------- in the thread that copies
 
   def _pass(self, remote: RemoteRun) -> None:
-    """Copies files and missing checkpoints to the store, the newest first, and removes those that need not stay."""
+    """Copies files and missing checkpoints to the store, newest first, and removes checkpoints that need not stay."""
     rollbacks = count_rollbacks(self._directory)
     there = remote.checkpoints()
     outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]

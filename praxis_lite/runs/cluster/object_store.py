@@ -1,7 +1,7 @@
 """Reads and writes the objects below a URL of an object store, through fsspec.
 
-Any scheme that fsspec knows works: `s3://` and `gs://` need the packages s3fs and gcsfs. Objects appear complete or not
-at all. Whatever error such a package raises becomes a StoreError of one line.
+All URL schemes of fsspec work; `s3://` and `gs://` need the packages s3fs and gcsfs. Objects appear complete or not at
+all. Any error that such a package raises becomes a StoreError with a message of one line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ObjectStore:
 
   Args:
     url: a URL such as 's3://bucket/runs/1'.
-    where: the config field of the URL, for errors; '' if it comes from elsewhere.
+    where: the config field that has the URL, for errors; '' if it comes from elsewhere.
 
   Attributes:
     url: the URL, without a trailing slash, and without a password.
@@ -163,7 +163,7 @@ class ObjectStore:
 
   @contextlib.contextmanager
   def _one_line_errors(self, what: str) -> Iterator[None]:
-    """Turns whatever a package raises into an error of one line."""
+    """Turns any error of a package into a StoreError with a message of one line."""
     try:
       yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The observers for preemption, for several processes that watch each other, and for copies of a run elsewhere.
+"""The observers for preemption, for processes that watch each other, and for copies of a run in other places.
 
 `runs/loop/observers.py` attaches them; nothing else in the loop knows what is in this folder.
 """
@@ -55,7 +55,7 @@ class Preemptible(Observer):
 
 
 class WatchedByOthers(Observer):
-  """Lets the other processes of the run watch this one, and tells them the error that ends it."""
+  """Lets the run's processes watch each other, and tells the others the error that ends this one."""
 
   def __init__(self, watchdog: Watchdog, directory: Path):
     self._watchdog = watchdog

@@ -1,11 +1,11 @@
-"""Sends the files of emergency copies from process to process, over TCP, not over storage.
+"""Sends the files of emergency copies from process to process over TCP, without shared storage.
 
-Each process has a thread that answers, at a free port and all addresses of its host:
+Each process has a thread that answers requests, on a free port of all addresses of its host:
 
     {"token": "...", "lineage": 7, "put": "12.3", "size": 81920} and bytes -> {"error": ""}
     {"token": "...", "lineage": 7, "get": "12.3"}                          -> {"error": "", "size": 81920} and bytes
 
-The token is a secret of this start of the run. Whether a part is whole is decided by the checksums in it.
+The token is a secret of this start of the run. The checksums in a part show whether it is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from praxis_lite.common.errors import first_line
 from praxis_lite.common.files import open_plain, parse_json
 from praxis_lite.common.processes import gather_texts
 
-# Seconds for which a host waits for a connection, and for each block to or from a peer.
+# Seconds that a host waits for a connection, and for each block that it sends or receives.
 _CONNECT_S, _TIMEOUT_S = 10.0, 60.0
 # The longest line of a request.
 _MOST_LINE = 4096
@@ -37,7 +37,7 @@ INCOMPLETE = '.incomplete'
 
 
 class PeerError(Exception):
-  """A peer did not take or give a part; the message says why."""
+  """A peer did not accept or send a part; the message says why."""
 
 
 class Address(NamedTuple):
@@ -58,7 +58,7 @@ class Peers:
     lineage: the lineage of the copies, which is the same in all processes.
 
   Attributes:
-    sent, received: bytes so far.
+    sent, received: the number of bytes sent and received so far.
   """
 
   def __init__(self, folder: Path, lineage: int):
@@ -73,11 +73,11 @@ class Peers:
     self._thread.start()
 
   def put(self, peer: int, name: str, parts: Sequence[bytes | memoryview]) -> None:
-    """Sends a file, such as '12.3', in parts to the folder of another process; raises PeerError if it is not kept."""
+    """Sends a file, such as '12.3', in parts to another process's folder; raises PeerError if it does not arrive."""
     size = sum(len(part) for part in parts)
     with self._request(peer, {'put': name, 'size': size}) as (sock, file):
       for part in parts:
-        for at in range(0, len(part), _BLOCK):  # Each call has a time limit of its own.
+        for at in range(0, len(part), _BLOCK):  # The time limit applies to each call separately.
           sock.sendall(part[at : at + _BLOCK])
       _check(file)
     self.sent += size
@@ -107,7 +107,7 @@ class Peers:
     for name in address.names:
       try:
         connected = socket.create_connection((name, address.port), timeout=_CONNECT_S)
-      except (OSError, UnicodeError) as error:  # Another name may be reachable.
+      except (OSError, UnicodeError) as error:  # The next name may be reachable.
         errors.append(f'{name}: {first_line(error)}')
         continue
       try:
@@ -124,7 +124,7 @@ class Peers:
     """Answers one request of another process."""
     request = parse_json(file.readline(_MOST_LINE))
     if not hmac.compare_digest(str(request['token']), self._token):
-      return  # Not a process of this run.
+      return  # The sender is not a process of this run.
     name = str(request.get('put') or request['get'])
     if not _NAME.fullmatch(name) or request['lineage'] != self._lineage:
       raise ValueError(f'no copy {name!r} of this run')
@@ -147,7 +147,7 @@ class Peers:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-  """Calls a function for each connection, in a thread, and sends its errors back."""
+  """Calls a function for each connection, in a thread, and sends its errors to the peer."""
 
   daemon_threads = True
   request_queue_size = 128
@@ -167,7 +167,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _check(file: IO[bytes]) -> dict[str, Any]:
-  """Returns the answer of a peer; raises OSError if it is an error, or none."""
+  """Returns the answer of a peer; raises OSError if there is none, or if it reports an error."""
   line = file.readline(_MOST_LINE)
   if not line:
     raise OSError('the connection ended without an answer')
@@ -193,6 +193,6 @@ def _host_names() -> list[str]:
   names = []
   address = os.environ.get('JAX_COORDINATOR_ADDRESS', '').rpartition(':')[0]
   with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-    probe.connect((address or '10.255.255.255', 9))  # Sends nothing; finds the address that packets would have.
+    probe.connect((address or '10.255.255.255', 9))  # Sends nothing; shows the address that packets would come from.
     names.append(str(probe.getsockname()[0]))
   return list(dict.fromkeys([*names, socket.gethostname()]))

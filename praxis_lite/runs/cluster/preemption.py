@@ -38,7 +38,7 @@ def preemptible(
 
   Args:
     stop: catches the signals.
-    directory: the run's directory, for the stacks of threads that took too long.
+    directory: the run's directory, into which the stacks of all threads are written if the block takes too long.
     grace_s: seconds from a notice to the end of the block; None disables the limit. The notice may have reached another
       process of the run.
     notice: a file that appears when the machine will be taken away; or an address (http://...) whose answer is FALSE,
@@ -50,7 +50,7 @@ def preemptible(
     launcher, has_signaled = os.environ.get(LAUNCHER), False
     while not is_over.wait(_URL_INTERVAL if notice and _is_url(notice) and not has_signaled else _INTERVAL):
       if not has_signaled and (_has_notice(notice) or (launcher and str(os.getppid()) != launcher)):
-        has_signaled = True  # Once only: a second SIGTERM ends the process at once.
+        has_signaled = True  # Only once, because a second SIGTERM ends the process at once.
         os.kill(os.getpid(), signal.SIGTERM)
       since = _notice_time(stop)
       if grace_s is not None and since is not None and time.monotonic() - since > grace_s:

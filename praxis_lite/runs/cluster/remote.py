@@ -51,8 +51,8 @@ class RemoteCheckpoint:
 
   Attributes:
     url: the URL of its folder.
-    step: the step of the state.
-    files: size and SHA-256 of its files, by their names.
+    step: the step of its state.
+    files: the size and SHA-256 of each file, by name.
     rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
   """
 
@@ -119,7 +119,7 @@ class RemoteCheckpoint:
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
-    remove_all(partial)  # The remains of a process that was killed.
+    remove_all(partial)  # Remains of a process that was killed.
 
     def get(name: str) -> None:
       self._store.get(self._name(name), partial / name)
@@ -216,7 +216,7 @@ class RemoteRun:
     """Removes a checkpoint, or whatever exists of it."""
     self._known.pop(step, None)
     if f'{step}{_COMPLETE}' in self._store.names(CHECKPOINTS):
-      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First: a half-removed step must not look complete.
+      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # A half-removed step must not look complete.
     if self._store.names(f'{CHECKPOINTS}/{step}'):
       self._store.remove(f'{CHECKPOINTS}/{step}')
 
@@ -234,7 +234,7 @@ class RemoteRun:
       self._copied[name] = changed[name]
 
   def fetch_files(self, directory: Path, *, overwrite: bool) -> None:
-    """Copies the other files of a run to a local directory: all, or without `overwrite` those that it lacks."""
+    """Copies the other files of a run to a local directory; without `overwrite`, only those that it lacks."""
     for name in filter(_is_copied, self._store.sizes()):
       path = directory / name
       if overwrite or not path.exists():
@@ -303,7 +303,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
 
 def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
-  """Returns the files and the number of rollbacks in a `.complete`; raises one of several errors if it is damaged."""
+  """Returns the files and the number of rollbacks in a `.complete`; may raise any parsing error if it is damaged."""
   record = remove_checksum(parse_json(data), 'the list of files')
   files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
   if record['step'] != step or not all(map(_is_inside, files)):
@@ -333,21 +333,21 @@ def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_copied(name: str) -> bool:
-  """Whether a file or folder belongs to the other files of a run, which are copied apart from its checkpoints."""
+  """Whether a file or folder is one of the files of a run that are copied besides its checkpoints."""
   parts = PurePosixPath(name).parts
   is_hidden = any(part.startswith('.') for part in parts)
   return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)
 
 
 def _difference(found: FileSum, expected: FileSum) -> str:
-  """Returns how a file differs from the uploaded one, as text; '' if it does not."""
+  """Returns how a file differs from the uploaded one, in words; '' if it does not."""
   if found.size != expected.size:
     return f'has {number_of(found.size, "byte")} instead of {expected.size}'
   return '' if found == expected else 'has changed'
 
 
 def _call_in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
-  """Returns what `call` returns for each item; after the first error, starts no further calls."""
+  """Returns the results of `call` for each item; after the first error, starts no further calls."""
   with ThreadPoolExecutor(_STREAMS) as pool:
     try:
       return list(pool.map(call, items))

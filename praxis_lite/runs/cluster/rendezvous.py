@@ -1,7 +1,7 @@
 """Waits for the other processes of a run before JAX does, and names those that are missing. JAX would abort instead.
 
     host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of
-    others     connect, send their index and name                 | those that it watches (`beats.py`)
+    others     connect, send their index and name                 | processes that it watches (`beats.py`)
 
 Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it.
 """
@@ -25,7 +25,7 @@ _PATIENCE = 1.0
 def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
   """Waits until all processes of a job have called this; returns their names, by index.
 
-  With many processes, the names of those that this one does not watch are ''; host 0 knows all.
+  With many processes, the names of processes that this one does not watch are ''; host 0 knows all names.
 
   Args:
     job: has `num_processes` and `process_id`.
@@ -78,7 +78,7 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         _tell(connections.values(), {'missing': missing})
         raise _Missing(missing) from None
       except (OSError, ValueError, TypeError):
-        continue  # The peer is not a process of this job; or it has ended, and its restart will connect.
+        continue  # The peer is not a process of this job; or it has ended, and will connect again after its restart.
       if isinstance(index, int) and 0 < index < count:
         names[index], connections[index] = str(its_name), connection
     for index, connection in connections.items():

@@ -1,4 +1,4 @@
-"""Starts processes that have made their imports already: they are forked from one that does nothing but import.
+"""Starts processes that have already made their imports: they are forked from a process that only imports.
 
     launch --- environment and output, over a socket ---> the importing process, which touches no device
        |                                                        | fork
@@ -6,7 +6,7 @@
        |                                                        | fork
        +--- signals, waits for -------------------------> runs the module
 
-So the imports take their time once in a launch, and not in each process of each attempt. This needs Linux.
+So a launch waits for the imports once, instead of in each process of each attempt. This needs Linux.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _CODE = 'from praxis_lite.runs.cluster.warm_start import fork_on_request; fork_o
 
 
 class WarmProcess:
-  """A child process that was forked; has what is used of `subprocess.Popen`.
+  """A child process that was forked, with the methods of `subprocess.Popen` that `Launcher` calls.
 
   Attributes:
     pid: its process id.
-    stdout: what it writes to its standard output and error.
-    returncode: as of `subprocess.Popen`.
+    stdout: a pipe with what it writes to its standard output and error.
+    returncode: see `subprocess.Popen`.
   """
 
   def __init__(self, pid: int, stdout: IO[bytes]):
@@ -93,7 +93,7 @@ class WarmStarter:
     theirs.close()
 
   def start(self, environment: Mapping[str, str]) -> WarmProcess:
-    """Starts a process in a session of its own, with no input.
+    """Starts a process in a new session, with an empty standard input.
 
     Args:
       environment: variables in addition to those of this process.
@@ -103,7 +103,7 @@ class WarmStarter:
     """
     message = json.dumps(dict(environment)).encode()
     prctl = ctypes.CDLL(None).prctl
-    if prctl(_SET_CHILD_SUBREAPER, 1):  # Some containers have a kernel of their own.
+    if prctl(_SET_CHILD_SUBREAPER, 1):  # The kernels of some container sandboxes lack this.
       raise OSError('the kernel does not let a process adopt others')
     reader, writer = os.pipe()
     try:
@@ -140,7 +140,7 @@ def fork_on_request() -> None:
   asked = socket.socket(fileno=os.dup(0))
   for name in json.loads(imports):
     importlib.import_module(name)
-  gc.freeze()  # Collections would copy the pages that all processes share.
+  gc.freeze()  # Garbage collection would copy memory pages that all processes share.
   while True:
     length, outputs, *_ = socket.recv_fds(asked, _LENGTH, 1)
     if not length:
@@ -158,7 +158,7 @@ def fork_on_request() -> None:
 
 
 def fork_orphan() -> int:
-  """Forks a process whose parent becomes the nearest subreaper above; returns its id, and 0 in the new process."""
+  """Forks a process whose parent becomes the nearest ancestor that is a subreaper; returns its id, or 0 in itself."""
   reader, writer = os.pipe()
   between = os.fork()
   if between:
@@ -172,13 +172,13 @@ def fork_orphan() -> int:
     os._exit(0)
   os.close(reader)
   os.close(writer)
-  while os.getppid() == between:  # The module may look at its parent.
+  while os.getppid() == between:  # The module may check its parent's id.
     time.sleep(0.001)
   return 0
 
 
 def _become(environment: Mapping[str, str], output: int) -> None:
-  """Takes over the environment and output, and the state that a process of its own would have."""
+  """Gives this forked process its environment, its output, and the state of a new process."""
   import numpy as np
 
   os.setsid()

@@ -9,11 +9,11 @@ its main thread last made progress:
                                                  | no progress of any host for the timeout: all hosts hang
                                                  | a host says that it has failed
 
-`beats.py` says who reads whose beats.
+`beats.py` decides which processes read whose beats.
 
-Then the process prints which host it was and what that host was doing, writes the stacks of its own threads, and ends
-with the exit code of `LostHostError`. Launchers then restart the job from its last checkpoint. Tracing and compiling
-count as progress.
+If a host is lost or all hang, the process prints which host it was and what that host was doing, writes the stacks of
+its own threads, and ends with the exit code of `LostHostError`. Launchers then restart the job from its last
+checkpoint. Tracing and compiling count as progress.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HANG_TIMEOUT_S = 300.0
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 # Extra seconds to wait for the last beat at exit.
 _PATIENCE_AT_EXIT = 2.0
-# In how many beats all groups of processes know that one of them has made progress.
+# After this many beats, all groups of processes know that one of them has made progress.
 _ROUNDS = 10
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
@@ -70,8 +70,8 @@ class _Host:
   doing: str = 'starting'
   at: str = ''
   idle: float = 0.0
-  state: str = ''  # '', 'running', 'left', or why it has failed
-  is_ending: bool = False  # The host has reported its failure, and cleaned up.
+  state: str = ''  # '', 'running', 'left', or why it has failed.
+  is_ending: bool = False  # Whether the host has reported its failure, and cleaned up.
 
   def __str__(self) -> str:
     return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
@@ -96,7 +96,7 @@ class Watchdog:
     self._beats = Beats(client, index, len(names), self._interval)
     self._hosts = [_Host(f'host {i} ({name})' if name else f'host {i}', now) for i, name in enumerate(names)]
     self._watched = {i: self._hosts[i] for i in self._beats.watched}
-    self._verdict = ''  # Of a process that this one does not watch.
+    self._verdict = ''  # Why a process that this one does not watch has given up.
     self._contact = now
     self._main = threading.main_thread().ident
     self._building = now  # When the main thread was last seen tracing or compiling.
@@ -188,12 +188,12 @@ class Watchdog:
         'state': self._state,
         'ending': self._is_ending,
       }
-      with contextlib.suppress(Exception):  # If the service does not answer, `_watch` notices.
+      with contextlib.suppress(Exception):  # If the service does not answer, `_watch` will notice.
         self._hear(self._beats.exchange(beat, idle if self._state == 'running' else 0.0))
         self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
-          self._client.key_value_try_get(PREEMPTION_KEY)  # Raises an error if there is no such key.
+          self._client.key_value_try_get(PREEMPTION_KEY)  # This raises an error if there is no such key.
           self.preempted_since = time.monotonic()
       self._is_over.wait(self._interval)
 
@@ -276,7 +276,7 @@ class Watchdog:
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
     else:
       if self.directory is not None and self._index == (1 if reason.startswith(self._hosts[0].name) else 0):
-        note_event(self.directory, 'lost', text=reason)  # One of those that remain says it for all.
+        note_event(self.directory, 'lost', text=reason)  # One of the remaining processes records it for all.
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.
@@ -295,7 +295,7 @@ class Watchdog:
       if not self._ending.locked():
         self.give_up(f"{self._hosts[0]}, has ended, or JAX's service there has failed")
 
-    self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle_abort)  # Must not be freed.
+    self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle_abort)  # Kept from being freed.
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._abort_handler)
 
   def _leave(self) -> None:
@@ -309,7 +309,7 @@ class Watchdog:
       thread.join(2 * self._interval + _PATIENCE_AT_EXIT)
 
 
-_watchdogs: list[Watchdog] = []  # At most one.
+_watchdogs: list[Watchdog] = []  # At most one watchdog.
 
 
 def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:

@@ -2,8 +2,8 @@
 
     config.task.train.loggers = ('wandb', Config(MlflowLogger, experiment='curves', checkpoints=True), Config(MyLogger))
 
-They get the numbers that are written to `metrics.jsonl`, when they are written, and with `checkpoints` each checkpoint
-once it is complete. A run that is resumed goes on as the same run of the service. A logger that fails, at its start or
-later, is reported once and then left out, and one that fails to take a checkpoint gets no more of these; training goes
-on. Event files for TensorBoard are always written.
+They get the numbers of `metrics.jsonl` as they are written, and with `checkpoints` each checkpoint once it is complete.
+A run that is resumed continues the same run in the service. A logger that fails is reported and no longer called; if it
+fails to save a checkpoint, it gets no more checkpoints. Training goes on in both cases. Event files for TensorBoard are
+always written.
 """

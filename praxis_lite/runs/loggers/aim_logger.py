@@ -9,14 +9,15 @@ from typing import Any
 from praxis_lite.common.files import read_plain, replace_file
 from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
-_AIM_FILE = 'aim_run.txt'  # Its line is the name that Aim has given to the run.
+_AIM_FILE = 'aim_run.txt'  # The file in the run's directory whose line is Aim's name of the run.
 
 
 class AimLogger(Logger):
-  """Aim.
+  """Sends metrics to Aim.
 
-  Attributes: the same as for `Logger`, and
-    repo: the repository, a directory or the address of a server; None uses the nearest one, or that of AIM_REPO.
+  Attributes: those of `Logger`, and
+    repo: the repository, which is a directory or the address of a server; None uses the nearest one, or that of
+      AIM_REPO.
     experiment: None uses the name of the directory that contains the run.
     artifacts_uri: where checkpoints go, such as 's3://bucket/aim'; None uses a folder `aim-artifacts` in the run's
       directory.
@@ -32,7 +33,7 @@ class AimLogger(Logger):
     import aim
 
     repo = aim.Repo.from_path(self.repo, init=True) if self.repo and '://' not in self.repo else self.repo
-    known = run.directory / _AIM_FILE  # Aim chooses the name of a run itself.
+    known = run.directory / _AIM_FILE  # Aim chooses the names of runs.
     name = (read_plain(known).decode().strip() if known.exists() else '') or None
     settings: dict[str, Any] = {'repo': repo, 'experiment': self.experiment or run.directory.parent.name}
     settings |= {'system_tracking_interval': None, 'capture_terminal_logs': False}

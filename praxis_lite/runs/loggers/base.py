@@ -1,4 +1,4 @@
-"""Logger: what gets the metrics of a run."""
+"""Logger: the base class of receivers of a run's metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class LoggedRun(NamedTuple):
 
   Attributes:
     directory: the directory of the run.
-    id: the same for all launches of the run, and different from that of other runs.
-    config: the fields of its config, as text by path, without passwords and the like.
+    id: an identifier that is the same for all launches of the run, and differs between runs.
+    config: the fields of its config, as text by path, without secrets such as passwords.
   """
 
   directory: Path
@@ -26,9 +26,8 @@ class LoggedRun(NamedTuple):
 class Logger(Configurable):
   """Sends the metrics of a run somewhere. Only one process of a run calls it, in the thread that trains.
 
-  An exception in a method is reported, and then the logger is left out. `package` is the package that the logger
-  imports; a run whose config needs one that is not installed does not start. `extra` is the extra of praxis_lite that
-  installs it.
+  If a method raises an exception, it is reported, and the logger is no longer called. `package` is the package that the
+  logger imports; a run does not start if it is not installed. `extra` is the extra of praxis_lite that installs it.
 
   Attributes:
     checkpoints: whether it also gets the checkpoints, as artifacts of the run. Training waits for `save`.
@@ -47,8 +46,8 @@ class Logger(Configurable):
     raise NotImplementedError
 
   def save(self, step: int, folder: Path) -> None:
-    """Takes the checkpoint of a step, a complete folder, if `checkpoints`."""
+    """Takes the checkpoint of a step, which is a complete folder; called only with `checkpoints`."""
     raise NotImplementedError
 
   def finish(self, *, failed: bool) -> None:
-    """Called at the end of the process; `failed` if an error ends it."""
+    """Called at the end of the process; `failed` says whether an error ended it."""

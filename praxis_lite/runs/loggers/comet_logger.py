@@ -10,12 +10,12 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
 
 class CometLogger(Logger):
-  """Comet, with the key of COMET_API_KEY.
+  """Sends metrics to Comet, with the API key in COMET_API_KEY.
 
-  Attributes: the same as for `Logger`, and
+  Attributes: those of `Logger`, and
     project: None uses the name of the directory that contains the run.
     workspace: None uses the default of the account.
-    offline_directory: a directory in which to keep what `comet upload` sends later; None sends it at once.
+    offline_directory: a directory that collects data for a later `comet upload`; None sends the data at once.
   """
 
   package, extra = 'comet_ml', 'comet'
@@ -34,7 +34,7 @@ class CometLogger(Logger):
       'auto_metric_logging': False,
       'auto_output_logging': False,
     }
-    # The key of a run has 32 to 50 letters and digits, and is the same for all launches.
+    # Comet's key of a run must have 32 to 50 letters and digits. This one is the same for all launches.
     key = hashlib.sha1(run.id.encode()).hexdigest()
     self._run = comet_ml.start(
       project_name=self.project or run.directory.parent.name,

@@ -9,9 +9,9 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
 
 class MlflowLogger(Logger):
-  """MLflow, at the server of MLFLOW_TRACKING_URI.
+  """Sends metrics to the MLflow server at MLFLOW_TRACKING_URI.
 
-  Attributes: the same as for `Logger`, and
+  Attributes: those of `Logger`, and
     experiment: None uses the name of the directory that contains the run.
   """
 

@@ -1,4 +1,4 @@
-"""The loggers of a run: built from its config, started, called, and left out if they fail."""
+"""The loggers of a run: builds them from its config, calls them, and drops those that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.record import first_launch, read_text
 
-# What `task.train.loggers` and --track may name: the class of each, in a module that is loaded when it is named.
+# The names for `task.train.loggers` and --track, and their classes, whose modules are imported when they are needed.
 # TensorBoard needs no logger.
 LOGGERS = {
   'tensorboard': '',
@@ -35,8 +35,8 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
   """Returns the loggers of `task.train.loggers`, which are names in `LOGGERS` or configs.
 
   Raises:
-    ConfigError: an entry is neither, a value of one is not valid, the package of a logger is not installed, or a logger
-      that takes no checkpoints is to get them.
+    ConfigError: an entry is neither, a field of a logger is not valid, the package of a logger is not installed, or
+      `checkpoints` is set for a logger that cannot take them.
   """
   loggers = []
   for i, entry in enumerate(entries):
@@ -69,11 +69,11 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
 
 
 class LoggersOfRun(Hook):
-  """The loggers of a run; a context manager that finishes them. Those that fail are reported and left out.
+  """The loggers of a run; a context manager that finishes them. A logger that fails is reported, and no longer called.
 
   Args:
     loggers: see `build_loggers`.
-    directory: the directory of the run, which records its config and launches before anything is logged.
+    directory: the directory of the run, in which its config and launches are recorded before anything is logged.
     report: prints a line.
   """
 
@@ -84,7 +84,7 @@ class LoggersOfRun(Hook):
     self._directory, self._report = directory, report
 
   def log(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
-    """Passes on the metrics of a split after a step."""
+    """Passes the metrics of a split after a step to the loggers."""
     metrics = {f'{split}/{name}': value for name, value in scalars.items()}
     for logger in list(self._loggers):
       self._call(logger, functools.partial(logger.log, step, metrics))
@@ -93,12 +93,12 @@ class LoggersOfRun(Hook):
     self.save(step, path)
 
   def save(self, step: int, folder: Path) -> None:
-    """Passes on the checkpoint of a step to the loggers that get checkpoints."""
+    """Passes the checkpoint of a step to the loggers that get checkpoints."""
     for logger in [logger for logger in self._loggers if logger.checkpoints and logger not in self._without_saves]:
       self._call(logger, functools.partial(self._save, logger, step, folder))
 
   def _save(self, logger: Logger, step: int, folder: Path) -> None:
-    """Passes on a checkpoint; a logger that fails gets no further ones, but goes on to get metrics."""
+    """Passes a checkpoint to a logger; if it fails, it gets no more checkpoints, but still gets metrics."""
     try:
       logger.save(step, folder)
     except Exception as error:
@@ -107,7 +107,7 @@ class LoggersOfRun(Hook):
       self._report(f'{type(logger).__name__} gets no more checkpoints: {what}; training and metrics go on')
 
   def _call(self, logger: Logger, call: Callable[[], None]) -> None:
-    """Starts a logger, unless it has started, and calls it."""
+    """Starts a logger unless it has started, then calls it."""
     if logger not in self._started:
       self._started.append(logger)
       self._try(logger, functools.partial(self._start, logger))

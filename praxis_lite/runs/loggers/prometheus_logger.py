@@ -12,7 +12,7 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
 
 class PrometheusLogger(Logger):
-  """A file with the last metrics in the text format of Prometheus, for the textfile collector of its node exporter.
+  """Writes a file with the last metrics in Prometheus's text format, for the textfile collector of its node exporter.
 
     praxis_lite_step{run="1",id="1-18c2"} 120
     praxis_lite_metric{run="1",id="1-18c2",name="train/loss"} 2.31
@@ -20,8 +20,8 @@ class PrometheusLogger(Logger):
   The file is replaced as a whole. At the end of a process, praxis_lite_ended becomes 1, or 2 after an error.
 
   Attributes:
-    folder: the folder that the collector reads, in which the file has the name of the run; None writes `metrics.prom`
-      into the run's directory.
+    folder: the folder that the collector reads; the file in it is named after the run. None writes `metrics.prom` into
+      the run's directory.
   """
 
   folder: str | None = None
@@ -35,7 +35,7 @@ class PrometheusLogger(Logger):
   def start(self, run: LoggedRun) -> None:
     own = run.directory / 'metrics.prom'
     self._file = own if self.folder is None else user_path(self.folder) / f'praxis_lite_{run.id}.prom'
-    # Runs in directories of the same name differ in their ids.
+    # The id tells apart runs in directories of the same name.
     self._labels = f'run="{_label(run.directory.name)}",id="{_label(run.id)}"'
     self._step, self._metrics = 0, dict[str, float]()
 
@@ -65,7 +65,7 @@ class PrometheusLogger(Logger):
 
 
 def _label(text: str) -> str:
-  """Returns a text as the value of a label."""
+  """Returns a text escaped for the value of a label."""
   return text.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n')
 
 

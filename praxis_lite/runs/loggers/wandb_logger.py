@@ -10,9 +10,9 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
 
 class WandbLogger(Logger):
-  """Weights & Biases.
+  """Sends metrics to Weights & Biases.
 
-  Attributes: the same as for `Logger`, and
+  Attributes: those of `Logger`, and
     project: None uses the name of the directory that contains the run.
     entity: user or team; None uses the default of the account.
   """
@@ -36,7 +36,7 @@ class WandbLogger(Logger):
   def save(self, step: int, folder: Path) -> None:
     import wandb
 
-    name = re.sub(r'[^A-Za-z0-9_.-]', '-', f'checkpoint-{self._run.id}')  # Others are refused.
+    name = re.sub(r'[^A-Za-z0-9_.-]', '-', f'checkpoint-{self._run.id}')  # Other characters are refused.
     artifact = wandb.Artifact(name, type='model', metadata={'step': step})
     artifact.add_dir(str(folder))
     self._run.log_artifact(artifact, aliases=[f'step-{step}', 'latest'])

@@ -1,7 +1,8 @@
 """The directory of a run while it trains: this process holds it, and notices if it is moved or deleted.
 
-A directory is identified by its device and inode, and is kept open. So a directory that was moved can be found, and one
-that was deleted can be told apart from one on a disk that is not mounted at the moment: then training goes on.
+A directory is identified by its device and inode, and is kept open. So a directory that was moved can be found. A
+directory that was deleted can be told apart from one whose disk is unmounted for a while; in the latter case, training
+goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from praxis_lite.common.processes import gather_texts
 
 _DELETED = ' (deleted)'  # Linux appends this to the path of an open directory that was deleted.
 _RESCUED = '.rescued'
-# The longest message, in bytes, that processes exchange about a lost directory: three paths, and some words.
+# The longest message, in bytes, about a lost directory: three paths, and some words.
 _PATH_BYTES = 16_384
 
 
@@ -41,7 +42,7 @@ class LostDirectoryError(UserError):
 
 
 class HeldDirectory:
-  """An existing directory, which is recognized even if it is moved or deleted; a context manager.
+  """An existing directory, which is recognized even after it was moved or deleted; a context manager.
 
   If an OSError ends the block and the directory was lost, a LostDirectoryError is raised instead. If the OSError is
   about a file in the directory, a UserError is raised.
@@ -55,7 +56,7 @@ class HeldDirectory:
     self._handle: int | None = None
 
   def __enter__(self) -> Self:
-    if sys.platform != 'win32':  # Windows cannot open a directory, nor move one with open files.
+    if sys.platform != 'win32':  # Windows can neither open a directory nor move one with open files.
       self._handle = os.open(self.path, os.O_RDONLY)
     return self
 
@@ -64,14 +65,14 @@ class HeldDirectory:
     lost = self.why_lost() if is_os_error and not isinstance(error, LostDirectoryError) else None
     if self._handle is not None:
       os.close(self._handle)
-    if lost is not None:  # The OSError was only a consequence.
+    if lost is not None:  # The lost directory caused the OSError.
       raise lost from error
     if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
       raise UserError(f'{file}: {error.strerror or error}') from error
 
   def _file_of(self, error: OSError) -> Path | None:
     """Returns the file that an error is about, if it is in the directory; otherwise None."""
-    for name in (error.filename2, error.filename):  # `filename2` is the file that was to be replaced.
+    for name in (error.filename2, error.filename):  # `filename2` is the target of a rename.
       if isinstance(name, str | bytes) and self.path in Path(os.fsdecode(name)).parents:
         return Path(os.fsdecode(name))
     return None
@@ -102,7 +103,7 @@ class HeldDirectory:
       return LostDirectoryError(f'job_log_dir {self.path} was moved to {moved_to} while it trained{instead}', moved_to)
     if is_deleted:
       return LostDirectoryError(f'job_log_dir {self.path} was deleted while it trained{instead}', None)
-    return None  # Its disk is no longer mounted.
+    return None  # Its disk is unmounted.
 
   def _find_again(self, handle: int) -> tuple[Path | None, bool]:
     """Returns the current path of an open directory (None if unknown), and whether it was deleted."""
@@ -116,7 +117,7 @@ class HeldDirectory:
     try:
       is_deleted = os.fstat(handle).st_nlink == 0 or _name_on_linux(handle).endswith(_DELETED)
     except OSError as error:
-      is_deleted = error.errno == errno.ESTALE  # Network file systems report a deletion so.
+      is_deleted = error.errno == errno.ESTALE  # Network file systems report a deletion this way.
     return None, is_deleted
 
 
@@ -131,7 +132,7 @@ def _name_on_mac(handle: int) -> str:
 
 
 def rescue_directory(lost: LostDirectoryError, path: Path, make: Callable[[Path], object]) -> Path:
-  """Returns where to save a run whose directory was lost: its new place, or a new directory that `make` makes."""
+  """Returns where to save a run whose directory was lost: its new path, or a new directory that `make` creates."""
   if lost.moved_to is not None:
     return lost.moved_to
   rescued, count = path.with_name(path.name + _RESCUED), 1

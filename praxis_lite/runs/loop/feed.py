@@ -1,4 +1,4 @@
-"""Reads the training input for the loop: puts batches on the mesh, waits for them, and reports skipped bad records."""
+"""Reads the training input for the loop: puts batches on the mesh, waits for them, and reports bad records it skips."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_BAD_RECORDS = 10
 
 
 class Feed:
-  """Reads batches of the training input ahead, from its construction on; a context manager.
+  """Prefetches batches of the training input, beginning when it is constructed; a context manager.
 
   Args:
     data: the training input, already at the position to read from.
     put: puts a batch on the mesh; None leaves batches on the host.
-    skip: the states of the input before the batches to skip.
+    skip: batches to skip: the states of the input before each of them.
     observers: measure how long the devices wait for input.
     line: prints a line.
     timeout_s: seconds to wait for a batch.
@@ -55,7 +55,7 @@ class Feed:
 
     Args:
       step: number of steps taken.
-      last: an array that the last step computes. The devices wait for input only once it is computed.
+      last: an array that the last step computes. Only time after it is computed counts as waiting for input.
     """
     while not self._batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
       if _is_computed(last):
@@ -91,7 +91,7 @@ class Feed:
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns what the last batch says about why its step was not finite; with several processes, no hints."""
+    """Returns hints in the last batch about why its step was not finite; none with several processes."""
     if self._batch is None or jax.process_count() > 1:
       return Hints()
     return hints_in(jax.device_get(self._batch), self._data, model)
@@ -110,7 +110,7 @@ def _is_computed(x: jax.Array) -> bool:
 
 
 class BadRecordLines(Hook):
-  """Prints the bad records that the training input skips: each of the first ones, then only their number."""
+  """Prints the bad records that the training input skips: the first ones one by one, then only their number."""
 
   def __init__(self, data: BaseInput):
     self._data = data

@@ -1,4 +1,4 @@
-"""What a run trains, where, and on which data: built and checked before anything is compiled or saved."""
+"""Builds and checks what a run trains, where, and on which data, before anything is compiled or saved."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from praxis_lite.training.task import SingleTask
 
 
 class RunPrograms(NamedTuple):
-  """The programs of a training run. They are free of mistakes that tracing finds.
+  """The programs of a training run, which have been traced without errors.
 
   Attributes:
     tasks: the task on its mesh.
     partitioned: the task for the batches of the training input.
     steps: the train steps for all sizes of these batches.
-    answers: completes these batches with answers of the model; None if they need none.
-    evaluation: the programs of the inputs and the task files to evaluate.
-    metric_names: the names of the metrics of each of these that are single numbers, by its split.
+    answers: completes these batches with answers of the model; None if they have no prompts to answer.
+    evaluation: the programs for the inputs and the task files to evaluate.
+    metric_names: the names of the scalar metrics of each of these programs, by split.
     watched: the metrics that decide which checkpoint is the best, and when to stop.
   """
 
@@ -67,14 +67,14 @@ class TrainJob(NamedTuple):
 
   Attributes:
     config, directory, options: the configs of the run, its directory, and how it is trained.
-    startup: the times of its phases until the first step.
+    startup: the times of the phases before the first step.
     seed, keys: the source of all its random numbers.
     task: the task that is trained.
     programs: the steps of the task on its mesh.
     decoding: programs for the inputs to decode.
     inputs: the inputs.
-    corruption: what the run does when devices do not agree.
-    loggers: what gets the metrics, besides the files of the run.
+    corruption: decides what the run does when devices disagree.
+    loggers: the loggers that get the metrics, besides the files of the run.
     lines: lines to print about what is trained, on which devices, and how.
   """
 
@@ -97,7 +97,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   """Builds the task, its mesh and its inputs, and traces its steps.
 
   Raises:
-    UserError: a mistake in the config, the options or the data. Nothing has been compiled or written.
+    UserError: the config, the options or the data have a mistake. Nothing has been compiled or written.
   """
   # ---- the task, and where it runs
   seed = recorded_seed(directory) if options.seed is None else options.seed
@@ -152,7 +152,7 @@ def _trace_programs(
   startup: StartupTimes,
   taps: StepTaps | None = None,
 ) -> RunPrograms:
-  """Traces the train step, and the steps that evaluate and decode inputs; `key` is for all but the first.
+  """Traces the train step, and the steps that evaluate and decode inputs, whose PRNG key is `key`.
 
   The mesh needs no devices. Raises UserError if a step, a task file, or the name of a metric in the config is wrong.
   """
@@ -179,7 +179,7 @@ def _trace_programs(
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
-  """Returns the devices to train on, None for all, and lines about those that are left out."""
+  """Returns the devices to train on (None for all), and lines about devices that are left out."""
   if not options.elastic:
     return options.devices, []
   given = jax.devices() if options.devices is None else options.devices
@@ -193,15 +193,15 @@ def check_configs(
 ) -> None:
   """Finds mistakes in the configs of several runs like `build_job`, but on meshes without devices.
 
-  Other exceptions from user code are ignored here: they may depend on where the run takes place.
+  Other exceptions from user code are ignored here, because they may depend on the machine of the run.
 
   Args:
     configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
     num_devices: the number of devices that each run will have, if known.
-    metric: the metric to compare the runs by, as for `metric_to_compare`; None needs no check.
+    metric: the metric by which the runs will be compared, see `metric_to_compare`; None checks no metric.
 
   Raises:
-    UserError: a run cannot be trained with its config, or evaluations will not have the metric; the message names the
+    UserError: a run cannot be trained with its config, or none of its evaluations has the metric; the message names the
       run.
   """
   built: dict[str, AllDatasets] = {}
@@ -214,7 +214,7 @@ def check_configs(
         if num_devices is not None:
           with prefix_errors('task'):
             check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
-        mesh = cast(Mesh, abstract_mesh(sizes))  # To trace, a mesh without devices suffices.
+        mesh = cast(Mesh, abstract_mesh(sizes))  # Tracing needs no devices.
         data = to_text({name: group for name, group in config.roots().items() if name != 'task'})
         built[data] = built.get(data) or build_all(config)
         inputs = build_run_inputs(config, task, None, built[data])
@@ -228,9 +228,9 @@ def check_configs(
 
 
 def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
-  """Raises UserError if no evaluation will report a metric, whose name is whole or an end.
+  """Raises UserError if no evaluation will report a metric, which is named by its path or the end of it.
 
-  Those of training and of decoding pass: they are not known before the first.
+  Names of training and decoding metrics are accepted, because these are known only when they are first computed.
   """
   known = [f'{split}/{name}' for split, names in splits.items() for name in names]
   if not metric.startswith(('train/', 'decode/')) and not any(f'/{name}'.endswith(f'/{metric}') for name in known):
@@ -241,7 +241,7 @@ def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
 def _describe(
   task: SingleTask, partitioned: PartitionedTask, fit: str, devices: Sequence[jax.Device] | None
 ) -> Iterator[str]:
-  """Yields lines about what is trained, on which of the `devices`, and how its layers compute."""
+  """Yields lines about the task, the devices it trains on, and the implementations of its layers."""
   mesh, ids = partitioned.mesh, partitioned.inputs_shape.get('ids')
   total, active = task.model.total_num_params, task.model.active_num_params
   of_token = '' if active == total else f' ({active:,} active for each token)'
@@ -257,7 +257,7 @@ def _describe(
     yield _describe_unused_devices(task, mesh.size, available)
   if isinstance(ids, jax.ShapeDtypeStruct) and len(ids.shape) > 1:
     length = ids.shape[1]
-    # On a CPU, there is little to choose for short sequences.
+    # For short sequences on a CPU, the implementation hardly matters.
     platform = mesh.devices.flat[0].platform
     if platform != 'cpu' or length**2 >= many_logits(platform):
       yield from describe_implementations(task.model, length, packed='segment_ids' in partitioned.inputs_shape)
@@ -268,7 +268,7 @@ def _describe(
 
 
 def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str:
-  """Returns the line that says that the mesh leaves devices idle, and how a mesh would use all of them."""
+  """Returns a line that says that the mesh leaves devices idle, and which mesh would use all of them."""
   names = task.mesh_axis_names or ('data',)
   axis = names.index('data') if 'data' in names else 0
   shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)

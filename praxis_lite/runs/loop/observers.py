@@ -34,13 +34,13 @@ from praxis_lite.training.task import TrainParams
 def observe_start(
   settings: TrainParams, directory: Path, options: TrainOptions, startup: StartupTimes
 ) -> Iterator[Observers]:
-  """Yields the observers that exist from the start: `Watch`, which measures time, and those of `runs/cluster`."""
+  """Yields the observers that exist from the start: `Watch`, which measures time, and the ones of `runs/cluster`."""
   with contextlib.ExitStack() as stack:
     others = _cluster_observers(settings, directory, options)
     for observer in others:
       stack.callback(observer.close)
       observer.open(options.on_damage)
-    watch = stack.enter_context(Watch(directory, startup.began))  # After `open`, which may fetch files that it reads.
+    watch = stack.enter_context(Watch(directory, startup.began))  # `open` may fetch files that it reads.
     yield Observers(watch, others)
 
 
@@ -104,11 +104,11 @@ def attach_observers(
       trouble,  # Before the log: it must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
-      *replicas,  # Before what saves or copies the state.
+      *replicas,  # Before all that save or copy the state.
       saving,
       Hooks(own, stop_all, observers.measure),
       *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.
-      Hooks(options.hooks, stop_all, observers.measure),  # After the others, so that they see what these have done.
+      Hooks(options.hooks, stop_all, observers.measure),  # User hooks come last, to see the others' effects.
       *options.observers,
     ]
     with stop, observers.while_training(stop):

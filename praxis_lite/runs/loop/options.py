@@ -1,4 +1,4 @@
-"""The options of `run_train`: how to train, apart from the config."""
+"""The options of `run_train`, which say how to train, apart from the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.training.taps import Tap
 from praxis_lite.training.task import SingleTask
 
-# (the built task, shapes and dtypes of a training batch) -> lines to print.
+# (the instantiated task, shapes and dtypes of a training batch) -> lines to print.
 Advice = Callable[[SingleTask, Struct], Iterable[str]]
 
 
@@ -32,31 +32,32 @@ class TrainOptions:
     devices: the devices to build the mesh from; None means all devices.
     seed: seed of the initial values and of all random numbers in training. None means the seed that the run records,
       or 0 for a new run.
-    restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
-    verify_numerics: before the first step, compute its gradient norms in another way too, and stop if they differ.
+    restore_input: False reads the training data from its beginning instead of the saved position, if the data has
+      changed.
+    verify_numerics: before the first step, compute its gradient norms by a second method, too, and stop if they differ.
     advise: returns warnings about the task, which are printed before anything is compiled.
     hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
-    observers: take part in the run; see `praxis_lite.runs.observer`. Unlike an error of a hook, one of theirs ends the
-      run without saving.
-    tap: statistics of activations, gradients, updates and weights to write with the metrics, as in
+    observers: notified of all events of the run; see `praxis_lite.runs.observer`. Unlike an error of a hook, an error
+      of an observer ends the run without saving.
+    tap: statistics of activations, gradients, updates and weights to write with the metrics, such as
       'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`.
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: what to do if the newest checkpoint is damaged: 'previous' renames it and continues from the one before,
       'fail' raises.
-    debug_nans: wait for each step, and end after the first one that is not finite with an error that names the layer.
+    debug_nans: wait for each step; after the first one that is not finite, end with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
     check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
       before each save; see `praxis_lite.runs.corruption`.
     on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes
-      back to the last checkpoint and repeats the steps, until a device is at fault for the second time.
+      back to the last checkpoint and repeats the steps; it ends the run when a device is at fault for the second time.
     grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
     alert_command: a command for the shell, run after steps that are not finite, when the run goes back or fails, and at
       its end; see `praxis_lite.runs.alerts`.
     accept_changed_data: continue at the saved position although files of the training data have changed since; by
-      default that is an error.
-    startup: the times of what the caller did before, such as imports, which count as start-up; None means nothing.
+      default, this is an error.
+    startup: the times of earlier work of the caller, such as imports, which count as start-up; None counts none.
 
   Raises:
     ConfigError: an option has an invalid value.

@@ -1,13 +1,14 @@
-"""What decides how a run goes on besides its train state; checkpoints and emergency copies contain it.
+"""Progress: what decides, besides the train state, how a run goes on; it is part of checkpoints and emergency copies.
 
     evaluations    the metrics that decide about early stopping and the best checkpoint, at each step
     losses         the last losses; a new loss far above them is a jump
     troubles       the batches to skip, and how often the run has gone back
     lines          how many lines metrics.jsonl had
-    data           which files the training input reads, to notice changes
+    data           which files the training input reads, to detect changes
 
 So a run goes on in the same way if its `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied. Curves
-in these files are lost, and a line says so. Checkpoints of earlier versions have none of this: then the files decide.
+in these files are lost, and a line says so. Checkpoints of earlier versions contain no progress; for them, the files
+decide.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
 
 class Progress(NamedTuple):
-  """What decides, besides the saved train state, how a run continues.
+  """The facts that decide, besides the saved train state, how a run continues.
 
   Attributes:
-    evaluations: the values of each watched metric, by its path.
-    losses: (step, loss) of the last steps; None if they are not known.
+    evaluations: the values of each watched metric by step, by the path of the metric.
+    losses: (step, loss) of the last steps; None if unknown.
     troubles: records of each `Trouble` for which the run went back.
-    lines: number of lines of metrics; None if it is not known.
-    data: the manifest of the training input; None if it is not known, or the input reads no files.
+    lines: the number of lines in metrics.jsonl; None if unknown.
+    data: the manifest of the training input; None if unknown, or if the input reads no files.
   """
 
   evaluations: dict[str, ValuesByStep]
@@ -45,14 +46,14 @@ class Progress(NamedTuple):
   data: DataManifest | None = None
 
   def record(self) -> dict[str, Any]:
-    """Returns this as values for JSON."""
+    """Returns the progress as JSON values."""
     values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
     losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
     return {**self._asdict(), 'evaluations': values, 'losses': losses, 'troubles': list(self.troubles)}
 
   @classmethod
   def parse(cls, record: object) -> Progress:
-    """Returns the progress in a checkpoint, which anyone may have written; `NOTHING_KNOWN` if it has none."""
+    """Returns the progress in a checkpoint, whose content is untrusted; `NOTHING_KNOWN` if it contains none."""
     if not isinstance(record, dict):
       return NOTHING_KNOWN
     try:
@@ -86,7 +87,7 @@ def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str,
 def recover_results(
   saved: Progress, step: int, directory: Path, watched: Watched, writer: SummaryWriter
 ) -> tuple[list[EvalResult], list[str]]:
-  """Returns the evaluations of a run that goes on after `step`, and lines about records that its files have lost.
+  """Returns the evaluations of a run that continues after `step`, and lines about records that its files have lost.
 
   If the list of batches to skip was lost, this writes it again. All processes call this.
   """
@@ -104,14 +105,14 @@ def recover_results(
       where = directory / 'trouble.jsonl'
       lines.append(f'{where} had lost {number_of(rollbacks, "line")}; the checkpoint knows which batches to skip')
   if saved.troubles:
-    meet_others()  # The other processes read the file, so they wait until it is written.
+    meet_others()  # The other processes read the file, so they must wait until it is written.
   return results, lines
 
 
 def merge_saved(
   results: Sequence[EvalResult], saved: Progress, watched: Watched, step: int
 ) -> tuple[list[EvalResult], int]:
-  """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.
+  """Returns the evaluations of a run that continues after `step`, and how many of them its files have lost or changed.
 
   For earlier steps the saved values replace those in the files. An evaluation of `step` that only the files have is
   kept, because it may have been made after the checkpoint was saved.

@@ -1,4 +1,4 @@
-"""Saving a run while it trains: if a save fails, training goes on, and what was saved before stays."""
+"""Saves a run while it trains: if a save fails, training goes on, and earlier checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from praxis_lite.runs.trouble import GoBack, LossSpikeError
 from praxis_lite.training.state import TrainState
 
 JsonDict = dict[str, Any] | None
-# A failed save counts as ended if it has written nothing for this many seconds.
+# A failed save counts as finished if it has written nothing for this many seconds.
 _LATE_S = 1.0
 
 
@@ -47,7 +47,7 @@ class Saving(Observer):
     self._checkpointer = checkpointer
     self._true_shapes = true_shapes
     self._line = line
-    self._step, self._is_good = 0, True  # The step of the last save; False once that save has failed.
+    self._step, self._is_good = 0, True  # The step of the last save; False if that save failed.
     self._stalled = 0.0
 
   def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
@@ -57,7 +57,7 @@ class Saving(Observer):
       step, state, input_state, progress: see `Checkpointer.save`.
     """
     start = time.perf_counter()
-    self._tolerate(self._checkpointer.wait_until_complete)  # If this fails, an earlier step was not saved.
+    self._tolerate(self._checkpointer.wait_until_complete)  # An error here is about an earlier step.
     self._step, self._is_good = step, True
     self._tolerate(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state, progress))
     self._stalled += time.perf_counter() - start
@@ -87,12 +87,12 @@ class Saving(Observer):
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
 
   def abandon(self, directory: Path) -> None:
-    """Waits for the current save in the directory of a run that was lost, and removes the files that it has made."""
+    """Waits for the current save in the directory of a run that was lost, and removes the files that it has written."""
     try:
       self._checkpointer.wait_until_complete()
     except CheckpointError:
       self._is_good = False
-    gather_texts('')  # From here on, no process saves there.
+    gather_texts('')  # From here on, no process writes to this directory.
     if is_primary_process():
       _remove_save(directory, Path(self._checkpointer.directory), self._step, 0.0 if self._is_good else _LATE_S)
     gather_texts('')  # From here on, all processes see the same files.
@@ -105,7 +105,7 @@ class Saving(Observer):
       checkpointer.save(step, state, self._true_shapes, input_state, progress)
 
   def figures(self) -> dict[str, float]:
-    """Returns for how many seconds training has waited for saves since the last call, for summaries."""
+    """Returns, for summaries, the seconds that training has waited for saves since the last call."""
     stalled, self._stalled = self._stalled, 0.0
     return {'speed/save_stall_seconds': stalled} if stalled else {}
 
@@ -128,13 +128,14 @@ class Saving(Observer):
 
 
 def _remove_save(directory: Path, folder: Path, step: int, seconds: float) -> None:
-  """Removes what a save of `step` has written to the folder of checkpoints, and the directory if it is then empty.
+  """Removes the files that a save of `step` has written to the folder of checkpoints, and the directory if it is then
+  empty.
 
-  After an error TensorStore goes on writing for a moment, and creates the folders again. So this looks again and again,
-  until nothing was created for some `seconds`.
+  After an error, TensorStore goes on writing for a moment, and creates the folders again. So this repeats the removal
+  until nothing was created for `seconds` seconds.
   """
   end = time.monotonic() + seconds
-  while not has_record(directory):  # Another run may use the directory by now.
+  while not has_record(directory):  # Another run may be using the directory by now.
     with contextlib.suppress(OSError):
       for made in folder.iterdir():
         if made.name.split('.')[0] == str(step):
@@ -170,7 +171,7 @@ class RunSaver:
   observers: Observers
 
   def copy(self, run: Run) -> None:
-    """Gives the observers what they need for an emergency copy of the state."""
+    """Lets the observers make an emergency copy of the state."""
     self._pause(run, 'copy')
     with self.observers.measure('saving'):
       step, state, position, progress = self._position(run)
@@ -180,13 +181,13 @@ class RunSaver:
         observer.keep_copy(run, snapshot)
 
   def save(self, run: Run) -> bool:
-    """Begins to save a checkpoint, unless this step has one already; returns False if that fails."""
+    """Begins to save a checkpoint, unless this step already has one; returns False if saving fails."""
     self._pause(run, 'save')
     with self.observers.measure('saving'):
       return self.saving.save(*self._position(run))
 
   def finish(self, run: Run) -> None:
-    """Waits until the last step is saved; raises CheckpointError or LostDirectoryError if it cannot be saved."""
+    """Waits until the last step is saved; raises CheckpointError or LostDirectoryError if saving fails."""
     self.directory.check()
     with self.observers.measure('saving'):
       self.saving.finish(*self._position(run))
@@ -195,18 +196,18 @@ class RunSaver:
     self.announce_checkpoints(run)
 
   def announce_checkpoints(self, run: Run) -> None:
-    """Tells the observers which checkpoints have become complete since the last call."""
+    """Notifies the observers of the checkpoints that have become complete since the last call."""
     for step, folder in self.saving.newly_complete():
       run.last_save = step, time.time()
       for observer in self.observers:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run in another directory after its own was lost; returns a message: where, and how to continue.
+    """Saves a run in another directory after its own was lost; returns a message that says where, and how to continue.
 
     Args:
       run: the run, whose state is saved.
-      lost: how the directory was lost.
+      lost: the error that says how the directory was lost.
       make: makes a directory in which the run can continue; called unless the lost one was only moved.
     """
     self.saving.abandon(self.directory.path)
@@ -215,9 +216,9 @@ class RunSaver:
     try:
       if lost.moved_to is not None:
         self.writer.move(lost.moved_to)
-      for observer in self.observers:  # Writes the metrics of the last steps.
+      for observer in self.observers:  # This writes the metrics of the last steps.
         observer.on_pause(run, 'rescue')
-    except OSError as error:  # Only one process writes metrics. It must go on, because all save together.
+    except OSError as error:  # Only one process writes metrics. It must go on, because all processes save together.
       unwritten = f'; the metrics of its last steps could not be written: {error}'
     except (GoBack, LossSpikeError, NonFiniteError) as error:
       return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'
@@ -245,7 +246,7 @@ class RunSaver:
   def _pause(self, run: Run, reason: PauseReason) -> None:
     self.directory.check()
     note_progress(f'saving step {run.step}')
-    for observer in self.observers:  # Raises an error if a step was not finite and must not be saved.
+    for observer in self.observers:  # Raises an error if the state is not finite and must not be saved.
       observer.on_pause(run, reason)
 
   def _position(self, run: Run) -> tuple[int, TrainState, InputState, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where a run starts: in its own copies or checkpoints, in those of another run, or anew."""
+"""Finds where a run starts: from its own copies or checkpoints, from those of another run, or from initial values."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from praxis_lite.training.state import TrainState
 
 
 class Start(NamedTuple):
-  """Where a run starts. The training input is already at the position for the next step.
+  """The state from which a run starts. The training input is already at the position for the next step.
 
   Attributes:
     step: number of steps taken before.
-    state: the train state after them, on the mesh; the first step donates it.
-    is_restored: whether it comes from a checkpoint or an emergency copy of this run.
+    state: the train state after `step` steps, on the mesh; the first step donates it.
+    is_restored: whether the state comes from a checkpoint or an emergency copy of this run.
     checkpointer: the checkpoints of the run, for saving.
-    lost_metrics: lines of metrics until that step that could not be written to the disk.
-    progress: what else decides how the run goes on, as it was saved; see `Progress`.
+    lost_metrics: lines of metrics up to this step that could not be written to the disk.
+    progress: the saved progress; see `Progress`.
     data: the manifest of the files of the training input, as they are now.
     origins: lines that say where the variables come from, if they come from another run or an import.
     notes: lines about checkpoints and copies.
@@ -53,10 +53,10 @@ class Start(NamedTuple):
 
 @contextlib.contextmanager
 def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) -> Iterator[Start]:
-  """Yields where a run starts, with its checkpoints open. The first of these that exists is used:
+  """Yields the start of a run, with its checkpoints open. The first of these that exists is used:
 
-    1. a copy that an observer has kept, newer than all checkpoints: the state, and the position in the input
-    2. the run's newest complete checkpoint: also the state, and the position in the input
+    1. an emergency copy of an observer that is newer than all checkpoints: the state, and the position in the input
+    2. the run's newest complete checkpoint: the state, and the position in the input
     3. variables from another run's checkpoint, or imported ones in its directory; the input from its beginning
     4. initial values from the seed; the input from its beginning
 
@@ -102,7 +102,7 @@ def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) ->
 def _base_of_checkpoints(
   job: TrainJob, checkpointer: Checkpointer, is_restored: bool, warm_start: WarmStart | None
 ) -> tuple[Base | None, str]:
-  """Returns the checkpoint whose arrays those of this run leave out, or None, and a line about it, or ''."""
+  """Returns the base whose arrays this run's checkpoints leave out, or None, and a line about it, or ''."""
   if not job.task.train.init_from.store_changes_only:
     return None, ''
   if is_restored:
@@ -116,9 +116,10 @@ def _base_of_checkpoints(
 
 
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
-  """Returns the base of the newest checkpoint, without what this run may change or stores in another shape or dtype.
+  """Returns the base of the newest checkpoint, without arrays that this run may change or has in another shape or
+  dtype.
 
-  The other run may have newer checkpoints by now, so this never takes another one.
+  This never takes a newer checkpoint of the other run as the base.
   """
   base = checkpointer.base_of() if checkpointer.steps() else None
   if base is None:
@@ -136,10 +137,10 @@ def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | N
 
 
 def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> str:
-  """Returns a line about data files that have changed since the position in them was saved; '' if none has.
+  """Returns a line about data files that have changed since the position in them was saved; '' if none have.
 
   Raises:
-    CheckpointError: some have changed, and the options do not accept that.
+    CheckpointError: files have changed, and the options do not accept this.
   """
   changed = join_by_host(gather_texts(job.inputs.training.changes_since(saved.data, data)))
   if not changed:
@@ -155,14 +156,14 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> st
 
 
 def _newest_checkpoint(job: TrainJob) -> tuple[int | None, bool]:
-  """Returns the step of the newest checkpoint, or None, and whether it has only imported variables."""
+  """Returns the step of the newest checkpoint (None without one), and whether it contains only imported variables."""
   with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=job.options.on_damage)) as saved:
     newest = saved.latest_step()
     return newest, newest is not None and saved.has_only_variables()
 
 
 def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
-  """Returns the plan of a start from variables of another run or an import; None if the seed gives all of them."""
+  """Returns the plan of a start from variables of another run or an import; None if all are drawn from the seed."""
   settings = job.task.train.init_from
   if is_imported and settings.path is None:
     settings = dataclasses.replace(settings, path=str(job.directory))

@@ -1,7 +1,7 @@
-"""The log of a training run: which steps the console and the curves on disk show, and when their metrics are read.
+"""The log of a training run: chooses the steps that the console and the curves on disk show, and reads their metrics.
 
-The log never waits for the step just dispatched. It reads the metrics of a step after a few more have been dispatched,
-so that the devices always have work. Reading them also bounds how far the host runs ahead.
+The log reads the metrics of a step after a few more steps have been dispatched, so that the devices always have work.
+Reading them also bounds how far the host runs ahead.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ class _Step(NamedTuple):
 
 
 class TrainLog(Observer):
-  """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
+  """Logs every `log_interval_steps`-th step, the first and the last step, and steps that were not finite.
 
   The first step after a restart is shown but not written, so that curves have the same steps with and without restarts.
 
-  If several steps in a row are skipped, the console shows the first one, and then only how many there are.
+  If several steps in a row are skipped, the console shows the first one, and then only their number.
 
   Args:
     partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
-    rows_after: returns the number of rows of the batch after a state of the input; None if all batches are equal.
-    observers: called when the metrics of a step have been computed; they add figures to its summaries.
+    rows_after: returns the number of rows in the batch that follows a state of the input; None if all batches are
+      equal.
+    observers: notified when the metrics of a step have been computed; they add figures to its summaries.
 
   Attributes:
-    skipped: counts the steps skipped in a row, among the steps whose metrics were read.
+    skipped: counts the steps skipped in a row, up to the last step whose metrics were read.
   """
 
   def __init__(
@@ -103,7 +104,7 @@ class TrainLog(Observer):
     return skipped.error if skipped.too_many or (is_over and skipped.most_steps) else None
 
   def add(self, step: int, out: TrainStepOutput, rows: int | None = None) -> None:
-    """Adds the outputs of step number `step`, which has just been dispatched, of a batch of `rows` rows.
+    """Adds the outputs of step `step`, which has just been dispatched with a batch of `rows` rows.
 
     Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
@@ -117,7 +118,7 @@ class TrainLog(Observer):
     self._read_all_but(MAX_STEPS_IN_FLIGHT)
 
   def drain(self) -> None:
-    """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
+    """Waits for all dispatched steps, and logs them; raises NonFiniteError, like `add`."""
     self._read_all_but(0)
 
   def _report_nonfinite(self, step: int, what: str) -> None:
@@ -144,8 +145,8 @@ class TrainLog(Observer):
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:
-  """Returns the number of operations of a training step; None if a device's peak is unknown."""
-  # Counting needs a trace, so it is done only if there is a peak to compare with.
+  """Returns the number of floating-point operations in a training step; None if a device's peak rate is unknown."""
+  # Counting needs a trace, so it is done only if a peak rate is known.
   if not all(map(peak_flops, partitioned.mesh.devices.flat)):
     return None
 

@@ -1,4 +1,5 @@
-"""The training loop: it reads a batch, takes a step, does what is due, and repeats this until the end.
+"""The training loop: it reads a batch, takes a step, saves and evaluates if this is due, and repeats this until the
+end.
 
 host     dispatch 8 | dispatch 9, read 7 | dispatch 10, read 8 | ...
 devices     step 7  |       step 8       |        step 9       |
@@ -38,7 +39,7 @@ from praxis_lite.training.steps import TrainStepOutput
 
 @dataclasses.dataclass
 class TrainingLoop:
-  """Trains a run until its last step, until its data ends, or until something stops it.
+  """Trains a run until its last step, the end of its data, or a request to stop.
 
   Attributes:
     job: what is trained, and how.
@@ -47,7 +48,8 @@ class TrainingLoop:
     saver: saves the run.
     observers: called after steps, before pauses and after evaluations.
     stop: says whether a signal ends the run.
-    done_at: the step at which each input was last evaluated or decoded, by split, including before a restart.
+    done_at: the step at which each input was last evaluated or decoded, by split, including evaluations before a
+      restart.
     metrics: the results of these evaluations, by split.
   """
 
@@ -75,7 +77,8 @@ class TrainingLoop:
 
     Raises:
       NumericsError, CorruptionError: see `TrainOptions.verify_numerics`, `check_determinism` and `check_replicas`.
-      NonFiniteError: too many steps in a row, or all, were not finite; the state is saved. Also with `debug_nans`.
+      NonFiniteError: too many steps in a row, or all steps, were not finite, and the state is saved; or see
+        `debug_nans`.
     """
     for observer in self.observers:
       observer.on_ready(run)
@@ -91,7 +94,7 @@ class TrainingLoop:
       if not self._is_within_batch(run):
         self.run_due(run)
 
-    self.stop.requested_now()  # Also after the last step: all processes must agree, even if only some got a signal.
+    self.stop.requested_now()  # After the last step, too, all processes must agree whether they got a signal.
     self.saver.save(run)
     failure = self.observers.failure(is_over=True)
     if failure is not None and not self.stop.requested:
@@ -105,7 +108,7 @@ class TrainingLoop:
 
   def run_due(self, run: Run) -> None:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
-    if jax.process_count() == 1:  # Several processes check together, and only when something is due.
+    if jax.process_count() == 1:  # With several processes, `_pause` checks, in all of them together.
       self.directory.check()
     settings, job = self.job.task.train, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
@@ -122,7 +125,7 @@ class TrainingLoop:
     self.saver.announce_checkpoints(run)
 
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
-    """Takes step `number`; donates `state`, the state after the step before."""
+    """Takes step `number`; donates `state`, the state after the previous step."""
     partitioned, key = self.job.programs.steps.taking(batch), self.job.keys.train
     if not is_logged(number, self.job.task.train.log_interval_steps, self.job.task.train.num_train_steps):
       partitioned = partitioned.untapped
@@ -144,12 +147,12 @@ class TrainingLoop:
     except DeterminismError as error:
       if self.job.options.on_corruption == 'fail':
         raise
-      # Either time may have been wrong, so no device is known to be at fault.
+      # Either result may be wrong, so no device is known to be at fault.
       found = Corruption(number - 1, number, error.what, devices=(), is_voted=False)
       raise self.job.corruption.answer(found) from None
 
   def _batches(self, run: Run) -> Iterator[NestedDict]:
-    """Yields a batch for each remaining step; if the model must answer it first, with the answers."""
+    """Yields a batch for each remaining step, completed with answers of the model if it has prompts to answer."""
     answers = self.job.programs.answers
     for batch in self._batches_of_feed(run):
       if answers is not None:
@@ -159,7 +162,7 @@ class TrainingLoop:
         yield batch
 
   def _is_within_batch(self, run: Run) -> bool:
-    """Whether the next step uses the batch of the last one again. Nothing is saved then, and no signal ends the run."""
+    """Whether the next step uses the same batch again. Until it does not, the run cannot save or stop."""
     answers = self.job.programs.answers
     return answers is not None and run.step % answers.steps_per_batch != 0
 
@@ -171,7 +174,7 @@ class TrainingLoop:
       try:
         batch = self.feed.next()
       except Exception:
-        if jax.process_count() == 1:  # Saving takes all processes, and the others do not know of the error.
+        if jax.process_count() == 1:  # All processes must save together, and the others do not know of the error.
           self.saver.save(run)
         raise
       if batch is None:
@@ -184,7 +187,7 @@ class TrainingLoop:
     return is_stopped or self.observers.failure(is_over=False) is not None
 
   def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
-    """Evaluates or decodes all inputs that were not yet evaluated or decoded at this step."""
+    """Evaluates or decodes all inputs for which this was not yet done at this step."""
     self.directory.check()
     for observer in self.observers:
       observer.on_pause(run, 'evaluate')
@@ -203,7 +206,7 @@ class TrainingLoop:
 
 
 def _verify_gradients(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:
-  """Compares the gradients of the next step with those of another computation; returns a line about the result."""
+  """Compares the gradients of the next step with a second computation; returns a line about the result."""
   try:
     compared = compare_gradients(partitioned, state, key, batch)
   except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a run measures about itself while it trains: activities, heartbeats, history, slow steps and hosts, memory."""
+"""Watch: measures a run while it trains: activities, heartbeats, history, slow steps, slow hosts, and memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
-# Errors of a launch whose config, mesh or model does not fit the run: it has changed nothing, heartbeats included.
+# Errors of a launch whose config, mesh or model does not fit the run. Such a launch changes nothing, not even
+# heartbeats.
 _REFUSALS = (ConfigError, ShardingError, OtherModelError)
 
 
 class Watch(Observer):
   """Measures how one process spends its time, and reports it: goodput, slow steps, memory, heartbeats.
 
-  Until the run starts, heartbeats repeat the progress that the last launch reported.
+  Until the run starts, heartbeats repeat the progress of the last launch.
 
   Args:
     directory: the run's directory. Heartbeats are written there once it has the record of a run.
@@ -48,7 +49,7 @@ class Watch(Observer):
     self._directory = directory
     self._folder = KnownFolder(directory)
     self._earlier = next(iter(read_heartbeats(directory)), None)
-    self._restored: tuple[int, float] | None = None  # The step that the run starts from, and when it was saved.
+    self._restored: tuple[int, float] | None = None  # The step from which the run starts, and when it was saved.
     self._started = time.time()
     self._run: Run | None = None
     self._first_step = 0
@@ -89,7 +90,7 @@ class Watch(Observer):
       self._restored = run.step, (self._directory / CHECKPOINTS / str(run.step)).stat().st_mtime
     if (earlier := self._earlier) is not None:
       self._goodput.resume(earlier.goodput, run.step)
-      if earlier.saved_step == run.step and earlier.saved is not None:  # A copy of a checkpoint is newer.
+      if earlier.saved_step == run.step and earlier.saved is not None:  # A copied checkpoint has a later file time.
         self._restored = earlier.saved_step, earlier.saved
     self._file.start()
     self._note('started', run.step, about=started_event(run.step, jax.process_count(), self._earlier))
@@ -123,7 +124,7 @@ class Watch(Observer):
     if reason in ('save', 'copy'):
       self._goodput.mark(run.step, is_copy=reason == 'copy')
     if reason == 'save' and self._hosts is not None:
-      jax.block_until_ready(run.state.step)  # The devices are to do nothing else.
+      jax.block_until_ready(run.state.step)  # The devices must be idle.
       line = self._hosts.compare(self._waited)
       if line:
         run.line(line)
@@ -133,7 +134,7 @@ class Watch(Observer):
     self._note('saved', step)
 
   def on_end(self, run: Run) -> None:
-    """Prints the goodput and the peak memory, and then the last step and where it is saved."""
+    """Prints the goodput and the peak memory, then the last step and where it is saved."""
     total, where = run.total_steps, self._directory / CHECKPOINTS
     if run.step > self._first_step:
       self._memory = memory_peaks()
@@ -148,7 +149,7 @@ class Watch(Observer):
       run.line(f'step {run.step} of {total}: saved in {where}{all_taken}')
 
   def figures(self) -> dict[str, float]:
-    """Returns figures for the summaries of a step; `speed/input_wait` is a share of the time since the last call."""
+    """Returns figures for the summaries of a step; `speed/input_wait` is the waiting share since the last call."""
     now, before = self._goodput.seconds(), self._at_figures
     self._at_figures = now
     spent = {name: now[name] - before.get(name, 0.0) for name in ('productive', 'waiting')}
@@ -170,7 +171,7 @@ class Watch(Observer):
     step, total_steps, saved_step, saved = beat.step, beat.total_steps, beat.saved_step, beat.saved
     if run is not None:
       step = run.step
-      # A shorter run than the one that is finished takes no step and is not recorded.
+      # If the config asks for fewer steps than were taken, this launch takes no step, and the number is not recorded.
       total_steps = beat.total_steps if run.step > run.total_steps else run.total_steps
       saved_step, saved = run.last_save or self._restored or (None, None)
     return Heartbeat(
@@ -195,9 +196,9 @@ class Watch(Observer):
 
 
 def memory_peaks() -> dict[str, float]:
-  """Returns the peak memory until now, in bytes: of the fullest local device, and of this process.
+  """Returns the peak memory until now, in bytes, of the fullest local device and of this process.
 
-  Numbers that the platform does not report are absent: CPU devices have no memory of their own.
+  Numbers that the platform does not report are absent; CPU devices report none.
   """
   stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != 'cpu']
   peaks = [stat['peak_bytes_in_use'] for stat in stats if 'peak_bytes_in_use' in stat]
@@ -207,6 +208,6 @@ def memory_peaks() -> dict[str, float]:
 
     unit = 1 if sys.platform == 'darwin' else 1024
     found['speed/host_peak_bytes'] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-  except ImportError:  # Windows.
+  except ImportError:  # Windows lacks this module.
     pass
   return found
