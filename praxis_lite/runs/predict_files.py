@@ -1,11 +1,11 @@
-"""Predicts over files.
+"""Predicts for the examples in files.
 
 a.npz      arrays by name, with the examples in dimension 0
-a.jsonl    an example on each line: its values by name
-a.png      an image, also .jpg, .jpeg, .bmp and .gif, if a dataset of the run reads images: as in evaluation
+a.jsonl    an example on each line, as an object of its values
+a.png      an image, also .jpg, .jpeg, .bmp and .gif; needs a dataset of the run that reads images
 a.txt      for a masked language model, a text on each line, in which [MASK] stands for tokens to fill in
-a.wav      a recording, if a dataset of the run reads recordings: what is said in it
-others     read by one of the run's datasets, with these files in place of its own
+a.wav      a recording, which is transcribed; needs a dataset of the run that reads recordings
+others     read by one of the run's datasets instead of its own files
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _IMAGES = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
 def predict_files(
   model: TrainedModel, files: Sequence[str], *, what: str = 'predict', batch_size: int = 32
 ) -> Iterator[dict[str, Any]]:
-  """Yields the predictions for each example of some files, in their order, as values that JSON can hold.
+  """Yields the predictions for each example of some files, in order, as JSON values.
 
   Args:
     model: see `SavedRun.load`.
     files: paths of .npz and .jsonl files, of images and recordings, or of files that a dataset of the run can read.
-    what: 'predict' for the outputs of `model.predict`, or 'evaluate' for those of `model.evaluate_examples`.
-    batch_size: number of rows that are computed together; a dataset of the run has its own.
+    what: 'predict' for the outputs of `model.predict`, or 'evaluate' for the outputs of `model.evaluate_examples`.
+    batch_size: the number of rows computed together; batches that a dataset of the run reads have its own size.
 
   Raises:
     UserError: a file is missing, empty or cannot be read, or the model cannot compute its examples.
@@ -61,7 +61,7 @@ def predict_files(
 
 
 def _kind(file: str, fills: bool) -> str:
-  """Returns what a file has: 'recordings', 'texts' to fill in, or other 'examples'."""
+  """Returns what a file contains: 'recordings', 'texts' to fill in, or other 'examples'."""
   name = file.lower()
   if name.endswith('.wav'):
     return 'recordings'
@@ -71,7 +71,7 @@ def _kind(file: str, fills: bool) -> str:
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   structs: Mapping[str, Any] = {}
-  with contextlib.suppress(UserError):  # The data of the run may be elsewhere.
+  with contextlib.suppress(UserError):  # The data of the run may not be on this machine.
     if any(file.endswith(_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
   for where, batch, images in _batches_of_files(model, files, batch_size, structs):
@@ -94,9 +94,9 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
 def _batches_of_files(
   model: TrainedModel, files: Sequence[str], batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[str]]]:
-  """Yields batches, with the name of their file for messages, and of images the file of each row.
+  """Yields batches: a name of their files for messages, the batch, and for images the file of each row.
 
-  Images that follow one another share batches.
+  Successive images share batches.
   """
   for are_images, together in itertools.groupby(files, lambda file: file.lower().endswith(_IMAGES)):
     if are_images:
@@ -117,14 +117,14 @@ def _batches(
     yield from _dataset_for(model, file)
     return
   for rows in (_npz_rows if file.endswith('.npz') else _jsonl_rows)(file, batch_size):
-    check_shapes(rows, structs, len)  # Sizes may differ, as those of sequences do, if the model can compute them.
+    check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
     yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
 
 
 def check_shapes(
   rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[tuple[int, ...]], object]
 ) -> None:
-  """Raises DataError if `compared` differs between the shapes of an example and of one of the run's data."""
+  """Raises DataError if `compared` differs between the shape of an example and that of an example of the run's data."""
   for name in structs.keys() & rows.keys() - {'weights'}:
     expected, shape = structs[name].shape[1:], np.shape(rows[name])[1:]
     if compared(shape) != compared(expected):
@@ -144,7 +144,7 @@ def _npz_rows(file: str, batch_size: int) -> Iterator[Rows]:
       rows = canonical_rows(dict(stored), 'arrays')
   except DataError:
     raise
-  except Exception as error:  # NumPy raises errors of many kinds.
+  except Exception as error:  # NumPy raises many kinds of errors.
     raise DataError(unless_empty(file, f'is not a file of NumPy arrays: {first_line(error)}')) from None
   if not len(rows['weights']):
     raise DataError('has no examples')
@@ -171,7 +171,7 @@ def _jsonl_rows(file: str, batch_size: int) -> Iterator[Rows]:
 
 
 def _check_equal_shapes(name: str, values: Mapping[int, Any]) -> None:
-  """Raises DataError unless the values of a name, by the numbers of their lines, have one shape."""
+  """Raises DataError unless the values of a name, given by line number, all have the same shape."""
   shapes: dict[int, tuple[int, ...]] = {}
   for line, value in values.items():
     try:
@@ -198,7 +198,7 @@ def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
-  """Returns the input of the run that reads files of this kind: the first for evaluation, or else for training."""
+  """Returns the batches of a file, read by the run's first dataset that reads files; evaluation datasets come first."""
   configs = datasets_by_use(model)
   for config in configs:
     field = next((name for name in ('path', 'file_pattern') if name in (field_names(config) or ())), None)
@@ -213,7 +213,7 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
 def _image_batches(
   model: TrainedModel, files: Sequence[str], batch_size: int
 ) -> Iterator[tuple[str, Rows, Sequence[str]]]:
-  """Yields batches of images, as the first dataset of the run that reads images reads them in evaluation."""
+  """Yields batches of images, preprocessed for evaluation by the run's first dataset that reads images."""
   reader = make_reader(model, ImageRecordInput, 'file_pattern', files[0], 'images')
   for where, several in batches_of_names(files, batch_size):
     images = []

@@ -1,7 +1,7 @@
-"""PrefixStore: what rows of a batcher held before other requests took them, for later prompts that begin like it.
+"""PrefixStore: keeps caches of a batcher's rows that are overwritten, for later prompts with the same prefix.
 
-It has places for a number of rows. A row that is about to be overwritten is kept, unless a place holds its tokens
-already; it takes the place of a beginning of itself, or of what no prompt has used for the longest time.
+It has slots for a number of rows. A row that is about to be overwritten is kept, unless a slot already has its tokens.
+It replaces a slot that contains a prefix of it, or else the least recently used slot.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 
 def count_common(ids: Sequence[int], others: Sequence[int]) -> int:
-  """Returns how many first tokens two rows have in common."""
+  """Returns the length of the common prefix of two rows."""
   most = min(len(ids), len(others))
   return next((i for i in range(most) if ids[i] != others[i]), most)
 
 
 @dataclasses.dataclass
 class _Place:
-  """A place of the store.
+  """A slot of the store.
 
   Attributes:
-    ids: the tokens of the row that it keeps.
-    last_used: larger for rows that were kept or taken later; 0 for a place that was never used.
+    ids: the tokens of the row in it.
+    last_used: a counter value, larger for slots that were written or read later; 0 for a slot that was never used.
   """
 
   ids: list[int] = dataclasses.field(default_factory=list)
@@ -30,11 +30,11 @@ class _Place:
 
 
 class PrefixStore:
-  """The places, and which tokens they hold; the caches themselves are with the caller.
+  """The slots and their tokens; the caller holds the caches themselves.
 
   Args:
     num_places: how many rows are kept.
-    least: rows of fewer tokens are not kept, and shorter beginnings not found.
+    least: rows of fewer tokens are not kept, and shorter prefixes are not found.
   """
 
   def __init__(self, num_places: int, least: int):
@@ -42,11 +42,11 @@ class PrefixStore:
     self._least, self._uses = least, 0
 
   def keep(self, ids: Sequence[int], but: int | None = None) -> int | None:
-    """Returns the place where the caller is to keep a row with these tokens; None if it need not be kept.
+    """Returns the slot into which the caller must copy a row with these tokens; None if the row need not be kept.
 
     Args:
-      ids: the tokens.
-      but: a place that is read next, and so not taken.
+      ids: the tokens of the row.
+      but: a slot that must not be replaced, because it is read next; None for no such slot.
     """
     common = [count_common(place.ids, ids) for place in self._places]
     free = [i for i in range(len(self._places)) if i != but]
@@ -59,11 +59,11 @@ class PrefixStore:
     return number
 
   def find(self, prompt: Sequence[int], more_than: int = 0) -> tuple[int, int] | None:
-    """Returns the place with the longest beginning of a prompt, and its length, of all but the last token.
+    """Returns the slot with the longest prefix of a prompt without its last token, and the length of this prefix.
 
     Args:
-      prompt: the tokens.
-      more_than: how many of them are known elsewhere; None is returned if no place has more.
+      prompt: the tokens of the prompt.
+      more_than: the length of a prefix that is available elsewhere; if no slot has a longer one, returns None.
     """
     shared = [count_common(place.ids, prompt[:-1]) for place in self._places]
     best = max(range(len(shared)), key=lambda i: shared[i], default=None)

@@ -1,4 +1,4 @@
-"""Traces of steps, which TensorBoard's profile plugin and Perfetto open.
+"""Profiles steps: writes traces for TensorBoard's profile plugin and Perfetto.
 
     job_log_dir/profile/plugins/profile/<time>/*.xplane.pb
 
@@ -28,7 +28,7 @@ _PROFILE = 'profile'
 
 
 class ProfiledSteps(NamedTuple):
-  """The first and the last step of a trace, counted from 1, as steps are in the log."""
+  """The first and the last step of a trace, counted from 1, like steps in the log."""
 
   first: int
   last: int
@@ -42,7 +42,7 @@ class ProfiledSteps(NamedTuple):
     return cls(*map(int, ends))
 
 
-# The number of steps in a trace that a signal asks for.
+# The number of steps in a trace that a signal starts.
 STEPS_OF_A_SIGNAL = 5
 
 
@@ -50,15 +50,15 @@ class Profiler(Hook):
   """Writes traces of steps below the run's directory; a context manager, because a run may end within a trace.
 
   Args:
-    steps: the first and the last step of a trace. With None, SIGUSR1 asks for a trace of the next steps; but not on
-      Windows and not outside the main thread, where signals cannot be caught.
+    steps: the first and the last step of a trace. With None, SIGUSR1 starts a trace of the next steps; this does not
+      work on Windows or outside the main thread, where signals cannot be caught.
 
   Raises:
-    ConfigError: `steps` are not numbers of steps.
+    ConfigError: `steps` is not a valid pair of steps.
   """
 
   def __init__(self, steps: tuple[int, int] | None):
-    self._steps = None if steps is None else ProfiledSteps.parse(steps)  # Those of the current or the next trace.
+    self._steps = None if steps is None else ProfiledSteps.parse(steps)  # The steps of the current or the next trace.
     self._first: int | None = None  # The first step of the current trace.
     self._is_asked = False
     self._run: Run | None = None

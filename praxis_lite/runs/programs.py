@@ -42,21 +42,22 @@ from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
 from praxis_lite.training.taps import StepTaps, TappedParts, is_tapped
 from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
 
-# A batch may be padded to a size that was compiled before if that size is at most this many times larger.
+# A batch may be padded to a size that is already compiled, if this size is at most this many times larger.
 _MOST_PADDING = 8
 
 Out = TypeVar('Out')
 
 
 class TaskOnMesh:
-  """One task on one mesh, partitioned for each shape of batches: inputs with the same shapes share compiled steps.
+  """One task on one mesh, partitioned for each batch shape. Inputs with the same shapes share compiled steps.
 
   Attributes:
     jax_task, mesh: the task and the mesh.
-    layout: how the train state of the task is stored on the mesh; without `opt_states`, it is only for inference.
+    layout: the layout of the train state on the mesh; without `opt_states`, the task is only for inference.
     taps: statistics that its steps report; None reports none.
-    edits: changes of values between layers in steps that infer; None changes none.
-    batch_sizes: the sizes of the batches of rows, by their names, other dimensions and dtypes.
+    edits: changes of values between layers during inference; None changes none.
+    batch_sizes: the numbers of rows that `taking_rows_like` has chosen, by the names, other dimensions and dtypes of
+      batches.
   """
 
   def __init__(
@@ -82,7 +83,7 @@ class TaskOnMesh:
 
   @property
   def untapped(self) -> TaskOnMesh:
-    """The same task without taps, with compiled steps of its own if it has taps."""
+    """The same task without taps; if it has taps, the result compiles its own steps."""
     return self if self.taps is None else TaskOnMesh(self.jax_task, self.mesh, self.layout, edits=self.edits)
 
   def taking(self, data: BaseInput) -> PartitionedTask:
@@ -107,19 +108,20 @@ class TaskOnMesh:
     return SizedSteps([self.taking_batches_of(resize(size)) for size in data.batch_sizes()])
 
   def answering(self, data: BaseInput, key: jax.Array, step: PartitionedStep) -> AnswerSampling | None:
-    """Returns what completes the batches of `data` with answers of the model; None for inputs that need none.
+    """Returns the `AnswerSampling` for the batches of `data`; None for inputs without prompts to answer.
 
     Args:
       data: the input.
       key: PRNG key on the mesh, for answers.
-      step: what takes the completed batches.
+      step: the step that is called with the completed batches.
     """
     if not isinstance(data, RewardedInput):
       return None
     return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
-    """Returns the task partitioned for as many rows, or for the next larger number that was compiled, if it is close.
+    """Returns the task partitioned for as many rows, or for the next larger number that is already compiled, if it is
+    close.
 
     The caller, or a step of the task, adds rows of zero weight.
     """
@@ -137,11 +139,11 @@ class ProgramResult(NamedTuple):
 
   Attributes:
     metrics: weighted means over all batches, on the host.
-    num_batches: number of batches.
+    num_batches: the number of batches.
     seconds: duration, including compilation.
-    summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them; and
-      the statistics of taps, of all batches.
-    note: text that the console adds to the line of the result.
+    summaries: the summaries that layers added in the first batch, without scalars, which one batch does not represent;
+      and the statistics of taps over all batches.
+    note: a text that the console adds to the line of the result.
   """
 
   metrics: HostMetrics
@@ -156,8 +158,8 @@ class InputProgram(Generic[Out]):
 
   Attributes:
     split: 'eval/<input>' or 'decode/<input>'.
-    use_ema: whether it runs with the moving averages, if the learner keeps them.
-    is_of_average: whether it does run with them.
+    use_ema: whether it runs with the moving averages if the learner keeps them.
+    is_of_average: whether it actually runs with the moving averages.
   """
 
   def __init__(
@@ -206,7 +208,7 @@ class InputProgram(Generic[Out]):
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def metric_names(self) -> list[str]:
-    """Returns the names of the metrics whose shapes say that they are single numbers."""
+    """Returns the names of the metrics that are scalars."""
     out = self._step.trace().out_info
     return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
 
@@ -232,7 +234,7 @@ class InputProgram(Generic[Out]):
 
 
 class EvalProgram(InputProgram[EvalStepOutput]):
-  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers."""
+  """Evaluates variables on one input; `prng_key`, which is on the mesh, is for models that draw random numbers."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task, 'evaluate')
@@ -285,7 +287,7 @@ class DecodeProgram(InputProgram[DecodeStepOutput]):
 def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
   """Yields the examples in `decoded` as JSON values, without the rows of zero weight that pad the last batch."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
-  # NumPy does not know bfloat16 and similar types, and calls them void.
+  # For NumPy, bfloat16 and similar types have the kind void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}
   for row in range(min(map(len, arrays.values()), default=0)):
     if np.any(weights[row] != 0):
@@ -293,7 +295,7 @@ def examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, 
 
 
 def _to_json(x: np.ndarray | np.generic) -> object:
-  """Returns an array as lists of numbers, with None for those that are not finite, which JSON does not have."""
+  """Returns an array as nested lists, with None for numbers that are not finite, which JSON lacks."""
   if x.dtype.kind != 'f' or np.isfinite(x).all():
     return x.tolist()
   values = np.asarray(x, object)

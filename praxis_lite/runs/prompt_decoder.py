@@ -1,4 +1,4 @@
-"""Continues prompts, texts or tokens, with a model on a mesh; prompts of similar lengths share compiled programs."""
+"""Continues prompts, which are texts or tokens, with a model on a mesh. Prompts of similar lengths share programs."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _Prompts = Sequence[str] | Sequence[Sequence[int]]
 
 
 class _DecodeCall(NamedTuple):
-  """How prompts are decoded.
+  """The program and the settings that decode a group of prompts.
 
   Attributes:
-    tasks: the task with the settings of the sampler.
-    bucket: the sizes of the program; None if the model has its own `decode`.
+    tasks: the task with the settings of the sampler applied.
+    bucket: the sizes of the program; None if the model has a `decode` without buckets.
     max_tokens: the largest number of tokens after a prompt.
     stop_ids: tokens that end a continuation.
-    sources: whether prompts are sources, whose texts a program continues in segments; see `EncoderDecoderModel.decode`.
-    most: the largest number of tokens of a prompt, to which padding is cut; None without a limit.
+    sources: whether prompts are sources; `EncoderDecoderModel.decode` can continue their texts in segments.
+    most: the largest number of tokens in a prompt, to which padding is cut; None without a limit.
   """
 
   tasks: TaskOnMesh
@@ -71,7 +71,7 @@ class _DecodeCall(NamedTuple):
     row: int,
     lengths: Sequence[int] | None = None,
   ) -> Rows:
-    """Returns a batch for the program; `row` is the number of the first prompt, and `lengths` those of the sources."""
+    """Returns a batch for the program; `row` is the number of the first prompt, `lengths` the lengths of sources."""
     if lengths is not None and self.sources:
       texts = [list(prompt[length:]) for prompt, length in zip(prompts, lengths)]
       prompts = [prompt[:length] for prompt, length in zip(prompts, lengths)]
@@ -90,7 +90,7 @@ class PromptDecoder:
   """Continues prompts with any settings of the sampler of a model.
 
   Args:
-    task: config of the task of the model.
+    task: the config of the model's task.
     tasks: the task on its mesh.
     tokenizer: returns the tokenizer of the model, or None; called only if it is needed.
     run: (task, batch of prompts, key) -> what the model decodes, arrays by name.
@@ -105,7 +105,7 @@ class PromptDecoder:
   ):
     self._task, self._tasks, self._find_tokenizer, self._run = task, tasks, tokenizer, run
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
-    self._checked: set[tuple[int, Bucket]] = set()  # What is known to fit into memory.
+    self._checked: set[tuple[int, Bucket]] = set()  # (rows, bucket) that are known to fit into memory.
     self._has_noted = False
     self._constraints: dict[str, TextConstraint | None] = {}
 
@@ -175,7 +175,7 @@ class PromptDecoder:
     batch_size: int | None,
     are_texts: bool,
   ) -> list[str] | list[list[int]]:
-    """Returns the best texts, or tokens, that beam search finds: `num_best` for the first prompt, and so on."""
+    """Returns the best texts, or lists of tokens, that beam search finds: `num_best` in a row for each prompt."""
     found: list[tuple[Sequence[int], list[int]]] = []
     for first, group in _groups(prompts, batch_size):
       call = self._plan(group, settings, stops, False)
@@ -190,7 +190,7 @@ class PromptDecoder:
   def find_constraint(
     self, regex: str | None, json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
   ) -> TextConstraint | None:
-    """Returns the constraint of these settings, see `make_constraint`; the same one for the same settings."""
+    """Returns the constraint of these settings, see `make_constraint`; the same object for the same settings."""
     if regex is None and json_schema is None:
       return None
     name = repr((regex, json_schema))
@@ -201,7 +201,7 @@ class PromptDecoder:
   def first_batch(
     self, prompts: Sequence[Sequence[int]], stop: Sequence[str], in_segments: bool, batch_size: int | None
   ) -> tuple[TaskOnMesh, Rows]:
-    """Returns the task that `decode` would call first for these prompts, and its batch."""
+    """Returns the task and the batch of the first call that `decode` would make for these prompts."""
     single_stops = self._single_stops(stop)
     _, group = next(_groups(prompts, batch_size))
     in_segments = in_segments or len(single_stops) < len(stop)
@@ -233,7 +233,7 @@ class PromptDecoder:
     self, prompts: Sequence[Sequence[int]], settings: Sampling, stops: Sequence[int], in_segments: bool
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
-    # How many states there are, and of what size, depends on these.
+    # The number and size of decode states depend on these.
     kinds: Sampling = {'beam_size': settings.get('beam_size'), 'lookup': settings.get('lookup')}
     kinds['draft_tokens'] = settings.get('draft_tokens')
     limits, max_tokens = self._check_length(length, self.set_sampler(kinds), settings.get('max_tokens'))
@@ -246,13 +246,13 @@ class PromptDecoder:
       max_tokens = decoder.max_decode_steps
       if decoder.goes_back:
         model.check_fits(1, max_tokens)
-      if in_segments:  # The token before a text and what is read of the text, at most all of its tokens but the last.
+      if in_segments:  # What is read: a start token, and at most all tokens of the text but the last.
         tasks = self.set_sampler(settings, stops, min(max_tokens, decoder.max_context or max_tokens))
       return _DecodeCall(tasks, None, max_tokens, decoder.stop_ids, sources=True, most=most)
     self._note_short_context(limits.context, length + max_tokens - 1)
 
     def bucket_of(count: int) -> Bucket:
-      # All but the first segment begin with tokens that follow the prompt.
+      # Segments after the first also read tokens that follow the prompt.
       return Bucket.choose(*((length + count, 1) if in_segments else (length, count)), limits.context)
 
     bucket = bucket_of(max_tokens)
@@ -288,7 +288,7 @@ class PromptDecoder:
     max_tokens: list[int],
     drawn: int,
   ) -> list[list[int]]:
-    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` are those of prompts, or None."""
+    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` has prompt lengths, or is None."""
     decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths), key)
     if statistics is not None:
       statistics.add(decoded)
@@ -311,7 +311,7 @@ class PromptDecoder:
 
 
 def _groups(prompts: Sequence[Sequence[int]], batch_size: int | None) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-  """Yields (number of the first prompt, prompts) of each batch; without a batch size, one batch has all prompts."""
+  """Yields (number of the first prompt, prompts) for each batch; without a batch size, one batch has all prompts."""
   size = batch_size or max(len(prompts), 1)
   for first in range(0, max(len(prompts), 1), size):
     yield first, prompts[first : first + size]

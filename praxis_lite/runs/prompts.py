@@ -1,4 +1,4 @@
-"""Prompts for language models: texts to tokens, tokens to a batch, and the settings of the sampler."""
+"""Prompts of language models: turns texts into tokens and batches, and applies settings of the sampler."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
 from praxis_lite.training.experiment import ExperimentConfig
 
-# Prompts are padded to a multiple of this, so that a `decode` without buckets is compiled for few lengths.
+# Prompts are padded to a multiple of this, so that a `decode` without buckets is compiled for only a few lengths.
 _LENGTH_MULTIPLE = 16
 
 
 def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] | None = None) -> BaseTokenizer | None:
-  """Returns the tokenizer of the first dataset that has one, or else the one that the run keeps; None without either.
+  """Returns the tokenizer of the first dataset that has one, or else the tokenizer that the run keeps, or else None.
 
   Args:
-    config: configs of the run.
+    config: the configs of the run.
     job_log_dir: the directory of the run; None if it has none.
   """
   kept = None if job_log_dir is None else kept_tokenizer(job_log_dir)
@@ -34,12 +34,12 @@ def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] |
     template = getattr(dataset, 'tokenizer_tpl', None)
     if isinstance(template, Config) and getattr(template, 'path', None) is REQUIRED:
       raise ConfigError(f'datasets[{i}].tokenizer_tpl.path: the run has no tokenizer; {HOW_TO_SET_TOKENIZER}')
-    if isinstance(template, Config):  # Avoids reading data, which may be missing.
+    if isinstance(template, Config):  # This does not read the data, which may be missing.
       with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
     try:
       tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
-    except UserError:  # Such as a function that the record of the run does not have.
+    except UserError:  # For example, a function may not have been recorded.
       if kept is None:
         raise
       continue
@@ -56,12 +56,12 @@ def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -
 def chat_prompt(
   tokenizer: BaseTokenizer, message: str | Sequence[Mapping[str, str]], system: str | None = None
 ) -> list[int]:
-  """Returns the tokens of a chat in the tokenizer's chat template, to which a chat model adds its answer.
+  """Returns the tokens of a chat by the tokenizer's chat template; a chat model continues them with its answer.
 
   Args:
-    tokenizer: one with a chat template; otherwise raises UserError.
-    message: the user's message; or the messages so far, each with a `role` and the `content`.
-    system: the system message before it, if any.
+    tokenizer: a tokenizer with a chat template; otherwise raises UserError.
+    message: the user's message; or the messages so far, each with a `role` and a `content`.
+    system: the system message before it; None for none.
   """
   if not isinstance(tokenizer, HfTokenizer):
     raise UserError(f'a chat needs a tokenizer with a chat template, but this run has a {type(tokenizer).__name__}')
@@ -105,18 +105,18 @@ def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_dr
   """Returns a batch of prompts for the program of a bucket.
 
   Args:
-    batch: as returned by `prompt_batch`.
-    bucket: the width to pad prompts to.
+    batch: the result of `prompt_batch`.
+    bucket: has the width to which prompts are padded.
     max_tokens: the largest number of tokens to add to each prompt.
     num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
-    first_row: the number of the first row, on which the random numbers of rows depend.
+    first_row: the number of the first row; the random numbers of each row depend on its number.
   """
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - batch['ids'].shape[1])))
   return batch | {'ids': ids} | rows_of_call(max_tokens, num_drawn, first_row)
 
 
 def rows_of_call(max_tokens: Sequence[int], num_drawn: int, first_row: int) -> Rows:
-  """Returns what a batch says about each row, [B] int32; the arguments are the same as for `fit_to_bucket`."""
+  """Returns `max_tokens`, `num_drawn` and `row` for each row of a batch, [B] int32 each; see `fit_to_bucket`."""
   count = len(max_tokens)
   per_row = {
     'max_tokens': np.array(max_tokens),
@@ -127,25 +127,26 @@ def rows_of_call(max_tokens: Sequence[int], num_drawn: int, first_row: int) -> R
 
 
 def beginnings(texts: Sequence[Sequence[int]], most: int) -> Rows:
-  """Returns the beginnings of the texts of sources, of up to `most` tokens, for `EncoderDecoderModel.decode`."""
+  """Returns the texts of sources so far, of up to `most` tokens, as `EncoderDecoderModel.decode` takes them."""
   width = -(-most // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
   padded = np.array([[*text, *[0] * (width - len(text))] for text in texts], np.int32)
   return {'target_ids': padded, 'target_lengths': np.array([len(text) for text in texts], np.int32)}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
-  """Raises DataError if a batch has ids outside of a language model's vocabulary: devices report no such error.
+  """Raises DataError if a batch has ids outside of a language model's vocabulary, which devices do not report.
 
   Args:
-    rows: a batch with `ids` [B, T] and `weights`, and `prompt_lengths`, [B] or [B, S], if they are prompts. Padding may
-      be any negative id, and padding of prompts any id at all.
+    rows: a batch of B rows and T tokens, with `ids` [B, T] and `weights`; if they are prompts, also `prompt_lengths`,
+      [B], or [B, S] with S prompts packed in a row. Padding may have any negative id, and the padding of prompts any
+      id.
     vocab_size: V; None if it is unknown, and nothing is checked.
   """
   if vocab_size is None or not isinstance(ids_BT := rows.get('ids'), np.ndarray) or ids_BT.ndim != 2:
     return
   is_bad_BT = (ids_BT < 0) | (ids_BT >= vocab_size)
   if (lengths_B := rows.get('prompt_lengths')) is not None:
-    lengths_BS = lengths_B.reshape(len(lengths_B), -1)  # Of one prompt, or of those that are packed.
+    lengths_BS = lengths_B.reshape(len(lengths_B), -1)  # S = 1 without packing.
     prompt_length = ids_BT.shape[1] // lengths_BS.shape[1]
     is_bad_BT &= np.arange(ids_BT.shape[1]) % prompt_length < np.repeat(lengths_BS, prompt_length, axis=1)
   else:
@@ -161,11 +162,11 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
 
 
 def check_adapters(rows: Rows, names: Sequence[str]) -> None:
-  """Raises DataError if a batch has numbers of adapters that the model does not have: devices report no such error.
+  """Raises DataError if a batch has numbers of adapters that the model does not have, which devices do not report.
 
   Args:
-    rows: a batch, perhaps with `adapters`.
-    names: the names of the adapters; none if the model does not have several, and nothing is checked.
+    rows: a batch, which may have `adapters`, the number of each row's adapter.
+    names: the names of the adapters; if empty, nothing is checked.
   """
   numbers = rows.get('adapters')
   if not names or not isinstance(numbers, np.ndarray):
@@ -179,13 +180,13 @@ def check_adapters(rows: Rows, names: Sequence[str]) -> None:
 
 
 class Sampling(TypedDict, total=False):
-  """Settings of how a language model decodes, under the names of its decoder; None keeps the value of the config.
+  """Settings for decoding with a language model, by the names of its decoder's fields; None keeps the config's value.
 
   Attributes:
     max_tokens, min_tokens: `max_decode_steps` and `min_decode_steps`.
-    beam_size: also makes a `BeamSearch` of a `Sampler`, with the same values of the fields that both have.
-    lookup, draft_tokens: also make a `SpeculativeSampler` of a `Sampler`.
-    others: the fields of these names.
+    beam_size: also replaces a `Sampler` by a `BeamSearch`, which keeps the values of the fields that both have.
+    lookup, draft_tokens: also replace a `Sampler` by a `SpeculativeSampler`.
+    others: the decoder's fields of these names.
   """
 
   max_tokens: int | None
@@ -210,13 +211,13 @@ class Sampling(TypedDict, total=False):
 
 
 _OF_SPECULATION = ('lookup', 'draft_tokens')
-# Settings that no `Sampler` has.
+# Settings that a `Sampler` does not have.
 OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty', 'early_stopping')
-_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Those with another name there.
+_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Fields with another name.
 
 
 def check_decodes(task: Config) -> None:
-  """Raises a ConfigError if the model of a task cannot continue a prompt, as an encoder cannot."""
+  """Raises ConfigError if the model of a task, such as an encoder, cannot continue a prompt."""
   if not hasattr(task.model, 'decoder_tpl'):
     raise ConfigError(
       'a prompt needs a language model; the model of this experiment has no decoder_tpl: it is a '
@@ -227,16 +228,16 @@ def check_decodes(task: Config) -> None:
 def task_with_sampler(
   task: Config, stop_ids: Sequence[int] = (), max_context: int | None = None, **settings: Unpack[Sampling]
 ) -> Config:
-  """Returns a copy of the config of a task, with settings of the sampler of its model.
+  """Returns a copy of the config of a task, with other settings for decoding.
 
   Args:
-    task: config of the task of a language model.
+    task: the config of the task of a language model.
     stop_ids: tokens that end a continuation, in addition to the `stop_ids` of the config.
     max_context: `max_context` of the `Sampler`; None keeps the value of the config.
     **settings: see `Sampling`.
 
   Raises:
-    ConfigError: the model has no sampler, or settings of sampling, of speculation and of beam search are mixed.
+    ConfigError: the model has no sampler, or settings of sampling, speculation and beam search are mixed.
   """
   check_decodes(task)
   task = task.clone()
@@ -251,7 +252,7 @@ def task_with_sampler(
   elif speculates and not is_decoder(task, SpeculativeSampler):
     decoder = task.model.decoder_tpl = to_decoder(SpeculativeSampler, decoder, Sampler)
   if settings.get('lookup') is not None:
-    decoder.own_heads = False  # Earlier tokens guess instead.
+    decoder.own_heads = False  # Guesses come from earlier tokens instead.
   fields = field_names(decoder)
   for name, value in {**settings, 'max_context': max_context}.items():
     if value is None:
@@ -267,25 +268,25 @@ def task_with_sampler(
 
 
 def is_beam_search(task: Config) -> bool:
-  """Whether the model of a task is decoded by beam search."""
+  """Whether the model of a task decodes by beam search."""
   return is_decoder(task, BeamSearch)
 
 
 def is_decoder(task: Config, kind: type[Decoder]) -> bool:
-  """Whether the model of a task is decoded by a decoder of this class."""
+  """Whether the decoder of a task's model is of this class."""
   decoder = getattr(task.model, 'decoder_tpl', None)
   cls = target(decoder) if isinstance(decoder, Config) else None
   return isinstance(cls, type) and issubclass(cls, kind)
 
 
 def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Config:
-  """Returns a config of `cls` with the values of the fields of `common` that `decoder` has."""
+  """Returns a config of `cls` with `decoder`'s values of the fields of the class `common`."""
   names = field_names(Config(common)) or ()
   return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
 
 
 def stop_ids(tokenizer: BaseTokenizer | None, stops: Sequence[str], name: str = 'stop') -> list[int]:
-  """Returns the stop texts that are one token, as tokens; raises UserError if a stop text cannot be found in a text."""
+  """Returns the tokens of stop texts that are a single token; raises UserError for a stop text that cannot occur."""
   check_stops(stops, name)
   if tokenizer is None and stops:
     raise UserError(f'{name}={stops[0]!r} needs a dataset with a tokenizer, but there is none')

@@ -1,6 +1,6 @@
-"""quantize_run: makes a run whose weights are in few bits from a checkpoint of another run, in little memory.
+"""quantize_run: stores the weights of a run in few bits, in a new run; streams them, so it needs little memory.
 
-checkpoint -> all inputs of some outputs of a layer -> integers and scales -> checkpoint
+checkpoint -> weights of some outputs of a layer, with all inputs -> integers and scales -> checkpoint
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ def quantize_run(
   step: Step = None,
   calibration: Calibration | None = None,
 ) -> list[str]:
-  """Makes a run directory with the variables of a run, some of its weights in few bits; returns lines about it.
+  """Makes a run directory with the variables of another run, some weights of which are in few bits; returns lines about
+  it.
 
-  The new run can be evaluated, decoded, exported, and fine-tuned by adapters; its optimizer starts anew.
+  The new run can be evaluated, decoded, exported, and fine-tuned with adapters; its optimizer starts afresh.
 
   Args:
-    config: configs of the run.
+    config: the configs of the run.
     job_log_dir: its directory.
     out: the directory of the new run, which has no checkpoint yet.
-    *rules: which weights, and how: configs such as `Config(QuantizedWeights, format='int4', group_size=64)`; none: as
-      the weights were rounded in training.
-    step: step of the checkpoint; None uses the newest.
-    calibration: how the weights are chosen by data; None rounds them to nearest.
+    *rules: configs that say which weights are stored and how, such as `Config(QuantizedWeights, format='int4',
+      group_size=64)`. Without rules, weights are stored as they were rounded in training.
+    step: the step of the checkpoint; None uses the newest.
+    calibration: how the values are chosen by data; None rounds to nearest.
 
   Raises:
-    UserError: a rule is not valid, the run has rules already, its checkpoint does not exist or has NaN, or `out`
-      is not usable.
+    UserError: a rule is not valid, the run already has rules, its checkpoint does not exist or has NaN, or `out` cannot
+      be used.
   """
   quantized = dataclasses.replace(config, task=config.task.clone())
   given, rules = rules, rules or _rules_of_training(config.task.model)
@@ -106,7 +107,7 @@ def quantize_run(
 
 
 def _rule_of_method(rule: Config, method: str) -> Config:
-  """Returns the rule of weights that a method of calibration chooses; raises ConfigError if it does not fit."""
+  """Returns a rule adapted to a method of calibration; raises ConfigError if they do not fit together."""
   if rule.format == 'float' or (method == 'gptq' and rule.kept is not None):
     raise ConfigError(f'method: {method} does not know which weights are kept; round to nearest, or keep all')
   if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format != 'nf4'):
@@ -118,7 +119,7 @@ def _rule_of_method(rule: Config, method: str) -> Config:
 
 
 def _rules_of_training(model: Config) -> tuple[Config, ...]:
-  """Returns rules that store weights as they are rounded in training; raises ConfigError if there are none."""
+  """Returns rules that store weights as they were rounded in training; raises ConfigError if they were not rounded."""
   rules = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized)
   if not rules or not all(rule.trained for rule in rules):
     raise ConfigError(
@@ -131,7 +132,7 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
 
 
 def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:
-  """Returns the moving averages that the learner of a task keeps, as if they began now; None if it keeps none."""
+  """Returns the initial moving averages of a task's learner for these variables; None if it keeps none."""
   shapes = jax.tree.map(lambda weight: weight.as_struct(), task.model.abstract_init())
   averages = jax.eval_shape(task.bind_learner().init_ema, shapes)
   return None if averages is None else select(variables, leaves(averages).__contains__)

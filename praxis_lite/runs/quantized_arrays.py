@@ -1,4 +1,4 @@
-"""Weights in few bits that are computed when they are read, and plain weights that are computed from them."""
+"""Lazy arrays: weights in few bits, and plain weights computed from them, that are computed when they are read."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from praxis_lite.runs.calibration import CalibratedWeight
 def quantize_streamed(
   model: BaseModel, streamed: NestedDict, calibrated: Mapping[Path, CalibratedWeight] | None = None
 ) -> NestedDict:
-  """Returns the variables of a model with weights in few bits, which are computed when they are read.
+  """Returns the variables of a model with weights in few bits, as arrays that are computed when they are read.
 
   Args:
-    model: the built model with weights in few bits.
+    model: the instantiated model with weights in few bits.
     streamed: the variables of the model with plain weights.
-    calibrated: weights that are chosen by data, by path; others are rounded to nearest.
+    calibrated: the weights whose values are chosen by data, by path; others are rounded to nearest.
   """
   variables = leaves(streamed)
   for layer in model.descendants():
     for name, stored in layer._stored.items():
       path = layer.path[len(model.path) :]
-      if isinstance(stored, RoundedWeight):  # It is trained further, so only its zeros are stored.
+      if isinstance(stored, RoundedWeight):  # It will be trained further, so it is only pruned.
         variables[*path, name] = _Pruned({name: variables[*path, name]}, stored)
         continue
       assert isinstance(stored, QuantizedWeight)
@@ -46,10 +46,10 @@ def quantize_streamed(
 
 
 def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
-  """Returns the variables of the model with plain weights, which are computed when they are read.
+  """Returns the variables of the model with plain weights, as arrays that are computed when they are read.
 
   Args:
-    model: the built model with weights in few bits, or with weights that are rounded where they are used.
+    model: the instantiated model with weights in few bits, or with weights that are rounded where they are used.
     streamed: its variables.
   """
   variables = leaves(streamed)
@@ -63,13 +63,13 @@ def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
 
 
 def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedDict]:
-  """Returns what the variables of weights in few bits say for each entry of these weights, in trees of `SpreadPart`.
+  """Returns the integer, scale and zero point of each entry of weights in few bits, in trees of `SpreadPart`.
 
-  The trees are 'integers', from -2^(b-1) on for b bits, 'scale' and, if there are weights that are not symmetric,
-  'zero', which is counted like the integers.
+  The trees are 'integers', which begin at -2^(b-1) for b bits; 'scale'; and 'zero', in the same range as the integers,
+  if some weights have zero points.
 
   Args:
-    model: the built model with weights in few bits.
+    model: the instantiated model with weights in few bits.
     streamed: its variables.
   """
   variables = leaves(streamed)
@@ -95,15 +95,15 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part(StreamedArray):
-  """One of the variables that hold a weight in few bits.
+  """One of the variables that store a weight in few bits.
 
   Attributes:
     weight: the weight [*stack, *I, *O].
-    stored: how it is stored.
+    stored: the format in which the weight is stored.
     part: the name of this variable.
     where: the name of the weight in messages.
-    choice: how it is chosen by data; None rounds to nearest.
-    scales: the scales of inputs of each layer of the stack and each expert that was read, which all parts share.
+    choice: chooses the values by data; None rounds to nearest.
+    scales: a cache, shared by all parts, of the input scales of each layer of the stack and each expert read so far.
   """
 
   weight: StreamedArray
@@ -123,7 +123,7 @@ class _Part(StreamedArray):
     return self.stored.parts[self.part].as_struct().dtype
 
   def read(self, box: Box) -> np.ndarray:
-    """Returns a part; raises CheckpointError if the weight has NaN or infinities there."""
+    """Returns a box of the variable; raises CheckpointError if the weight has NaN or infinities there."""
     first, last = self._inputs
     w = self._read_finite(self._inputs_whole(box))
     if self.choice is None:
@@ -140,7 +140,7 @@ class _Part(StreamedArray):
     return w
 
   def _choose(self, w: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """Returns this part for one weight of a stack and of experts, or for some of its outputs, [*J, I, *O]."""
+    """Returns this part of one weight in a stack or among experts, or of some of its outputs, [*J, I, *O]."""
     assert self.choice is not None
     scale: jax.Array = jnp.ones(())
     if self.stored.has_input_scale:
@@ -153,7 +153,7 @@ class _Part(StreamedArray):
     return np.asarray(self.stored.name_parts(parts, scale)[self.part])
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns a shape of parts with all inputs of one layer, and as many outputs as `part_bytes` allow."""
+    """Returns a shape to read: all inputs of one layer, and as many outputs as `part_bytes` allow."""
     first, last = self._inputs
     shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
     return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.weight.shape[first:last])))
@@ -169,11 +169,11 @@ class _Part(StreamedArray):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OfParts(StreamedArray):
-  """An array of the shape of a weight that is computed from the variables that hold it.
+  """An array of the shape of a weight, computed from the variables that store the weight.
 
   Attributes:
-    parts: these variables, by name.
-    stored: how they hold it.
+    parts: the variables, by name.
+    stored: the format in which they store the weight.
   """
 
   parts: Mapping[str, StreamedArray]
@@ -181,7 +181,7 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns entries for parts with all inputs."""
+    """Returns entries of the array, from parts that contain all inputs."""
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -205,7 +205,7 @@ class _OfParts(StreamedArray):
 
 
 class _Plain(_OfParts):
-  """The weight itself."""
+  """The plain weight."""
 
   @property
   def dtype(self) -> np.dtype:  # type: ignore[override]
@@ -216,7 +216,7 @@ class _Plain(_OfParts):
 
 
 class _Pruned(_OfParts):
-  """The weight itself, with zeros in place of the entries that are not kept."""
+  """The plain weight with zeros for the entries that are not kept."""
 
   @property
   def dtype(self) -> np.dtype:  # type: ignore[override]
@@ -228,7 +228,7 @@ class _Pruned(_OfParts):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpreadPart(_OfParts):
-  """For each entry of a weight its integer, its scale, or its zero point; see `spread_streamed`.
+  """The integer, the scale, or the zero point of each entry of a weight; see `spread_streamed`.
 
   Attributes:
     kind: 'integers', 'scale' or 'zero'.
@@ -246,13 +246,13 @@ class SpreadPart(_OfParts):
 
 
 def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
-  """Returns the first dimension of the inputs of a weight of this rank, and that after their last one."""
+  """Returns the range of the input dimensions of a weight of this rank: the first one, and the one after the last."""
   last = rank - form.num_outputs
   return last - form.num_inputs, last
 
 
 def _outputs_within(shape: list[int], sizes: Sequence[int], first: int, most: int) -> tuple[int, ...]:
-  """Returns a shape with as many entries of the last dimensions, from `first` on, as `most` allows."""
+  """Returns `shape` with the dimensions from `first` on as large as `sizes` and a total of `most` entries allow."""
   for axis in reversed(range(first, len(sizes))):
     shape[axis] = max(1, min(sizes[axis], most))
     most //= shape[axis]

@@ -1,5 +1,8 @@
-"""Repeats steps of a run: one operation by operation, to find the layer that first computes a value that is not finite;
-or those between two checkpoints, to see whether they give the same bits again."""
+"""Repeats steps of a run.
+
+`replay` runs one step operation by operation, and finds the layer that first computes a value that is not finite.
+`compare_with_checkpoint` repeats the steps between two checkpoints, to check that they give the same bits again.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ _SHOWN = 5
 def trace_on_one_device(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> Trace:
-  """Computes the loss and the gradients of a step on one device, operation by operation.
+  """Computes the loss and the gradients of a step on one device, one operation at a time.
 
   Args:
     partitioned: the task on its mesh.
     state, prng_key, batch: the arguments of the step, which are not donated.
 
   Raises:
-    ConfigError: there are several hosts, so that one device cannot receive all arrays.
+    ConfigError: there are several hosts, so one device cannot receive all arrays.
   """
   if jax.process_count() > 1:
     raise ConfigError('a step can be traced on one host only; run `praxis-lite replay` on one host')
@@ -66,8 +69,8 @@ def check_finite(
   """Raises NonFiniteError for a step that was not finite; its message names the layer.
 
   Args:
-    before: number of steps taken before that step.
-    state: the state after that step; the learner has changed only the step number in it.
+    before: the number of steps taken before this step.
+    state: the state after this step, in which the learner has changed only the step number.
   """
   step = jax.device_put(np.asarray(before, np.int32), state.step.sharding)
   try:
@@ -80,10 +83,10 @@ def check_finite(
 
 
 class _Replay(NamedTuple):
-  """A run at the step before the one to repeat.
+  """A run just before the step to repeat.
 
   Attributes:
-    partitioned: the task on its mesh, for batches of the size of this step's.
+    partitioned: the task on its mesh, for batches of this step's size.
     state: the state before the step.
     prng_key, batch: the other arguments of the step.
     checkpoint: the step of the checkpoint from which the run was repeated; None if it was repeated from its start.
@@ -101,7 +104,7 @@ def replay(
 ) -> Trace:
   """Runs a step of a run again and prints what each layer computes; nothing in the directory is changed.
 
-  It restores the checkpoint before the step, and reads the same batches as the run did.
+  It restores the last checkpoint before the step, and reads the same batches as the run did.
 
   Raises:
     UserError: the step cannot be reached: there is no checkpoint before it, and the run did not begin from its seed.
@@ -128,16 +131,16 @@ def replay_taps(
   tap: Sequence[str] | str,
   line: Callable[[str], object] = print,
 ) -> dict[str, np.ndarray]:
-  """Runs a step of a run again on its mesh, and prints and returns statistics of values in it, by path.
+  """Runs a step of a run again on its mesh; prints and returns statistics of values in it, by path.
 
   Args:
-    config, job_log_dir, step, seed, line: as for `replay`.
-    tap: the statistics, as in 'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`. Histograms are
-      numbers of values in the bins of `common/statistics.py`.
+    config, job_log_dir, step, seed, line: see `replay`.
+    tap: the statistics, such as 'lm.transformer.*.attention:rms,max'; see `praxis_lite.training.taps`. Histograms are
+      counts of values in the bins of `common/statistics.py`.
 
   Raises:
-    ConfigError: a tap has another form, or matches nothing.
-    UserError: the step cannot be reached, as for `replay`.
+    ConfigError: a tap is not valid, or matches nothing.
+    UserError: the step cannot be reached, see `replay`.
   """
   partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line, tap=tap)
   assert partitioned.taps is not None
@@ -153,7 +156,7 @@ def replay_taps(
 
 
 def _describe_bins(counts: np.ndarray) -> str:
-  """Returns the bins of a histogram that have values: the largest value of each, and how many there are."""
+  """Returns, as text, the upper edges and the counts of the bins of a histogram that are not empty."""
   edges = np.where(np.arange(counts.size) == counts.size // 2, 0, bin_edges())
   return ', '.join(f'to {edges[i]:.4g}: {counts[i]:.0f}' for i in np.flatnonzero(counts))
 
@@ -166,7 +169,7 @@ def compare_with_checkpoint(
   line: Callable[[str], object] = print,
   devices: Sequence[jax.Device] | None = None,
 ) -> list[str]:
-  """Repeats the steps from one checkpoint to the next, and compares the result with the latter bit by bit.
+  """Repeats the steps from one checkpoint to the next, and compares the result with the later one bit by bit.
 
   A difference means that a device gave wrong values, now or when the run took these steps.
 
@@ -174,13 +177,13 @@ def compare_with_checkpoint(
     config, job_log_dir, seed: the run; nothing in it is changed.
     step: the step of the later checkpoint.
     line: prints a line.
-    devices: the devices to repeat the steps on; None means those that come first.
+    devices: the devices on which to repeat the steps; None uses the first ones.
 
   Returns:
     a line for each part of an array that differs.
 
   Raises:
-    UserError: there is no checkpoint of this step; or the step cannot be reached, as for `replay`.
+    UserError: there is no checkpoint of this step; or the step cannot be reached, see `replay`.
   """
   directory = user_path(job_log_dir).absolute()
   if step not in saved_steps(directory):
@@ -209,7 +212,7 @@ def _repeat_until(
   devices: Sequence[jax.Device] | None = None,
   tap: Sequence[str] | str = (),
 ) -> _Replay:
-  """Restores the checkpoint before a step, and takes the steps between, without taps."""
+  """Restores the last checkpoint before a step, and takes the steps up to this step, without taps."""
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
@@ -222,7 +225,7 @@ def _repeat_until(
   tasks = TaskOnMesh(task, mesh, taps=step_taps(task, tap) if tap else None)
   steps, partitioned = tasks.taking_sizes_of(train_input), tasks.taking(train_input)
   if tap:
-    partitioned.train_step.trace()  # Finds out what the taps do not match.
+    partitioned.train_step.trace()  # Raises an error if a tap matches nothing.
   answers = tasks.answering(train_input, keys.evaluate, partitioned.train_step)
 
   troubles = [trouble for trouble in read_troubles(directory) if trouble.action != 'repeat']
@@ -263,10 +266,9 @@ def _repeat_until(
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
-  """Raises UserError if the files of a run show that it has not taken a step.
+  """Raises UserError if, by its files, a run has not taken step `step`.
 
-  The last step of a run that was interrupted may be missing from its files, so steps up to `log_interval_steps` after
-  them are allowed.
+  The files of an interrupted run may lack its last steps, so up to `log_interval_steps` later steps are allowed.
   """
   taken = [beat.step for beat in read_heartbeats(directory)] + [trouble.last for trouble in read_troubles(directory)]
   reached, train = max([read_run(directory).step, *taken]), config.task.train

@@ -1,13 +1,13 @@
-"""Checksums of replicas: each device adds up the bits of its part of each array, and devices with equal parts compare.
+"""Checksums of replicas: each device sums the bits of its part of each array, and devices with equal parts compare.
 
-Letters: D devices in the order of the mesh, A arrays of the state.
+Shapes: D devices in the order of the mesh, A arrays of the state.
 
     sum of a part     sum over i of mix(word_i + odd * i), modulo 2^32, where word_i holds the bits of number i
-    table_DA          one row for each device; where the mesh does not split an array, columns must agree
+    table_DA          one row for each device; rows of devices with replicas of the same part must agree in a column
 
 `mix` is a bijection of words, so a change of a single number is always found. It spreads each bit over the whole word,
-so that several changes, such as flips of the same bit in two numbers, or other signs of all, cancel with a probability
-of about 2^-32. An array has replicas unless all mesh axes with more than one device split it.
+so several changes, such as flips of the same bit in two numbers, or of the signs of all numbers, cancel only with a
+probability of about 2^-32. An array has replicas unless all mesh axes with more than one device split it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from praxis_lite.sharding.layout import StateLayout, is_prng_key
 from praxis_lite.sharding.specs import all_axes
 from praxis_lite.training.state import TrainState
 
-_ODD = 0x9E3779B1  # Words that are equal get different sums in different places.
+_ODD = 0x9E3779B1  # Equal words add different terms at different positions.
 
 
 class ReplicaDifference(NamedTuple):
-  """Replicas of one part of an array that are not equal; devices are numbered in the order of the mesh.
+  """A difference between replicas of one part of an array; devices are numbered in the order of the mesh.
 
   Attributes:
-    path: the array.
+    path: the path of the array.
     replicas: the devices that hold this part.
-    odd: those whose checksum differs from that of more than half of the replicas; () if no value has such a majority.
+    odd: the devices that disagree with the checksum of more than half of the replicas; () without such a majority.
   """
 
   path: Path
@@ -57,8 +57,8 @@ class ReplicaSums:
     layout: the layout of the state on its mesh.
 
   Attributes:
-    replicated: how many replicas the parts of each array have, by path.
-    part_bytes: the bytes of a part of each array, by path: one call reads them once on each device.
+    replicated: the number of replicas of each part of an array, by the array's path.
+    part_bytes: the bytes of a part of each array, by path; a call reads them once on each device.
   """
 
   def __init__(self, layout: StateLayout):
@@ -83,7 +83,7 @@ class ReplicaSums:
     return self._program(state)
 
   def compare(self, table_DA: np.ndarray) -> list[ReplicaDifference]:
-    """Returns the parts whose replicas differ, in the order of the arrays."""
+    """Returns the differences between replicas in a table of checksums, in the order of the arrays."""
     sizes = tuple(self._mesh.shape.values())
     numbers = np.arange(self._mesh.size).reshape(sizes)
     found = []
@@ -103,10 +103,10 @@ class ReplicaSums:
 
 
 def find_suspects(differences: Iterable[ReplicaDifference]) -> Suspects:
-  """Returns the devices that a majority has outvoted most often; without a majority, all devices that differ.
+  """Returns the devices that majorities have outvoted most often; without any majority, all devices that differ.
 
-  A wrong value spreads: it enters the gradients, and other arrays on other devices. The device where it began differs
-  in at least as many arrays as each of them.
+  A wrong value spreads through the gradients to other arrays and devices. The device where it began differs in at least
+  as many arrays as any other device.
   """
   differences = list(differences)
   votes = Counter(device for difference in differences for device in difference.odd)
@@ -131,14 +131,14 @@ def _sum_bits(x: jax.Array) -> jax.Array:
   """Returns the checksum of an array, a uint32 scalar."""
   words = _words(x)
   position, stride = jnp.uint32(0), 1
-  for dim in reversed(range(words.ndim)):  # Computed where it is used: a flattened array might be copied.
+  for dim in reversed(range(words.ndim)):  # Computed here, because flattening the array might copy it.
     position += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
     stride *= words.shape[dim]
   return jnp.sum(_mix(words + position * jnp.uint32(_ODD)), dtype=jnp.uint32)
 
 
 def _mix(words: jax.Array) -> jax.Array:
-  """Returns other words, one for each uint32: the last steps of MurmurHash3, a bijection."""
+  """Returns a hash of each uint32 word by the last steps of MurmurHash3, which are a bijection."""
   for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
     words = (words ^ (words >> shift)) * jnp.uint32(factor)
   return words ^ (words >> 16)

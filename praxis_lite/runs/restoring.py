@@ -26,10 +26,10 @@ class RestoreOptions(TypedDict, total=False):
   """Which checkpoint is restored, and where.
 
   Attributes:
-    step: step of the checkpoint, or 'best'; None uses the newest.
+    step: the step of the checkpoint, or 'best'; None uses the newest.
     devices: the devices to build the mesh of the task from; None means all devices.
-    seed: for models that draw random numbers while they predict or evaluate.
-    on_damage: 'previous' uses the checkpoint before if the newest is damaged, and says so on stderr; 'fail' raises.
+    seed: the seed for models that draw random numbers in predictions or evaluations.
+    on_damage: 'previous' uses the previous checkpoint if the newest is damaged, and says so on stderr; 'fail' raises.
   """
 
   step: Step
@@ -55,11 +55,12 @@ def restore_model(
   """Restores a checkpoint of a run on a mesh.
 
   Args:
-    config: configs of the task and its datasets.
+    config: the configs of the task and its datasets.
     job_log_dir: the directory of the run.
     step, devices, seed, on_damage: see `RestoreOptions`.
-    create_mesh: returns the mesh for the task; None uses the task's own, of `devices`.
-    use_ema: whether to use the moving averages, if the learner keeps them; or the section of the task that decides it.
+    create_mesh: returns the mesh for a task; None creates the task's own mesh from `devices`.
+    use_ema: whether to use the moving averages if the learner keeps them; or the name of the section of the task that
+      says so.
     tap: statistics of activations that evaluations report; see `praxis_lite.training.taps`.
     check: called with the model before anything is restored.
     meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned
@@ -70,7 +71,7 @@ def restore_model(
   """
   checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
   try:
-    checkpointer.existing_step(step)  # Reports mistakes before slow work.
+    checkpointer.existing_step(step)  # Raises errors before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
     tasks = TaskOnMesh.make_for_inference(task, mesh, step_taps(task, tap, trains=False) if tap else None)

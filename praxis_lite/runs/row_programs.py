@@ -2,13 +2,13 @@
 
     start     the state of rows without tokens
     read      a chunk of a prompt into one row
-    copy      one row to another, which then has the same first tokens
-    keep      one row to a place of the store of rows, which no call extends, and fetch back
+    copy      one row to another, which then begins with the same tokens
+    keep      a copy of a row in a slot of the store, where rows are never extended; fetch copies it back
     extend    a few tokens in all rows
 
-Each is compiled once, whatever the requests are. The state stays on the devices.
+Each is compiled once for all requests. The state stays on the devices.
 
-B rows, S slots of a row, C tokens of a prompt that are read at once.
+Shapes: B rows, S cache slots in a row, C tokens of a prompt read at once.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RowPrograms:
 
   Args:
     tasks: the task of a `LanguageModel` on its mesh.
-    stored_variables: its variables as they are stored on the mesh, padded.
-    global_step: step of the checkpoint, on the mesh.
+    stored_variables: the variables as stored on the mesh, padded.
+    global_step: the step of the checkpoint, on the mesh.
     num_rows, num_slots: B and S.
     chunk: C.
     num_tokens: how many tokens `extend` adds to each row.
     num_kept: how many rows the store has; 0 for no store.
-    num_top: how many of the most probable tokens `extend` reports beside each new one.
+    num_top: how many of the most probable tokens `extend` reports for each new token.
   """
 
   def __init__(
@@ -84,7 +84,7 @@ class RowPrograms:
     return of_rows + of_rows * self._num_kept // self._num_rows
 
   def start(self) -> _State:
-    """Returns the state of rows without tokens."""
+    """Returns the state of empty rows."""
     state: _State = self._make_program(self._start, ())(self._variables)
     return state
 
@@ -95,8 +95,8 @@ class RowPrograms:
       state: the state, which is donated.
       row: the row.
       ids: the tokens.
-      start: the position of the first of them.
-      length: the number of tokens of the prompt.
+      start: the position of the first of these tokens.
+      length: the number of tokens in the whole prompt.
       adapter: see `LanguageModel.read_rows`.
     """
     padded = np.zeros((1, self.chunk), np.int32)
@@ -111,7 +111,7 @@ class RowPrograms:
     return after
 
   def start_store(self) -> _State:
-    """Returns a store without rows."""
+    """Returns an empty store."""
 
     def zeros(axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
       shape = x.shape if axis == NO_ROWS else (*x.shape[:axis], self._num_kept, *x.shape[axis + 1 :])
@@ -125,12 +125,12 @@ class RowPrograms:
     return store
 
   def keep(self, state: _State, store: _State, row: int, place: int) -> _State:
-    """Returns the store with a row of the state at a place."""
+    """Returns the store with a row of the state copied into a slot."""
     after: _State = self._keep(store, state, np.int32(row), np.int32(place))
     return after
 
   def fetch(self, state: _State, store: _State, place: int, row: int) -> _State:
-    """Copies the row at a place of the store into a row of the state, and returns the state."""
+    """Copies the row in a slot of the store into a row of the state; returns the state."""
     after: _State = self._fetch(state, store, np.int32(place), np.int32(row))
     return after
 
@@ -140,11 +140,11 @@ class RowPrograms:
     return state, jax.tree.map(np.asarray, new)
 
   def draw_key(self, key: jax.Array) -> np.ndarray:
-    """Returns the data of the key with which a row draws, given the key of a call of `decode`."""
+    """Returns the key data with which a row draws random numbers, given the key of a call of `decode`."""
     return np.asarray(self._draw_key(key, self._global_step))
 
   def draw_key_of_seed(self, seed: int) -> np.ndarray:
-    """Returns the data of the key with which `decode` draws with this seed; compiles nothing for a seed."""
+    """Returns the key data with which `decode` draws with this seed, without a compilation for each seed."""
     own = jax.device_put(jax.random.key(seed), self._whole)
     return self.draw_key(self._evaluation_key(own))
 
@@ -187,7 +187,7 @@ class RowPrograms:
 
   @functools.cached_property
   def _shardings(self) -> _State:
-    """How the state is stored between calls: split as XLA chooses, but not along dimensions that would need padding."""
+    """The shardings of the state between calls: XLA's choice, except along dimensions that would need padding."""
     compiled = jax.jit(bind_mesh(self._start, self._tasks.mesh)).lower(self._variables).compile()
 
     def to_even(x: jax.ShapeDtypeStruct, sharding: Any) -> NamedSharding:
@@ -201,7 +201,7 @@ class RowPrograms:
     return shardings
 
   def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
-    """Returns a program whose result is the state, and `others`."""
+    """Returns a program that returns the state, and results with the shardings `others`."""
     outputs = (self._shardings, *others) if others else self._shardings
     return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
 
@@ -232,7 +232,7 @@ class RowPrograms:
     return self._make_program(self._move_row, (0,))
 
   def _move_row(self, to: _State, source: _State, number: jax.Array, row: jax.Array) -> _State:
-    """Returns `to` with row `number` of `source` as its row `row`."""
+    """Returns `to` with its row `row` replaced by row `number` of `source`."""
 
     def move(x: jax.Array, axis: int, other: jax.Array) -> jax.Array:
       own = jax.lax.dynamic_slice_in_dim(other, number, 1, axis)
@@ -242,7 +242,7 @@ class RowPrograms:
 
   @property
   def _store_shardings(self) -> _State:
-    """How the store is split: like the state, but rows, which need not divide evenly, are not."""
+    """The shardings of the store: like the state's, but rows, which may not divide evenly, are not split."""
 
     def leave_rows_whole(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
       entries = complete_spec(sharding.spec, x.ndim)
@@ -262,7 +262,7 @@ class RowPrograms:
     return self._make_program(extend, (1,), self._whole)
 
   def _map_rows(self, change: Callable[..., jax.Array], state: _State, *others: _State) -> _State:
-    """Changes the arrays of the state that have rows, by a function of an array and its dimension of rows."""
+    """Changes the arrays of the state that have rows by a function of (array, its dimension of rows, other arrays)."""
 
     def change_rows(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
       return x if axis == NO_ROWS else change(x, axis, *others)
@@ -271,7 +271,7 @@ class RowPrograms:
 
 
 def empty_settings(num_rows: int, key_data: np.ndarray) -> RowSettings:
-  """Returns the settings, NumPy arrays, of rows that are nobody's; `key_data` is of any key."""
+  """Returns the settings of rows without requests, as NumPy arrays; `key_data` is the data of any key."""
   zeros = np.zeros(num_rows, np.int32)
   keys = np.zeros((num_rows, *key_data.shape), key_data.dtype)
   top_ps = np.full(num_rows, NO_TOP_P, np.float32)

@@ -1,7 +1,7 @@
-"""RowSlots: which row of a batcher a request gets, and what of its prompt is known there already.
+"""RowSlots: chooses the row of a batcher that a request gets, and the row whose prefix it can copy.
 
-A row keeps what its last request has left in the caches until another request takes it. A prompt that begins like the
-tokens of any row, busy or free, takes over that beginning, and only the rest is read.
+After a request has ended, its row keeps the caches until another request takes the row. If a prompt has a common prefix
+with any row, busy or free, the caches of the prefix are copied, and only the rest of the prompt is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from praxis_lite.runs.prefix_store import count_common
 
-LEAST_SHARED = 8  # Copying a row costs more than reading a few tokens.
+LEAST_SHARED = 8  # Shorter prefixes are not copied, because reading a few tokens is faster.
 
 
 @dataclasses.dataclass
@@ -20,9 +20,9 @@ class _Row:
   """A row of the state.
 
   Attributes:
-    ids: the tokens that its caches hold, beginning with the first of a prompt.
-    is_free: whether no request has it.
-    last_used: larger for rows that were released later.
+    ids: the tokens in its caches, from the first token of a prompt on.
+    is_free: whether no request uses it.
+    last_used: a counter value, larger for rows that were released later.
   """
 
   ids: list[int] = dataclasses.field(default_factory=list)
@@ -34,9 +34,9 @@ class TakenRow(NamedTuple):
   """The row of a request.
 
   Attributes:
-    row: its number.
-    source: the row whose first tokens it takes over; itself if it holds them already, None if there are none.
-    shared: the number of these tokens.
+    row: the number of the row.
+    source: the row whose prefix it copies; the row itself if it already has the prefix, None if no prefix is shared.
+    shared: the number of tokens in the prefix.
   """
 
   row: int
@@ -48,8 +48,8 @@ class RowSlots:
   """The rows of a batcher.
 
   Args:
-    num_rows: their number.
-    reuses_prefixes: whether prompts take over tokens of other rows.
+    num_rows: the number of rows.
+    reuses_prefixes: whether prompts copy prefixes from other rows.
   """
 
   def __init__(self, num_rows: int, reuses_prefixes: bool = True):
@@ -64,13 +64,13 @@ class RowSlots:
   def take(self, prompt: Sequence[int], kept: int = 0, plan: TakenRow | None = None) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
-    A free row that holds the longest shared beginning is taken itself; otherwise the one that was released first. All
+    A free row that has the longest shared prefix is taken itself; otherwise the free row that was released first. All
     but the last token of a prompt can be shared.
 
     Args:
-      prompt: its tokens.
-      kept: how many first ones a `PrefixStore` gives; a row that shares fewer is not a source then.
-      plan: what `plan` has just returned for this prompt; None calls it.
+      prompt: the tokens of the prompt.
+      kept: the length of the prefix that a `PrefixStore` has; a row that shares fewer tokens is then not a source.
+      plan: the result of `plan` for this prompt, with no calls in between; None calls `plan`.
     """
     place = self.plan(prompt) if plan is None else plan
     if kept > place.shared:
@@ -80,11 +80,11 @@ class RowSlots:
     return place
 
   def ids_of(self, row: int) -> list[int]:
-    """Returns the tokens that the caches of a row hold."""
+    """Returns the tokens in the caches of a row."""
     return list(self._rows[row].ids)
 
   def plan(self, prompt: Sequence[int]) -> TakenRow:
-    """Returns what `take` would return for a prompt, without giving it a row."""
+    """Returns what `take` would return for a prompt, without taking a row."""
     free = [i for i, row in enumerate(self._rows) if row.is_free]
     shared = [self._count_shared(row, prompt) for row in self._rows]
     best = max(range(len(shared)), key=lambda i: (shared[i], self._rows[i].is_free))
@@ -93,11 +93,11 @@ class RowSlots:
     return TakenRow(best if best in free else self._oldest(free), best, shared[best])
 
   def note_read(self, row: int, ids: Sequence[int]) -> None:
-    """Notes that the caches of a row hold these further tokens."""
+    """Records that these tokens were added to the caches of a row."""
     self._rows[row].ids += ids
 
   def release(self, row: int) -> None:
-    """Makes a row free. What its caches hold stays, until another prompt takes it."""
+    """Makes a row free. Its caches are kept until another prompt takes the row."""
     self._releases += 1
     self._rows[row].is_free, self._rows[row].last_used = True, self._releases
 
@@ -105,7 +105,7 @@ class RowSlots:
     return min(rows, key=lambda i: self._rows[i].last_used)
 
   def _count_shared(self, row: _Row, prompt: Sequence[int]) -> int:
-    """Returns how many first tokens of a prompt a row can give, 0 if they are too few to copy."""
+    """Returns the length of the prefix of a prompt that a row can share; 0 if it is too short to copy."""
     if not self._reuses_prefixes:
       return 0
     count = count_common(row.ids, prompt[:-1])

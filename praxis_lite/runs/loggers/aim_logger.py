@@ -15,7 +15,7 @@ _AIM_FILE = 'aim_run.txt'  # The file in the run's directory whose line is Aim's
 class AimLogger(Logger):
   """Sends metrics to Aim.
 
-  Attributes: those of `Logger`, and
+  Attributes, besides those of `Logger`:
     repo: the repository, which is a directory or the address of a server; None uses the nearest one, or that of
       AIM_REPO.
     experiment: None uses the name of the directory that contains the run.

@@ -11,7 +11,7 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 class MlflowLogger(Logger):
   """Sends metrics to the MLflow server at MLFLOW_TRACKING_URI.
 
-  Attributes: those of `Logger`, and
+  Attributes, besides those of `Logger`:
     experiment: None uses the name of the directory that contains the run.
   """
 

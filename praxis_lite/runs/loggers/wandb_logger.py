@@ -12,7 +12,7 @@ from praxis_lite.runs.loggers.base import LoggedRun, Logger
 class WandbLogger(Logger):
   """Sends metrics to Weights & Biases.
 
-  Attributes: those of `Logger`, and
+  Attributes, besides those of `Logger`:
     project: None uses the name of the directory that contains the run.
     entity: user or team; None uses the default of the account.
   """

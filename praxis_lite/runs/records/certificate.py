@@ -1,8 +1,8 @@
-"""The certificate of a run: what a plan predicted for its steps, beside what the run measured.
+"""The certificate of a run: what a plan predicted for its steps, compared with what the run measured.
 
     job_log_dir/plan.json    the prediction; `train` writes it
 
-What was measured is read from the metrics of the last launch.
+The measurements are read from the metrics of the last launch.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import read_record
 
 PLAN_FILE = 'plan.json'
-_FIRST_LINES = 2  # The first lines of a log include what happens once.
+_FIRST_LINES = 2  # The first lines of a log include one-time work.
 _FORMAT = 1
-_SHORT_SECONDS = 0.01  # The host, which starts each step, may take longer than the device for shorter ones.
-_LITTLE_MEMORY = 2**28  # Bytes: the libraries of a GPU themselves take some hundred MiB.
+_SHORT_SECONDS = 0.01  # In shorter steps, the host may be slower than the device.
+_LITTLE_MEMORY = 2**28  # In bytes. GPU libraries alone take a few hundred MiB.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """What a plan says about a step.
+  """The predictions of a plan for a step.
 
   Attributes:
-    topology, chip: the chips, as `--topology` names them, and the name of one.
+    topology, chip: the chips, in the notation of `--topology`, and the name of one chip.
     mesh: the size of each mesh axis.
-    mode: 'compiled' or 'analytic', which means by formulas.
-    step_seconds: seconds of a step; None if they are not known.
-    least_seconds, most_seconds: their range by the errors of earlier plans; None if it is not known.
-    peak_bytes: largest memory of a device.
+    mode: 'compiled', or 'analytic' if the plan used formulas.
+    step_seconds: seconds of a step; None if unknown.
+    least_seconds, most_seconds: the range of `step_seconds`, from the errors of earlier plans; None if unknown.
+    peak_bytes: the peak memory of a device.
     waiting_seconds: seconds of a step in which devices wait for communication.
-    fast_bytes, network_bytes: what each device sends in a step, over fast links and over the network between hosts.
-    failure_seconds: mean seconds between failures of any chip; None if none fails, or the time of a step is not known.
+    fast_bytes, network_bytes: the bytes that each device sends in a step, over fast links and over the network between
+      hosts.
+    failure_seconds: mean seconds between failures of any chip; None if no failures are assumed, or the time of a step
+      is unknown.
     save_stall_seconds: seconds for which a save stalls the run.
     best_save_seconds: the best seconds of work between saves (Young, 1974; Daly, 2006).
   """
@@ -65,13 +67,13 @@ class Prediction:
 
 
 class MeasuredSteps(NamedTuple):
-  """What the last launch of a run measured.
+  """The measurements of the last launch of a run.
 
   Attributes:
     seconds: the typical time of a step, without waits for inputs.
-    num_steps: the number of steps that it was measured on.
-    device_peak: largest memory of a device in bytes; None if the platform does not report it.
-    input_wait: the share of the time that the run waited for inputs.
+    num_steps: the number of steps measured.
+    device_peak: the peak memory of a device in bytes; None if the platform does not report it.
+    input_wait: the share of the time in which the run waited for inputs.
   """
 
   seconds: float
@@ -88,7 +90,7 @@ class Certificate(NamedTuple):
 
   @property
   def times(self) -> float | None:
-    """The measured time of a step as a multiple of the predicted one; None if either is not known."""
+    """The ratio of the measured to the predicted time of a step; None if one of them is unknown."""
     seconds = self.predicted.step_seconds
     is_order_of_magnitude = self.predicted.chip == 'cpu'
     if self.measured is None or not seconds or is_order_of_magnitude:
@@ -97,7 +99,7 @@ class Certificate(NamedTuple):
 
   @property
   def memory(self) -> float | None:
-    """The measured peak of memory as a multiple of the predicted one; None if it is not known."""
+    """The ratio of the measured to the predicted peak memory; None if one of them is unknown."""
     peak = None if self.measured is None else self.measured.device_peak
     return peak / self.predicted.peak_bytes if peak and self.predicted.peak_bytes else None
 
@@ -111,7 +113,7 @@ def write_prediction(path: Path, predicted: Prediction) -> None:
 
 
 def read_prediction(path: Path) -> Prediction:
-  """Returns the prediction in a file, which anyone may have written; raises UserError if it holds none."""
+  """Returns the prediction in a file, whose content is untrusted; raises UserError if it contains none."""
   try:
     content = parse_json(read_plain(path))
     if not isinstance(content, dict) or content.pop('format', None) != _FORMAT:
@@ -182,7 +184,7 @@ def read_certificate(job_log_dir: str | os.PathLike[str], metrics: MetricsTable 
 
 
 def format_certificate(certificate: Certificate) -> str:
-  """Returns the predicted and measured figures as one line; '' if nothing was measured that was predicted."""
+  """Returns the predicted and measured figures as one line; '' if no predicted figure was measured."""
   predicted, measured = certificate
   parts = []
   if certificate.times is not None and predicted.step_seconds is not None and measured is not None:
@@ -203,7 +205,7 @@ def format_certificate(certificate: Certificate) -> str:
 
 
 def format_communication(predicted: Prediction) -> str:
-  """Returns the planned share of waits for communication, and what a device sends; '' if it sends nothing."""
+  """Returns the planned share of waits for communication, and the bytes that a device sends; '' if it sends none."""
   sent = predicted.fast_bytes + predicted.network_bytes
   if not sent:
     return ''

@@ -1,4 +1,4 @@
-"""Compares runs: by a metric, by how their configs differ, and in groups of like runs."""
+"""Compares runs by a metric and by the differences of their configs, in groups of similar runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from praxis_lite.runs.records.runs import RunState, format_number
 
 
 class RunGroup(NamedTuple):
-  """Runs of one experiment and one class of models; or all runs that are the only one of theirs.
+  """The runs of one experiment and one class of models; or all runs that are the only one of their experiment and
+  class.
 
   Attributes:
-    title: the experiment and the class.
-    runs: the runs, in the order to show them.
-    metric, mode: the metric to compare them by, and 'min' or 'max'; see `metric_to_compare`.
-    columns: names of the fields that differ in the group, or of those that were asked for; the important ones first.
-    values: for each run the value of each column that it has.
+    title: the experiment and the class of the model.
+    runs: the runs, in the order in which to show them.
+    metric, mode: the metric by which to compare them, and 'min' or 'max'; see `metric_to_compare`.
+    columns: the names of the requested fields, or of those that differ in the group; important fields come first.
+    values: for each run, its values by column.
   """
 
   title: str
@@ -43,13 +44,13 @@ def group_runs(
 
   Args:
     runs: the runs.
-    metric, mode: as for `metric_to_compare`; None decides for each group.
-    sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; with '-' in front, in the other order.
-    columns: the fields and metrics to show, by their paths or the ends of these; () means those that differ. An end of
-      several fields that differ in one run means a column for each of them.
+    metric, mode: see `metric_to_compare`; None decides for each group separately.
+    sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; a '-' in front reverses the order.
+    columns: the fields and metrics to show, by their paths or the ends of these; () shows the fields that differ. If
+      several fields of a run have this end and differ, each gets a column.
 
   Raises:
-    UserError: no run has the metric, or a column; or `sort` means several fields or metrics.
+    UserError: no run has the metric or a column; or `sort` is ambiguous.
   """
   if metric is not None:
     metric_to_compare(runs, metric, mode)
@@ -75,7 +76,7 @@ def group_runs(
     )
     comparable = [r._replace(fields={p: v for p, v in r.fields.items() if p in shared}) for r in alone]
     title = 'other runs, one of each experiment' if groups else 'runs of different experiments'
-    order = 'name' if sort == 'best' and metric is None else sort  # Their losses measure different things.
+    order = 'name' if sort == 'best' and metric is None else sort  # Their losses are not comparable.
     group = _make_group(title, comparable, *_metric_of(runs, alone, metric, mode), order, columns)
     values = [
       {
@@ -84,13 +85,14 @@ def group_runs(
       }
       for run, own in zip(group.runs, group.values)
     ]
-    names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # Every class has another one, so first.
+    names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # Comes first.
     groups.append(group._replace(columns=['experiment', *names], values=values))
   return groups
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs; an experiment that was named only by its file has the name of the only one of this file."""
+  """Yields the runs; an experiment recorded only by its file gets its full name, if this is unambiguous among the
+  runs."""
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
@@ -105,7 +107,7 @@ def _title(run: RunState) -> str:
 def _metric_of(
   runs: Sequence[RunState], group: Sequence[RunState], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
-  """Returns the metric of a group; if the group does not have the one that was asked for, that of all runs."""
+  """Returns the metric and mode of a group; if the group lacks the requested metric, those for all runs."""
   try:
     return metric_to_compare(group, metric, mode)
   except UserError:
@@ -127,7 +129,7 @@ def _make_group(
 
 
 def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> list[RunState]:
-  """Returns the runs in order; those without a value are always last."""
+  """Returns the runs in order; runs without a value are always last."""
   name, is_reversed = sort.removeprefix('-'), sort.startswith('-')
 
   def score(run: RunState) -> Any:
@@ -153,7 +155,7 @@ def _natural(text: str) -> list[tuple[int, float, str]]:
 
 
 _ORDERS: dict[str, Callable[[RunState], Any]] = {
-  'best': lambda run: None,  # By the metric of the group.
+  'best': lambda run: None,  # `_sort_runs` uses the group's metric.
   'name': lambda run: _natural(str(run.directory)),
   'step': lambda run: run.step,
   'age': lambda run: -run.written,
@@ -178,11 +180,11 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
 
 
 _MOST_NAMED = 8
-_UNSET = ('None', 'REQUIRED', "''")  # These values of a field say nothing.
+_UNSET = ('None', 'REQUIRED', "''")  # Values of fields that are not set.
 
 
 def _metrics_of_all(runs: Sequence[RunState]) -> list[str]:
-  """Returns the names of the metrics of all runs, those of evaluations first."""
+  """Returns the names of the metrics of all runs, with evaluation metrics first."""
   return sorted({name for run in runs for name in run.metrics}, key=lambda name: (not name.startswith('eval/'), name))
 
 
@@ -191,13 +193,13 @@ def _add_ends(metrics: Sequence[str]) -> list[str]:
 
 
 def _metrics(run: RunState, name: str) -> list[str]:
-  """Returns the metrics that a name means: a whole name or the end of one, first of all of those of evaluations."""
+  """Returns the metrics with a full name or an end of it; only those of evaluations if there are some."""
   found = [name] if name in run.metrics else [metric for metric in run.metrics if metric.endswith(f'/{name}')]
   return sorted([metric for metric in found if metric.startswith('eval/')] or found)
 
 
 def _paths(run: RunState, name: str) -> list[str]:
-  """Returns the paths of the fields that a name means: a path or the end of one, also with `[*]` or without `_tpl`."""
+  """Returns the paths of the fields that end with a name, in which indices and `_tpl` may be omitted."""
 
   def plain(path: str) -> str:
     path = re.sub(r'_tpl(?=\.|$)', '', path)
@@ -207,7 +209,7 @@ def _paths(run: RunState, name: str) -> list[str]:
 
 
 def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
-  """Returns the columns for a name: itself, or if its fields differ in one run, one for each that some run sets."""
+  """Returns the columns for a name: the name itself, or if it means different fields in a run, one column for each."""
   if all(len(_different_values(run, name)) < 2 for run in runs):
     return [name]
   paths = sorted(dict.fromkeys(path for run in runs for path in _paths(run, name)), key=_importance)
@@ -218,20 +220,20 @@ def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
 
 
 def _different_values(run: RunState, name: str) -> list[str]:
-  """Returns the values of the fields that a name means, each once; [] for a metric."""
+  """Returns the distinct values of the fields that a name matches; [] for a metric."""
   found = dict.fromkeys(run.fields[path] for path in _paths(run, name) if name not in run.metrics)
   return [value for value in found if value != 'REQUIRED' or len(found) == 1]
 
 
 def _value(run: RunState, name: str) -> str:
-  """Returns the value of a field, or the last one of a metric; several fields of the same name if they differ."""
+  """Returns the value of a field, or the last value of a metric; if several fields match, their distinct values."""
   if name in run.metrics or not _paths(run, name):
     return '/'.join(format_number(float(run.metrics.curve(metric).values[-1])) for metric in _metrics(run, name))
   return '/'.join(_different_values(run, name))
 
 
 def values_over_time(group: RunGroup, index: int) -> list[str]:
-  """Returns the value of each column for a run of a group; '1.0 -> 3.0' for a field that changed in its training."""
+  """Returns the value of each column for a run of a group; '1.0 -> 3.0' for a field that changed between launches."""
   run, own = group.runs[index], group.values[index]
   values = []
   for name in group.columns:
@@ -246,15 +248,15 @@ def values_over_time(group: RunGroup, index: int) -> list[str]:
 def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
   """Returns the full name of the metric for comparing runs, and 'min' or 'max'.
 
-  If the metric belongs to a different input in each run, the name is a pattern, such as `eval/*/accuracy`.
+  If the input of the metric differs between runs, the name is a pattern, such as `eval/*/accuracy`.
 
   Args:
     runs: the runs.
-    metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` that the configs
-      agree on, or the metric of `early_stopping`, or otherwise the loss; if several inputs have that metric, the input
-      that most runs have.
-    mode: 'min' if lower is better, otherwise 'max'. None uses the mode of the configs for their own metric, and for
-      others that of `mode_of_metric`, or 'min'. A metric that is given goes by 'max' if its name tells that.
+    metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` on which the
+      configs agree, or the metric of `early_stopping`, or else the loss. If several inputs have this metric, the input
+      that most runs have is used.
+    mode: 'min' if lower is better, otherwise 'max'. None uses the mode of the configs for their own metric, and
+      `mode_of_metric` for others, or 'min'. If `metric` is given, a name that implies 'max' takes precedence.
 
   Raises:
     UserError: no run has the metric, or several inputs of one run have it.
@@ -284,7 +286,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
 
 
 def _deciding_metric(run: RunState) -> tuple[str, str]:
-  """Returns the metric that decides which checkpoint of a run is the best, or 'None', and its mode."""
+  """Returns the metric that decides which checkpoint of a run is the best ('None' without one), and its mode."""
 
   def field(name: str, default: str) -> str:
     return run.fields.get(f'task.train.{name}', default).strip('\'"')
@@ -307,10 +309,10 @@ def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | Non
 
 
 def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapping[str, str]]]:
-  """Returns the fields in which the recorded configs differ, by the shortest unambiguous names, and each run's values.
+  """Returns the shortest unambiguous names of the fields in which the recorded configs differ, and each run's values.
 
-  The most important fields come first. If the class of a config differs between runs, as with different models, its
-  fields are compared only among the runs that have the same class, and the other runs have no values of them.
+  The most important fields come first. If the class of a config, such as the model, differs between runs, its fields
+  are compared only among runs with the same class, and the other runs have no values for them.
   """
   recorded = [run.fields for run in runs if run.fields]
   paths = dict.fromkeys(path for fields in recorded for path in fields)
@@ -339,12 +341,12 @@ def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapp
 
 
 def _class_paths(fields: Mapping[str, str]) -> set[str]:
-  """Returns the paths whose entry is the class of a config: fields below these paths belong to it."""
+  """Returns the paths of configs, whose entries are classes; the fields below such a path belong to the class."""
   return {path[:end] for path in fields for end, character in enumerate(path) if character == '.'}
 
 
 def _importance(path: str) -> tuple[int, int]:
-  """Returns a sort key: fields that change results come first, from the root down; shardings come last."""
+  """Returns a sort key: fields that change results come first, from the root down; sharding fields come last."""
   if path.endswith('.learning_rate'):
     return 0, 0
   if path == 'seed':
@@ -359,7 +361,7 @@ def _importance(path: str) -> tuple[int, int]:
 
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  """Returns for each path the one to show: `datasets[*].path` if in each run all datasets have the same value."""
+  """Returns the path to show for each path: `datasets[*].path` if in each run all datasets have the same value."""
   groups: dict[str, list[str]] = {}
   for path in paths:
     groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)

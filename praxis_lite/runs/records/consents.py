@@ -1,8 +1,8 @@
-"""Consents: files of a user that may be imported, because this user trained a run whose config names them.
+"""Consents: which of a user's files may be imported, because this user trained a run whose config names them.
 
     $XDG_STATE_HOME/praxis_lite/consents/<SHA-256 of run.json>.json    {"files": {"/home/me/mine.py": ["<SHA-256>"]}}
 
-The first digest of a file is that with which the run was trained; the others are those that the user has trusted since.
+The first digest of a file is of the content with which the run was trained; the others are of contents trusted since.
 
 The default of XDG_STATE_HOME is ~/.local/state. After `train --exp=mine.py:Mine`, later commands on that run need no
 --trust. A consent is for one content of `run.json`, written by a process of this user, and for some contents of each
@@ -28,30 +28,30 @@ from praxis_lite.common.files import open_plain, parse_json, read_plain
 
 
 def digest(content: bytes) -> str:
-  """Returns the SHA-256 of a record or a file, which identifies it in a consent."""
+  """Returns the SHA-256 that identifies a record or a file in a consent."""
   return hashlib.sha256(content).hexdigest()
 
 
 def consented_files(record: str) -> dict[str, bool]:
-  """Returns the files of this user that a run names, and whether the user has consented to what each contains now.
+  """Returns, for each of this user's files that a run names, whether the user has consented to its present content.
 
   Args:
-    record: digest of the content of `run.json`.
+    record: the digest of the content of `run.json`.
   """
   return {file: _digest_of(file) in digests for file, digests in _read(record).items()}
 
 
 def files_changed_since_training(record: str) -> list[str]:
-  """Returns the files of this user that a run names and that differ from those it was trained with, also if trusted."""
+  """Returns this user's files that a run names and that have changed since it was trained, whether trusted or not."""
   return sorted(file for file, digests in _read(record).items() if [_digest_of(file)] != digests[:1])
 
 
 def give_consent(record: str, files: Iterable[str]) -> None:
-  """Notes that this user trusts files, also as they are now, for a run that this user made; does nothing if that fails.
+  """Records that this user trusts the present content of files for a run of this user; does nothing if writing fails.
 
   Args:
-    record: digest of the content of `run.json`, which this process has written.
-    files: absolute paths of Python files.
+    record: the digest of the content of `run.json`, which this process has written.
+    files: the absolute paths of Python files.
   """
   before, folder = _read(record), _folder()
   now = {file: [value] for file in files if (value := _digest_of(file))}
@@ -60,16 +60,16 @@ def give_consent(record: str, files: Iterable[str]) -> None:
   known = before | {file: list(dict.fromkeys(before.get(file, []) + value)) for file, value in now.items()}
   with contextlib.suppress(OSError):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder)  # Only the user may read or write it.
+    handle, name = tempfile.mkstemp(dir=folder)  # Its mode gives access only to the user.
     with open(handle, 'w', encoding='utf-8') as file:
       json.dump({'files': known}, file)
     os.replace(name, folder / f'{record}.json')
 
 
 def renew_consent(record: str) -> None:
-  """Notes the present content of those files of a consent that this process loaded because the user named them."""
+  """Records the present content of those files of a consent that this process loaded, because the user named them."""
   changed = [file for file, is_same in consented_files(record).items() if not is_same]
-  if changed:  # The files of thousands of modules take a while.
+  if changed:  # Resolving the files of thousands of modules takes a while.
     loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}
     give_consent(record, [file for file in changed if file in loaded])
 
@@ -77,7 +77,7 @@ def renew_consent(record: str) -> None:
 def files_of_user(record: str) -> set[str]:
   """Returns the files of the modules that the content of a `run.json` names, except files of installed packages."""
   files = set()
-  for name in set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}:  # A script would run again.
+  for name in set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}:  # Importing a script would run it again.
     file = os.path.realpath(getattr(sys.modules.get(name), '__file__', None) or '')
     if file.endswith('.py') and not is_of_others(name) and not {'site-packages', 'dist-packages'} & {*Path(file).parts}:
       files.add(file)
@@ -89,7 +89,7 @@ def _folder() -> Path | None:
   if not hasattr(os, 'getuid'):
     return None
   with contextlib.suppress(RuntimeError):
-    state = Path(os.environ.get('XDG_STATE_HOME', ''))  # A relative path does not count: it would depend on the folder.
+    state = Path(os.environ.get('XDG_STATE_HOME', ''))  # A relative path could mean any folder.
     return (state if state.is_absolute() else Path.home() / '.local' / 'state') / 'praxis_lite' / 'consents'
   return None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Curve(NamedTuple):
-  """One metric: the steps at which it was written, [n] int64, and its values, [n] float64."""
+  """One metric: the n steps at which it was written, [n] int64, and its values, [n] float64."""
 
   steps: np.ndarray
   values: np.ndarray
@@ -37,7 +37,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
   """
 
   def __init__(self, rows: Mapping[int, Mapping[str, float | None]]):
-    """Args: rows: the values that were written after each step, by column; None is a value that was not finite."""
+    """Args: rows: the values written after each step, by column; None for a value that was not finite."""
     self._rows = {step: rows[step] for step in sorted(rows)}
     self.steps = np.array(list(self._rows), np.int64)
     self._names = sorted({name for row in rows.values() for name in row})

@@ -1,4 +1,4 @@
-"""How a config and the code differ from those that a run recorded, as text for messages."""
+"""Describes in messages how a config and the code differ from the recorded ones of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> list[str]:
-  """Returns a line that says how a config differs from the recorded one; [] if it does not, or there is no record."""
+  """Returns a line about how a config differs from the recorded one; [] if it does not, or if there is no record."""
   with contextlib.suppress(UserError):
     if changes := diff_texts(read_record(job_log_dir).text, to_text(config.roots()) + '\n', folded=True):
       return [f'the config differs from the recorded one: {"; ".join(first_lines(changes, most=4))}']
@@ -26,7 +26,7 @@ def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentCo
 
 @contextlib.contextmanager
 def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Adds to an OtherModelError how the config or, if that is equal, the code differs from the recorded one."""
+  """Adds to an OtherModelError how the config or, if the config is the recorded one, the code differs."""
   try:
     yield
   except OtherModelError as error:
@@ -35,7 +35,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
       section = 'task.train.learner' if error.only_learner else 'task.model'
       lines = _deciding(diff_texts(record.text, to_text(config.roots()), folded=True), section)
       remedy = _differing_config(lines) if lines else _differing_code(record)
-      with contextlib.suppress(UserError):  # What differs without --exp and --set too.
+      with contextlib.suppress(UserError):  # Lines that differ even without --exp and --set.
         of_code = diff_texts(record.text, to_text(record.config.roots()), folded=True)
         remedy = _differing_classes(lines) if lines and set(lines) <= set(of_code) else remedy
       error.args = (f'{error.difference}. {remedy}',)
@@ -43,9 +43,9 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
 
 
 def _deciding(changes: Sequence[str], section: str) -> list[str]:
-  """Returns the lines of a diff that are in `section` and may change which arrays a model has."""
+  """Returns the lines of a diff that are in `section` and may affect which arrays a model has."""
   lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
-  lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables of its own.
+  lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables.
   return [line for line in lines if not _DECIDES_NO_SHAPE.search(line)] or lines
 
 
@@ -61,7 +61,7 @@ def _differing_config(changes: Sequence[str]) -> str:
 
 
 def _differing_classes(changes: Sequence[str]) -> str:
-  """Returns the message for a checkpoint whose arrays differ because classes have other fields or defaults today."""
+  """Returns the message for a checkpoint whose arrays differ because fields or defaults of classes have changed."""
   return (
     f'The classes of the config have changed since it was recorded: {"; ".join(first_lines(changes, most=5))}. Give '
     'these fields the values with which the code does what it did then, by --set or in the config; or go back to that '
@@ -70,7 +70,7 @@ def _differing_classes(changes: Sequence[str]) -> str:
 
 
 def _differing_code(record: RunRecord) -> str:
-  """Returns the message for a checkpoint whose arrays differ although the config is the recorded one."""
+  """Returns the message for a checkpoint whose arrays differ although the config equals the recorded one."""
   remedy = (
     'Go back to that code, or start a new run in another --job_log_dir; task.train.init_from takes over the variables '
     'that fit.'

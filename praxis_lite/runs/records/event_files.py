@@ -1,7 +1,7 @@
 """Event files for TensorBoard, written synchronously, so that a killed run loses no events.
 
-tensorboardX makes the files and summaries. Its own writer is not used: it writes in a thread, which ends at the first
-disk error, and waits by the machine's clock, which may be set back.
+tensorboardX makes the files and summaries. Its own writer is not used: it writes in a thread that ends at the first
+disk error, and it times its waits by the machine's clock, which may be set back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _MAX_IMAGES = 4
 _NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'  # A prefix of paths: tensorboardX then lets this module open the file.
+_PATIENT = 'praxis_lite_patient'  # tensorboardX lets this module open files whose path has this prefix.
 
 
 class EventFile:
-  """A file of curves in a folder. Events that cannot be written yet are kept, and written with the next ones.
+  """An event file in a folder. Events that cannot be written yet are kept, and written with the next ones.
 
   Args:
     folder: an existing folder.
@@ -45,7 +45,7 @@ class EventFile:
 
     patient = _PatientFiles()
     register_writer_factory(_PATIENT, patient)
-    logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns about each NaN and infinity.
+    logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It would warn about each NaN and infinity.
     # File names contain whole seconds: without a suffix, a run that resumes within a second would reuse the file.
     self._file = EventsWriter(f'{_PATIENT}:{folder / "events"}', f'.{time.time_ns()}')
     self._on_disk = patient.opened
@@ -53,13 +53,13 @@ class EventFile:
 
   @property
   def error(self) -> OSError | None:
-    """Why some events are not written yet; None if all are."""
+    """The reason why some events are not written yet; None if all are written."""
     return self._on_disk.error
 
   def add(self, step: int, name: str, kind: str, value: np.ndarray | float) -> None:
-    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (its bytes as numbers).
+    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., height, width, channels]) or 'text' (as bytes).
 
-    A histogram may also be 'bins': the number of entries in each bin of `common/statistics.py`.
+    The kind 'bins' is a histogram given by the number of entries in each bin of `common/statistics.py`.
     """
     from tensorboardX import summary
     from tensorboardX.proto.event_pb2 import Event
@@ -91,7 +91,7 @@ class EventFile:
 
 
 def _summary_of_bins(name: str, counts: np.ndarray) -> Summary:
-  """Returns the summary of a histogram without the empty bins at its ends; its sums take the middle of each bin."""
+  """Returns the summary of a histogram without the empty bins at its ends; its sums use the middle of each bin."""
   from tensorboardX import summary
 
   right = bin_edges()
@@ -121,7 +121,7 @@ class _PatientFiles:
 
 
 def _later_than_others(file: Path) -> Path:
-  """Returns a name for an event file with a later time than those of all others: TensorBoard reads them by time.
+  """Returns a name for an event file with a later time than all other files, because TensorBoard reads them by time.
 
   The clock may have been set back since the others were written.
   """

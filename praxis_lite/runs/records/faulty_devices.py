@@ -3,9 +3,9 @@
     {"step": 200, "host": "n1", "place": 3, "device": "device 3 (...)", "what": "...", "is_voted": true,
      "is_quarantined": false, "event": 1, "slot": 0}
 
-A device is known by its host, the slot of its process there, and its place among the devices of the process, which stay
-the same after a restart. A run with `--elastic` leaves quarantined devices out. Once the hardware is replaced, remove
-the file, or the device's lines.
+A device is identified by its host, the slot of its process there, and its index among the devices of the process. These
+stay the same after a restart. A run with `--elastic` leaves quarantined devices out. Once the hardware is replaced,
+remove the file, or the device's lines.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MOST_BYTES = 1 << 20
 
 
 class FaultyDevice(NamedTuple):
-  """One time that a device was suspected.
+  """A suspicion against a device.
 
   Attributes:
-    step: the step at which this was found.
-    host, place: the name of its host, and its place, from 0, among the devices of its process.
+    step: the step at which wrong values were found.
+    host, place: the name of its host, and its index among the devices of its process.
     device: its name in messages.
-    what: what was found, as text.
+    what: what was found, in words.
     is_voted: whether a majority of devices has outvoted it; otherwise another device may be at fault.
     is_quarantined: whether runs with `--elastic` leave it out from now on.
-    event: the number, from 1, of what was found; devices that were suspected together share it. 0 in older records.
-    slot: of its process, as in `Seat`; -1 in older records, which are of any process of the host.
+    event: the number of the finding, from 1; devices that were suspected together share it. 0 in older records.
+    slot: the slot of its process, see `Seat`; -1 in older records, which match any process of the host.
   """
 
   step: int
@@ -49,7 +49,7 @@ class FaultyDevice(NamedTuple):
   slot: int = -1
 
   def is_at(self, seat: Seat, place: int) -> bool:
-    """Whether this is about the device at a place among those of the process at `seat`."""
+    """Whether this is about the device with index `place` of the process at `seat`."""
     return (self.host, self.place) == (seat.host, place) and self.slot in (-1, seat.slot)
 
 
@@ -62,13 +62,13 @@ def read_faulty_devices(directory: Path) -> list[FaultyDevice]:
 
 
 def record_faulty_devices(directory: Path, found: Sequence[FaultyDevice]) -> None:
-  """Adds lines to the record; only process 0 calls this. Of more than 1 MiB, the older half is dropped."""
+  """Adds lines to the record; only process 0 calls this. If the file exceeds 1 MiB, its older half is dropped."""
   for device in found:
     append_line(directory / FAULTY_DEVICES, device._asdict(), _MOST_BYTES)
 
 
 def place_of(device: jax.Device) -> int:
-  """Returns the place, from 0, of a device among the devices of its process."""
+  """Returns the index of a device among the devices of its process."""
   return [other.id for other in jax.devices() if other.process_index == device.process_index].index(device.id)
 
 
@@ -78,7 +78,7 @@ def leave_out_quarantined(
   """Returns the devices that are not quarantined, and the names of the others; all processes call this.
 
   Args:
-    seats: where each process runs, by its index.
+    seats: where each process runs, by the index of the process.
   """
   quarantined = [known for known in read_faulty_devices(directory) if known.is_quarantined]
   healthy, out = [], []

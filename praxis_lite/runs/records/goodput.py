@@ -1,4 +1,4 @@
-"""Goodput: how a run spends its time, over all its restarts, and which steps took much longer than others.
+"""Goodput: measures how a run spends its time, over all restarts, and finds steps that take much longer than others.
 
     3 h in all: training 91%, lost to restarts 3%, compiling 3%, saving 2%, waiting for input 1%
 
@@ -38,15 +38,15 @@ _MAX_MARKS, _MAX_COPIES = 200, 2
 class Goodput:
   """Seconds by activity, including those of earlier processes of the same run.
 
-  `clock` returns seconds; tests replace it. `began` is what it returned when this process started; None means now. Any
-  thread may read the seconds, but only one may change the activity.
+  `clock` returns seconds; tests replace it. `began` is its value when this process started; None means now. Any thread
+  may read the seconds, but only one may change the activity.
   """
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter, began: float | None = None):
     self._clock = clock
     self._lock = threading.Lock()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
-    self._marks: dict[int, float] = {}  # The productive seconds until each checkpoint, by its step.
+    self._marks: dict[int, float] = {}  # The productive seconds before each checkpoint, by step.
     self._copies: dict[int, float] = {}  # The same for emergency copies.
     self._activities = ['starting']
     self._began = self._since = clock() if began is None else began
@@ -65,7 +65,7 @@ class Goodput:
       self._marks = marks
 
   def train(self) -> None:
-    """From now on, time that no activity claims is productive."""
+    """Counts time that no activity claims as productive from now on."""
     self._change(lambda: self._activities.__setitem__(0, 'productive'))
 
   @contextlib.contextmanager
@@ -133,7 +133,7 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
 
 
 class SlowSteps:
-  """Finds the steps that take more than `factor` times the median of the steps before; None disables this.
+  """Finds steps that take more than `factor` times the median of earlier steps; None disables this.
 
   Attributes:
     count: the number of slow steps so far.
@@ -145,7 +145,7 @@ class SlowSteps:
     self.count = 0
 
   def add(self, step: int, seconds: float, waited: float) -> str | None:
-    """Adds a step's seconds, and how many of them it waited for input; returns a line if the step was slow."""
+    """Adds the seconds of a step, and of its wait for input; returns a line if the step was slow, otherwise None."""
     median = statistics.median(self._recent) if len(self._recent) >= _FEWEST else None
     self._recent.append(seconds)
     if self._factor is None or median is None or seconds < max(self._factor * median, _SHORTEST):
@@ -158,15 +158,15 @@ class SlowSteps:
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
 
   def quantiles(self) -> dict[str, float]:
-    """Returns the median, and the time that 90% of the recent steps did not exceed, in seconds; empty before a step."""
+    """Returns the median and the 90th percentile of the recent steps, in seconds, by name; {} before the first step."""
     recent = sorted(self._recent)
     if not recent:
       return {}
     return {'median': round(statistics.median(recent), 6), 'p90': round(recent[math.ceil(0.9 * len(recent)) - 1], 6)}
 
 
-# The largest and the smallest number of steps for a median; the seconds below which a step is never slow; the number of
-# slow steps after which only every tenth gets a line.
+# The largest and the smallest number of steps for a median; the seconds below which a step is never slow; and the
+# number of slow steps after which only every tenth gets a line.
 _WINDOW, _FEWEST = 101, 8
 _SHORTEST = 0.5
 _MOST_LINES = 10

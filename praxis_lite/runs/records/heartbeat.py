@@ -23,7 +23,7 @@ from praxis_lite.common.files import KnownFolder, parse_json, read_plain, replac
 from praxis_lite.common.foreign_text import printable
 
 SECONDS = 5.0
-_NEWER = ('speed',)  # What the files of earlier versions lack.
+_NEWER = ('speed',)  # Fields that files of earlier versions lack.
 _DIRECTORY = 'heartbeats'
 
 
@@ -34,15 +34,15 @@ class Heartbeat:
   Attributes:
     process, processes: the index of the process, and the number of processes.
     pid, host: the id of the process, and the name of its host.
-    time, started: when this was written, and when the process began, in seconds since 1970.
-    step, total_steps: steps taken so far, and steps of the whole run.
+    time, started: when the heartbeat was written, and when the process began, in seconds since 1970.
+    step, total_steps: the number of steps taken so far, and of the whole run.
     rate: recent steps per second; 0 if unknown.
-    doing, doing_for: the activity, as in `goodput.py`, and for how many seconds.
+    doing, doing_for: the activity, see `goodput.py`, and its seconds so far.
     saved_step, saved: the step of the last complete checkpoint, and when it was saved; None if there is none.
-    goodput: what `Goodput.record` returned.
-    memory: peaks in bytes by name.
-    speed: 'median' and 'p90', seconds of recent steps; 'waited', the share of them in which the process waited for
-      input; and with several processes 'product', seconds of a test product: see `host_speeds.py`.
+    goodput: the result of `Goodput.record`.
+    memory: peaks of memory in bytes, by name.
+    speed: 'median' and 'p90', in seconds, of recent steps; 'waited', the share of their time in which the process
+      waited for input; with several processes also 'product', the seconds of a test product, see `host_speeds.py`.
     ended: how the process ended, such as 'done'; '' until it ends.
   """
 
@@ -124,7 +124,7 @@ class HeartbeatFile:
 
 
 def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:
-  """Returns the last heartbeats of a run's processes, in the order of their indices, without damaged ones.
+  """Returns the last heartbeats of a run's processes, in the order of their indices; damaged files are skipped.
 
   Files that an earlier launch with more processes has left are ignored.
   """
@@ -170,7 +170,7 @@ def life(beat: Heartbeat, *, is_held: bool, now: float | None = None) -> str:
   return 'alive' if age < _SILENT else 'dead'
 
 
-# Seconds without a new heartbeat until a process counts as silent; network storage may show a file late.
+# After this many seconds without a new heartbeat, a process counts as silent; network storage may show a file late.
 _SILENT = 12 * SECONDS
 
 

@@ -4,9 +4,9 @@
     {"time": 1764194399.8, "kind": "saved", "step": 100, "text": "", "about": {}}
     {"time": 1764194425.0, "kind": "lost", "step": 130, "text": "host 3 (n3), which was in step 131, ...", "about": {}}
 
-An attempt is one start of the run's processes. One that is killed cannot write how it ended; the line of the next start
-says what was last known of it. A line that cannot be written is left out, and the run goes on. Of more than 8 MiB, the
-older half is dropped.
+An attempt is one start of the run's processes. An attempt that is killed cannot write how it ended; the line of the
+next start says what was last known of it. A line that cannot be written is left out, and the run goes on. If the file
+exceeds 8 MiB, its older half is dropped.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RunEvent(NamedTuple):
 
   Attributes:
     time: seconds since 1970.
-    kind: what has happened. A line of `launch` has 'lost', 'replaced' or 'restarted'.
+    kind: what has happened. `launch` writes 'lost', 'replaced' and 'restarted'.
     step: the steps taken so far; None if the writer does not know.
-    text: a line about it; '' if `kind` says all.
-    about: numbers and names, by name; see `started_event` for those of 'started'.
+    text: a line with details; '' if there are none.
+    about: further values by name; for the kind 'started' see `started_event`.
   """
 
   time: float
@@ -56,9 +56,9 @@ class Attempt(NamedTuple):
 
   Attributes:
     began, ended: seconds since 1970; `ended` is the last sign of life of an attempt that was killed.
-    first_step, last_step: steps taken at its begin and its end.
+    first_step, last_step: the number of steps taken at its beginning and at its end.
     processes: the number of processes.
-    how: how it ended; 'killed' if nobody wrote that, '' if it goes on.
+    how: how it ended; 'killed' if no process has recorded the end, '' if it goes on.
     seconds: seconds by activity, as in `goodput.py`; steps that a later attempt repeated still count as productive.
     events: what happened during the attempt, in order.
   """
@@ -91,7 +91,7 @@ def note_event(
 
 
 def started_event(step: int, processes: int, earlier: Heartbeat | None) -> dict[str, Any]:
-  """Returns what the line 'started' says: the number of processes, and what is known of the attempt before."""
+  """Returns the `about` of an event 'started': the number of processes, and facts about the previous attempt."""
   about: dict[str, Any] = {'processes': processes}
   if earlier is not None:
     times = {'time': round(earlier.time, 3), 'began': round(earlier.started, 3)}
@@ -115,7 +115,7 @@ def _event(data: Mapping[str, Any]) -> RunEvent:
 
 
 class _Beat(NamedTuple):
-  """What the last heartbeat before the next start says; `began` is when the process that wrote it began."""
+  """The last heartbeat before the next start; `began` is when the process that wrote it began."""
 
   time: float
   began: float
@@ -129,7 +129,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
 
   Args:
     events: the history.
-    beat: the last heartbeat of process 0, which knows more of the last attempt than the history does.
+    beat: the last heartbeat of process 0, which knows more about the last attempt than the history does; or None.
     is_alive: whether process 0 is alive.
   """
   starts = [i for i, event in enumerate(events) if event.kind == 'started']
@@ -144,14 +144,14 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
       known = _Beat(beat.time, beat.started, beat.step, beat.ended, seconds_of(beat.goodput))
     known = known or _Beat(began.time, 0.0, 0, '', spent)
     total = known.seconds
-    # Until a later process trains, its heartbeat repeats the step and the seconds of the attempt before.
+    # Until a later process trains, its heartbeat repeats the step and the seconds of the previous attempt.
     is_own = known.began <= began.time
     times = [event.time for event in own if event.kind not in ('lost', 'replaced', 'restarted')]
     ended = max([known.time if is_own else 0.0, began.time, *times])
     goes_on = stop == len(events) and is_own and is_alive
     how = ends[-1].text if ends else known.ended if is_own and known.ended else '' if goes_on else 'killed'
     seconds = {name: max(total[name] - spent[name], 0.0) for name in spent}
-    # A restart moves the time of repeated steps from 'productive' to 'lost', which is not time of its own.
+    # A restart moves the time of repeated steps from 'productive' to 'lost'; it does not spend this time itself.
     seconds['productive'] = max(total['productive'] + total['lost'] - spent['productive'] - spent['lost'], 0.0)
     seconds['lost'] = 0.0
     processes = began.about.get('processes')
@@ -167,7 +167,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
 
 
 def _before(event: RunEvent) -> _Beat | None:
-  """Returns what the line of a start says about the attempt before it; None if it says nothing."""
+  """Returns what the event of a start says about the previous attempt; None if it says nothing."""
   try:
     before = event.about['before']
     seen, began = float(before['time']), float(before.get('began', 0.0))
@@ -177,5 +177,5 @@ def _before(event: RunEvent) -> _Beat | None:
 
 
 def why_ended(error: BaseException) -> str:
-  """Returns how an attempt has ended, as one line, from the error that ended it."""
+  """Returns one line about the error that ended an attempt."""
   return f'{type(error).__name__}: {first_line(error)}' if str(error).strip() else type(error).__name__

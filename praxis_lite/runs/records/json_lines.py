@@ -15,7 +15,7 @@ T = TypeVar('T')
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
-  """Returns the lines of a file, none if it cannot be read, as `parse` makes them of JSON that anyone may have written.
+  """Returns the results of `parse` for the JSON of each line of a file, which is untrusted; [] if it cannot be read.
 
   A line for which `parse` raises ValueError, TypeError, KeyError or AttributeError is left out.
   """
@@ -33,7 +33,7 @@ def write_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_line(path: Path, value: Any, most_bytes: int) -> None:
-  """Adds a line; a file of more than `most_bytes` first loses its older half. Raises OSError if that fails."""
+  """Adds a line; if the file exceeds `most_bytes`, first drops its older half. Raises OSError if this fails."""
   line = f'{json.dumps(value)}\n'.encode()
   with contextlib.suppress(FileNotFoundError):
     line = _before_next(path, most_bytes) + line
@@ -42,7 +42,7 @@ def append_line(path: Path, value: Any, most_bytes: int) -> None:
 
 
 def _before_next(path: Path, most_bytes: int) -> bytes:
-  """Returns a newline if the last line of a file is torn, otherwise nothing; shortens a file that is too long."""
+  """Returns a newline if the last line of a file is incomplete, otherwise nothing; shortens a file that is too long."""
   with open_plain(path) as file:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))

@@ -28,10 +28,10 @@ class Launch:
   Attributes:
     started: seconds since 1970.
     command: the command line.
-    seed: seed of the run.
-    step: the step it began at.
+    seed: the seed of the run.
+    step: the step at which it began.
     mesh: the size of each mesh axis, or None.
-    devices: number and kind of the devices, such as '8 cpu'.
+    devices: the number and kind of the devices, such as '8 cpu'.
     versions: the versions of Python and of the relevant packages, by name.
     sources: the known source trees: `path`, and for a git work tree `commit` and `clean`.
     changes: how the config differed from that of the previous launch, one field per line.
@@ -51,7 +51,7 @@ class Launch:
 def this_launch(
   *, seed: int, command: str | None, mesh: Mapping[str, int] | None, step: int, changes: tuple[str, ...]
 ) -> Launch:
-  """Returns the launch of this process; arguments as in `Launch`. `command=None` uses its command line."""
+  """Returns the launch of this process; for the arguments see `Launch`. `command=None` uses its command line."""
   return Launch(
     started=round(time.time(), 3),
     command=_command_line() if command is None else command,
@@ -66,7 +66,7 @@ def this_launch(
 
 
 def read_launch(encoded: Mapping[str, Any]) -> Launch:
-  """Returns a recorded launch. Anyone may have written the record."""
+  """Returns a recorded launch from an untrusted record."""
   known = {f.name for f in dataclasses.fields(Launch)}
   launch = Launch(**{k: v for k, v in encoded.items() if k in known})
   return dataclasses.replace(
@@ -93,7 +93,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def source_trees() -> Iterator[dict[str, Any]]:
-  """Yields the known source trees: the working directory, and that of praxis_lite if it is elsewhere."""
+  """Yields the known source trees: that of the working directory, and that of praxis_lite if it is another one."""
   seen = set()
   for folder in (os.getcwd(), str(Path(__file__).parents[2])):
     if (tree := read_work_tree(folder)) is not None and tree['path'] not in seen:

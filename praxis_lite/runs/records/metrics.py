@@ -1,4 +1,4 @@
-"""Metrics on the host: averages over batches, and curves on disk.
+"""Metrics on the host: averages them over batches, and writes curves to disk.
 
     job_log_dir/metrics.jsonl        {"step": 10, "split": "train", "time": 1760000000.0, "metrics": {"loss": 2.3, ...}}
     job_log_dir/summaries/<split>/   event files for TensorBoard, which draws the splits in one chart
@@ -29,9 +29,9 @@ from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
-HostMetrics = dict[str, float | np.ndarray]  # Single numbers are Python floats, which print plainly.
+HostMetrics = dict[str, float | np.ndarray]  # Scalars are Python floats, which print plainly.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
-# How many steps are dispatched before the metrics of the first are read. This keeps devices busy and bounds memory.
+# How many steps are dispatched before the metrics of the oldest are read. This keeps devices busy and bounds memory.
 MAX_STEPS_IN_FLIGHT = 2
 _RECORDS = 'metrics.jsonl'
 
@@ -40,7 +40,7 @@ class MetricsAverage:
   """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
   Computes the same as `common/weighted.py`, with sums in float64: a mean of weight zero does not count, even if it is
-  NaN. But here a metric with a total weight of zero is NaN, so that it is noticed.
+  NaN. Unlike there, a metric with a total weight of zero is NaN, so that it is noticed.
   """
 
   def __init__(self) -> None:
@@ -68,7 +68,7 @@ class MetricsAverage:
 def mean_values(metrics: DeviceMetrics) -> HostMetrics:
   """Returns the means of one step's (mean, weight) pairs, float64 on the host.
 
-  Except for the loss, a metric of weight zero, whose value says nothing, is left out.
+  A metric of weight zero has no meaningful value, and is left out, unless it is the loss.
   """
   return {
     name: _plain(np.asarray(value, np.float64))
@@ -111,13 +111,13 @@ class SummaryWriter:
   Args:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
-    lost: the `unwritten` lines of the process that is resumed; they are written now.
+    lost: the `unwritten` lines of the earlier process, which are written now.
     enabled: False writes nothing; only one of several processes writes.
     report: prints a line when metrics cannot be written, and when they can be written again.
     log: called with step, split and scalars after they are written; see `runs/loggers`.
 
   Attributes:
-    num_lines: lines of metrics.jsonl, including those that could not be written yet; 0 if nothing is written.
+    num_lines: the number of lines in metrics.jsonl, including lines that could not be written yet; 0 if not `enabled`.
   """
 
   def __init__(
@@ -139,7 +139,7 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
-    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that no event file has yet.
+    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that are in no event file yet.
     self.num_lines = 0
     if enabled:
       path = self._folder.path / _RECORDS
@@ -171,7 +171,7 @@ class SummaryWriter:
     Args:
       step: number of steps taken.
       split: 'train', 'eval/<input>' or 'decode/<input>'.
-      metrics: numbers, or arrays whose leading dimensions are layers: `name` becomes `name/0`, `name/1`, ...
+      metrics: numbers, or arrays whose leading dimensions are layers, for which `name` becomes `name/0`, `name/1`, ...
       summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
         kinds only to the event files.
     """
@@ -201,7 +201,7 @@ class SummaryWriter:
   def _add_events(self) -> OSError | None:
     """Writes pending records to event files, in order; returns the error if some cannot be written."""
     waiting, self._without_file = self._without_file, []
-    failed: dict[str, OSError] = {}  # By split.
+    failed: dict[str, OSError] = {}  # The events by split.
     for record, others in waiting:
       split = record['split']
       try:
@@ -228,7 +228,7 @@ class SummaryWriter:
   def close(self) -> None:
     """Closes all files; raises UserError if some metrics cannot be written.
 
-    If the directory itself is gone, this raises nothing: the metrics would be lost with it anyway.
+    If the directory itself is gone, this does not raise: the metrics would be lost with it anyway.
     """
     if not self._enabled:
       return
@@ -276,7 +276,7 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the lines of a metrics file with their parsed content, without incomplete and damaged lines.
+  """Yields the lines of a metrics file with their parsed content; skips incomplete and damaged lines.
 
   If a file has damaged lines, a line on stderr says so, once in a process.
 
@@ -324,5 +324,5 @@ def _truncate_jsonl(path: Path, step: int) -> set[tuple[int, str]]:
     return set()
   records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
-  replace_file(path, ''.join(kept))  # Atomic: if the run is killed here, the old file is still complete.
+  replace_file(path, ''.join(kept))  # Atomic: if the run is killed here, the old file stays complete.
   return {(record['step'], record['split']) for _, record in records if record['step'] <= step}

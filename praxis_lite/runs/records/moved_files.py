@@ -1,6 +1,6 @@
-"""Files of an imported checkpoint that a run keeps in its directory, after the run has been moved.
+"""Finds the files of an imported checkpoint that a run keeps in its directory, after the directory was moved.
 
-The config of an import names the tokenizer's files by their path at that time, in the folder `hugging_face` of the run.
+The config of an import names the tokenizer's files by their path at the time, in the folder `hugging_face` of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PATH_FIELDS: dict[object, str] = {HfTokenizer: 'path', SentencePieceTokenizer: 
 
 
 def find_moved_files(config: ExperimentConfig, directory: Path) -> None:
-  """Makes tokenizers whose files were in the folder of a run, and are there no longer, use those that this run keeps.
+  """Changes the paths of tokenizers whose files are gone from a run's folder to the files that this run keeps.
 
   Args:
     config: the recorded configs of the run, which are changed.

@@ -1,7 +1,7 @@
-"""How the defaults of today's code differ from those of the code that recorded a run.
+"""Compares the defaults of today's code with those of the code that recorded a run.
 
-A record holds every value, so a run computes what it computed then. Records of the first versions lack the defaults,
-which are only in `config.txt`: those that are numbers, strings, None or tuples of these are taken from there.
+A record contains every value, so a run computes the same as it did then. Records of the first versions lack the
+defaults, which are only in `config.txt`; defaults that are numbers, strings, None or tuples of these are taken from it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from praxis_lite.common.foreign_text import LEFT_OUT, printable
 
 
 class OtherDefaults(NamedTuple):
-  """What a recorded config and today's code say about fields that were not set, by path.
+  """The recorded and today's values of fields that were not set, by path.
 
   Attributes:
-    used: recorded value, which the config has, and today's default.
-    unused: recorded value, which could not be read, and today's default, which the config has instead.
+    used: the recorded value, which the config has, and today's default.
+    unused: the recorded value, which could not be read, and today's default, which the config has instead.
     gone: recorded values of fields that no longer exist.
     new: today's defaults of fields that did not exist.
   """
@@ -34,7 +34,7 @@ class OtherDefaults(NamedTuple):
   new: Mapping[str, str]
 
   def describe(self, roots: Mapping[str, object]) -> list[str]:
-    """Returns a line for each kind of difference that still has an effect on configs, which may have been edited."""
+    """Returns a line for each kind of difference that still affects configs, which may have been edited since."""
     now = fields_of(to_text(roots)) if any(self) else {}
     used = [f'{p} = {_short(v)} (now {_short(d)})' for p, (v, d) in self.used.items() if now.get(p) == v]
     unused = [f'{p} = {_short(d)} (recorded {_short(v)})' for p, (v, d) in self.unused.items() if now.get(p) == d]
@@ -52,9 +52,9 @@ class OtherDefaults(NamedTuple):
     return [printable(f'{what}: {lines}', one_line=True) for what, lines in shown.items()]
 
 
-_WITHOUT_EFFECT = ('None', 'False', '0', '0.0', "''", '()', '[]', '{}')  # Defaults that usually leave a feature off.
+_WITHOUT_EFFECT = ('None', 'False', '0', '0.0', "''", '()', '[]', '{}')  # Defaults that usually turn a feature off.
 _NO_NEWS = (*_WITHOUT_EFFECT, repr(REQUIRED))
-# Fields that do nothing while all of some others are None.
+# Fields that have no effect if all of these other fields are None.
 _NEEDED_BY = {
   'train.best_metric_mode': ('train.best_metric', 'train.early_stopping.patience'),
   'train.early_stopping.mode': ('train.early_stopping.patience',),
@@ -83,7 +83,7 @@ def compare_defaults(
 
 
 def restore_defaults(roots: Mapping[str, object], text: str) -> OtherDefaults:
-  """Sets the defaults that an old record has only as `text`, where today's differ, and returns the differences."""
+  """Sets fields to the defaults that an old record has only as `text` where today's differ; returns the differences."""
   recorded = fields_of(text)
   used, unused = {}, {}
   for path, config in configs_by_path(roots).items():
@@ -92,7 +92,7 @@ def restore_defaults(roots: Mapping[str, object], text: str) -> OtherDefaults:
       if value in ('', now, repr(REQUIRED)) or LEFT_OUT in value or _is_same_name(value, now):
         continue
       try:
-        # Anyone may write a literal, because it runs no code.
+        # A literal runs no code, so it need not be trusted.
         setattr(config, field, ast.literal_eval(value))
         used[where] = value, now
       except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -108,12 +108,12 @@ def _unset_fields(config: Config, path: str) -> Iterator[tuple[str, str, object]
 
 
 def _is_same_name(value: str, other: str) -> bool:
-  """Whether two texts are names of something that may only have moved to another module."""
+  """Whether two texts may name the same object, moved to another module."""
   return all(map(looks_like_reference, (value, other))) and value.rpartition('.')[2] == other.rpartition('.')[2]
 
 
 def _is_idle(path: str, fields: Mapping[str, str]) -> bool:
-  """Whether a field does nothing in a config, because all fields that would need it are None."""
+  """Whether a field has no effect in a config, because all fields that would need it are None."""
   return any(
     all(fields.get(path.removesuffix(end) + other) == 'None' for other in others)
     for end, others in _NEEDED_BY.items()

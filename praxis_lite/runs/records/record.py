@@ -3,9 +3,9 @@
     job_log_dir/run.json      the config as JSON, and for each launch: command, time, seed, mesh, versions, source trees
                 config.txt    the config as text, one field per line, for people and `diff`
 
-The JSON has every value, also defaults, so editing a default later does not change what the run computes. Values that
-JSON cannot hold, such as a lambda or a data set in memory, are left out; the rest can be read back. Anyone may have
-written a record, so reading it runs none of its code: `common/config/trusted.py` lists what is allowed.
+The JSON has every value, including defaults, so editing a default later does not change what the run computes. Values
+that JSON cannot represent, such as a lambda or a data set in memory, are left out; the rest can be read back. A record
+is untrusted, so reading it runs no code that it names, except what `common/config/trusted.py` allows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
-_OWN_PACKAGES = ('experiments', 'tasks')  # Packages of the user in the working directory; see `registry`.
+_OWN_PACKAGES = ('experiments', 'tasks')  # Packages of the user in the working directory; see `training/registry.py`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunRecord:
   Attributes:
     directory: the run directory.
     launches: the processes that wrote to it, in order.
-    text: the config as text, with the defaults of the code that wrote it, and today's names of modules that moved.
+    text: the config as text, with the defaults of the code that wrote it, but with today's names of modules that moved.
     lost: the reason for each field of the config that was left out, by the field's path.
   """
 
@@ -63,7 +63,7 @@ class RunRecord:
   text: str
   lost: Mapping[str, str]
   _encoded: Mapping[str, Any] = dataclasses.field(repr=False)
-  _digest: str = dataclasses.field(repr=False)  # Of run.json; see `consents.py`.
+  _digest: str = dataclasses.field(repr=False)  # The digest of run.json; see `consents.py`.
   _edited: frozenset[str] | None = dataclasses.field(default=None, repr=False)  # None for a record without defaults.
   _trusted: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
@@ -79,7 +79,7 @@ class RunRecord:
 
   @property
   def config(self) -> ExperimentConfig:
-    """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
+    """The configs of the run. Fields that were left out are REQUIRED; set them before they are used.
 
     Raises:
       UntrustedError: the config names a module that may not be imported; the message says how to allow it.
@@ -122,19 +122,19 @@ class RunRecord:
     return roots if isinstance(roots, dict) else {}, other
 
   def consented_files(self) -> set[str]:
-    """Returns the files of this user that the run names and that are unchanged; none if another user trained it."""
+    """Returns this user's files that the run names and that are unchanged; none if another user trained the run."""
     return {file for file, is_same in consented_files(self._digest).items() if is_same}
 
   def files_changed_since_training(self) -> list[str]:
-    """Returns the files of this user that the run names and that have changed since its training."""
+    """Returns this user's files that the run names and that have changed since its training."""
     return files_changed_since_training(self._digest)
 
   def renew_consent(self) -> None:
-    """Notes that this user has named the changed files of the run again; does nothing if another user trained it."""
+    """Records that this user has named the run's changed files again; does nothing if another user trained the run."""
     renew_consent(self._digest)
 
   def unchanged_defaults(self, text: str) -> set[str]:
-    """Returns the paths of defaults of the recorded code that are the same in `text`, the config of another launch."""
+    """Returns the paths of recorded default values that are the same in `text`, the config of another launch."""
     before, now = ({} if self._edited is None else fields_of(t) for t in (self.text, text))
     return {path for path, value in before.items() if path not in (self._edited or ()) and now.get(path) == value}
 
@@ -185,9 +185,9 @@ def write_record(
   Args:
     job_log_dir: the run directory, which exists.
     config: configs of the run.
-    seed, mesh, step: as in `Launch`.
-    command: the command line; None uses that of this process.
-    keeps_record: do not change an existing record, but report how the config differs from it.
+    seed, mesh, step: see `Launch`.
+    command: the command line; None uses the command line of this process.
+    keeps_record: whether to leave an existing record unchanged, and only report how the config differs from it.
 
   Raises:
     UserError: the files cannot be written.
@@ -252,7 +252,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
 
   Args:
     job_log_dir: the run directory.
-    trusted: modules, packages or Python files whose code the config may name too.
+    trusted: further modules, packages or Python files whose code the config may name.
 
   Raises:
     UserError: there is no record, or it cannot be read.
@@ -294,7 +294,7 @@ def read_text(directory: Path) -> str:
 
 
 def remedy_for_damage(directory: Path) -> str:
-  """Returns what to do with a run whose record is damaged or missing."""
+  """Returns advice, for messages, on what to do with a run whose record is damaged or missing."""
   text = directory / _TEXT
   seen = f'; {text} has its config as text' if text.is_file() else ''
   return f'name its experiment with --exp, and train then records it{seen}'
@@ -326,10 +326,11 @@ def _configs(entries: object) -> list[Config]:
 
 
 def _leave_out_functions_of_scripts(encoded: Any, path: str, lost: dict[str, str]) -> Any:
-  """Returns the JSON of datasets with REQUIRED for functions of a script, which only commands that read data need.
+  """Returns the JSON of datasets with functions of a script replaced by REQUIRED. Only commands that read data need
+  them.
 
   Args:
-    encoded: the JSON, possibly written by anyone.
+    encoded: the JSON, which is untrusted.
     path: its path in the config.
     lost: receives the reason for each field that is left out, by its path.
   """

@@ -1,4 +1,4 @@
-"""What a run starts from besides its inputs: a directory of its own, and the PRNG keys made from its seed."""
+"""Sets up a run: locks and checks its directory, and makes the PRNG keys from its seed."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class RunKeys(NamedTuple):
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
   check_seed(seed)
-  # A program on the mesh makes the keys: with several processes, none can put an array on all devices by itself.
+  # A program on the mesh makes the keys, because with several processes, none can put an array on all devices by
+  # itself.
   keys: RunKeys = jax.jit(_split_key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(seed)
   return keys
 
 
 def _split_key(seed: int) -> RunKeys:
-  """A function of the module, so that JAX compiles it once for a seed and a mesh."""
+  """Makes the keys; a module-level function, so that JAX compiles it only once for a seed and a mesh."""
   return split_key(jax.random.key(seed))
 
 
 def split_key(key: jax.Array) -> RunKeys:
-  """Returns the keys of a run with this key of a seed."""
+  """Returns the keys of a run whose seed has this key."""
   return RunKeys(*jax.random.split(key, 3))
 
 
 def check_seed(seed: int) -> None:
-  """Raises ConfigError unless a seed is an integer of 64 bits."""
+  """Raises ConfigError unless a seed is a 64-bit integer."""
   with prefix_errors('seed'):
     fit(seed, int, None)
   if not -(2**63) <= seed < 2**63:
@@ -57,7 +58,7 @@ def check_seed(seed: int) -> None:
 
 
 def check_all_take_part(mesh: Mesh) -> None:
-  """Raises ConfigError if a process of the run has no device in the mesh, because it could not take part in a step."""
+  """Raises ConfigError if a process of the run has no device in the mesh, and so could not take part in a step."""
   idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
   if idle:
     raise ConfigError(
@@ -73,7 +74,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def is_logged(step: int, interval: int, total: int) -> bool:
-  """Whether the metrics of a step are written: by `log_interval_steps`, and those of the first and the last step."""
+  """Whether the metrics of a step are written: at `log_interval_steps`, and after the first and the last step."""
   return step % interval == 0 or step in (1, total)
 
 
@@ -81,8 +82,8 @@ def is_logged(step: int, interval: int, total: int) -> bool:
 def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   """Creates a directory if it does not exist, and tests that it is writable, before anything is compiled.
 
-  If an error ends the block before anything was written, directories that were created are removed. Raises UserError if
-  the directory cannot be created or is not writable, or is new and among the checkpoints of another run.
+  If an error ends the block before anything was written, removes the directories that it created. Raises UserError if
+  the directory cannot be created, is not writable, or is new and inside the checkpoints of another run.
   """
   path = local_path(job_log_dir).absolute()
   created: list[Path] = []
@@ -103,7 +104,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   try:
     yield path
   except BaseException:
-    with contextlib.suppress(OSError):  # A directory that is not empty stays.
+    with contextlib.suppress(OSError):  # A directory that is not empty is kept.
       for folder in created:
         folder.rmdir()
     raise
@@ -125,12 +126,12 @@ def _check_checkpoints(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held_for_training(path: Path) -> Iterator[None]:
-  """Locks a directory for one training run: a second run would delete the checkpoints that the first one is writing.
+  """Locks a directory for one training run, because a second one would delete checkpoints that the first is writing.
 
   Raises UserError if another run is training there. The operating system releases the lock however the process ends. On
   a file system without locks, this does nothing.
   """
-  if sys.platform == 'win32':  # Windows has no such locks, and the command line does not train there.
+  if sys.platform == 'win32':  # Windows has no such locks; the command line does not train on it.
     yield
     return
   directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -154,7 +155,7 @@ _WAITS = (0.01, 0.05)  # `is_held` may hold the lock for a moment.
 def is_held(path: Path) -> bool:
   """Whether a process is training in a directory. Takes a shared lock to find out, and releases it immediately.
 
-  False if that is unknown: on Windows, on file systems without locks, and in directories that cannot be read.
+  Returns False if this is unknown: on Windows, on file systems without locks, and for unreadable directories.
   """
   if sys.platform == 'win32':
     return False
@@ -169,7 +170,7 @@ def is_held(path: Path) -> bool:
 
 
 def _is_locked_by_others(directory: int, *, exclusive: bool) -> bool:
-  """Tries to lock an open directory; returns True only if another process holds the lock."""
+  """Tries to lock an open directory; returns True only if another process holds a lock."""
   import fcntl
 
   with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""The inputs of a run: built from the configs of its datasets, with the vocabulary that its directory keeps.
+"""Builds the inputs of a run from the configs of its datasets, with the vocabulary that its directory keeps.
 
     job_log_dir/vocabulary.json      {"vocabulary": the characters in the order of their ids}
 
-A tokenizer of characters finds its vocabulary in a text. It is kept, so ids keep their meaning for the weights even if
-the text changes. A config with another vocabulary is an error. If the directory has no checkpoint, the file is
-overwritten.
+A character tokenizer takes its vocabulary from a text. The run keeps it, so ids keep their meaning for the weights even
+if the text changes. A config with another vocabulary is an error, unless the directory has no checkpoint; then the file
+is overwritten.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class RunInputs(NamedTuple):
     config: the configs of the run, with the vocabulary that its directory keeps.
     training: the training input.
     evaluation, decoding: the inputs to evaluate and to decode.
-    decoded_in_training: those of `decoding`, if the task decodes at intervals.
-    vocabulary: the characters of the run's tokenizer, in the order of their ids, which its directory keeps; None if it
-      is another kind of tokenizer, or there is no directory.
+    decoded_in_training: `decoding` if the task decodes at intervals; otherwise ().
+    vocabulary: the characters of the run's tokenizer, in the order of their ids, which its directory keeps; None for
+      other kinds of tokenizers, or without a directory.
   """
 
   config: ExperimentConfig
@@ -88,7 +88,7 @@ class Datasets(NamedTuple):
 
   @property
   def evaluation(self) -> list[BaseInput]:
-    """The inputs to evaluate on."""
+    """The inputs for evaluation."""
     return [i for i in self.inputs if not i.is_training]
 
   def the_training_input(self) -> BaseInput:
@@ -102,7 +102,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if that fails."""
+    """Reads a batch of each of `inputs`, and lets the model check it; raises UserError if the check fails."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
@@ -118,11 +118,11 @@ class Datasets(NamedTuple):
             training.check_beside(data.source if isinstance(data, GrowingBatches) else data)
 
 
-AllDatasets = tuple[Datasets, Datasets]  # Of `datasets()` and `decode_datasets()`.
+AllDatasets = tuple[Datasets, Datasets]  # `datasets()`, `decode_datasets()`.
 
 
 def build_all(config: ExperimentConfig) -> AllDatasets:
-  """Builds all inputs of an experiment; raises what `build_datasets` raises."""
+  """Builds all inputs of an experiment; for errors see `build_datasets`."""
   return build_datasets(config.datasets), build_datasets(config.decode_datasets, 'decode_datasets')
 
 
@@ -140,7 +140,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
     if missing[i] is not None:
       every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(config).__qualname__
       example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(config)
-      if line:  # The user's code has made or edited this config.
+      if line:  # The user's code has created or edited this config.
         example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
       raise ConfigError(
         f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}'
@@ -169,13 +169,13 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
 
 
 def _line_of_config(config: Config) -> str:
-  """Returns the first line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if none."""
+  """Returns the first line of the user's code that has set a field of a config, as 'mine.py:12'; '' without one."""
   return next((line for field in config_values(config) if (line := line_of_edit(config, str(field)))), '')
 
 
 @contextlib.contextmanager
 def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
-  """Adds to an error about a field of an input's config the line of the user's code that has set it."""
+  """Adds, to an error about a field of an input's config, the line of the user's code that has set the field."""
   try:
     yield
   except UserError as error:
@@ -185,7 +185,7 @@ def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
-  """Prepends the path of an input's config to errors raised inside; to its fields, in place of one of `labels`."""
+  """Prepends the path of an input's config to errors raised inside; if they begin with one of `labels`, replaces it."""
   try:
     yield
   except UserError as error:
@@ -195,7 +195,7 @@ def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
 
 
 def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config with the vocabulary that the run in `job_log_dir` keeps, for each tokenizer that sets none.
+  """Returns the config, in which each tokenizer without a vocabulary gets the one that the run in `job_log_dir` keeps.
 
   Returns the config itself if there is no such tokenizer, or no such run.
 

@@ -31,15 +31,15 @@ class RunState(NamedTuple):
   Attributes:
     directory: the run directory.
     step, num_steps: the last step in the run's files, and the number of steps in its config, if known.
-    is_running: whether a process is training in it.
+    is_running: whether a process is training in the directory.
     written: when the run last wrote something, in seconds since 1970.
-    metrics: all metrics.
-    fields: its recorded config and its seed, as values by path; empty if it has no record.
-    experiment: the experiment that was named when the run was made, such as 'lm.StdlibLm', or 'mine' if only its file
-      mine.py was named; '' if that is unknown.
-    changed: the values of the fields that changed when its training went on, such as '1.0 -> 3.0', by path.
-    certificate: what a plan predicted and what was measured; None if the run has no prediction.
-    fault: why its record cannot be read, and what to do; '' if it can, or if there is none.
+    metrics: all metrics that the run has written.
+    fields: the values of its recorded config, by path, and its seed; empty if it has no record.
+    experiment: the experiment named in the command line, such as 'lm.StdlibLm', or 'mine' if only its file mine.py was
+      named; '' if unknown.
+    changed: the values of fields that changed between launches, such as '1.0 -> 3.0', by path.
+    certificate: the predictions of a plan and the measurements; None if the run has no prediction.
+    fault: why its record cannot be read, and what to do; '' if it can be read, or if there is none.
   """
 
   directory: Path
@@ -56,11 +56,11 @@ class RunState(NamedTuple):
 
   @property
   def last_loss(self) -> float | None:
-    """The last training loss that was written."""
+    """The last training loss that was written; None without one."""
     return float(self.metrics.curve('train/loss').values[-1]) if 'train/loss' in self.metrics else None
 
   def best(self, metric: str, mode: str) -> tuple[float, int] | None:
-    """Returns the best value of a metric, and its step; None if it was never written, or never finite.
+    """Returns the best value of a metric, and its step; None if it was never written or never finite.
 
     `metric` is a full name, or a pattern such as `eval/*/loss` that matches one metric of the run.
     """
@@ -88,15 +88,15 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
   for path, folders, files in os.walk(folder):
     if has_record(path) or 'metrics.jsonl' in files or 'checkpoints' in folders:
       found.append(Path(path))
-      folders.clear()  # Folders below a run belong to it.
+      folders.clear()  # Folders inside a run belong to it.
     folders[:] = sorted(name for name in folders if not name.startswith('.'))
   return found
 
 
 def runs_near(directory: str | os.PathLike[str]) -> str:
-  """Returns how to get a run from a directory that is not a run, as the end of a message; '' if there is no way.
+  """Returns the end of a message, about how to get from a directory that is not a run to a run; '' if there is no way.
 
-  There may be runs above, below or beside it, or it is a checkpoint from Hugging Face.
+  The directory may contain runs, be inside a run or next to one, or be a checkpoint from Hugging Face.
   """
   path = user_path(directory)
   if (path / 'config.json').is_file() and any(path.glob('*.safetensors')):
@@ -149,10 +149,10 @@ def read_run(directory: Path) -> RunState:
 
 
 def _experiment_in(command: str) -> str:
-  """Returns the experiment that a command line names, 'mine.Points' for dir/mine.py:Points; '' if it names none."""
+  """Returns the experiment that a command line names, such as 'mine.Points' for dir/mine.py:Points; '' without one."""
   found = re.search(r"--?exp(?:=|\s+)'?([^\s']+)", command)
   folder, _, name = found[1].rpartition('/') if found else ('', '', '')
-  if folder and not re.search(r'\.py(:|$)', name):  # The directory of another run.
+  if folder and not re.search(r'\.py(:|$)', name):  # This would be the directory of another run.
     return ''
   return re.sub(r'\.py(?=:|$)', '', name).replace(':', '.')
 

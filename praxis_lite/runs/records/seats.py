@@ -1,19 +1,20 @@
-"""Where a process of a run is seated, which stays the same after a restart, unlike its index."""
+"""Seat: identifies where a process of a run is placed, which, unlike its index, stays the same after a restart."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# `praxis-lite launch` sets this variable, in the processes that it starts, to the number of the place of the process.
+# `praxis-lite launch` sets this variable in each process that it starts to the number of the process's place.
 PLACE = 'PRAXIS_LITE_PLACE'
 
 
 class Seat(NamedTuple):
-  """Where a process runs, independent of its index.
+  """The place of a process, independent of its index.
 
   Attributes:
     host: the name of its host.
-    slot: the number of the place that `launch` gave it; of others, the number, from 0, among the processes of the host.
+    slot: the number of the place that `launch` gave it; for other processes, its number among the processes of the
+      host, from 0.
   """
 
   host: str

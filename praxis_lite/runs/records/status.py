@@ -1,4 +1,4 @@
-"""The state of a run, from its heartbeats."""
+"""Describes the state of a run from its heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from praxis_lite.common.figures import duration, number_of, short_number
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
 
-# The states of a process, the worst first, and how many processes have a line of their own.
+# The states of a process, the worst first, and how many processes at most get a line each.
 _ORDER = ('dead', 'silent', 'ended', 'alive')
 _MOST_SHOWN = 16
 
@@ -23,7 +23,7 @@ class Status(NamedTuple):
   Attributes:
     is_well: whether each process is alive, or ended normally.
     lines: lines to print; the first one says whether the run is alive.
-    life: of process 0, as `life` returns it.
+    life: the result of `life` for process 0.
   """
 
   is_well: bool
@@ -45,7 +45,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   first = beats[0]
   lines = [_life(lives[0], first, now)]
   others = list(zip(lives[1:], beats[1:]))
-  # Those in which something is wrong come first, so that they are shown if there are many.
+  # If there are many processes, the ones in the worst states are shown.
   shown = sorted(others, key=lambda entry: _ORDER.index(entry[0]))[:_MOST_SHOWN]
   shown.sort(key=lambda entry: entry[1].process)
   lines += [f'process {beat.process}: {_life(alive, beat, now)}' for alive, beat in shown]
@@ -65,7 +65,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
 
 
 def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
-  """Yields a line about how the hosts differ; nothing for one process, or if the heartbeats do not know."""
+  """Yields a line about how the hosts differ; nothing with one process, or if the heartbeats lack the numbers."""
   known = [beat for beat in beats if all(number_in(beat.speed, name) > 0 for name in ('median', 'product'))]
   if len(known) < 2:
     return
@@ -83,13 +83,13 @@ def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
 
 
 def ratio_to_others(values: Sequence[float], index: int) -> float:
-  """Returns a value divided by the median of the others; 1 if there are none."""
+  """Returns the ratio of a value to the median of the other values; 1 without others."""
   others = [*values[:index], *values[index + 1 :]]
   return values[index] / max(statistics.median(others), 1e-9) if others else 1.0
 
 
 def number_in(values: Mapping[str, object], name: str) -> float:
-  """Returns a number of a heartbeat, which anyone may have written; 0 if it is missing or no positive number."""
+  """Returns a number from a heartbeat, which is untrusted; 0 if it is missing or not a positive number."""
   value = values.get(name)
   return float(value) if isinstance(value, int | float) and 0 < value < 1e12 else 0.0
 
@@ -101,7 +101,7 @@ def _life(alive: str, beat: Heartbeat, now: float) -> str:
   if alive == 'dead':
     return f'dead: {who} has disappeared; its last sign of life was {when}'
   doing = ACTIVITIES.get(beat.doing, beat.doing)
-  if beat.doing_for >= 1:  # Less tells nothing: steps and waits for input take turns.
+  if beat.doing_for >= 1:  # Shorter times mean little, because steps and waits for input alternate.
     doing += f' for {duration(beat.doing_for)}'
   if alive == 'silent':
     return f'silent: {who} exists, but gives no sign of life; the last was {when}: {doing}'

@@ -1,8 +1,8 @@
 """Reads the git state of a directory without running any program that the repository configures.
 
-Anyone may have made a repository, and its configuration names programs: file system monitors, hooks, file filters,
-pagers, and transports that fetch missing objects. `git status` runs some of them. All of them are disabled here,
-filters by their names. Submodules have configurations of their own, so they are not inspected.
+A repository is untrusted, and its configuration may name programs: file system monitors, hooks, file filters, pagers,
+and transports that fetch missing objects. `git status` runs some of them. All of them are disabled here; filters are
+disabled by name. Submodules have their own configurations, so they are not inspected.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _HARMLESS = (
   *('-c', 'core.fsmonitor=false', '-c', 'core.hooksPath=/dev/null', '-c', 'core.pager=cat'),
   *('-c', 'submodule.recurse=false', '-c', 'diff.external=', '-c', 'core.sshCommand=false', '-c', 'core.askPass='),
 )
-# Forbids all transports, which would run programs to fetch objects that a partial clone lacks.
+# Forbids all transports. These would run programs to fetch objects that a partial clone lacks.
 _NO_TRANSPORT = {'GIT_ALLOW_PROTOCOL': 'none', 'GIT_NO_LAZY_FETCH': '1', 'GIT_TERMINAL_PROMPT': '0'}
 _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
 
 def read_work_tree(folder: str) -> dict[str, Any] | None:
-  """Returns `path`, `commit` and `clean` (None if unknown) of a folder's work tree; None if it is in no work tree."""
+  """Returns `path`, `commit` and `clean` (None if unknown) of a folder's work tree; None outside of work trees."""
   top, _, commit = (_git(folder, 'rev-parse', '--show-toplevel', 'HEAD') or '').rpartition('\n')
   return {'path': top, 'commit': commit, 'clean': _is_clean(folder)} if top else None
 
 
 def _is_clean(folder: str) -> bool | None:
-  """Whether the files equal the commit; a touched file that has a filter, such as LFS, counts as changed."""
+  """Whether the files equal the commit. A touched file with a filter, such as one in LFS, counts as changed."""
   configured = _git(folder, 'config', '--list', '--name-only', '-z')
   if configured is None:
     return None
@@ -37,7 +37,7 @@ def _is_clean(folder: str) -> bool | None:
   for name in sorted(
     {name.rpartition('.')[0] for name in configured.split('\0') if name.lower().startswith('filter.')}
   ):
-    if '=' in name:  # `git -c` could not disable such a filter.
+    if '=' in name:  # `git -c` cannot disable a filter of this name.
       return None
     without_filters += [argument for program in _PROGRAMS_OF_FILTERS for argument in ('-c', f'{name}.{program}=')]
     without_filters += ['-c', f'{name}.required=false']
