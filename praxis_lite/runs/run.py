@@ -56,7 +56,7 @@ class Checkpoints(NamedTuple):
 
 
 class SavedRun:
-  """A run directory. Its metrics and checkpoints are read again at each access, so the run may still be training.
+  """A run directory. Its metrics and checkpoints are read anew at each access, so the run may still be training.
 
   Attributes:
     directory: the job_log_dir.
@@ -69,7 +69,7 @@ class SavedRun:
 
   @functools.cached_property
   def config(self) -> ExperimentConfig:
-    """The configs of the run: those that `open_run` was given, or those that the directory records.
+    """The configs of the run: the ones given to `open_run`, or the ones recorded in the directory.
 
     They may be edited before `load`, for example to give a dataset another path.
     """
@@ -79,12 +79,12 @@ class SavedRun:
 
   @functools.cached_property
   def record(self) -> RunRecord:
-    """What the directory records about how the run was made: commands, seeds, versions, meshes; see `RunRecord`."""
+    """The record of how the run was made: commands, seeds, versions, meshes; see `RunRecord`."""
     return read_record(self.directory, trusted=self._trusted)
 
   @property
   def metrics(self) -> MetricsTable:
-    """The metrics that the run has written: a column for each metric, and a row for each step that has any."""
+    """The metrics that the run has written: a column for each metric, and a row for each step with any metric."""
     return read_metrics(self.directory)
 
   @property
@@ -108,17 +108,17 @@ class SavedRun:
     """Restores the model of a checkpoint.
 
     Args:
-      mesh: a mesh with the axes of the task, or its size along each of them; None uses one device.
-      step: step of the checkpoint, or 'best'; None uses the newest.
+      mesh: a mesh with the task's axes, or its size along each of these axes; None uses one device.
+      step: the step of the checkpoint, or 'best'; None uses the newest.
       ema: whether to use the moving averages of the variables; None uses `task.evaluate.use_ema`, if the learner keeps
         averages.
-      power_average: the relative width of an average of the weights, computed from those that the learner's
-        `power_averages` has put into this checkpoint and those before it; None takes no such average.
-      seed: for models that draw random numbers while they predict or evaluate.
+      power_average: the relative width of an average of the weights, computed from the averages that the learner's
+        `power_averages` has stored in this and earlier checkpoints; None uses no such average.
+      seed: the seed for models that draw random numbers in predictions or evaluations.
 
     Raises:
-      UserError: there is no such checkpoint, or the run keeps no averages but `ema` is True, or a `power_average` is
-        wanted too, or the mesh does not fit the task or the devices.
+      UserError: there is no such checkpoint; `ema` is True, but the run keeps no averages, or `power_average` is also
+        set; or the mesh does not fit the task or the devices.
     """
     if ema and power_average is not None:
       raise UserError(
@@ -154,8 +154,8 @@ def open_run(
 
   Args:
     job_log_dir: the directory of the run.
-    exp: its experiment: a name as for --exp, a class, or edited configs; None uses the recorded configs.
-    trusted: modules, packages or Python files whose code the recorded config may name too, as for --trust.
+    exp: the experiment of the run: a name, see --exp, a class, or edited configs; None uses the recorded configs.
+    trusted: further modules, packages or Python files whose code the recorded config may name, see --trust.
 
   Raises:
     UserError: there is no such directory or experiment; or the directory is not a run, but contains runs or is part of
@@ -175,7 +175,7 @@ def open_run(
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
-  """Returns the mesh of a loaded model, with Auto axes that have the task's names."""
+  """Returns the mesh of a loaded model, whose axes are Auto axes with the task's names."""
   names = task.mesh_axis_names or ('data',)
   if isinstance(mesh, int):
     fits = (mesh, *(1 for _ in names[1:]))

@@ -1,12 +1,12 @@
-"""Scores: how probable a model finds continuations of contexts.
+"""Scores: computes the log-probabilities of continuations, given contexts.
 
-A row of a batch is a context and its continuation, c and n tokens. The log-probabilities of the continuation are those
-of the labels at positions c - 1 to c + n - 2:
+A row of a batch is a context of c tokens and its continuation of n tokens. The log-probabilities of the continuation
+are the ones of the labels at positions c - 1 to c + n - 2:
 
     ids      a b c  d e
     labels   b c d  e f          context a b c, continuation d e f
 
-For an encoder-decoder, the context is the source, and the row begins with the token of a start, s:
+For an encoder-decoder, the context is the source, and the row begins with the start token s:
 
     source   a b c
     ids      s d e
@@ -28,15 +28,15 @@ from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
 from praxis_lite.runs.prompts import check_ids, encode_prompt
 
-_LEAST_LENGTH = 32  # Rows are padded to this, or to a larger power of two, so that few lengths are compiled.
+_LEAST_LENGTH = 32  # Rows are padded to this or a larger power of two, so only a few lengths are compiled.
 
 
 class Score(NamedTuple):
-  """How probable a model finds a continuation.
+  """The log-probabilities of a continuation.
 
   Attributes:
     ids: the tokens of the continuation.
-    log_probs: [n] float32, log-probability of each token, in nats, given the context and the tokens before it.
+    log_probs: [n] float32, the log-probability of each token, in nats, given the context and the earlier tokens.
     is_greedy: whether each token is the most probable one.
   """
 
@@ -46,12 +46,12 @@ class Score(NamedTuple):
 
   @property
   def log_prob(self) -> float:
-    """Log-probability of the whole continuation, in nats; 0 if it has no tokens."""
+    """The log-probability of the whole continuation, in nats; 0 if it has no tokens."""
     return float(np.sum(self.log_probs, dtype=np.float64))
 
 
 class _Row(NamedTuple):
-  """The tokens of a context, possibly without its first ones, and of a continuation; and the source, if it is apart."""
+  """The tokens of a context, possibly cut at its beginning, of a continuation, and of an encoder-decoder's source."""
 
   context: list[int]
   continuation: list[int]
@@ -73,10 +73,10 @@ def score_rows(
   """Returns the score of each continuation.
 
   Args:
-    limits: what batches the model can score.
-    tokenizer: returns its tokenizer, if it has one; called only for texts, and contexts that are empty.
-    contexts, continuations: as for `TrainedModel.score`.
-    batch_size: the largest number of rows to run at a time.
+    limits: the limits on the batches that the model can score.
+    tokenizer: returns the model's tokenizer or None; called only for texts and for empty contexts.
+    contexts, continuations: see `TrainedModel.score`.
+    batch_size: the largest number of rows in a batch.
     run: returns the model's scores, arrays by name, for a batch.
   """
   for name, given in (('contexts', contexts), ('continuations', continuations)):
@@ -150,7 +150,7 @@ def _tokens(number: int, ids: Any) -> list[int]:
 
 
 def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-  """Returns the tokens of both texts. If a token of the joined text ends with the context, they are its tokens."""
+  """Returns the tokens of both texts: of the joined text, if its tokens can be split where the context ends."""
   before = encode_prompt(tokenizer, context, 'score: context')
   whole = encode_prompt(tokenizer, context + continuation, 'score: continuation')
   if whole[: len(before)] == before:
@@ -159,7 +159,7 @@ def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) 
 
 
 def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
-  """Returns the batch of rows, padded to a length that many batches share."""
+  """Returns the batch of rows, padded to one of a few lengths."""
   width, most = _padded_length(row.length for row in rows), limits.max_positions
   width = width if most is None else min(width, most)
 

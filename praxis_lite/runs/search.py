@@ -1,11 +1,11 @@
-"""Searches: sweeps whose points Optuna proposes, each from what the trials before it have reached.
+"""Searches: sweeps whose points Optuna proposes, each based on the results of earlier trials.
 
     folder/000,learning_rate=0.0021/     a run, as in `sweep.py`
-           search.json                   ranges, and what all trials share; and of each trial its values, its state and
-                                         what it has reached
+           search.json                   ranges and settings that all trials share; for each trial, its values, its state
+                                         and its result
 
-`search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed goes on: with its
-unfinished trials first, which resume from their checkpoints.
+`search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed can go on. It begins
+with its unfinished trials, which resume from their checkpoints.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 _FILE = 'search.json'
 _KINDS = ('log', 'uniform', 'int', 'log_int')
 _RANGE = re.compile(r'\s*([^=\s]+)\s*=\s*(\w+)\(([^,()]+),([^,()]+)\)\s*')
-_MOST_CHECKED = 16  # Integers of a range that are all checked before anything is trained.
-_FIRST_WHOLE = 4  # Trials that are never pruned, to compare others with.
+_MOST_CHECKED = 16  # A range with at most this many integers is checked completely before anything is trained.
+_FIRST_WHOLE = 4  # This many trials are never pruned, for comparison.
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchRange:
-  """What a field may be: a kind in `_KINDS` from `low` to `high`; or with kind 'choice' one of `choices`, as texts."""
+  """The values of a field: from `low` to `high` with a kind of `_KINDS`, or with the kind 'choice' the texts
+  `choices`."""
 
   path: str
   kind: str
@@ -48,10 +49,10 @@ class SearchRange:
 
   @classmethod
   def parse(cls, text: str) -> SearchRange:
-    """Reads 'path=log(1e-4,1e-2)', with another of `_KINDS` in place of log, or 'path=a,b,c'.
+    """Parses 'path=log(1e-4,1e-2)', where log may be any of `_KINDS`, or 'path=a,b,c'.
 
     Raises:
-      ConfigError: the text has another form, or the range is empty.
+      ConfigError: the text does not have this form, or the range is empty.
     """
     forms = 'path=log(1e-4,1e-2), path=uniform(0,0.5), path=int(1,8), path=log_int(64,1024) or path=a,b,c'
     match = _RANGE.fullmatch(text)
@@ -78,7 +79,7 @@ class SearchRange:
     return cls(path, kind, low, high)
 
   def distribution(self) -> Any:
-    """Returns the range as Optuna knows it."""
+    """Returns Optuna's distribution of the range."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     match self.kind:
@@ -89,12 +90,12 @@ class SearchRange:
     return FloatDistribution(self.low, self.high, log=self.kind == 'log')
 
   def round(self, value: Any) -> Any:
-    """Returns a drawn number with as many digits as the name of a run can show, but not beyond the ends."""
+    """Returns a drawn number, rounded to the digits that the name of a run shows, unless this would leave the range."""
     short = float(f'{value:.4g}') if isinstance(value, float) else value
     return short if self.kind == 'choice' or self.low <= short <= self.high else value
 
   def ends(self) -> tuple[Any, ...]:
-    """Returns the values to check before anything is trained: all choices or integers if they are few, or both ends."""
+    """Returns the values to check before training: all choices, all integers if they are few, or both ends."""
     if self.choices:
       return self.choices
     if self.kind not in ('int', 'log_int'):
@@ -122,9 +123,9 @@ class Trial:
   """A point of a search.
 
   Attributes:
-    values: by path of the field; of a choice, its text.
+    values: the values by path of the field; a choice as its text.
     state: 'running', 'complete', 'pruned' or 'failed'.
-    reached: the best value of the metric, smaller is better: of a metric to maximize, its negative. None if unknown.
+    reached: the best value of the metric, negated if the metric is maximized, so smaller is better; None if unknown.
   """
 
   values: dict[str, Any]
@@ -137,20 +138,20 @@ class Search:
 
   Args:
     folder: the directory of the search.
-    ranges: what is varied.
-    overrides: what all trials share.
-    seed: of what Optuna draws.
-    metric, mode: what is compared, as for `metric_to_compare`.
-    prunes: whether trials end early if they are worse than the median of others at the same step.
+    ranges: the ranges of the fields that vary.
+    overrides: the overrides that all trials share.
+    seed: the seed of Optuna's draws.
+    metric, mode: the metric to compare by, see `metric_to_compare`.
+    prunes: whether trials end early if they are worse than the median of other trials at the same step.
     config: the text of the config that all trials share.
 
   Attributes:
     trials: all trials.
-    sign: 1 if less of the metric is better, -1 if more is, as far as runs have told.
+    sign: 1 if lower values of the metric are better, -1 if higher ones are; known once a run has written the metric.
 
   Raises:
-    UserError: Optuna is not installed, or the directory has a search with other ranges, overrides or config, or one
-      whose trials have reached something in another metric.
+    UserError: Optuna is not installed; or the directory has a search with other ranges, overrides or config, or with
+      results in another metric.
   """
 
   def __init__(
@@ -179,7 +180,7 @@ class Search:
     self._study = optuna.create_study(sampler=sampler, pruner=pruner)
     self._asked: dict[str, tuple[int, AskedTrial]] = {}
     self._pruned: set[str] = set()
-    self._reported: dict[str, int] = {}  # The last step, by name of the point.
+    self._reported: dict[str, int] = {}  # The last reported step, by name of the point.
     for number, trial in enumerate(self.trials):
       if trial.state != 'running':
         self._study.add_trial(self._to_frozen_trial(number, trial))
@@ -199,7 +200,7 @@ class Search:
     return []
 
   def _check_shared(self, record: Mapping[str, Any], trials: Sequence[Trial]) -> None:
-    """Raises UserError if trials of a record cannot be compared with those of this search."""
+    """Raises UserError if the recorded trials cannot be compared with trials of this search."""
     is_compared = any(trial.reached is not None for trial in trials)
     for name, mine in self._shared.items():
       theirs = record.get(name, mine)
@@ -220,7 +221,7 @@ class Search:
     replace_file(self._path, json.dumps(record, indent=1) + '\n')
 
   def points(self, num_trials: int) -> Iterator[Point]:
-    """Yields the trials that are to run: first those that were interrupted, then new ones until there are that many."""
+    """Yields the trials to run: first the ones that were interrupted, then new ones, up to `num_trials` in all."""
     interrupted = [number for number, trial in enumerate(self.trials) if trial.state == 'running']
     for number in interrupted:
       if self._is_over:
@@ -247,9 +248,9 @@ class Search:
     return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
 
   def is_hopeless(self, point: Point) -> bool:
-    """Whether a running trial is worse than others were at the same step, by the metrics that it has written.
+    """Whether a running trial is worse than other trials at the same step, by the metrics that it has written.
 
-    All are, once `end` has found that there is no such metric.
+    All trials are hopeless once `end` has found that they do not have the metric.
     """
     if self._is_over:
       return True
@@ -259,7 +260,7 @@ class Search:
     return point.name in self._pruned
 
   def _report(self, point: Point) -> None:
-    """Tells Optuna what a running trial has written since the last time."""
+    """Reports to Optuna the values that a running trial has written since the last report."""
     for step, value in self._curve(point):
       if step > self._reported.get(point.name, -1):
         self._asked[point.name][1].report(value, step)
@@ -272,11 +273,11 @@ class Search:
   def end(self, point: Point, code: int) -> Trial:
     """Records that the run of a trial has ended with an exit code; returns the trial.
 
-    One that a signal has ended, and not this search, stays 'running', so that it resumes.
+    This is not called for a trial that a signal stopped, unless it was pruned: it stays 'running', and will resume.
 
     Raises:
-      UserError: the run has trained to its end and does not have the metric. The search is over then; the trial stays
-        'running', so that a search for another metric takes what it has written.
+      UserError: the run has trained to its end and does not have the metric. The search is then over; the trial stays
+        'running', so that a search by another metric can use what it has written.
     """
     number, asked = self._asked[point.name]
     trial = self.trials[number]
@@ -297,11 +298,11 @@ class Search:
     return trial
 
   def _curve(self, point: Point) -> list[tuple[int, float]]:
-    """Returns (step, value) of the metric of a trial; smaller is better."""
+    """Returns (step, value) pairs of the metric of a trial, with smaller values better."""
     run = read_run(self._folder / point.name)
     try:
       metric, mode = metric_to_compare([run], self._metric, self._mode)
-    except UserError:  # The run has no value of the metric so far.
+    except UserError:  # The run has no value of the metric yet.
       return []
     if metric not in run.metrics:
       return []
@@ -320,7 +321,7 @@ class Search:
     )
 
   def importances(self) -> dict[str, float]:
-    """Returns how much each field matters for the metric, in shares of 1, most first; {} if trials do not tell."""
+    """Returns each field's share of importance for the metric, largest first; {} if it cannot be estimated."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     if sum(trial.state == 'complete' for trial in self.trials) <= _FIRST_WHOLE:
@@ -332,7 +333,7 @@ class Search:
     return {path: float(share) for path, share in found.items()} if all(map(math.isfinite, found.values())) else {}
 
   def best(self) -> Trial | None:
-    """Returns the complete trial that has reached most."""
+    """Returns the complete trial with the best result; None without one."""
     done = [trial for trial in self.trials if trial.state == 'complete' and trial.reached is not None]
     return min(done, key=lambda trial: trial.reached or 0.0, default=None)
 
@@ -344,7 +345,7 @@ def _states() -> dict[str, Any]:
 
 
 def import_optuna() -> Any:
-  """Returns the module `optuna`, which then logs only warnings; raises UserError if it is not installed."""
+  """Imports Optuna, and makes it log only warnings; raises UserError if it is not installed."""
   try:
     import optuna
   except ModuleNotFoundError as error:

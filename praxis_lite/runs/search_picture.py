@@ -1,4 +1,4 @@
-"""A picture of what matters in a search: for each field, its share, and what trials reached by its value."""
+"""Draws the result of a search: for each field, its importance, and the results of trials over its value."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _COLORS = {'complete': '#2563eb', 'pruned': '#9ca3af'}
 
 
 def draw_search(trials: Sequence[Trial], ranges: Sequence[SearchRange], shares: Mapping[str, float], sign: int) -> str:
-  """Returns an SVG with a panel for each field, those that matter most first.
+  """Returns an SVG with a panel for each field, in the order of `shares`.
 
   Args:
-    trials, ranges: of the search; those that failed are left out.
-    shares: how much each field matters, in shares of 1.
-    sign: 1 if less is better in the metric, else -1; what trials have reached is multiplied by it.
+    trials, ranges: the trials and the ranges of the search; failed trials are left out.
+    shares: the importance of each field, as a share of 1.
+    sign: 1 if lower values of the metric are better, else -1; results of trials are multiplied by it.
   """
   drawn = [trial for trial in trials if trial.reached is not None and trial.state in _COLORS]
-  reached = sorted(trial.reached or 0.0 for trial in drawn) or [0.0]  # Less is better.
-  # A trial that has diverged would hide the differences of all others.
+  reached = sorted(trial.reached or 0.0 for trial in drawn) or [0.0]  # Smaller is better.
+  # Without a limit, a trial that has diverged would hide the differences between all others.
   worst = min(reached[-1], reached[0] + 4 * (reached[-1 - len(reached) // 4] - reached[0]))
   low, high = sorted((sign * reached[0], sign * worst))
   parts = []
@@ -54,7 +54,7 @@ def draw_search(trials: Sequence[Trial], ranges: Sequence[SearchRange], shares: 
 
 
 def _place(given: SearchRange, value: Any) -> float:
-  """Returns where a value lies in its range, from 0 to 1."""
+  """Returns the position of a value in its range, from 0 to 1."""
   if given.choices:
     return (given.choices.index(str(value)) + 0.5) / len(given.choices)
   low, high, at = given.low, given.high, float(value)

@@ -13,10 +13,10 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 
 class SizedSteps:
-  """A task, partitioned for each size of its batches.
+  """The train steps of a task for each size of its batches.
 
   Args:
-    tasks: the task for batches of each size, the smallest first.
+    tasks: the task partitioned for batches of each size, the smallest first.
   """
 
   def __init__(self, tasks: Sequence[PartitionedTask]):
@@ -26,10 +26,10 @@ class SizedSteps:
     """Compiles the steps of all sizes."""
     for task in self._tasks:
       task.train_step.compile()
-      task.untapped.train_step.compile()  # The same, unless taps make the logged steps another program.
+      task.untapped.train_step.compile()  # The same program, unless there are taps.
 
   def put(self, batch: Rows) -> NestedDict:
-    """Puts a host batch on the mesh, with as many rows as the smallest step takes that has room for it.
+    """Puts a host batch on the mesh, padded to the rows of the smallest step that has room for it.
 
     Raises:
       DataError: no step takes such a batch.
@@ -39,7 +39,7 @@ class SizedSteps:
     return task.train_step.put_inputs(batch)
 
   def taking(self, batch: NestedDict) -> PartitionedTask:
-    """Returns the task whose step takes a batch on the mesh."""
+    """Returns the task whose step takes this batch, which is on the mesh."""
     if len(self._tasks) == 1:
       return self._tasks[0]
     return next(task for task in self._tasks if _rows(task) == batch_size(batch))

@@ -19,16 +19,16 @@ class StopSignals:
   """A context manager that catches the signals that end a run; outside the main thread, it catches nothing.
 
   SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop
-  reads between steps: it finishes the step, saves and exits. A second signal ends the process immediately.
+  reads between steps. It then finishes the step, saves and exits. A second signal ends the process immediately.
 
-  With several processes all must stop after the same step, or some would wait forever in a collective. JAX's preemption
-  service ensures this: it catches SIGTERM in any process, and names a step that none of them has passed yet.
+  With several processes, all must stop after the same step, or some would wait forever in a collective. JAX's
+  preemption service ensures this: it catches SIGTERM in any process, and chooses a step that no process has passed yet.
 
-  An evaluation is interrupted in the same way: after a batch that all agree on.
+  An evaluation is interrupted in the same way, after a batch on which all agree.
 
   Attributes:
-    received: name of the signal that this process received, or None.
-    since: when that signal came, by `time.monotonic`.
+    received: the name of the signal that this process received; None without one.
+    since: when the signal came, by `time.monotonic`.
   """
 
   def __init__(self) -> None:
@@ -40,7 +40,7 @@ class StopSignals:
     self._several_processes = jax.process_count() > 1
 
   def requested_now(self) -> bool:
-    """Whether to stop now; with several processes, all must call this equally often, at the same points."""
+    """Returns whether to stop now; with several processes, all must call this equally often, at the same points."""
     if self._several_processes:
       self._calls += 1
       if multihost_utils.reached_preemption_sync_point(self._calls):
@@ -54,12 +54,12 @@ class StopSignals:
     return self._agreed if self._several_processes else self.received is not None
 
   def request_of_all(self) -> None:
-    """Asks all processes to stop after the same step, as a SIGTERM to this one does."""
+    """Makes all processes stop after the same step, like a SIGTERM to this process."""
     os.kill(os.getpid(), signal.SIGTERM)
 
   def __enter__(self) -> StopSignals:
     if threading.current_thread() is threading.main_thread():
-      # The preemption service has its own handler of SIGTERM, which ours would replace.
+      # Our handler would replace the preemption service's own handler of SIGTERM.
       caught = (signal.SIGINT,) if self._several_processes else (signal.SIGTERM, signal.SIGINT)
       self._previous = {s: signal.signal(s, self._handle) for s in caught}
       WaitingHandler.handler = self._handle
@@ -80,7 +80,7 @@ class StopSignals:
     self.received, self.since = signal.Signals(number).name, time.monotonic()
     text = f'{self.received}: finishing the step and saving; a second signal ends the run immediately\n'
     if os.isatty(2):
-      text = f'\n{text}\n'  # The progress bar is redrawn over the last two lines.
+      text = f'\n{text}\n'  # The progress bar redraws the last two lines.
     # Not print: a handler may interrupt another print, and buffered files are not re-entrant.
     os.write(2, text.encode())
     if self._several_processes:

@@ -4,7 +4,7 @@
            learning_rate=0.003,num_layers=2/
            sweep.json                            which points are finished, and with which config
 
-Finished points are not started again, unless their config has changed; others resume where they stopped.
+Finished points are not started again, unless their config has changed; unfinished ones resume where they stopped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from praxis_lite.runs.records.comparing import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
 _STOP_SECONDS = 600.0  # How long processes may take to save and end after a signal.
-_ASK_SECONDS = 2.0  # Between questions whether a running point is hopeless.
-_MOST_NAME = 120  # Characters; file systems allow 255 bytes.
+_ASK_SECONDS = 2.0  # Between checks whether a running point is hopeless.
+_MOST_NAME = 120  # In characters; file systems allow 255 bytes.
 
 
 class Point(NamedTuple):
@@ -78,7 +78,7 @@ def grid(overrides: Sequence[str]) -> list[Point]:
 
 
 def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
-  """Returns the name of the directory of a point: its values by path, under the names of their paths."""
+  """Returns the name of the directory of a point: its values, with `names` for their paths."""
   name = ','.join(f'{names[path]}={value}' for path, value in values.items())
   shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
   plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
@@ -89,8 +89,8 @@ def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
 class FinishedPoints:
   """The finished points of a sweep, with a digest of the config of each, in `folder/sweep.json`.
 
-  A part of a sweep, such as (3, 8), the third of eight, writes its points to `sweep.3-of-8.json`, and reads those of
-  all parts. Of a point in several files, the file that was written last counts.
+  A part of a sweep, such as (3, 8), the third of eight, writes its points to `sweep.3-of-8.json`, and reads the files
+  of all parts. For a point in several files, the file that was written last counts.
   """
 
   def __init__(self, folder: Path, part: tuple[int, int] | None = None):
@@ -107,7 +107,7 @@ class FinishedPoints:
         self._own = digests
 
   def has(self, point: Point, config: str) -> bool:
-    """Whether a point is finished with this config, which is given as text."""
+    """Whether a point is finished with this config, given as text."""
     return self._digests.get(point.name) == digest_of(config)
 
   def add(self, point: Point, config: str) -> None:
@@ -137,11 +137,11 @@ def run_points(
   killed after a second signal, or ten minutes after the first one.
 
   Args:
-    points: the points, in the order in which they run; each is read when there is room for it.
+    points: the points, in the order in which they run; the next one is taken when a process can start.
     folder: the directory of the sweep.
     command: returns the command line of a point; its output is appended to a file in the point's directory.
     ended: called when the process of a point has ended, with its exit code and the seconds that it took.
-    is_hopeless: asked now and then about each running point; one that is gets SIGTERM.
+    is_hopeless: called every few seconds for each running point; if it returns True, the process gets SIGTERM.
 
   Returns:
     Whether a signal ended the sweep.
@@ -160,7 +160,7 @@ def run_points(
         directory = folder / point.name
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / _LOG, 'ab') as log:
-          # The process gets its own session, because a terminal sends Ctrl-C to all processes of a session.
+          # The process gets its own session, because a terminal sends Ctrl-C to all processes of its session.
           process = subprocess.Popen(
             command(point), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
           )
@@ -203,6 +203,6 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
 
 
 def last_line(folder: Path, point: Point) -> str:
-  """Returns the last line that the process of a point has written; '' if there is none."""
+  """Returns the last line that the process of a point has written; '' without one."""
   lines = (folder / point.name / _LOG).read_text(encoding='utf-8', errors='replace').strip().splitlines()
   return lines[-1] if lines else ''

@@ -1,10 +1,10 @@
 """The routes of `praxis-lite serve`.
 
-POST /v1/completions         a text that follows a text, or tokens
-POST /v1/chat/completions    an answer in a chat, in the chat template of the run
+POST /v1/completions         continues a text, or tokens
+POST /v1/chat/completions    answers in a chat, by the run's chat template
 GET  /v1/models              the name of the model
 GET  /health                 whether the engine works
-GET  /metrics                counts, one in each line
+GET  /metrics                counters, one in each line
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from praxis_lite.runs.serving.replies import Replies, Usage, encode_json, to_eve
 from praxis_lite.runs.serving.requests import Asked, RequestError, parse_request
 from praxis_lite.runs.serving.served_text import ServedText
 
-_BODY_S = 30.0  # For the body of a request to arrive.
+_BODY_S = 30.0  # The longest time in which the body of a request must arrive.
 _ENDING = RequestError('the server has ended', 503)
 
 
 class Served(NamedTuple):
-  """What is served, and its limits.
+  """The model that is served, and the limits of requests.
 
   Attributes:
     name: the name of the model.
-    tokenizer: its tokenizer; None if it has none.
-    most_top: the largest number of most probable tokens that a request may ask for.
-    most_bytes: the largest body of a request.
-    timeout_s: the longest time that a request may take, with sending its answer.
-    hosts: the names of this server that requests may use; ['*'] for any.
-    most_requests: how many requests may be under way, those that are refused and those of other routes included.
+    tokenizer: the tokenizer of the model; None if it has none.
+    most_top: how many of the most probable tokens a request may ask for at each position.
+    most_bytes: the largest size of a request's body, in bytes.
+    timeout_s: the most seconds that a request may take, including sending its answer.
+    hosts: the names of this server that requests may use; '*' allows any.
+    most_requests: how many requests of all routes may be in progress, including ones that will be refused.
   """
 
   name: str
@@ -78,7 +78,7 @@ def make_app(engine: Engine, served: Served) -> Starlette:
         return await call(request)
       except RequestError as error:
         return _error(error)
-      except asyncio.CancelledError:  # By uvicorn, when the time to drain is over.
+      except asyncio.CancelledError:  # Uvicorn cancels requests after the time to drain.
         return _error(_ENDING)
 
     return endpoint
@@ -97,7 +97,7 @@ def make_app(engine: Engine, served: Served) -> Starlette:
 
 
 class _Door:
-  """Refuses requests to other hosts, and those for which there is no room."""
+  """Refuses requests to other hosts, and requests beyond `most_requests`."""
 
   def __init__(self, app: ASGIApp, served: Served):
     self._app, self._served = app, served
@@ -119,7 +119,7 @@ class _Door:
 
 
 class _Routes:
-  """What the routes do."""
+  """The endpoints of the routes."""
 
   def __init__(self, engine: Engine, served: Served):
     self._engine, self._served, self._created = engine, served, int(time.time())
@@ -172,20 +172,20 @@ class _Routes:
         await work.accept(deadline)
         return _Stream(work, deadline)
       return await _unless_gone(request, work.whole(deadline))
-    except BaseException:  # Also if this task is cancelled.
+    except BaseException:  # Includes cancellation of this task.
       work.cancel()
       raise
 
 
 class _Work:
-  """One request, from the engine's events to its replies."""
+  """One request: turns the engine's events into replies."""
 
   def __init__(self, engine: Engine, served: Served, asked: Asked):
     self._events = events = asyncio.Queue[Event]()
     loop = asyncio.get_running_loop()
 
     def send(event: Event) -> None:
-      with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
+      with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     try:
@@ -206,14 +206,14 @@ class _Work:
     self._engine.cancel(self._ticket)
 
   async def accept(self, deadline: float) -> None:
-    """Waits until the engine has taken the request; raises RequestError if it refuses."""
+    """Waits until the engine has accepted the request; raises RequestError if it refuses."""
     event = await self._next(deadline)
     if isinstance(event, Refused):
       code = 'context_length_exceeded' if event.does_not_fit else None
       raise RequestError(event.message, field='messages' if self._asked.is_chat else 'prompt', code=code)
     if not isinstance(event, Accepted):
       raise _ended_early(event)
-    # An answer in a chat, and the text of a source, begin a text: they are decoded without what is before them.
+    # An answer in a chat, and the text of a source, are new texts, so they are decoded without the prompt.
     batcher = self._engine.batcher
     begins = self._asked.is_chat or batcher.prompts_are_sources
     before, stop_ids = [] if begins else event.prompt, batcher.sampler.stop_ids
@@ -232,7 +232,7 @@ class _Work:
     return _json(self._replies.whole(text, piece, reason, usage))
 
   async def stream(self, deadline: float) -> AsyncIterator[bytes]:
-    """Yields the reply in pieces, after `accept`."""
+    """Yields the reply in pieces; call `accept` first."""
     yield self._replies.start()
     ids = list[int]()
     try:
@@ -253,7 +253,7 @@ class _Work:
 
 
 class _Stream(StreamingResponse):  # type: ignore[misc, unused-ignore]
-  """A reply in pieces; ends the request if the client is gone, or does not read in time."""
+  """A reply in pieces; ends the request if the client disconnects, or does not read in time."""
 
   def __init__(self, work: _Work, deadline: float):
     super().__init__(work.stream(deadline), media_type='text/event-stream', headers={'cache-control': 'no-cache'})
@@ -264,8 +264,8 @@ class _Stream(StreamingResponse):  # type: ignore[misc, unused-ignore]
       with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(self._deadline - time.monotonic() + 1):
           await super().__call__(scope, receive, send)
-    except asyncio.CancelledError:  # By uvicorn, when the time to drain is over.
-      with contextlib.suppress(Exception):  # The client may be gone, too.
+    except asyncio.CancelledError:  # Uvicorn cancels requests after the time to drain.
+      with contextlib.suppress(Exception):  # The client may have disconnected, too.
         await send({'type': 'http.response.body', 'body': to_event(_ENDING.to_json()), 'more_body': False})
     finally:
       self._work.cancel()
@@ -283,7 +283,7 @@ def _ended_early(event: Event) -> RequestError:
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:
   kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
-  if kind != 'application/json':  # A page of another site cannot send this without asking.
+  if kind != 'application/json':  # A browser sends this type across sites only after a CORS preflight.
     raise RequestError(f'content-type is {kind[:60]!r}; expected application/json', 415)
   body = bytearray()
   try:
@@ -300,7 +300,7 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
 
 
 async def _unless_gone(request: Request, reply: Any) -> Response:
-  """Returns what a coroutine returns; cancels it if the client is gone."""
+  """Returns the result of a coroutine; cancels it and raises RequestError if the client disconnects."""
   work, gone = asyncio.ensure_future(reply), asyncio.ensure_future(_wait_until_gone(request))
   try:
     await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -327,7 +327,7 @@ def _error(error: RequestError, *, closes: bool = False) -> Response:
   response = _json(error.to_json(), error.status)
   if error.code == 'busy':
     response.headers['retry-after'] = '1'
-  if closes or error.status in (408, 413):  # The rest of the body would follow.
+  if closes or error.status in (408, 413):  # The rest of the body would follow on this connection.
     response.headers['connection'] = 'close'
   return response
 

@@ -1,7 +1,7 @@
 """Engine: one thread that drives a `Batcher`, for callers in other threads.
 
-Callers put calls into a queue, which the thread empties between two steps of the batcher. The thread of the engine
-reports what happens to a request as events:
+Callers put calls into a queue, which the engine's thread empties between two steps of the batcher. The thread reports
+the progress of a request as events:
 
     Accepted, NewTokensEvent, NewTokensEvent, ..., EndEvent          or Refused, EndEvent
 """
@@ -22,24 +22,24 @@ from praxis_lite.runs.batcher import Batcher, BatcherStatistics, Request
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt
 from praxis_lite.runs.serving.requests import Asked
 
-STOPPED, LENGTH, CANCELLED = 'stop', 'length', 'cancelled'  # Why a continuation has ended.
+STOPPED, LENGTH, CANCELLED = 'stop', 'length', 'cancelled'  # The reasons why a continuation has ended.
 
 
 class Accepted(NamedTuple):
-  """A request waits for a row. Attributes: prompt, its tokens."""
+  """The request was accepted, and waits for a row; `prompt` is its tokens."""
 
   prompt: list[int]
 
 
 class Refused(NamedTuple):
-  """A request cannot be continued. Attributes: message; does_not_fit, whether it is too long."""
+  """The request was refused; `message` says why, and `does_not_fit` whether it is too long."""
 
   message: str
   does_not_fit: bool
 
 
 class NewTokensEvent(NamedTuple):
-  """New tokens. Attributes: `ids`, `log_probs` and `top`, see `Request`."""
+  """New tokens of a request; for the fields see `Request`."""
 
   ids: list[int]
   log_probs: list[float]
@@ -54,7 +54,7 @@ NOTHING = NewTokensEvent([], [], [])
 
 
 class EndEvent(NamedTuple):
-  """Nothing follows. Attributes: reason, one of the constants of this module; or why the engine failed."""
+  """The last event of a request; `reason` is one of the constants of this module, or says why the engine failed."""
 
   reason: str
 
@@ -63,11 +63,11 @@ Event = Accepted | Refused | NewTokensEvent | EndEvent
 
 
 class BusyError(Exception):
-  """There are as many requests as the engine takes."""
+  """There are already as many requests as the engine accepts."""
 
 
 class EndedError(Exception):
-  """The engine has failed, or is ending."""
+  """The engine has failed, or is stopping."""
 
 
 class TooLongError(ConfigError):
@@ -75,7 +75,7 @@ class TooLongError(ConfigError):
 
 
 class Ticket:
-  """What a caller has of its request."""
+  """A caller's handle for its request."""
 
   def __init__(self, asked: Asked, send: Callable[[Event], object]):
     self._asked, self._send = asked, send
@@ -87,13 +87,13 @@ class Engine:
   """Drives a batcher.
 
   Args:
-    batcher: nobody else may use it.
+    batcher: the batcher, which nobody else may use.
     tokenizer: the tokenizer of the model; None if it has none.
-    most_waiting: how many requests may wait for a row; more are refused at once.
-    draws_seeds: whether a request without a seed gets one of its own; otherwise the seed of the model.
+    most_waiting: how many requests may wait for a row; further ones are refused at once.
+    draws_seeds: whether a request without a seed gets a random one; otherwise it gets the seed of the model.
 
   Attributes:
-    num_accepted, num_busy, num_refused, num_cancelled, num_ended: how many requests there were, by what became of them.
+    num_accepted, num_busy, num_refused, num_cancelled, num_ended: the number of requests by outcome.
     failure: the error that has ended the engine; None if it works.
     on_failure: called when it fails.
   """
@@ -105,8 +105,8 @@ class Engine:
     self._most = batcher.num_rows + most_waiting
     self._calls = queue.SimpleQueue[Callable[[], object]]()
     self._lock = threading.Lock()
-    self._tickets = set[Ticket]()  # The requests that go on.
-    self._by_request: dict[Request, Ticket] = {}  # Only the thread uses it.
+    self._tickets = set[Ticket]()  # The open requests.
+    self._by_request: dict[Request, Ticket] = {}  # Used only by the thread.
     self._is_stopping = False
     self.num_accepted = self.num_busy = self.num_refused = self.num_cancelled = self.num_ended = 0
     self.failure: BaseException | None = None
@@ -115,16 +115,16 @@ class Engine:
 
   @property
   def batcher(self) -> Batcher:
-    """The batcher, to read its statistics."""
+    """The batcher, for reading its statistics."""
     return self._batcher
 
   @property
   def num_open(self) -> int:
-    """How many requests wait or run."""
+    """The number of requests that wait or run."""
     return len(self._tickets)
 
   def warm_up(self) -> None:
-    """Compiles what requests need; before `start`."""
+    """Compiles the programs that requests need; call it before `start`."""
     request = self._batcher.submit([0], max_tokens=1)
     self._batcher.run([request])
     self._batcher.statistics = BatcherStatistics()
@@ -134,7 +134,7 @@ class Engine:
     self._thread.start()
 
   def stop(self, timeout_s: float) -> bool:
-    """Ends all requests and the thread; returns whether it ended in time."""
+    """Ends all requests and the thread; returns whether the thread ended in time."""
     self._calls.put(self._stop)
     self._thread.join(timeout_s)
     return not self._thread.is_alive()
@@ -147,8 +147,8 @@ class Engine:
       send: called with each event, in the thread of the engine; it must return at once and raise no error.
 
     Raises:
-      BusyError: there are as many requests as the engine takes.
-      EndedError: it has failed, or is ending.
+      BusyError: there are already as many requests as the engine accepts.
+      EndedError: the engine has failed, or is stopping.
     """
     ticket = Ticket(asked, send)
     with self._lock:
@@ -163,7 +163,7 @@ class Engine:
     return ticket
 
   def cancel(self, ticket: Ticket) -> None:
-    """Ends a request, soon; nothing happens if it has ended."""
+    """Ends a request soon; does nothing if it has ended."""
     self._calls.put(lambda: self._cancel(ticket))
 
   # ---------------------------------------------------------------- in the thread
@@ -186,7 +186,7 @@ class Engine:
         self._end(ticket, CANCELLED if self.failure is None else f'the engine failed: {type(self.failure).__name__}')
 
   def _take_calls(self) -> None:
-    """Makes the calls that wait; waits for one if there is nothing else to do."""
+    """Makes the calls in the queue; waits for a call if the batcher has no work."""
     if not (self._batcher.num_running or self._batcher.num_waiting):
       self._calls.get()()
     try:
@@ -201,7 +201,7 @@ class Engine:
   def _admit(self, ticket: Ticket) -> None:
     try:
       request = ticket._request = self._submit(ticket)
-    except Exception as error:  # Of a tokenizer or a chat template, too, which may raise anything.
+    except Exception as error:  # A tokenizer or chat template may raise any error.
       message = str(error).removeprefix('submit: ')
       message = message if isinstance(error, UserError) else f'the prompt cannot be read: {error_summary(error)}'
       self.num_refused += 1

@@ -1,4 +1,4 @@
-"""Replies: from a continuation to the JSON of OpenAI's API, whole or in pieces."""
+"""Replies: formats a continuation as JSON of OpenAI's API, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.serving.engine import NewTokensEvent
 
 DONE = b'data: [DONE]\n\n'
-_INCOMPLETE = '\ufffd'  # Stands for the bytes of a character whose other bytes are in other tokens.
-_MOST_PARTS = 8  # More tokens than this are no character.
+_INCOMPLETE = '\ufffd'  # Decoded for bytes whose character has more bytes in other tokens.
+_MOST_PARTS = 8  # A character has at most this many tokens.
 _LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
 
 
 class Usage(NamedTuple):
-  """How many tokens a request had. Attributes: prompt, continuation."""
+  """The numbers of tokens of a request."""
 
   prompt: int
   continuation: int
@@ -39,10 +39,10 @@ class Replies:
 
   Args:
     model: the name of the model.
-    tokenizer: names tokens; None calls them by their ids.
+    tokenizer: gives the names of tokens; None names them by their ids.
     is_chat: whether the request is a chat.
     num_top: see `Asked`.
-    has_usage: see `Asked`; then the other pieces have null as `usage`.
+    has_usage: see `Asked`; if True, all pieces but the last have null as `usage`.
   """
 
   def __init__(
@@ -68,18 +68,18 @@ class Replies:
     return {**self._about, 'object': kind, 'choices': [choice], 'usage': usage.to_json()}
 
   def start(self) -> bytes:
-    """Returns what comes before the first piece."""
+    """Returns the event before the first piece, or b''."""
     return self._event([self._choice({'role': 'assistant', 'content': ''}, None, None)]) if self._is_chat else b''
 
   def piece(self, text: str, piece: NewTokensEvent) -> bytes:
-    """Returns a piece; nothing if it says nothing."""
+    """Returns the event of a piece; b'' for an empty piece."""
     log_probs = self._log_probs(piece)
     if not text and not (log_probs and piece.ids):
       return b''
     return self._event([self._choice({'content': text} if self._is_chat else text, log_probs, None)])
 
   def end(self, reason: str, usage: Usage | None) -> bytes:
-    """Returns what comes after the last piece."""
+    """Returns the events after the last piece."""
     last = self._event([self._choice({} if self._is_chat else '', None, reason)])
     return last + (b'' if usage is None else self._event([], usage=usage.to_json())) + DONE
 
@@ -116,7 +116,7 @@ class Replies:
     return self._bytes[token] if 0 <= token < len(self._bytes) else b''
 
   def _name(self, token: int) -> str:
-    """Returns the text of a token; for a part of a character, its bytes, which tell it from other parts."""
+    """Returns the text of a token; for a part of a character, its bytes, which tell it apart from other parts."""
     name = '' if self._tokenizer is None else self._tokenizer.decode([token])
     if name and _INCOMPLETE not in name:
       return name
@@ -125,7 +125,7 @@ class Replies:
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
-    """Returns where the text of the next token begins; for a part of a character, where the character begins."""
+    """Returns where the text of the next token begins, in characters; for a part of a character, where that begins."""
     offset = self._num_characters
     if self._tokenizer is not None:
       text = self._tokenizer.decode(ids := [*self._incomplete, token])
@@ -137,7 +137,7 @@ class Replies:
 
 @functools.lru_cache(1)
 def _bytes_of_tokens(tokenizer: BaseTokenizer) -> Sequence[bytes]:
-  """Returns the bytes of each token; none if the tokenizer does not know them."""
+  """Returns the bytes of each token; () if the tokenizer does not know them."""
   try:
     return tokenizer.token_bytes()
   except ConfigError:
@@ -154,5 +154,5 @@ def to_event(value: dict[str, Any]) -> bytes:
 
 
 def encode_json(value: object) -> bytes:
-  """Returns JSON in ASCII, which can hold any text."""
+  """Returns JSON in ASCII, with escapes for all other characters."""
   return json.dumps(value).encode()

@@ -1,4 +1,4 @@
-"""From the JSON of a request to a prompt and its settings, or to an error that says which field is wrong."""
+"""Parses the JSON of a request into a prompt and its settings; errors say which field is wrong."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOST_STOPS = 16
 
 
 class RequestError(Exception):
-  """A request that is answered with an error.
+  """The error with which a request is answered.
 
   Attributes:
     message: what is wrong, and what would be right.
-    status: the status of HTTP.
-    field: the field that is wrong, None if it is no field.
-    code: OpenAI's name of the error, if there is one.
+    status: the HTTP status.
+    field: the field that is wrong; None if the error is not about a field.
+    code: OpenAI's code of the error; None without one.
   """
 
   def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
@@ -33,14 +33,14 @@ class RequestError(Exception):
 
 
 class Asked(NamedTuple):
-  """A prompt and its settings; None keeps what the config of the run says.
+  """A prompt and its settings; None keeps the value of the run's config.
 
   Attributes:
-    prompt: a text, or tokens; or in a chat the messages, each with `role` and `content`.
-    is_chat: whether it is a chat.
+    prompt: a text or tokens; in a chat, the messages, each with `role` and `content`.
+    is_chat: whether the request is a chat.
     max_tokens, temperature, top_p, seed, stop: see `Batcher.submit`.
-    is_stream: whether the answer comes in pieces.
-    has_usage: whether the last piece counts tokens.
+    is_stream: whether the answer is sent in pieces.
+    has_usage: whether the last piece contains the numbers of tokens.
     num_top: how many of the most probable tokens to report; None for no log-probabilities.
     adapter: the name of the adapter that the request names as its model; None for the model itself.
   """
@@ -66,7 +66,7 @@ def _is_number(value: object) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Of each field, what is right, and how messages call it.
+# For each field, a predicate of valid values, and their description in messages.
 _Check = tuple[Callable[[Any], bool], str]
 _TOKENS: _Check = (lambda x: _is_int(x) and 1 <= x < 2**63, 'an integer of at least 1')
 _SWITCH: _Check = (lambda x: isinstance(x, bool), 'true or false')
@@ -91,7 +91,7 @@ _OF_CHAT: dict[str, _Check] = {
   'logprobs': _SWITCH,
   'top_logprobs': (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0'),
 }
-# Fields of OpenAI's that this server has only with the value that changes nothing.
+# Fields of OpenAI's API that this server accepts only with the values that have no effect.
 _FIXED: dict[str, Sequence[Any]] = {
   'n': (1,),
   'best_of': (1,),
@@ -105,21 +105,21 @@ _FIXED: dict[str, Sequence[Any]] = {
   'tool_choice': ('none', 'auto'),
   'store': (False,),
 }
-_MOST_SHOWN = 60  # Characters of a value in a message.
+_MOST_SHOWN = 60  # The most characters of a value in a message.
 
 
 def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adapters: Collection[str] = ()) -> Asked:
-  """Returns what a request asks for.
+  """Returns the prompt and settings of a request.
 
   Args:
-    body: JSON.
-    is_chat: whether it was sent to the route for chats.
-    model: the name of the model, which the request may leave out.
-    most_top: the largest number of most probable tokens.
-    adapters: names of adapters, which a request may name as its model.
+    body: the JSON of the request.
+    is_chat: whether the request was sent to the route for chats.
+    model: the name of the model, which the request may omit.
+    most_top: see `Served`.
+    adapters: the names of adapters, which a request may give as its model.
 
   Raises:
-    RequestError: it is not valid.
+    RequestError: the request is not valid.
   """
   try:
     given = parse_json(body)
@@ -168,7 +168,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adap
 
 
 def _is_unicode(value: object) -> bool:
-  """Whether the texts of a value have no half of a character of UTF-16."""
+  """Whether the texts of a value contain no lone UTF-16 surrogates."""
   try:
     json.dumps(value, ensure_ascii=False).encode()
   except UnicodeEncodeError:

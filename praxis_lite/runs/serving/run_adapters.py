@@ -1,6 +1,6 @@
-"""read_run_adapter: the adapters of a run, without its other weights, which must be those of the model that is served.
+"""read_run_adapter: reads the adapters of a run, whose other weights must equal those of the served model.
 
-The other weights are compared with those of the served model in parts, so that no second copy of them is kept.
+The other weights are compared in parts, so no second copy of them is kept in memory.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from praxis_lite.runs.trained import TrainedModel
 
 
 def read_run_adapter(run: SavedRun, served: TrainedModel) -> tuple[Config, NestedDict]:
-  """Returns the config of the model of a run, and the variables of its adapters in their true shapes.
+  """Returns the config of a run's model, and the variables of its adapters in their true shapes.
 
-  Like `decode`, it reads the newest checkpoint, and moving averages if `task.decode.use_ema` says so. Of weights in few
-  bits, only those that both models store in the same way are compared; a note on stderr counts the others.
+  Like `decode`, it reads the newest checkpoint, and the moving averages if `task.decode.use_ema` says so. Weights in
+  few bits are compared only if both models store them in the same way; a note on stderr counts the others.
 
   Args:
     run: a run that has trained adapters.
     served: a model without adapters.
 
   Raises:
-    UserError: the run has no checkpoint, or its weights without the adapters are not those of the served model.
+    UserError: the run has no checkpoint, or its weights other than the adapters differ from the served model's.
   """
   config = use_kept_vocabulary(run.config, run.directory)
   task = config.task.instantiate()
@@ -79,7 +79,7 @@ def _check_base(arrays: dict[Path, StreamedArray], served: TrainedModel, model: 
 
 
 def _common(a: np.dtype, b: np.dtype) -> np.dtype | None:
-  """Returns the dtype in which values that were cast from one dtype to the other are equal; None if there is none."""
+  """Returns the dtype in which values are equal after a cast from one dtype to the other; None without such a dtype."""
   if a == b:
     return a
   are_floats = jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating)

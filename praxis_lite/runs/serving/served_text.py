@@ -1,4 +1,4 @@
-"""ServedText: the text of a continuation as OpenAI's API gives it, without its stop text and its end token."""
+"""ServedText: the text of a continuation, as in OpenAI's API without its stop text and its end token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class ServedText:
   """The text of a continuation.
 
   Args:
-    tokenizer: makes the text; None gives '' for any tokens.
-    prompt: the tokens before it.
-    stops: stop texts.
-    stop_ids: tokens that end it, which have no text.
+    tokenizer: decodes the tokens; None returns '' for any tokens.
+    prompt: the tokens before the continuation.
+    stops: the stop texts.
+    stop_ids: tokens that end the continuation, and are not part of the text.
   """
 
   def __init__(
@@ -26,7 +26,7 @@ class ServedText:
     self._num_sent = 0
 
   def add(self, ids: Sequence[int], *, is_all: bool) -> str:
-    """Returns the new text. What may begin a stop text is held back until more is known.
+    """Returns the new text. Characters that may be the beginning of a stop text are held back until this is decided.
 
     Args:
       ids: all tokens of the continuation so far.
@@ -46,5 +46,5 @@ class ServedText:
 
 
 def _common(text: str, stop: str) -> int:
-  """Returns how many last characters of a text are the first ones of a stop text, but not all of them."""
+  """Returns the length of the longest end of a text that is a proper prefix of a stop text."""
   return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

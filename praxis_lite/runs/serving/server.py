@@ -1,9 +1,9 @@
-"""Serves a model: binds an address, drives uvicorn, and ends cleanly.
+"""Serves a model: binds an address, runs uvicorn, and ends cleanly.
 
-SIGTERM or Ctrl-C closes the address; requests that wait or run go on for up to `drain_s`; then they are cancelled. A
-second Ctrl-C cancels them at once.
+SIGTERM or Ctrl-C closes the listening socket. Requests that wait or run may go on for up to `drain_s` seconds, and are
+then cancelled. A second Ctrl-C cancels them at once.
 
-A connection on which no request begins is closed after a while, or earlier if its place is needed.
+A connection on which no request arrives is closed after a while, or earlier if there are too many connections.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs.serving.app import Served, make_app
 from praxis_lite.runs.serving.engine import Engine
 
-_OTHER_CONNECTIONS = 64  # Beside those of requests: of /health, /metrics, and of clients that get a 429.
-_HEADERS_S = 30.0  # For the headers of a request to arrive.
-_STOP_S = 60.0  # A step of the batcher takes less.
+_OTHER_CONNECTIONS = 64  # For /health, /metrics, and clients that get a 429.
+_HEADERS_S = 30.0  # The longest time in which the headers of a request must arrive.
+_STOP_S = 60.0  # Longer than any step of the batcher.
 
 
 def serve(
@@ -43,12 +43,12 @@ def serve(
   """Serves requests until a signal.
 
   Args:
-    engine: warmed up, not started.
-    served: what is served; its `hosts` are set here.
-    host, port: the address; port 0 takes a free one.
-    most_open: how many requests the engine takes.
-    drain_s: how long requests may go on after a signal.
-    on_ready: called with the URL, and whether only this machine reaches it.
+    engine: the engine, warmed up but not started.
+    served: the model and its limits; this sets `hosts` and `most_requests`.
+    host, port: the address; port 0 takes a free port.
+    most_open: how many requests the engine accepts.
+    drain_s: how many seconds requests may go on after a signal.
+    on_ready: called with the URL, and whether only this machine can reach it.
 
   Raises:
     UserError: the address cannot be used.
@@ -56,7 +56,7 @@ def serve(
   """
   listener = _bind(host, port)
   is_local, name = is_loopback(host), f'[{host}]' if ':' in host else host
-  # A page of another site whose name leads here must not talk to it.
+  # Protects against DNS rebinding: a web page whose host name resolves to this machine must not reach the server.
   hosts = tuple(dict.fromkeys(('localhost', '127.0.0.1', host.partition(':')[0] or '['))) if is_local else ('*',)
   most_connections = most_open + _OTHER_CONNECTIONS
   config = uvicorn.Config(
@@ -88,19 +88,19 @@ def serve(
 class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
   """A connection, which is closed if the headers of a request do not arrive in time.
 
-  There are at most `limit_concurrency` connections; for a further one, the idle connection that is oldest is closed.
+  There are at most `limit_concurrency` connections; for a further one, the connection that is idle longest is closed.
   """
 
   def __init__(self, *args: Any, **named: Any):
     super().__init__(*args, **named)
-    # Uvicorn would count idle connections, too, and refuse requests.
+    # Uvicorn's own limit would also count idle connections, and refuse requests.
     self._most, self.limit_concurrency = self.limit_concurrency, None
     self._idle_since = 0.0
     self._timer: asyncio.TimerHandle | None = None
 
   @property
   def is_idle(self) -> bool:
-    """Whether no request is under way: its headers are not complete, or it is answered, and its body goes on."""
+    """Whether no request is in progress: its headers are incomplete, or it was answered before its body has ended."""
     is_answered = self.cycle is not None and self.cycle.response_complete
     return self.conn.their_state is h11.IDLE or is_answered
 
@@ -125,7 +125,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
     self._end_timer()
 
   def _watch(self) -> None:
-    """Measures how long the connection is idle; a part of the headers does not begin the time anew."""
+    """Starts or stops the timer of idle time; a part of the headers does not restart it."""
     if not self.is_idle:
       self._end_timer()
     elif self._timer is None and not self.transport.is_closing():
@@ -139,10 +139,10 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc, unused-ignore]
-  """Uvicorn's server, which ends with a signal, and does not raise the signal again when it has ended."""
+  """Uvicorn's server, but it does not raise the signal that ended it again afterwards."""
 
   def end(self) -> None:
-    """Ends it as a signal does."""
+    """Ends the server, as a signal would."""
     self.should_exit = True
 
   @contextlib.contextmanager
@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc, unused-ignore]
 
 
 def is_loopback(host: str) -> bool:
-  """Whether only this machine reaches an address."""
+  """Whether only this machine can reach an address."""
   try:
     return ipaddress.ip_address(host).is_loopback
   except ValueError:
@@ -170,6 +170,6 @@ def _bind(host: str, port: int) -> socket.socket:
   try:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=128)
-  except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty, or too long.
+  except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long.
     reason = (error.strerror or error) if isinstance(error, OSError) else 'it is no name of a host'
     raise UserError(f'--host={host} --port={port} cannot be used: {reason}; --port=0 takes a free port') from None
