@@ -1,8 +1,8 @@
 """Searches: sweeps whose points Optuna proposes, each based on the results of earlier trials.
 
     folder/000,learning_rate=0.0021/     a run, as in `sweep.py`
-           search.json                   ranges and settings that all trials share; for each trial, its values, its state
-                                         and its result
+           search.json                   ranges and settings of all trials; for each trial, its values, its state and
+                                         its result
 
 `search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed can go on. It begins
 with its unfinished trials, which resume from their checkpoints.

@@ -2,11 +2,11 @@
 
     {"prompt": "2 + 2 =", "target": " 4"}                          the model writes a text; metrics compare it
     {"prompt": "2 + 2 =", "target": [" 4", " four"]}               several right answers
-    {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}    the most probable choice counts: accuracy
+    {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}    the model's most probable choice: accuracy
 
     task.evaluate.task_files = (Config(TaskFile, path='sums.jsonl', metrics=('exact_match', 'f1')),)
 
-Results appear as of other evaluations: `eval/<name>/<metric>` in the log, in `metrics.jsonl`, and for `best_metric`.
+Results appear like other evaluations, as `eval/<name>/<metric>`: in the log, in `metrics.jsonl`, and for `best_metric`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 class TaskFile(Configurable):
-  """A file of questions, JSON lines; the top of `task_files.py` describes them.
+  """A file of questions as JSON lines; the top of `task_files.py` describes them.
 
   Attributes:
-    path: the file.
-    name: the name of its results; None uses that of the file.
-    metrics: metrics of questions with a target, names in `text_metrics.py` or functions like those. Answers are greedy:
-      of the model's decoder, only `stop_ids` and `max_context` count.
-    max_tokens: the largest number of tokens of an answer.
+    path: the path of the file.
+    name: the name of its results; None uses the name of the file.
+    metrics: the metrics of questions with a target: names in `text_metrics.py`, or functions of this form. Answers are
+      decoded greedily: of the model's decoder, only `stop_ids` and `max_context` have an effect.
+    max_tokens: the largest number of tokens in an answer.
     stop: texts that end an answer, and are not part of it.
     batch_size: how many questions are computed at a time.
-    max_examples: how many of the first questions are computed; None means all.
+    max_examples: only this many questions, from the first on, are computed; None computes all.
   """
 
   path: str = REQUIRED
@@ -67,7 +67,7 @@ class TaskFile(Configurable):
 
 
 class Question(NamedTuple):
-  """A line of a task file, and its number: with targets, or with choices and the number of the right one."""
+  """A line of a task file, with its number: either with targets, or with choices and the index of the right one."""
 
   prompt: str
   targets: list[str]
@@ -77,7 +77,7 @@ class Question(NamedTuple):
 
 
 def read_questions(path: str, where: str) -> list[Question]:
-  """Returns the questions of a file; raises UserError, which begins with `where` and names the line."""
+  """Returns the questions of a file; raises UserError, which begins with `where`, for a wrong line."""
   try:
     data = read_plain(path)
   except OSError as error:
@@ -126,13 +126,13 @@ def evaluate_questions(
 ) -> dict[str, float] | None:
   """Returns the metrics of a model on questions; None if `interrupts` ends the evaluation.
 
-  Of targets, those of `metrics`, for greedy answers. Of choices `accuracy`, the fraction of questions whose most
-  probable choice is right, and `accuracy_per_byte`, the same for probabilities per byte of text; both are NaN if the
-  model finds NaN for a choice.
+  Questions with targets give `metrics` of greedy answers. Questions with choices give `accuracy`, the fraction of
+  questions whose most probable choice is right, and `accuracy_per_byte`, the same for log-probabilities divided by the
+  bytes of the choice. Both are NaN if the model computes NaN for a choice.
 
   Args:
-    model, questions, file, metrics: the model, and what is evaluated how.
-    interrupts: called with the number of the questions that are done, before each `batch_size` of them.
+    model, questions, file, metrics: the model, the questions, the settings of their file, and its metrics by name.
+    interrupts: called before each batch with the number of questions done; True ends the evaluation.
   """
   answers: list[str] = []
   right: list[tuple[float, float]] = []
@@ -153,7 +153,7 @@ def evaluate_questions(
 
 
 def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
-  """Yields whether the most probable choice of each question is right, as a text and per byte: 1, 0 or NaN."""
+  """Yields, for each question, whether the most probable choice is right, as a whole and per byte: 1, 0 or NaN."""
   pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
   scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))
   for question in questions:
@@ -180,7 +180,7 @@ def _check_question(model: TrainedModel, question: Question, max_tokens: int) ->
 
 
 def _answers_greedily(config: ExperimentConfig, tasks: TaskOnMesh) -> tuple[ExperimentConfig, TaskOnMesh]:
-  """Returns a config and a task whose model is decoded by a plain greedy sampler, if it is decoded at all."""
+  """Returns the config and the task with a plain greedy sampler, if the model has a decoder."""
   decoder = getattr(config.task.model, 'decoder_tpl', None)
   if not isinstance(decoder, Config):
     return config, tasks
@@ -192,7 +192,7 @@ def _answers_greedily(config: ExperimentConfig, tasks: TaskOnMesh) -> tuple[Expe
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-  """Returns a text up to the first of the stop texts, without it."""
+  """Returns the text before the first stop text in it."""
   return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -203,16 +203,16 @@ class TaskFileProgram(InputProgram[Any]):
     tasks: the task on its mesh.
     config: the configs of the run, whose tokenizer it uses.
     directory: the run's directory; None if it has none.
-    number: which of the files it is, for messages.
+    number: the index of the file in `task_files`, for messages.
 
   Raises:
-    UserError: the file cannot be used, the model is no language model or cannot read a question, or a metric is not
+    UserError: the file cannot be used, the model is not a language model or cannot read a question, or a metric is not
       available.
   """
 
   def __init__(
     self, tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, file: TaskFile, number: int
-  ):  # It has no step of its own: the methods of a model run its steps.
+  ):  # It has no step itself: methods of `TrainedModel` run the steps.
     where = f'task.evaluate.task_files[{number}]'
     for name in ('max_tokens', 'batch_size', 'max_examples'):
       value = getattr(file, name)
@@ -254,7 +254,7 @@ class TaskFileProgram(InputProgram[Any]):
     self._model.stored_variables, self._model.global_step = mdl_vars, global_step
     try:
       found = evaluate_questions(self._model, self._questions, self._file, self._metrics, is_interrupted)
-    finally:  # The next step overwrites these arrays.
+    finally:  # The next training step overwrites these arrays.
       shapes = self._model.tasks.layout.padded_shapes
       self._model.stored_variables, self._model.global_step = shapes.mdl_vars, shapes.step
     if found is None:
@@ -275,8 +275,8 @@ def task_file_programs(
   """Yields the programs of `task.evaluate.task_files`.
 
   Args:
-    tasks, config, directory: as for `TaskFileProgram`.
-    taken: names of the other evaluations, 'eval/<input>'.
+    tasks, config, directory: see `TaskFileProgram`.
+    taken: the names of the other evaluations, 'eval/<input>'.
 
   Raises:
     UserError: a file cannot be used, or two evaluations have the same name.

@@ -1,6 +1,6 @@
-"""The most probable tokens of a teacher after each token of texts, for a model that learns them.
+"""Computes a teacher's most probable next tokens after each token of texts, for distillation into another model.
 
-B batch, T length, V vocabulary, K stored tokens.
+Shapes: B batch, T length, V vocabulary, K tokens stored at each position.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from praxis_lite.runs.layer_values import map_over_mesh
 from praxis_lite.runs.prompts import check_ids
 from praxis_lite.runs.trained import TrainedModel
 
-_LEAST_LENGTH = 32  # Rows are padded to this, or to a larger power of two, so that few lengths are compiled.
+_LEAST_LENGTH = 32  # Rows are padded to this or a larger power of two, so only a few lengths are compiled.
 
 
 class Teacher:
-  """Computes the most probable tokens.
+  """Computes the most probable next tokens of texts.
 
   Args:
     model: a causal language model.
     top_k: K.
-    batch_size: B; fewer texts are filled up.
+    batch_size: B; a smaller batch is padded.
 
   Raises:
-    ConfigError: the model is no causal language model, or has fewer tokens than K.
+    ConfigError: the model is not a causal language model, or its vocabulary has fewer than K tokens.
   """
 
   def __init__(self, model: TrainedModel, top_k: int, batch_size: int):
@@ -54,7 +54,7 @@ class Teacher:
     self._run = map_over_mesh(model.tasks, run)
 
   def __call__(self, texts: Sequence[Sequence[int]]) -> list[dict[str, list]]:
-    """Returns `ids`, `teacher_ids` and `teacher_log_probs` of each text of tokens; see `inputs/teacher_rows.py`."""
+    """Returns `ids`, `teacher_ids` and `teacher_log_probs` for each text's tokens; see `inputs/teacher_rows.py`."""
     most = max(len(ids) for ids in texts)
     if self._most is not None and most > self._most:
       raise DataError(f'{most} tokens, and the model sees at most {self._most} at once; cut the text')

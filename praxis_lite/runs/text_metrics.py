@@ -1,11 +1,11 @@
-"""Metrics of texts: functions of the texts that a model has written, and of those that would be right.
+"""Metrics of texts: functions of the texts that a model has written, and of reference texts.
 
-    exact_match    how many texts are one of their references, apart from spaces at the ends
-    f1             the words in common with the nearest reference, as in SQuAD (Rajpurkar et al., 2016)
-    bleu, chrf     of the whole corpus, 0 to 100, by sacrebleu
-    rouge1, rouge2, rougeL    F-measures, 0 to 1, of the nearest reference, by rouge-score
+    exact_match    the fraction of texts that equal one of their references, apart from spaces at the ends
+    f1             the overlap of words with the nearest reference, as in SQuAD (Rajpurkar et al., 2016)
+    bleu, chrf     scores of the whole corpus, 0 to 100, by sacrebleu
+    rouge1, rouge2, rougeL    F-measures, 0 to 1, against the nearest reference, by rouge-score
 
-A metric of your own is such a function: it takes predictions, and a list of references for each of them.
+Your own metric is a function of the same form: it takes predictions, and a list of references for each prediction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def exact_match(predictions: Sequence[str], references: References) -> float:
 
 
 def f1(predictions: Sequence[str], references: References) -> float:
-  """Returns the mean F1 score of words: without case, punctuation and articles, against the nearest reference."""
+  """Returns the mean F1 score of words against the nearest reference, ignoring case, punctuation and articles."""
   scores = [max(_f1_of_words(text, other) for other in others) for text, others in zip(predictions, references)]
   return sum(scores) / max(len(scores), 1)
 
@@ -48,7 +48,7 @@ def _words(text: str) -> list[str]:
 
 
 def bleu(predictions: Sequence[str], references: References) -> float:
-  """Returns the BLEU score of the corpus, 0 to 100, with sacrebleu's own tokens (Papineni et al., 2002; Post, 2018)."""
+  """Returns the BLEU score of the corpus, 0 to 100, with sacrebleu's tokenizer (Papineni et al., 2002; Post, 2018)."""
   import sacrebleu
 
   return float(sacrebleu.corpus_bleu(list(predictions), _transpose(references)).score)
@@ -62,7 +62,7 @@ def chrf(predictions: Sequence[str], references: References) -> float:
 
 
 def _transpose(references: References) -> list[list[str | None]]:
-  """Returns the first reference of each text, then the second ones, and so on; None where a text has fewer."""
+  """Returns the list of first references of all texts, then of second ones, and so on; None where a text has fewer."""
   most = max(map(len, references), default=1)
   return [[others[i] if i < len(others) else None for others in references] for i in range(most)]
 
@@ -98,7 +98,7 @@ _PACKAGES = {'bleu': 'sacrebleu', 'chrf': 'sacrebleu', **dict.fromkeys(('rouge1'
 
 
 def find_metrics(path: str, wanted: Sequence[str | TextMetric]) -> dict[str, TextMetric]:
-  """Returns metrics by name, of names in `METRICS` or functions.
+  """Returns metrics by name, from names in `METRICS` or functions.
 
   Raises:
     ConfigError: there is no such metric, or the package that computes it is not installed; the message begins with

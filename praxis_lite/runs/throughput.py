@@ -14,14 +14,14 @@ from praxis_lite.common.trees import leaves_by_path
 
 
 class StartupTimes:
-  """Assigns all time from the start, its construction or `began`, to the first step to named phases.
+  """Divides the time from the start, which is `began` or its construction, to the first step into named phases.
 
       startup = StartupTimes()
       ...
-      startup.mark('data')              # the time since then belongs to 'data'
-      startup.report()                  # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
+      startup.mark('data')              # the time since then belongs to 'data' startup.report()                  #
+      'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
-  `clock` returns seconds, for tests; `began` is what it returned at the start.
+  `clock` returns seconds, and can be replaced in tests; `began` is its value at the start.
   """
 
   def __init__(self, began: float | None = None, clock: Callable[[], float] = time.perf_counter):
@@ -34,19 +34,19 @@ class StartupTimes:
     self.mark_parts({name: self._clock() - self._last})
 
   def mark_parts(self, seconds: Mapping[str, float]) -> None:
-    """Assigns the time since the last mark to several phases, whose seconds were measured elsewhere."""
+    """Assigns the time since the last mark to several phases, given their seconds, which were measured elsewhere."""
     for name, value in seconds.items():
       self._seconds[name] = self._seconds.get(name, 0.0) + value
     self._last = self._clock()
 
   def report(self) -> str:
-    """Returns one line; phases of less than 0.05 s are left out."""
+    """Returns the phases as one line; phases of less than 0.05 s are left out."""
     shown = ', '.join(f'{name} {seconds:.1f}' for name, seconds in self._seconds.items() if seconds >= 0.05)
     return f'first step after {sum(self._seconds.values()):.1f} s: {shown}'
 
 
 def peak_flops(device: jax.Device) -> float | None:
-  """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, such as for a CPU."""
+  """Returns the dense bfloat16 peak of one device in FLOP/s; None if unknown, as for a CPU."""
   return None if device.platform == 'cpu' else bf16_peak_of(device.device_kind)
 
 
@@ -67,8 +67,9 @@ class Throughput:
   """Measures speed between calls of `rates`.
 
   Args:
-    batch_struct: shapes of one global batch; tokens are counted if it, or dicts in it, have `ids` of shape [B, T].
-    flops_per_step: model operations of one step over all devices; None if unknown.
+    batch_struct: the shapes of one global batch; if it, or a dict in it, has `ids` [B, T], for B rows of length T,
+      tokens are counted.
+    flops_per_step: the model's floating-point operations in one step over all devices; None if unknown.
     devices: the devices of the mesh.
     clock: returns seconds; for tests.
   """
@@ -92,11 +93,11 @@ class Throughput:
     self._rows: list[int] = []
 
   def restart(self, step: int) -> None:
-    """Starts measuring after `step`: the time since the last call, for example in an evaluation, does not count."""
+    """Restarts the measurement after `step`; time since the last call, for example of an evaluation, does not count."""
     self._mark, self._rows = (step, self._clock()), []
 
   def add_rows(self, rows: int) -> None:
-    """Notes the number of rows of a step, if it may differ from that of `batch_struct`."""
+    """Records the number of rows in a step, if it may differ from `batch_struct`."""
     self._rows.append(rows)
 
   def rates(self, step: int) -> Rates | None:

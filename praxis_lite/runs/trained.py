@@ -1,4 +1,4 @@
-"""TrainedModel: a model with the variables of a checkpoint, on any mesh, without the optimizer.
+"""TrainedModel: a model with the variables of a checkpoint, on any mesh, without an optimizer.
 
 The commands `eval` and `decode` use it, and `open_run(...).load()` returns it. Another process may train in the same
 directory at the same time.
@@ -52,7 +52,7 @@ from praxis_lite.training.taps import StepTaps, Tap, arrays_by_path, finish_summ
 
 
 class SamplerSettings(Sampling, total=False):
-  """The settings of `TrainedModel.decode`, which describes them."""
+  """The settings of the sampler, which `TrainedModel.decode` describes."""
 
   regex: str | None
   json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
@@ -73,16 +73,16 @@ def _hints() -> dict[str, Any]:
 class TrainedModel:
   """A model ready to run.
 
-  It takes batches of any size, of NumPy arrays, and returns NumPy arrays. A program is compiled for the first batch of
-  a size; smaller batches are padded to a size that was compiled before.
+  It takes batches of NumPy arrays, of any size, and returns NumPy arrays. A program is compiled for a new batch size,
+  unless the batch can be padded to a size that is already compiled and not much larger.
 
   Attributes:
-    config: the configs that it was built from.
+    config: the configs from which it was built.
     tasks: its task on its mesh.
-    stored_variables: its variables as they are stored on the mesh, padded.
-    global_step: step of the checkpoint, on the mesh.
-    seed: seed of models that draw random numbers in prediction or evaluation.
-    directory: the directory of its run, if it has one.
+    stored_variables: its variables as stored on the mesh, padded.
+    global_step: the step of the checkpoint, on the mesh.
+    seed: the seed for models that draw random numbers in predictions or evaluations.
+    directory: the directory of its run; None without one.
   """
 
   config: ExperimentConfig
@@ -94,14 +94,14 @@ class TrainedModel:
 
   def __post_init__(self) -> None:
     self._tapped: dict[tuple[str, ...], TaskOnMesh] = {}
-    self._drafted: tuple[TrainedModel, TrainedModel] | None = None  # The last draft model, and this model with it.
+    self._drafted: tuple[TrainedModel, TrainedModel] | None = None  # The last draft, and this model with it.
     self._prompts = PromptDecoder(self.config.task, self.tasks, lambda: self.tokenizer, self._decode_rows)
 
   # ---------------------------------------------------------------- what it is
 
   @property
   def step(self) -> int:
-    """Number of steps it was trained for."""
+    """The number of steps for which the model was trained."""
     return int(self.global_step)
 
   @property
@@ -116,7 +116,7 @@ class TrainedModel:
 
   @functools.cached_property
   def tokenizer(self) -> BaseTokenizer | None:
-    """The tokenizer of the first dataset that has one, or else of the import; None if there is none."""
+    """The tokenizer of the first dataset that has one, or else of an imported checkpoint; None without either."""
     return tokenizer_of(self.config, self.directory)
 
   @functools.cached_property
@@ -129,13 +129,13 @@ class TrainedModel:
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
   def attach_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
-    """Returns a model with the same variables and several adapters, from which the requests of a `batcher` choose.
+    """Returns a model with the same variables and several adapters, of which each request of a `batcher` chooses one.
 
     Args:
-      adapters: see `praxis_lite.models.combine_adapters`; such as what `read_adapter` returns, by name.
+      adapters: adapters by name, such as results of `read_adapter`; see `praxis_lite.models.combine_adapters`.
 
     Raises:
-      ConfigError: the model has adapters already, or these cannot be combined.
+      ConfigError: the model already has adapters, or these cannot be combined.
     """
     own = self.config.task.model
     if own.adapters:
@@ -149,10 +149,10 @@ class TrainedModel:
   # ---------------------------------------------------------------- what it does
 
   def predict(self, batch: Mapping[str, Any]) -> Any:
-    """Returns the model's predictions, `BaseModel.predict`, for a batch.
+    """Returns the model's predictions for a batch; see `BaseModel.predict`.
 
     Args:
-      batch: arrays by name, the batch as dimension 0; arrays that only the loss needs may be missing.
+      batch: arrays by name, with the batch as dimension 0; arrays that only the loss needs may be missing.
 
     Raises:
       DataError: the arrays do not form a batch, the model needs an array that is missing, or an id is not in its
@@ -165,7 +165,7 @@ class TrainedModel:
     return self._run_by_rows(self.tasks, batch, lambda task: task.eval_step).per_example_out
 
   def evaluate(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> HostMetrics:
-    """Returns the model's metrics, weighted means over a dataset; `task.evaluate.max_batches` limits it.
+    """Returns the model's metrics, as weighted means over a dataset; `task.evaluate.max_batches` limits its batches.
 
     Args:
       dataset: the name or number of one of the run's datasets, an input, the config of an input, or the arrays of a
@@ -177,7 +177,7 @@ class TrainedModel:
     data = find_dataset(self.config.datasets, dataset)
     Datasets('evaluate', [data]).check([data], self.layer)
     result = EvalProgram(self.tasks, data, self.key).run(self.stored_variables, self.global_step)
-    assert result is not None  # Nothing interrupts it.
+    assert result is not None  # It is None only if interrupted.
     return result.metrics
 
   @overload
@@ -198,14 +198,15 @@ class TrainedModel:
     """Returns how probable a language model finds each continuation of its context.
 
     Args:
-      contexts: texts, or lists of tokens. An empty context stands for the beginning of a document. If a model has a
-        limited number of positions, the first tokens of a context that is too long are left out.
+      contexts: texts, or lists of tokens. An empty context stands for the beginning of a document. If the model has a
+        limited number of positions, a context that is too long is cut at its beginning.
       continuations: a text, or a list of tokens, for each context; it may be empty.
-      batch_size: the largest number of rows that are computed at a time.
+      batch_size: the largest number of rows computed at a time.
 
     Raises:
-      UserError: the model is no language model, there is no tokenizer, a context without tokens has none to begin with,
-        a continuation is longer than what the model sees, or an id is not in its vocabulary.
+      UserError: the model is not a language model, there is no tokenizer for texts, a context is empty and there is no
+        token that begins a document, a continuation is longer than the model's context, or an id is not in its
+        vocabulary.
     """
     limits = self.layer.score_limits()
     if limits is None:
@@ -260,30 +261,32 @@ class TrainedModel:
 
     Args:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
-        `decode`. The same prompt several times gives several samples.
-      max_tokens, min_tokens: the largest and least number of tokens after a prompt; None keeps those of the config.
-      temperature, top_k, top_p, min_p, typical_p, top_n_sigma: settings of a language model's `Sampler`; None keeps
-        those of its config.
-      repetition_penalty, no_repeat_ngram_size, presence_penalty, frequency_penalty: further ones.
+        `decode`. A prompt that is given several times gets several samples.
+      max_tokens, min_tokens: the largest and smallest number of tokens after a prompt; None keeps the config's values.
+      temperature, top_k, top_p, min_p, typical_p, top_n_sigma: settings of a language model's `Sampler`; None keeps the
+        config's values.
+      repetition_penalty, no_repeat_ngram_size, presence_penalty, frequency_penalty: further settings of the `Sampler`.
       logit_processors: functions that change the logits, see `Sampler`.
-      beam_size, num_best, length_penalty, early_stopping: settings of its `BeamSearch`. `beam_size` makes a beam search
-        of a sampler, without settings that only matter for drawing tokens.
-      lookup, draft_tokens: settings of its `SpeculativeSampler`; either makes one of a sampler.
+      beam_size, num_best, length_penalty, early_stopping: settings of its `BeamSearch`. `beam_size` replaces a sampler
+        by a beam search, without the settings that only matter for drawing tokens.
+      lookup, draft_tokens: settings of its `SpeculativeSampler`; either of them replaces a sampler by one.
       draft: a smaller model with the same vocabulary, which guesses tokens instead of `lookup`.
-      statistics: counts the guesses, and those that were right.
+      statistics: counts the guesses, and how many of them were right.
       regex: a regular expression that a continuation matches as a whole; see `regex_constraint`.
-      json_schema: a JSON schema, or its path; a continuation is JSON that it describes, see `json_constraint`. If
-        `max_tokens` ends a continuation, it is only the beginning of such a text.
-      stop: texts that also end a continuation, which then ends with that text. They may be several tokens, or parts of
-        tokens. If tokens are returned, the last one may have more text than the stop text.
-      seed: seed of the samples; None uses that of the model.
-      stream: called with the number of a prompt and its new text, or new tokens, as soon as there are some. The pieces
-        of a prompt, joined, are what is returned for it.
+      json_schema: a JSON schema, or its path; a continuation is JSON of this schema, see `json_constraint`. If
+        `max_tokens` ends a continuation, it is only the beginning of such JSON.
+      stop: texts that also end a continuation, which then includes the stop text at its end. A stop text may consist of
+        several tokens, or of a part of a token. If tokens are returned, the last one may contain text after the stop
+        text.
+      seed: the seed of the samples; None uses the seed of the model.
+      stream: called with the number of a prompt and its new text, or new tokens, as soon as there are some. Joined, the
+        pieces of a prompt equal its result.
       batch_size: continue this many prompts at a time; None continues all at once. The samples are the same.
 
     Returns:
-      The text, or the tokens, that follow each prompt. With `num_best` = N, the first N entries continue the first
-      prompt, the best first, the next N the second one, and so on. Or the model's decoded outputs, arrays by name.
+      For prompts, the text, or the tokens, that follow each prompt. With `num_best` = N, the first N entries continue
+      the first prompt, the best first, the next N entries the second prompt, and so on. For a batch, the model's
+      decoded outputs, which are arrays by name.
 
     Raises:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
@@ -354,23 +357,23 @@ class TrainedModel:
     """Returns a batcher, which continues prompts that come and go; see `Batcher.submit`.
 
     Args:
-      rows: how many requests are continued at the same time.
-      max_length: the largest number of tokens of a prompt and its continuation, without the last one. Each row has
-        caches for this number of tokens. None means 1024, or fewer if the model sees fewer at once. For an
-        encoder-decoder it is the largest number of tokens of a source, and of its text.
-      tokens_per_step: how many tokens a step adds to each row, before the host looks at them.
+      rows: how many requests run at the same time.
+      max_length: the largest number of tokens in a prompt and its continuation, not counting the last token. Each row
+        has caches for this many tokens. None means 1024, or fewer if the model sees fewer at once. For an
+        encoder-decoder, it is the largest number of tokens in a source, and in its text.
+      tokens_per_step: how many tokens a step adds to each row before the host reads them.
       chunk: how many tokens of a prompt are read at once; None chooses. A source is read as a whole.
       chunks_per_step: how many chunks a step reads at most, so that rows do not wait long for a long prompt.
-      reuse_prefixes: whether a prompt takes over the caches of the tokens with which another one begins too.
-      kept_prefixes: how many rows are kept after other requests have taken them, for later prompts that begin like
-        them; each needs as much memory as a row. What no prompt has used for the longest time makes room.
-      top_log_probs: how many of the most probable tokens `Request.top` has beside each token.
-      **settings: settings of the `Sampler` for all requests, see `decode`. `max_tokens`, `temperature` and `top_p` are
-        what requests have that do not set them.
+      reuse_prefixes: whether a prompt copies the caches of a common prefix from another row.
+      kept_prefixes: how many copies of rows are kept after other requests have taken the rows, for later prompts with
+        the same prefix. Each needs as much memory as a row; the least recently used one is replaced.
+      top_log_probs: how many of the most probable tokens `Request.top` has for each token.
+      **settings: settings of the `Sampler` for all requests, see `decode`. Requests may override `max_tokens`,
+        `temperature` and `top_p`.
 
     Raises:
-      UserError: the model is no language model or encoder-decoder, it sees fewer than `max_length` tokens, its caches
-        do not fit into memory, or a setting is not valid.
+      UserError: the model is neither a language model nor an encoder-decoder, it sees fewer than `max_length` tokens,
+        the caches do not fit into memory, or a setting is not valid.
     """
     self._check_unedited('batcher')
     for name, value in settings.items():
@@ -402,14 +405,14 @@ class TrainedModel:
     in_segments: bool = False,
     batch_size: int | None,
   ) -> None:
-    """Begins to compile, in another thread, what `decode` runs for lists of tokens like these.
+    """Begins to compile, in another thread, the program that `decode` would run for lists of tokens like these.
 
     Args:
       prompts, stop, batch_size: the arguments of `decode`.
-      in_segments: whether it streams.
+      in_segments: whether `decode` will stream.
 
     Raises:
-      UserError: `decode` would raise it for these prompts.
+      UserError: `decode` would raise this error for these prompts.
     """
     tasks, batch = self._prompts.first_batch(prompts, stop, in_segments, batch_size)
     self._step_for(tasks, batch, lambda task: task.decode_step)[0].begin_to_compile()
@@ -425,11 +428,11 @@ class TrainedModel:
     """Writes the model as programs that run without praxis_lite: serialized StableHLO, and a TensorFlow SavedModel.
 
     Args:
-      directory: does not exist, or is empty; `README.md` and `signature.json` in it say how the programs are called.
-      what: 'forward' exports what `predict` returns for a batch; 'decode' exports the prefill and the decode step of a
-        language model.
-      batch: for 'forward': the inputs of the program, as arrays by name, or their shapes and dtypes, the batch as
-        dimension 0. None uses the run's first evaluation dataset, without arrays that the predictions do not depend on.
+      directory: a directory that does not exist or is empty; its `README.md` and `signature.json` will say how to call
+        the programs.
+      what: 'forward' exports `predict`; 'decode' exports the prefill and the decode step of a language model.
+      batch: for 'forward', the inputs of the program, as arrays by name, or their shapes and dtypes, with the batch as
+        dimension 0. None uses the arrays of the run's first evaluation dataset on which the predictions depend.
       **settings: `formats`, `batch_size`, `prompt_length`, `max_tokens` and `platforms` of `ExportSettings`.
 
     Returns:
@@ -450,10 +453,10 @@ class TrainedModel:
   def batch_struct(self) -> dict[str, Any]:
     """Returns the shapes and dtypes of a batch of the run's first evaluation dataset, or of its first dataset.
 
-    If these do not depend on the data, the paths of the data may be missing, as in an imported run.
+    If they do not depend on the data, the paths of the data may be missing, as in an imported run.
 
     Raises:
-      UserError: the run has no dataset, or it is not usable.
+      UserError: the run has no dataset, or the dataset cannot be used.
     """
     if not self.config.datasets:
       raise ConfigError('datasets(): there is no dataset to take the shapes of a batch from; pass batch=')
@@ -461,26 +464,26 @@ class TrainedModel:
       datasets = [fill_required(config).instantiate() for config in self.config.datasets]
       return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
     except (UserError, OSError):
-      build_datasets(self.config.datasets)  # Names the field of the data that is missing.
+      build_datasets(self.config.datasets)  # This error names the missing field of the dataset.
       raise
 
   # ---------------------------------------------------------------- inside
 
   def tap(self, batch: Mapping[str, Any], *taps: str) -> dict[str, np.ndarray]:
-    """Returns values between the layers of a prediction, or statistics of them, by path.
+    """Returns values between layers in a prediction, or statistics of them, by path.
 
     Args:
-      batch: as for `predict`.
-      *taps: paths of layers, whose results are returned: 'lm.transformer.layers.attention'. '*' stands for any text. A
-        path with statistics, as in 'lm.*:rms,max', gives these, without tokens of padding. `training/taps.py` has the
-        details.
+      batch: see `predict`.
+      *taps: the paths of layers whose results are returned, such as 'lm.transformer.layers.attention'; '*' matches any
+        text. A path with statistics, such as 'lm.*:rms,max', returns these instead, without padding tokens. See
+        `training/taps.py`.
 
     Returns:
-      Values by path, with the rows of the batch as dimension 0, after a dimension for each stack of layers. Statistics
-      by `path/rms`, one for each layer.
+      Values by path: a dimension for each stack of layers, then the rows of the batch. Statistics by names such as
+      `path/rms`, one for each layer.
 
     Raises:
-      UserError: a path matches nothing, or the value cannot be tapped.
+      UserError: a path matches nothing, or a value cannot be tapped.
     """
     if taps not in self._tapped:
       parsed = [Tap.parse(text, default=(ARRAY,)) for text in taps]
@@ -495,11 +498,11 @@ class TrainedModel:
     """Returns this model with changes of values between its layers, in evaluation, prediction and decoding.
 
     Args:
-      edits: by path of a layer, what to do with its result: `add`, `replace` or `zero` of
-        `praxis_lite.training.edits`, or several, one after the other. They come after those that the model has.
+      edits: the changes of the results of layers, by path: `add`, `replace` or `zero` of `praxis_lite.training.edits`,
+        or several, applied in order. They are applied after the edits that the model already has.
 
     Raises:
-      UserError: there is no such layer, or it has fewer layers in a stack than an edit names.
+      UserError: there is no such layer, or an edit names a layer beyond the end of a stack.
     """
     made = Edits(self.layer, edits, self.tasks.edits)
     tasks = TaskOnMesh(self.tasks.jax_task, self.tasks.mesh, self.tasks.layout, edits=made)
@@ -512,11 +515,11 @@ class TrainedModel:
   # ---------------------------------------------------------------- how
 
   def _add_draft(self, draft: TrainedModel) -> TrainedModel:
-    """Returns a model of this one and a smaller one that guesses its tokens."""
+    """Returns this model combined with a smaller one that guesses its tokens."""
     if self._drafted is None or self._drafted[0] is not draft:
       config = drafted_task(self.config.task, draft.config.task)
       tasks = TaskOnMesh.make_for_inference(config.instantiate(), self.tasks.mesh)
-      both = {'model': self.stored_variables, 'draft': draft.variables}  # The draft may be on another mesh.
+      both = {'model': self.stored_variables, 'draft': draft.variables}  # The draft model may be on another mesh.
       variables = tasks.layout.mdl_vars.to_mesh(both)
       run = ExperimentConfig(config, self.config.datasets, self.config.decode_datasets)
       self._drafted = draft, TrainedModel(run, tasks, variables, self.global_step, self.seed, self.directory)
@@ -538,7 +541,7 @@ class TrainedModel:
   def _step_for(
     self, tasks: TaskOnMesh, batch: Mapping[str, Any], step_of: Callable[[PartitionedTask], PartitionedStep[Any]]
   ) -> tuple[PartitionedStep[Any], Rows, int]:
-    """Returns the step for a batch, the rows of the batch, and the size that the step was compiled for."""
+    """Returns the step for a batch, the rows of the batch, and the batch size of the step."""
     rows = canonical_rows(batch, 'batch')
     if not len(rows['weights']):
       raise DataError('batch: there are no examples')

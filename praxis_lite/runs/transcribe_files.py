@@ -1,4 +1,4 @@
-"""Writes down what is said in WAV files, with a model of speech."""
+"""Transcribes WAV files with a speech model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from praxis_lite.runs.trained import TrainedModel
 
 
 def transcribe_files(model: TrainedModel, files: Sequence[str], batch_size: int) -> Iterator[dict[str, Any]]:
-  """Yields for each file, in their order, its name, the `text` that is heard in it, and further values of `predict`.
+  """Yields for each file, in order, a dict with its name `file`, its `text`, and further values of `predict`.
 
   Args:
-    model: see `SavedRun.load`; a dataset of its run is a `RecordingInput`, which says how files are read.
+    model: a model from `SavedRun.load`; a dataset of its run must be a `RecordingInput`, which says how to read files.
     files: paths of WAV files.
-    batch_size: number of files that are computed together.
+    batch_size: the number of files computed together.
 
   Raises:
     UserError: a file cannot be read, or the run has no recordings.

@@ -1,12 +1,13 @@
-"""Numerical trouble: steps that are not finite, losses that jump, the batches of these steps, and going back.
+"""Handles numerical trouble: steps that are not finite, and losses that jump; a run may go back and skip their batches.
 
     job_log_dir/trouble.jsonl    {"first": 812, "last": 814, "what": "...", "action": "rollback", "back_to": 800,
                                   "batches": [{"epoch": 0, "position": 51904, ...}, ...]}      a line for each trouble
-                losses.json      the last losses, with which a resumed run compares new losses
+                losses.json      the last losses, which a resumed run compares with new ones
 
 A batch is identified by the state of the input before it. With the action 'rollback', the checkpoints from the first of
 these steps on are removed. The run continues from the checkpoint before them, as after a restart, and skips the batches
-of these steps, now and after every restart. With the action 'repeat' it skips none.
+of these steps, now and after every restart. With the action 'repeat', it goes back in the same way, but skips no
+batches.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from praxis_lite.training.task import LossSpikeParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 _MOST_RECORDED = 1000
-# The number of steps, in addition to those of a jump, whose batches are remembered: metrics are read some steps later.
+# The batches of this many steps, in addition to a jump's, are remembered, because metrics are read some steps later.
 _IN_FLIGHT = 16
-# The least number of losses that have a meaningful median, and the number of losses kept for a restart.
+# The smallest number of losses with a meaningful median, and the number of losses kept for a restart.
 _FEWEST, _KEPT = 20, 2000
 
 
 class LossSpikeError(UserError):
-  """The loss jumped and `task.train.loss_spike.action` is 'raise', or going back did not help."""
+  """The loss jumped, and `task.train.loss_spike.action` is 'raise', or the run has gone back too often."""
 
 
 class Trouble(NamedTuple):
@@ -54,11 +55,12 @@ class Trouble(NamedTuple):
 
   Attributes:
     first, last: the first and the last of these steps.
-    what: what was wrong, as text.
-    action: 'skip', 'raise' or 'rollback'; or 'repeat', after values that a device has changed: see `corruption.py`.
-    batches: the states of the input before their batches.
+    what: what was wrong, in words.
+    action: 'skip', 'raise' or 'rollback'; or 'repeat', after a device gave wrong values, see `corruption.py`.
+    batches: the states of the input before the batches of these steps.
     back_to: the step of the checkpoint that the run went back to, 0 for its start; None if it did not go back.
-    examples: names of the examples of the first batch, such as 'record 7 of a.array_record', if the input knows them.
+    examples: the names of the examples in the first batch, such as 'record 7 of a.array_record', if the input knows
+      them.
   """
 
   first: int
@@ -82,7 +84,7 @@ class GoBack(BaseException):
 
 
 def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
-  """Returns the recorded troubles of a run, in order; skips damaged lines of the file."""
+  """Returns the recorded troubles of a run, in order; skips damaged lines."""
   return read_json_lines(Path(directory, _FILE), _parse)
 
 
@@ -104,7 +106,7 @@ def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int:
-  """Writes the troubles that the directory has lost; returns their number. Only one process of a run calls this."""
+  """Writes the troubles that are missing from the directory; returns their number. Only one process calls this."""
   before = read_troubles(directory)
   lost: list[Trouble] = []
   for record in records:
@@ -118,14 +120,14 @@ def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int
 
 
 def count_rollbacks(directory: str | os.PathLike[str]) -> int:
-  """Returns how often a run has gone back to an earlier checkpoint."""
+  """Returns how often a run has gone back with the action 'rollback'."""
   return sum(trouble.action == 'rollback' for trouble in read_troubles(directory))
 
 
 class LossSpikes:
-  """Finds jumps: `steps` losses in a row that are more than `factor` times the median of the losses before.
+  """Finds jumps: `steps` losses in a row that are more than `factor` times the median of earlier losses.
 
-  Losses of a jump do not enter the median.
+  Losses above this limit do not enter the median.
   """
 
   def __init__(self, settings: LossSpikeParams):
@@ -157,7 +159,7 @@ class TroubleWatch(Observer):
     directory: the run's directory.
     loss_spike: `task.train.loss_spike`.
     on_nonfinite: what the learner does with a step that is not finite.
-    first_step: number of steps taken before this process.
+    first_step: the number of steps taken before this process.
     describe: returns the names of the examples of a batch, from the state of the input before it.
     losses: (step, loss) of the last steps before this process; None reads them from `losses.json`.
   """
@@ -190,7 +192,7 @@ class TroubleWatch(Observer):
     self._batches.pop(run.step - _IN_FLIGHT - self._spike_steps, None)
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Writes the losses until now, for a run that resumes from the checkpoint that is saved next."""
+    """Writes the losses so far, for a run that resumes from the checkpoint saved next."""
     if reason in ('save', 'copy') and self._spikes is not None and is_primary_process():
       with contextlib.suppress(OSError):
         self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
@@ -200,7 +202,7 @@ class TroubleWatch(Observer):
     return {'losses': losses, 'troubles': read_rollbacks(self._directory.path)}
 
   def on_nonfinite(self, step: int, what: str) -> None:
-    """Records a step that was not finite; raises GoBack if the run goes back."""
+    """Records a step that was not finite; raises GoBack if the run must go back."""
     self._record_or_go_back(step, step, what, self._on_nonfinite)
 
   def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
@@ -231,10 +233,10 @@ class TroubleWatch(Observer):
 
 
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
-  """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to skip.
+  """Removes all emergency copies, and checkpoints from the first bad step on; records the batches to skip.
 
   All processes call this, once nothing is being saved or read. If the run is killed after the removal and before the
-  record, it resumes from the earlier checkpoint, meets the same trouble and calls this again.
+  record is written, it resumes from the earlier checkpoint, meets the same trouble and calls this again.
 
   Raises:
     LossSpikeError: the run has already gone back `max_rollbacks` times.
@@ -264,7 +266,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
 def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
-    return  # A restart has repeated the step, or the file is full.
+    return  # A restart has repeated the step, or the record is full.
   write_lines(directory / _FILE, (one._asdict() for one in [*known, trouble]))
 
 
