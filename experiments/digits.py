@@ -40,9 +40,9 @@ def digit_datasets(
   """Returns the configs of training and validation data.
 
   Args:
-    batch_size: of both.
+    batch_size: the batch size of both.
     arrays: a function of a split, such as `digits`.
-    **for_training: its further arguments for training data.
+    **for_training: further arguments of `arrays` for training data.
   """
   train = Config(ArrayInput, name='train', arrays=Config(arrays, split='train', **for_training), is_training=True)
   validation = Config(ArrayInput, name='validation', arrays=Config(arrays, split='validation'))
@@ -84,7 +84,7 @@ class DigitsConvNet(_Digits):
 
 @registry.register
 class DigitsMlpSharded(DigitsMlp):
-  """Digits, batch and hidden layer split over 8 devices; 10 classes and a batch of 50 are padded."""
+  """Digits, with the batch and the hidden layer split over 8 devices; 10 classes and a batch of 50 are padded."""
 
   batch_size = 50
   ici_mesh_shape = (2, 4)

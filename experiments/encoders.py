@@ -1,4 +1,4 @@
-"""Encoders: BERT in small, which learns Python in minutes on two CPU cores, a classifier of pairs, and published sizes.
+"""Encoders: a small BERT that learns Python in minutes on two CPU cores, a classifier of pairs, and published sizes.
 
   praxis-lite train --exp=encoders.StdlibBert --job_log_dir=runs/bert
   praxis-lite train --exp=encoders.SameDate --job_log_dir=runs/same
@@ -24,12 +24,12 @@ from praxis_lite.training.experiment import BaseExperiment
 from praxis_lite.training.task import SingleTask
 
 _ROWS = ('replica', 'data')
-# The ids for begin, end and padding follow those of bytes, and the mask follows these.
+# Ids: the 256 bytes, then begin, end and padding; the mask is next.
 _BYTES = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
 
 
 def _draw_by_fan_in(model: Config) -> Config:
-  """Draws weights by their fan in, so that small models learn at once, and returns the config."""
+  """Scales initial weights by their fan-in, so that small models begin to learn immediately; returns the config."""
   model.params_init = model.encoder_tpl.params_init = WeightInit.GaussianFanIn()
   return model
 
@@ -95,7 +95,7 @@ class StdlibBertTiny(StdlibBert):
 def same_dates(split: str = 'train', count: int | None = None) -> list[tuple[str, str, int]]:
   """Returns pairs of dates and whether they are the same day, such as ('3 March 1998', '2041-10-08', 0).
 
-  Half of them are; the others have the second date of another pair.
+  In half of the pairs they are; the other pairs have the second date of another pair.
 
   Args:
     split, count: see `date_pairs`.

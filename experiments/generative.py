@@ -49,10 +49,10 @@ class DigitsVqVae(_DigitImages):
 
 @registry.register
 class VqVae128(BaseExperiment):
-  """A VQ-VAE of images of 128 x 128 as 32 x 32 codes of 512, 8.7M parameters (van den Oord et al., 2017), on 8 devices.
+  """A VQ-VAE, 8.7M parameters (van den Oord et al., 2017), on 8 devices: 128 x 128 pixels become 32 x 32 codes of 512.
 
-  The images are random numbers. For your own, replace the input by an `ImageRecordInput` with `mean` and `std` such
-  that pixels are from -0.5 to 0.5. Strided filters are 3 x 3 here, and 4 x 4 in the paper.
+  The images are random numbers. For your own images, replace the input by an `ImageRecordInput` whose `mean` and `std`
+  map pixels to -0.5 to 0.5. Strided filters are 3 x 3 here, and 4 x 4 in the paper.
   """
 
   mesh_axis_names = ('replica', 'data', 'mdl')
@@ -80,7 +80,7 @@ class VqVae128(BaseExperiment):
 
 @registry.register
 class DigitsDiffusion(_DigitImages):
-  """Makes digits of a class by flow matching, with a DiT of 16 patches; trains in minutes on two CPU cores."""
+  """Generates digits of a class by flow matching, with a DiT over 16 patches; trains in minutes on two CPU cores."""
 
   def task(self) -> Config:
     network = Config(DiffusionTransformer, image_channels=1, model_dims=64, num_layers=3, num_heads=4, num_classes=10)
@@ -93,7 +93,7 @@ class DigitsDiffusion(_DigitImages):
 
 @registry.register
 class DigitsGan(_DigitImages):
-  """Makes digits by a GAN of convolutions, whose parts have losses and learners of their own; trains in minutes."""
+  """Generates digits with a convolutional GAN, whose two parts have separate losses and learners; trains in minutes."""
 
   def task(self) -> Config:
     model = Config(
@@ -129,9 +129,9 @@ def random_latents(count: int = 256) -> dict[str, np.ndarray]:
 
 @registry.register
 class DitXl(BaseExperiment):
-  """DiT-XL/2 (Peebles and Xie, 2023), 675M parameters, on latents of your own, fully sharded over 8 devices.
+  """DiT-XL/2 (Peebles and Xie, 2023), 675M parameters, on your own latents, fully sharded over 8 devices.
 
-  Replace `random_latents` in `datasets[*].arrays`, which has no images, by a function that returns your arrays.
+  Replace `random_latents` in `datasets[*].arrays`, which returns noise, by a function that returns your latents.
   """
 
   mesh_axis_names = ('replica', 'data', 'mdl')

@@ -62,7 +62,7 @@ class TextLm(_ByteLm):
 
 
 class _ShardedByteLm(_ByteLm):
-  """The model for 8 devices, with sizes to pad: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
+  """The model for 8 devices, with sizes that need padding: 259 ids, 126 and 341 dims, 3 heads, a batch of 12."""
 
   seq_len = 128
   batch_size = 12
@@ -157,9 +157,9 @@ class SyntheticLmTiny(_Tiny):
 
 @registry.register
 class SyntheticLoraTiny(SyntheticLmTiny):
-  """For tests: trains only updates of low rank (LoRA) of the tiny model on counting sequences; reads no files.
+  """For tests: trains only low-rank updates (LoRA) of the tiny model on counting sequences; reads no files.
 
-  With task.train.init_from.path=runs/lm it starts from the weights of a run of SyntheticLmTiny.
+  With task.train.init_from.path=runs/lm, it starts from the weights of a run of SyntheticLmTiny.
   """
 
   def task(self) -> Config:

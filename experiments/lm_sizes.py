@@ -23,7 +23,7 @@ from praxis_lite.training.experiment import BaseExperiment
 
 
 class PublishedSize(BaseExperiment):
-  """Trains the language model of `model()` on a text in bfloat16. `batch_axes` split the rows of a batch."""
+  """Trains the language model of `model()` in bfloat16 on text. `batch_axes` split the rows of a batch."""
 
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
@@ -127,7 +127,7 @@ class Llama8BLora(Llama8B):
 
 @registry.register
 class Llama8BQlora(Llama8BLora):
-  """Llama8BLora on frozen weights in 4 bits: NF4 with a scale in bfloat16 for 64 inputs.
+  """Llama8BLora with frozen weights in 4 bits: NF4 with one bfloat16 scale for every 64 inputs.
 
   It starts from a run with such weights, which `praxis-lite quantize` makes: --set task.train.init_from.path=runs/nf4.
   """

@@ -22,7 +22,7 @@ INPUTS_SPLIT = {'map_1d': (_BATCH,), 'map_2d': (_BATCH, 'context')}
 
 
 def split_sequences(model: Config, method: str = 'ring') -> Config:
-  """Splits rows over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over the last three."""
+  """Splits rows over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over all but 'replica'."""
   set_sharding(model, data_axis=('data', 'context'), context_axis='context')
   model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.context_method = method
   return model
@@ -56,7 +56,7 @@ class RingLmTiny(BaseExperiment):
 
 @registry.register
 class AllToAllLmTiny(RingLmTiny):
-  """RingLmTiny with all-to-all: devices exchange heads for parts of the sequence; keys and values do not go round."""
+  """RingLmTiny with all-to-all: devices exchange heads for parts of the sequence; no keys and values are passed on."""
 
   context_method = 'all_to_all'
 
@@ -65,7 +65,8 @@ class AllToAllLmTiny(RingLmTiny):
 class Llama8B128k(PublishedSize):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3.1 8B, for sequences of 131,072 tokens on 256 devices.
 
-  Sequences are split over 16 devices, heads over 2, and weights over 2 for tensor parallelism and 128 fully sharded.
+  Sequences are split over 16 devices, and heads over 2. Weights are split over 2 devices for tensor parallelism, and
+  fully sharded over 128.
   """
 
   mesh_axis_names = AXES

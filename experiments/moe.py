@@ -81,8 +81,8 @@ class FineGrained16B(_ExpertParallel):
   """64 small experts, 6 for each token, and 2 shared ones: 16.4B parameters with the sizes of DeepSeekMoE 16B.
 
   The first layer is dense. Biases keep the load of experts equal, without an auxiliary loss. The mesh has 8 x 8
-  devices, with 8 experts on each, so that tokens reach experts over the fast links of a host of 8 GPUs. On 64 H100,
-  its plan predicts 61 % of the time of a step on 4 x 16 devices.
+  devices, with 8 experts on each, so that tokens reach experts over the fast links of a host of 8 GPUs. On 64 H100s,
+  its plan predicts a step time of 61 % of that with 4 x 16 devices.
   """
 
   ici_mesh_shape = (8, 8, 1)

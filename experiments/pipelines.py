@@ -17,7 +17,7 @@ AXES = ('stage', 'replica', 'data', 'mdl')
 
 @registry.register
 class SyntheticLmPipelined(SyntheticLmTiny):
-  """For tests: 3 layers in 2 stages, fully sharded and tensor parallel; the rows of a batch in microbatches of 3."""
+  """For tests: 3 layers in 2 stages, fully sharded and tensor parallel; microbatches have 3 rows."""
 
   mesh_axis_names = AXES
   ici_mesh_shape = (2, 1, 2, 2)
@@ -28,7 +28,7 @@ class SyntheticLmPipelined(SyntheticLmTiny):
 
 @registry.register
 class SyntheticLmCircular(SyntheticLmTiny):
-  """For tests: 8 layers in 4 stages of two groups each, and data parallel."""
+  """For tests: 8 layers in 4 circular stages, each with two groups of one layer, and data parallel."""
 
   mesh_axis_names = AXES
   ici_mesh_shape = (4, 2, 1, 1)
@@ -42,10 +42,10 @@ class SyntheticLmCircular(SyntheticLmTiny):
 class Gpt3(PublishedSize):
   """GPT-3 style, 175B parameters, on 512 devices: 16 stages, 16 fully sharded, 2 tensor parallel.
 
-  Its batches have 3.1M tokens (Brown et al., 2020). Weights are gathered once in a step. It keeps only the inputs of
-  stages for the backward pass, which computes each stage of six layers once more. These six are no loop, which would
-  copy the weights of each layer out of their stack. Layers before and after the stages split the rows of the batch over
-  the stages; otherwise all stages would compute the same.
+  Its batches have 3.1M tokens (Brown et al., 2020). Weights are gathered once in a step. For the backward pass, only
+  the inputs of stages are kept, and each stage of six layers is recomputed. The six layers are unrolled, because a loop
+  would copy the weights of each layer out of their stack. Layers before and after the stages split the rows of the
+  batch over the devices of all stages, which would otherwise all compute the same.
   """
 
   mesh_axis_names = AXES

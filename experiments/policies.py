@@ -1,4 +1,4 @@
-"""Policies: a small model learns to sort digits from rewards of its own answers, in minutes on two CPU cores.
+"""Policies: a small model learns to sort digits from rewards for its own answers, in minutes on two CPU cores.
 
 praxis-lite train --exp=policies.DigitsImitated --job_log_dir=runs/imitated
 praxis-lite train --exp=policies.DigitsRewarded --job_log_dir=runs/rewarded \
@@ -28,7 +28,7 @@ def numbers_to_sort(part: str, count: int | None = None) -> list[dict[str, str]]
 
   Args:
     part: 'train', or 'validation' for a tenth of the numbers, which are not in the other part.
-    count: how many of them; None means all.
+    count: the number of examples; None returns all.
   """
   numbers = [''.join(digits) for digits in itertools.product('0123456789', repeat=LENGTH)]
   order = np.random.RandomState(0).permutation(len(numbers))
@@ -37,7 +37,7 @@ def numbers_to_sort(part: str, count: int | None = None) -> list[dict[str, str]]
 
 
 def is_sorted(prompt: str, answer: str, example: dict[str, Any]) -> float:
-  """Returns 1 for the digits of the prompt in their order, 0 for anything else."""
+  """Returns 1 if the answer is the sorted digits of the prompt, otherwise 0."""
   return float(answer == example['completion'])
 
 
@@ -74,7 +74,7 @@ class DigitsImitated(_Digits):
 
 @registry.register
 class DigitsRewarded(_Digits):
-  """Goes on from the run of `DigitsImitated` (`task.train.init_from.path`) with rewards of right answers alone."""
+  """Continues from a run of `DigitsImitated` (`task.train.init_from.path`), only with rewards for right answers."""
 
   def datasets(self) -> list[Config]:
     common = {'seq_len': 8, 'answer_length': LENGTH + 1, 'rewards': {'exact': is_sorted}}

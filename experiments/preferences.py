@@ -17,12 +17,12 @@ from praxis_lite.training.experiment import BaseExperiment
 
 
 def sorting_pairs(count: int, seed: int = 0, length: int = 5) -> list[dict[str, str]]:
-  """Returns prompts such as 'mkbca:', which prefer 'abckm' to the same letters with two neighbours exchanged.
+  """Returns prompts such as 'mkbca:', with 'abckm' preferred to the same text with two neighbouring letters exchanged.
 
   Args:
     count: the number of pairs.
-    seed: seed of the letters.
-    length: letters in a prompt.
+    seed: the seed of the letters.
+    length: the number of letters in a prompt.
   """
   rng = np.random.RandomState(seed)
   pairs = []
@@ -38,7 +38,7 @@ def sorting_pairs(count: int, seed: int = 0, length: int = 5) -> list[dict[str, 
 
 @registry.register
 class SortedTiny(BaseExperiment):
-  """Learns to prefer letters in their order to almost that order: the accuracy on new prompts rises from chance."""
+  """Learns to prefer sorted letters to almost sorted ones; the accuracy on new prompts rises above chance."""
 
   mesh_axis_names = ('replica', 'data', 'mdl')
   batch_size = 64

@@ -21,7 +21,7 @@ _ROWS = ('replica', 'data')
 
 
 class _Counting(BaseExperiment):
-  """A small model of counting sequences, which are learned if their loss goes from 3.6 nats to less than 0.1."""
+  """A small model of counting sequences, which has learned them when the loss has fallen from 3.6 nats to below 0.1."""
 
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
 
@@ -129,7 +129,7 @@ class Mamba2Of2B(Mamba2Of1B):
 
 @registry.register
 class RecurrentGemma2B(Mamba2Of1B):
-  """RecurrentGemma, 2.7B parameters with its table (De et al., 2024), fully sharded over 8 devices."""
+  """RecurrentGemma, 2.7B parameters with the embedding table (De et al., 2024), fully sharded over 8 devices."""
 
   learning_rate = 3e-4
 
@@ -165,7 +165,7 @@ class S4dOf223M(Mamba2Of1B):
 class LstmOf66M(PublishedSize):
   """An LSTM of two layers of 1,500 dims, 66M parameters, the large one of Zaremba et al. (2014), in residual blocks.
 
-  As there, gradients stop every 35 tokens.
+  As in the paper, gradients stop every 35 tokens.
   """
 
   batch_size = 20

@@ -37,7 +37,7 @@ _FORMS = (
 
 
 def date_pairs(split: str = 'train', count: int | None = None) -> list[tuple[str, str]]:
-  """Returns pairs such as ('Tuesday, 3 March 1998', '1998-03-03'), each of a day of the years 1900 to 2099.
+  """Returns pairs such as ('Tuesday, 3 March 1998', '1998-03-03'), for days in the years 1900 to 2099.
 
   Args:
     split: 'train', or 'validation', which has a twentieth of the days.

@@ -1,4 +1,4 @@
-"""Speech: spelled digits that a small Conformer learns to write down in minutes, Conformer L, and Whisper small.
+"""Speech: a small Conformer that learns to transcribe spelled digits in minutes, Conformer L, and Whisper small.
 
 praxis-lite train --exp=speech.SpelledDigits --job_log_dir=runs/digits
 praxis-lite predict --job_log_dir=runs/digits my_recording.wav
@@ -29,23 +29,23 @@ from praxis_lite.training.task import SingleTask
 _ROWS = ('replica', 'data')
 _DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 _LETTERS = 'efghinorstuvwxz'
-SYMBOLS = f' {_LETTERS}'  # Their numbers are the labels; the blank follows.
+SYMBOLS = f' {_LETTERS}'  # The label of a symbol is its index; the blank comes last.
 SAMPLE_RATE = 4000
 MOST_WORDS = 3
 _SYMBOLS: dict[str, Any] = {'vocab_size': len(SYMBOLS) + 1, 'blank_id': len(SYMBOLS), 'space_id': 0}
 _SIZES = {'model_dims': 48, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 96, 'kernel_size': 5, 'channels': 8}
-_LOW_TONES, _HIGH_TONES = (300.0, 430.0, 570.0, 720.0), (950.0, 1180.0, 1430.0, 1700.0)  # Hz, one of each in a chord.
+_LOW_TONES, _HIGH_TONES = (300.0, 430.0, 570.0, 720.0), (950.0, 1180.0, 1430.0, 1700.0)  # Hz; a chord has one of each.
 
 
 def spell(words: list[str], draw: np.random.Generator) -> np.ndarray:
-  """Returns the sound of words, at 4 kHz: a chord of two tones for each letter, as telephones make them.
+  """Returns the sound of words, at 4 kHz: a chord of two tones for each letter, like the keys of a telephone.
 
-  A letter lasts 60 to 100 ms, followed by 10 to 30 ms of silence; a word is preceded by 60 to 100 ms of it. Tones are
-  up to 2 % too high or too low, of any loudness and phase, and there is white noise.
+  A letter lasts 60 to 100 ms, followed by 10 to 30 ms of silence; 60 to 100 ms of silence precede a word. Tones are up
+  to 2 % too high or too low, with random loudness and phase, and there is white noise.
 
   Args:
-    words: made of the letters of the English digits.
-    draw: what is random.
+    words: words made of the letters of the English digits.
+    draw: draws the random numbers.
   """
   parts = []
   for word in words:
@@ -62,12 +62,12 @@ def spell(words: list[str], draw: np.random.Generator) -> np.ndarray:
 
 
 def spelled_digits(split: str = 'train', count: int = 2048, folder: str | None = None) -> str:
-  """Returns a table of WAV files in which digits are spelled, and of their transcripts; writes them at first use.
+  """Returns a table of WAV files in which digits are spelled, and their transcripts; writes the files at first use.
 
   Args:
     split: 'train' or 'validation', which have different recordings.
-    count: number of recordings, each of one to three digits.
-    folder: where a folder for them is made; None means a folder for temporary files.
+    count: the number of recordings, each of one to three digits.
+    folder: where a folder for the files is created; None uses the system's folder for temporary files.
   """
   root = os.path.join(tempfile.gettempdir(), f'praxis_lite-{os.getuid()}') if folder is None else folder
   target = os.path.join(root, f'spelled_digits-{split}-{count}')
@@ -82,7 +82,7 @@ def spelled_digits(split: str = 'train', count: int = 2048, folder: str | None =
           table.write(f'{number:05}.wav\t{text}\n')
       try:
         os.rename(made, target)
-      except OSError:  # Another process was faster.
+      except OSError:  # Another process has written them.
         if not os.path.isdir(target):
           raise
   return os.path.join(target, 'table.tsv')
@@ -97,7 +97,7 @@ def _recordings(split: str, count: int) -> Iterator[tuple[np.ndarray, str]]:
 
 @registry.register
 class SpelledDigits(BaseExperiment):
-  """Writes down digits that are spelled by chords of tones in noise, by CTC, in minutes on two CPU cores."""
+  """Transcribes digits that are spelled by chords of tones in noise, with CTC; learns in minutes on two CPU cores."""
 
   batch_size = 32
   num_train_examples = 2048
@@ -133,7 +133,7 @@ class SpelledDigits(BaseExperiment):
 
 @registry.register
 class SpelledDigitsTransducer(SpelledDigits):
-  """Writes down the same recordings by a transducer, whose label network learns how digits are spelled."""
+  """Transcribes the same recordings with a transducer, whose label network learns how digits are spelled."""
 
   def network(self, **sizes: Any) -> Config:
     return conformer_transducer(label_dims=32, joint_dims=48, max_labels=24, **sizes)

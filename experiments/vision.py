@@ -40,7 +40,7 @@ _ROWS = ('replica', 'data')
 
 
 def shifted_digits(split: str, reach: int = 0) -> dict[str, np.ndarray]:
-  """Returns `digits` of a split, each also moved by up to `reach` pixels up, down, left and right; zeros fill in."""
+  """Returns `digits` of a split, each also shifted by up to `reach` pixels in all directions; zeros fill in."""
   data = digits(split)
   size = data['image'].shape[1]
   padded = np.pad(data['image'], ((0, 0), (reach, reach), (reach, reach), (0, 0)))
@@ -71,7 +71,7 @@ class DigitsVit(BaseExperiment):
       pooling='mean',
     )
     model.softmax_tpl.label_smoothing = 0.1
-    # Small models learn at once if weights are drawn by their fan in.
+    # Scaled by fan-in, small models begin to learn immediately.
     model.params_init = model.network_tpl.params_init = WeightInit.GaussianFanIn()
     return model
 
@@ -132,14 +132,14 @@ class DigitsConvNeXt(_DigitsConvolutions):
       'initial_scale': 0.1,
     }
     model = convnext_classifier(num_classes=10, **sizes)
-    # Small models learn at once if weights are drawn by their fan in.
+    # Scaled by fan-in, small models begin to learn immediately.
     model.params_init = model.network_tpl.params_init = WeightInit.GaussianFanIn()
     return model
 
 
 @registry.register
 class DigitsMae(BaseExperiment):
-  """Learns to predict 8 hidden patches of 16 of a digit from the others, in minutes on two CPU cores."""
+  """Learns to predict 8 hidden patches of a digit from the other 8, in minutes on two CPU cores."""
 
   batch_size = 64
 
@@ -162,7 +162,7 @@ class DigitsMae(BaseExperiment):
       mask_ratio=0.5,
       normalizes_targets=False,
     )
-    # Small models learn at once if weights are drawn by their fan in.
+    # Scaled by fan-in, small models begin to learn immediately.
     model.network_tpl.params_init = model.patch_decoder_tpl.params_init = WeightInit.GaussianFanIn()
     task = Config(SingleTask, name='masked_autoencoder', model=model)
     task.train.learner = adamw_learner(learning_rate=2e-3, warmup_steps=50, weight_decay=0.05)
@@ -232,7 +232,7 @@ class DigitsTowers(BaseExperiment):
 class _ImageNet(BaseExperiment):
   """Trains on ImageNet-1k, fully sharded over 8 devices.
 
-  The files are those of TFDS: records with an encoded `image` and a `label`.
+  The files are TFDS records with an encoded `image` and a `label`.
   """
 
   mesh_axis_names = ('replica', 'data', 'mdl')
@@ -307,7 +307,8 @@ class VitL16(_Vit):
 
 
 class _ResNet(_ImageNet):
-  """Trains for 90 epochs with momentum; the rate grows for 5 epochs, by the size of a batch (Goyal et al., 2017)."""
+  """Trains for 90 epochs with momentum; the rate is proportional to the batch size (Goyal et al., 2017), after 5
+  epochs."""
 
   batch_size = 1024
   num_epochs = 90
@@ -336,7 +337,7 @@ class ResNet50(_ResNet):
 
 @registry.register
 class BitR50(_ResNet):
-  """BiT-R50x1: v2 with group norms and standardized filters, 25.5M parameters (Kolesnikov et al., 2020)."""
+  """BiT-R50x1, a ResNet v2 with group norms and standardized filters, 25.5M parameters (Kolesnikov et al., 2020)."""
 
   style = 'bit'
   rate_for_256 = 0.03
@@ -393,7 +394,7 @@ class MaeL16(_ImageNet):
 class SiglipB16(BaseExperiment):
   """SigLIP B/16, 203M parameters (Zhai et al., 2023), on synthetic images and texts, fully sharded over 8 devices.
 
-  The published model has seen 9 billion images in such batches. For data of your own, replace the input by an
+  The published model has seen 9 billion images in such batches. For your own data, replace the input by an
   `ImageTextRecordInput` with the tokenizer of the texts.
   """
 
