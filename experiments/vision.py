@@ -307,8 +307,7 @@ class VitL16(_Vit):
 
 
 class _ResNet(_ImageNet):
-  """Trains for 90 epochs with momentum; the rate is proportional to the batch size (Goyal et al., 2017), after 5
-  epochs."""
+  """Trains for 90 epochs with momentum and 5 epochs of warmup; the rate scales with the batch (Goyal et al., 2017)."""
 
   batch_size = 1024
   num_epochs = 90

@@ -193,7 +193,7 @@ def first_layer_difference(
 
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
-  """Yields the points of each stack together, and each other point alone, in the order of the layers."""
+  """Yields groups of points in the order of the layers: all points of a stack together, each other point by itself."""
   group: list[str] = []
   for name, point in values.items():
     if group and not (
@@ -210,8 +210,7 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
 
 
 def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a jitted function of (stored variables, *arguments) that calls `fn(variables, *arguments,
-  surroundings)`."""
+  """Returns a jitted form of `fn(variables, *arguments, surroundings)`, called with (stored variables, *arguments)."""
   surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
 
   def run(variables: NestedDict, *arguments: Any) -> Any:

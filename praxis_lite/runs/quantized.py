@@ -42,8 +42,7 @@ def quantize_run(
   step: Step = None,
   calibration: Calibration | None = None,
 ) -> list[str]:
-  """Makes a run directory with the variables of another run, some weights of which are in few bits; returns lines about
-  it.
+  """Makes a run directory with the variables of another run, with some weights in few bits; returns lines about it.
 
   The new run can be evaluated, decoded, exported, and fine-tuned with adapters; its optimizer starts afresh.
 

@@ -266,7 +266,7 @@ def _repeat_until(
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
-  """Raises UserError if, by its files, a run has not taken step `step`.
+  """Raises UserError if the files of a run end before step `step`.
 
   The files of an interrupted run may lack its last steps, so up to `log_interval_steps` later steps are allowed.
   """

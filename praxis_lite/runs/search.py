@@ -38,8 +38,7 @@ _FIRST_WHOLE = 4  # This many trials are never pruned, for comparison.
 
 @dataclasses.dataclass(frozen=True)
 class SearchRange:
-  """The values of a field: from `low` to `high` with a kind of `_KINDS`, or with the kind 'choice' the texts
-  `choices`."""
+  """The values of a field: `low` to `high` with a kind of `_KINDS`, or the texts `choices` with the kind 'choice'."""
 
   path: str
   kind: str

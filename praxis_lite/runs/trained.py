@@ -129,7 +129,7 @@ class TrainedModel:
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
   def attach_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
-    """Returns a model with the same variables and several adapters, of which each request of a `batcher` chooses one.
+    """Returns a model with the same variables and several adapters; each request of a `batcher` chooses one of them.
 
     Args:
       adapters: adapters by name, such as results of `read_adapter`; see `praxis_lite.models.combine_adapters`.

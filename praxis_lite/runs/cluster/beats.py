@@ -85,7 +85,7 @@ class Beats:
     if not self._is_all:
       other = self._random.randrange(self._processes)
       for index in (self._next, other):
-        with contextlib.suppress(Exception):  # That process has not written a beat yet.
+        with contextlib.suppress(Exception):  # There is no beat of that process yet.
           heard[index] = json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))
       for each in heard.values():
         # A beat is up to one interval old. Adding it ensures that an age passed from process to process is no

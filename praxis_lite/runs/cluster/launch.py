@@ -7,9 +7,9 @@
 
 A job whose run directory was moved or deleted is not restarted, because it would start at step 0.
 
-With `spares`, a place that `blame.py` blames is replaced by a spare place. Without spares, or if none is left, a place
-that is lost first in two successive attempts counts as gone; with `min_processes`, the job goes on without it. After
-the exit code of CorruptionError, the job is restarted only if a place was blamed and replaced, or if a device was
+With `spares`, a place that `blame.py` blames is replaced by a spare place. Without spares, or if all are in use, a
+place that is lost first in two successive attempts counts as gone; with `min_processes`, the job goes on without it.
+After the exit code of CorruptionError, the job is restarted only if a place was blamed and replaced, or if a device was
 quarantined and the command has `--elastic`, which leaves the device out.
 
 SIGINT and SIGTERM are passed on, followed by SIGCONT, because a stopped process does not handle signals. All hosts then
@@ -196,7 +196,7 @@ class Launcher:
         why = 'has found a faulty device, which is left out' if is_faulty else f'was lost ({exit_text(last.code)})'
         gone = f'host {last.host} of {count} {why}'
         if lost >= 0 and not any(event.kind == 'lost' for event in events):
-          self._note('lost', gone, last.host)  # The remaining processes have not recorded the loss.
+          self._note('lost', gone, last.host)  # No remaining process has recorded the loss.
         if self._directory.is_lost():
           self._say(
             f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
@@ -238,7 +238,7 @@ class Launcher:
       self._blame.add(Evidence(lost, f'lost ({exit_text(code)})'))
 
   def _places_to_replace(self) -> list[int]:
-    """Returns the indices of processes whose places are blamed, at most as many as there are spares."""
+    """Returns the indices of processes whose places are blamed, at most one for each spare."""
     return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
 
   def _replace_places(self, blamed: Sequence[int]) -> dict[int, str]:

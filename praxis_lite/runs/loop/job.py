@@ -198,7 +198,7 @@ def check_configs(
   Args:
     configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
     num_devices: the number of devices that each run will have, if known.
-    metric: the metric by which the runs will be compared, see `metric_to_compare`; None checks no metric.
+    metric: the metric for comparing the runs, see `metric_to_compare`; None checks no metric.
 
   Raises:
     UserError: a run cannot be trained with its config, or none of its evaluations has the metric; the message names the

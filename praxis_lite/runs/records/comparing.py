@@ -19,7 +19,7 @@ class RunGroup(NamedTuple):
   Attributes:
     title: the experiment and the class of the model.
     runs: the runs, in the order in which to show them.
-    metric, mode: the metric by which to compare them, and 'min' or 'max'; see `metric_to_compare`.
+    metric, mode: the metric for comparing them, and 'min' or 'max'; see `metric_to_compare`.
     columns: the names of the requested fields, or of those that differ in the group; important fields come first.
     values: for each run, its values by column.
   """
@@ -91,8 +91,8 @@ def group_runs(
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs; an experiment recorded only by its file gets its full name, if this is unambiguous among the
-  runs."""
+  """Yields the runs; an experiment recorded only by its file gets its full name, if only one of the file is in
+  `runs`."""
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
