@@ -308,7 +308,7 @@ class Batcher:
     elif self._running.get(request._row) is request:
       self._release(request)
     else:
-      raise UserError('cancel: this is no request of this batcher')
+      raise UserError('cancel: this request belongs to another batcher')
     request.is_done = request.is_cancelled = True
 
   @property
@@ -368,7 +368,7 @@ class Batcher:
     """
     while self._waiting or self._running if requests is None else any(not request.is_done for request in requests):
       if not (self._waiting or self._running):
-        raise UserError('run: there is nothing left to do, but a request has not ended; it belongs to another batcher')
+        raise UserError('run: all requests of this batcher have ended, so an unfinished one belongs to another batcher')
       self.step()
 
   def _read_prompts(self) -> None:

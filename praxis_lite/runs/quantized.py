@@ -122,8 +122,8 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
   rules = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized)
   if not rules or not all(rule.trained for rule in rules):
     raise ConfigError(
-      'task.model.quantized: name a format; only a model whose rules say trained=True, for training, has rules '
-      'by which its weights can be stored'
+      'task.model.quantized: name a format; it may be left out only if the rules of the model, with which it was '
+      'trained, all say trained=True'
     )
   return tuple(
     rule.clone() if rule.format == 'float' else rule.clone(trained=False, mask_stays=False) for rule in rules

@@ -126,7 +126,7 @@ def _row(
   if not context:
     known = tokenizer()
     if known is None:
-      raise DataError(f'score: context {number} is empty; it needs at least one token, such as that of a beginning')
+      raise DataError(f'score: context {number} is empty; it needs at least one token, such as a begin token')
     context = [known.special_ids[0]]
   most, source = limits.max_positions, None
   if limits.start_id is not None:

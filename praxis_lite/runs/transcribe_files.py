@@ -31,7 +31,7 @@ def transcribe_files(model: TrainedModel, files: Sequence[str], batch_size: int)
     with prefix_errors(where):
       found = model.predict(batch)
     if not isinstance(found, dict) or not {'ids', 'lengths'} <= found.keys():
-      raise ConfigError(f'{files[0]}: a {type(model.layer).__name__} writes down no recordings')
+      raise ConfigError(f'{files[0]}: a {type(model.layer).__name__} does not transcribe recordings')
     for row, file in enumerate(several):
       ids = np.asarray(found['ids'])[row, : int(found['lengths'][row])].tolist()
       more = {name: np.asarray(x)[row].tolist() for name, x in found.items() if np.ndim(x) == 1 and name != 'lengths'}

@@ -216,11 +216,11 @@ def test_cancelled_requests_keep_what_they_have():
   assert running.is_cancelled and waiting.is_cancelled and not last.is_cancelled
   assert running.text == alone(0)[:4] and waiting.text == ''
   other = batcher(rows=1)
-  with pytest.raises(UserError, match='cancel: this is no request of this batcher'):
+  with pytest.raises(UserError, match='cancel: this request belongs to another batcher'):
     other.cancel(own.submit('c'))
   with pytest.raises(UserError, match='cancel: expected a request, as submit returns it, got str'):
     own.cancel('c')
-  with pytest.raises(UserError, match='run: there is nothing left to do, but a request has not ended'):
+  with pytest.raises(UserError, match='run: all requests of this batcher have ended'):
     other.run([own.submit('c')])
 
 

@@ -241,7 +241,7 @@ def test_another_input_or_setting_is_refused_with_one_line(tmp_path):
   data, out = write_lines(tmp_path / 'a.jsonl', range(10)), str(tmp_path / 'out')
   ledger = open_ledger(out, data)
   for change, told in (
-    ({'step': 4}, r'was begun with step = 3, and now it is 4; give what it was begun with, or name another --output'),
+    ({'step': 4}, r'was begun with step = 3, and now it is 4; give the first value again, or name another --output'),
     ({'shard_rows': 5}, r'was begun with shard_rows = 4, and now it is 5'),
     ({'temperature': 0.5}, r'was begun with temperature = null, and now it is 0.5'),
   ):

@@ -84,8 +84,8 @@ def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str
     before, now = sealed.get(name), given.get(name)
     if before != now:
       raise DataError(
-        f'{where} was begun with {name} = {json.dumps(before)}, and now it is {json.dumps(now)}; give what it was '
-        'begun with, or name another --output'
+        f'{where} was begun with {name} = {json.dumps(before)}, and now it is {json.dumps(now)}; give the first '
+        'value again, or name another --output'
       )
   names = list_inputs(paths)
   if names != (known := [file.file for file in plan.files]):

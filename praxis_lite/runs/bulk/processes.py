@@ -44,7 +44,7 @@ def run_processes(arguments: Sequence[str], indices: Sequence[int]) -> None:
   for index, code in zip(indices, codes):
     if code:
       how = f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with code {code}'
-      raise UserError(f'process {index} {how}; the same command goes on with what is left')
+      raise UserError(f'process {index} {how}; the same command continues with the unfinished shards')
 
 
 def visible_gpus() -> list[str]:

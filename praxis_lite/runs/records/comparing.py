@@ -59,7 +59,7 @@ def group_runs(
     _check_column(runs, name)
   if order not in _ORDERS:
     if len(several := _columns_of(runs, order)) > 1:
-      raise UserError(f'{order}: several fields end so; write {" or ".join(first_lines(several, _MOST_NAMED))}')
+      raise UserError(f'{order}: several fields end with it; write {" or ".join(first_lines(several, _MOST_NAMED))}')
     sort = sort.replace(order, several[0])
   columns = list(dict.fromkeys(column for name in columns for column in _columns_of(runs, name)))
   alike: dict[str, list[RunState]] = {}
@@ -170,7 +170,7 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
   if name == 'all' or any(name in run.metrics or _paths(run, name) for run in runs):
     return
   if (several := max((_metrics(run, name) for run in runs), key=len, default=[])) and len(several) > 1:
-    raise UserError(f'{name}: several metrics end so; write {" or ".join(several)}')
+    raise UserError(f'{name}: several metrics end with it; write {" or ".join(several)}')
   if not several:
     metrics, fields = _metrics_of_all(runs), dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
     close = did_you_mean(name, [*fields, *_add_ends(metrics)])
