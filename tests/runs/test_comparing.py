@@ -63,7 +63,9 @@ def test_fields_that_share_the_end_of_their_paths_are_columns_of_their_own(folde
   assert only == ['path', 'batch_size']
   assert main(['runs', str(folder), '--sort=-datasets[0].name']) == 0
   assert main(['runs', str(folder / 'lm'), '--sort=is_training']) == 2
-  assert 'is_training: several fields end with it; write datasets[0].is_training or datasets[1]' in capsys.readouterr().err
+  assert (
+    'is_training: several fields end with it; write datasets[0].is_training or datasets[1]' in capsys.readouterr().err
+  )
 
 
 @pytest.mark.slow
@@ -183,7 +185,9 @@ def test_a_column_that_may_be_several_metrics_names_them(tmp_path):
   lines = [{'step': 1, 'split': split, 'metrics': {'close': 1.0}} for split in ('eval/one', 'eval/two')]
   (tmp_path / 'a' / 'metrics.jsonl').write_text(''.join(f'{json.dumps(line)}\n' for line in lines))
   for wanted in ({'columns': ['close']}, {'sort': '-close'}):
-    with pytest.raises(UserError, match=r'^close: several metrics end with it; write eval/one/close or eval/two/close$'):
+    with pytest.raises(
+      UserError, match=r'^close: several metrics end with it; write eval/one/close or eval/two/close$'
+    ):
       groups_of(tmp_path, **wanted)
 
 

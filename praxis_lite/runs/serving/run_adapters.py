@@ -59,8 +59,8 @@ def _check_base(arrays: dict[Path, StreamedArray], served: TrainedModel, model: 
     if dtype is not None:
       if not _is_same(x, _served_values(served, path), dtype):
         raise ConfigError(
-          f'{path_name(path)} differs from that of the model that is served, and an adapter fits only the '
-          'weights with which it was trained; serve the run that task.train.init_from of the adapter names, or the merged '
+          f'{path_name(path)} differs from that of the model that is served, and an adapter fits only the weights '
+          'with which it was trained; serve the run that task.train.init_from of the adapter names, or the merged '
           'adapter'
         )
     elif has_few_bits:
