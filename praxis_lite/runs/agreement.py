@@ -4,11 +4,11 @@
     for way in agreement.list_ways():
       print(format_result(agreement, agreement.compare(way)))
 
-Each way computes the log-probabilities of the same known texts. They are compared token by token with those of the
-training step. The tolerance is measured: it depends on how much the log-probabilities of this model change when it
-computes in bfloat16, and when its weights change by a rounding error. Rounding errors of other dtypes are assumed to be
-proportional to their machine epsilon. If a way differs by more, the values between its layers are compared with those
-of the reference, and the first layer that differs is named.
+Each way computes the log-probabilities of the same known texts. They are compared with the log-probabilities of the
+training step, token by token. The tolerance is measured: it depends on how much the log-probabilities of this model
+change when it computes in bfloat16, and when its weights change by a rounding error. Rounding errors of other dtypes
+are assumed to be proportional to their machine epsilon. If a way differs by more, the values between its layers are
+compared with those of the reference, and the first layer that differs is named.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Agreement:
     sensitivity: the largest change of a log-probability when weights change by a rounding error of float32, in nats.
 
   Raises:
-    ConfigError: the model is no language model.
+    ConfigError: the model is not a language model.
     UserError: log-probabilities of the training step are not finite.
   """
 
@@ -138,7 +138,7 @@ class Agreement:
   # ---------------------------------------------------------------- ways
 
   def list_ways(self, cache_dtype: str | None = None) -> list[Way]:
-    """Returns the ways of praxis_lite itself.
+    """Returns the built-in ways.
 
     Args:
       cache_dtype: also decode with caches of this dtype.
@@ -189,7 +189,7 @@ class Agreement:
   # ---------------------------------------------------------------- computing
 
   def score(self, model: TrainedModel) -> LogProbs:
-    """Returns the log-probabilities of a pass in evaluation."""
+    """Returns the log-probabilities of an evaluation pass."""
     return self.score_with(
       lambda batch: model._run_by_rows(model.tasks, batch, lambda task: task.score_step).predictions
     )

@@ -8,7 +8,7 @@ The rows are collected while the model with plain weights is evaluated on the me
 The methods 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`); 'gptq' chooses values
 (`layers/gptq.py`).
 
-Shapes: I inputs and O outputs of a weight, J input dimensions, E experts; * marks any number of dimensions.
+Shapes: I inputs and O outputs of a weight, E experts; * marks any number of dimensions, and *J are those before I.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _MOST_STATES = 4096
 
 
 class TextConstraint(Constraint):
-  """Allows the tokens after which a continuation can still become a text that matches; then the end of the text.
+  """Allows only tokens after which a continuation can still become a matching text, and then the end of the text.
 
   Attributes:
     eos_id: the id of the token that ends a text.
@@ -70,7 +70,7 @@ class TextConstraint(Constraint):
     return allowed
 
   def is_match(self, continuation: list[int]) -> bool:
-    """Whether the tokens of a continuation, with or without the end of the text, are a complete text that matches."""
+    """Whether the tokens of a continuation, with or without the end of the text, are a complete matching text."""
     tokens = continuation[: continuation.index(self.eos_id)] if self.eos_id in continuation else continuation
     matcher = self._matcher(tuple(tokens))
     return not matcher.is_error() and (matcher.is_stopped() or matcher.is_accepting())
@@ -97,7 +97,7 @@ def make_constraint(
   json_schema: str | os.PathLike[str] | Mapping[str, Any] | None,
   prefix: str = '',
 ) -> TextConstraint | None:
-  """Returns the constraint by a regular expression or a JSON schema; None if both are None.
+  """Returns the constraint for a regular expression or a JSON schema; None if both are None.
 
   Raises:
     UserError: both are given; or see `regex_constraint` and `json_constraint`. Messages put `prefix` before the names

@@ -1,4 +1,4 @@
-"""Detects silent corruption, which is devices that compute or store wrong values without an error, and reacts to it.
+"""Reacts to silent corruption: devices that compute or store wrong values without an error.
 
 Wrong values are found in two ways. `ReplicaWatch` compares the replicas of the state, `determinism.py` compares a step
 with its repetition. Then the run ends with exit code 76, or goes back to its last checkpoint and repeats the steps. A

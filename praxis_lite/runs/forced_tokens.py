@@ -29,7 +29,7 @@ from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
 
-LEAST_TOKENS = 4  # The least tokens of a text.
+LEAST_TOKENS = 4  # The fewest tokens of a text.
 
 
 class KnownTexts(NamedTuple):

@@ -1,7 +1,7 @@
 """Compares the hosts of a run, to find one that has slow devices or waits for its data.
 
 In each step, all processes of a run wait for the slowest one, so the time of a step does not show which one is slow.
-Measurements of each process alone do: before each save, when the devices are idle, it times a small matrix product on
+So each process also measures itself: before each save, when the devices are idle, it times a small matrix product on
 each of its own devices. It also measures how long it waits for input.
 """
 

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint that a run imported from it keeps.
+"""The files that a run imported from a Hugging Face checkpoint keeps.
 
     job_log_dir/hugging_face/      config.json and the files of the tokenizer, for chats and exports
 

@@ -40,7 +40,7 @@ class WatchedMetric(NamedTuple):
     return [(r.step, float(r.metrics.get(self.name, np.nan))) for r in results if r.split == self.split]
 
   def is_better(self, value: float, best: float | None, by: float = 0.0) -> bool:
-    """Whether `value` is better than `best` by more than `by`; NaN never is, and None is worse than any number."""
+    """Whether `value` is better than `best` by more than `by`. NaN is never better; any number is better than None."""
     if np.isnan(value) or best is None:
       return not np.isnan(value)
     return value < best - by if self.mode == 'min' else value > best + by

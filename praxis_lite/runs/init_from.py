@@ -40,7 +40,7 @@ from praxis_lite.training.state import GivenVariables, TrainState
 from praxis_lite.training.task import InitFromParams
 
 _FIELD = 'task.train.init_from'
-_SHOWN = 12  # rows of each kind in the report
+_SHOWN = 12  # The most rows of each kind in the report.
 
 
 class _Origin(NamedTuple):

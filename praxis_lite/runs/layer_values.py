@@ -70,7 +70,7 @@ class LayerDifference(NamedTuple):
 
 
 def values_in_one_pass(model: BaseModel, variables: NestedDict, batch: Rows) -> dict[str, PointValues]:
-  """Returns the values of a pass over texts, as `predict` computes it on one device, in the order of the layers."""
+  """Returns the values in a call of `predict` on texts, on one device, in the order of the layers."""
   seen: dict[str, str] = {}
 
   def run(variables: NestedDict, batch: Rows) -> dict[str, Summary]:
@@ -84,7 +84,7 @@ def values_in_one_pass(model: BaseModel, variables: NestedDict, batch: Rows) -> 
 
 
 def values_on_mesh(model: TrainedModel, batch: Rows) -> dict[str, PointValues]:
-  """Returns the values of a pass over texts, as `predict` computes it on the mesh of a model."""
+  """Returns the values in a call of `predict` on texts, on the mesh of a model."""
   seen: dict[str, str] = {}
 
   def run(variables: NestedDict, batch: Rows, surroundings: Surroundings) -> dict[str, Summary]:

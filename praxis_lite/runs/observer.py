@@ -117,8 +117,7 @@ class Observer:
     """
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
-    """Returns the newest copy of the state that this observer has kept (None without one), and a line about rejected
-    copies.
+    """Returns the newest copy of the state that this observer has kept, or None, and a line about rejected copies.
 
     Args:
       checkpoint: the step of the newest checkpoint, 0 if there is none. Only newer copies count.

@@ -1,7 +1,7 @@
 """RowSlots: chooses the row of a batcher that a request gets, and the row whose prefix it can copy.
 
-After a request has ended, its row keeps the caches until another request takes the row. If a prompt has a common prefix
-with any row, busy or free, the caches of the prefix are copied, and only the rest of the prompt is read.
+After a request has ended, its caches stay in its row until another request takes the row. If a prompt has a common
+prefix with any row, busy or free, the caches of the prefix are copied, and only the rest of the prompt is read.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class SavedRun:
       seed: the seed for models that draw random numbers in predictions or evaluations.
 
     Raises:
-      UserError: there is no such checkpoint; `ema` is True, but the run keeps no averages, or `power_average` is also
-        set; or the mesh does not fit the task or the devices.
+      UserError: there is no such checkpoint; the mesh does not fit the task or the devices; or `ema` is True, but the
+        run keeps no averages or `power_average` is set, too.
     """
     if ema and power_average is not None:
       raise UserError(

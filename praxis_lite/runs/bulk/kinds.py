@@ -74,7 +74,7 @@ def make_compute(
 
 
 def _tokens_of(model: TrainedModel, row: RowValues) -> list[int]:
-  """Returns the tokens of a row: its `ids`, or those of its `text` between the tokens for begin and end."""
+  """Returns the tokens of a row: its `ids`, or its `text` as tokens between the begin and the end token."""
   if isinstance(ids := row.get('ids'), list):
     return _not_empty(_integers(ids, 'ids'), 'ids')
   if 'text' not in row:

@@ -88,8 +88,7 @@ class Beats:
         with contextlib.suppress(Exception):  # There is no beat of that process yet.
           heard[index] = json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))
       for each in heard.values():
-        # A beat is up to one interval old. Adding it ensures that an age passed from process to process is no
-        # underestimate.
+        # A beat is up to one interval old. With it added, ages that processes pass on are never too small.
         self._note(each['anywhere'] + self._interval)
       if other not in self.watched:
         heard.pop(other, None)

@@ -62,7 +62,7 @@ class CopiesOnPeers:
     Each process gets its own part, from its host if it has it, or else from any host that has it.
 
     Args:
-      copies: the copies, by step, whose part of this process is on this host; a fetched copy is added.
+      copies: the copies that have this process's part on this host, by step; a fetched copy is added.
       oldest: only copies of later steps are considered.
       reason_against: see `Judge`.
     """

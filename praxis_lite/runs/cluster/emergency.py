@@ -118,7 +118,7 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes and why newer ones are not used, or ''.
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
 
     Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
     Removes all copies except the returned one, which is None if there is none.

@@ -69,7 +69,7 @@ class Mirror(Observer):
     self.fetch(on_damage)
 
   def fetch(self, on_damage: OnDamage = 'previous') -> None:
-    """Copies the newest checkpoint of the store to the run's directory, if the directory has none so new.
+    """Copies the newest checkpoint of the store to the run's directory, if it is newer than all checkpoints there.
 
     If it does so, it also copies the best checkpoint, and replaces the other files of the run. Otherwise it only copies
     files that the directory lacks. All processes call this.

@@ -9,7 +9,7 @@ from typing import Any
 from praxis_lite.common.files import read_plain, replace_file
 from praxis_lite.runs.loggers.base import LoggedRun, Logger
 
-_AIM_FILE = 'aim_run.txt'  # The file in the run's directory whose line is Aim's name of the run.
+_AIM_FILE = 'aim_run.txt'  # This file in the run's directory contains Aim's name of the run.
 
 
 class AimLogger(Logger):

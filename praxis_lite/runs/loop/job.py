@@ -228,7 +228,7 @@ def check_configs(
 
 
 def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
-  """Raises UserError if no evaluation will report a metric, which is named by its path or the end of it.
+  """Raises UserError if no evaluation will report a metric, given by its name or the end of it.
 
   Names of training and decoding metrics are accepted, because these are known only when they are first computed.
   """

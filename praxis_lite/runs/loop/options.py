@@ -1,4 +1,4 @@
-"""The options of `run_train`, which say how to train, apart from the config."""
+"""The options of `run_train`: how to train, apart from the config."""
 
 from __future__ import annotations
 

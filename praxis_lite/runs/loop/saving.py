@@ -128,8 +128,7 @@ class Saving(Observer):
 
 
 def _remove_save(directory: Path, folder: Path, step: int, seconds: float) -> None:
-  """Removes the files that a save of `step` has written to the folder of checkpoints, and the directory if it is then
-  empty.
+  """Removes the files that a save of `step` has written to `folder`, and the directory if it is then empty.
 
   After an error, TensorStore goes on writing for a moment, and creates the folders again. So this repeats the removal
   until nothing was created for `seconds` seconds.

@@ -116,8 +116,7 @@ def _base_of_checkpoints(
 
 
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
-  """Returns the base of the newest checkpoint, without arrays that this run may change or has in another shape or
-  dtype.
+  """Returns the base of the newest checkpoint, without arrays that this run may change, or whose shape or dtype differ.
 
   This never takes a newer checkpoint of the other run as the base.
   """

@@ -1,5 +1,4 @@
-"""The training loop: it reads a batch, takes a step, saves and evaluates if this is due, and repeats this until the
-end.
+"""The training loop: reads a batch, takes a step, saves and evaluates if this is due, and repeats this until the end.
 
 host     dispatch 8 | dispatch 9, read 7 | dispatch 10, read 8 | ...
 devices     step 7  |       step 8       |        step 9       |

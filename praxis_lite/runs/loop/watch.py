@@ -29,8 +29,7 @@ from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
-# Errors of a launch whose config, mesh or model does not fit the run. Such a launch changes nothing, not even
-# heartbeats.
+# Errors of a launch whose config, mesh or model does not fit the run. It must change nothing, not even heartbeats.
 _REFUSALS = (ConfigError, ShardingError, OtherModelError)
 
 

@@ -326,8 +326,7 @@ def _configs(entries: object) -> list[Config]:
 
 
 def _leave_out_functions_of_scripts(encoded: Any, path: str, lost: dict[str, str]) -> Any:
-  """Returns the JSON of datasets with functions of a script replaced by REQUIRED. Only commands that read data need
-  them.
+  """Returns the JSON of datasets with REQUIRED for functions of a script, which are needed only to read the data.
 
   Args:
     encoded: the JSON, which is untrusted.
