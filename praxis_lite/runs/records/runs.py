@@ -94,7 +94,7 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def runs_near(directory: str | os.PathLike[str]) -> str:
-  """Returns the end of a message that says how to get a run from a directory that is none; '' if there is no way.
+  """Returns the end of a message that helps to find a run near a directory that is not a run; '' without help.
 
   The directory may contain runs, be inside a run or next to one, or be a checkpoint from Hugging Face.
   """
