@@ -39,6 +39,7 @@ from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import LossSpikeParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
+# Steps for which a run did not go back. Times that it did are always recorded: each of them is needed to go on.
 _MOST_RECORDED = 1000
 # The batches of this many steps, in addition to a jump's, are remembered, because metrics are read some steps later.
 _IN_FLIGHT = 16
@@ -248,8 +249,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   if trouble.action == 'rollback' and count >= max_rollbacks:
     raise LossSpikeError(
       f'{trouble.what}; the run has gone back {number_of(count, "time")}, as often as task.train.max_rollbacks '
-      'allows. Its '
-      f'checkpoint of step {back_to} is kept. Lower the learning rate, or look at the data: '
+      f'allows. Its checkpoint of step {back_to} is kept. Lower the learning rate, or look at the data: '
       f'`praxis-lite replay {directory} --step={trouble.first}`'
     )
   if is_primary_process():
@@ -265,8 +265,10 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
 
 def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
-  if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
-    return  # A restart has repeated the step, or the record is full.
+  if any(_place(earlier) == _place(trouble) for earlier in known):
+    return  # A restart has repeated the step.
+  if trouble.back_to is None and len(known) >= _MOST_RECORDED:
+    return
   write_lines(directory / _FILE, (one._asdict() for one in [*known, trouble]))
 
 

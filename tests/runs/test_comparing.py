@@ -7,6 +7,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from browser import IS_NARROW, needs_chromium, use_page
 from test_runs import make_run
@@ -142,6 +143,14 @@ def test_a_field_that_changed_in_training_shows_its_earlier_values(tmp_path, cap
 )
 def test_the_best_run_is_first_or_another_order_is_asked_for(folder, sort, order):
   assert names(groups_of(folder / 'lm', sort=sort)[0]) == order
+
+
+@pytest.mark.parametrize('sort', ['loss', '-loss', 'eval/valid/loss', '-eval/valid/loss'])
+def test_runs_whose_value_is_nan_are_last(tmp_path, sort):
+  for name, loss in (('a', 3.0), ('b', np.nan), ('c', 1.0), ('d', 2.0)):
+    make_run(tmp_path / name, valid=[loss], losses=[loss])
+  (group,) = groups_of(tmp_path, sort=sort)
+  assert names(group) == (['a', 'd', 'c', 'b'] if sort.startswith('-') else ['c', 'd', 'a', 'b'])
 
 
 def test_columns_are_fields_by_their_ends_and_metrics(folder):

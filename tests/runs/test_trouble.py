@@ -22,7 +22,7 @@ from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.determinism import DeterminismError
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.replay import replay
-from praxis_lite.runs.trouble import LossSpikeError, LossSpikes, read_troubles
+from praxis_lite.runs.trouble import LossSpikeError, LossSpikes, Trouble, batches_to_skip, go_back, read_troubles
 from praxis_lite.sharding.weights import WeightHParams, WeightInit
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.steps import TrainStepOutput
@@ -145,6 +145,17 @@ def test_steps_that_are_skipped_are_recorded_too(tmp_path):
   (trouble,) = read_troubles(tmp_path)
   assert (trouble.action, trouble.back_to) == ('skip', None)
   assert trouble.batches[0]['epoch'] == 0 and trouble.batches[0]['position'] == 6 * (trouble.first - 1)
+
+
+def test_times_that_a_run_went_back_are_recorded_and_limited_after_any_number_of_skipped_steps(tmp_path):
+  skipped = ({**Trouble(step, step, 'not finite', 'skip')._asdict()} for step in range(1000))
+  (tmp_path / 'trouble.jsonl').write_text(''.join(json.dumps(one) + '\n' for one in skipped))
+  for first in (2000, 2001):
+    went_back = go_back(tmp_path, Trouble(first, first, 'not finite', 'rollback', [{'position': first}]), 2)
+    assert went_back.back_to == 0
+  assert [state['position'] for state in batches_to_skip(read_troubles(tmp_path))] == [2000, 2001]
+  with pytest.raises(LossSpikeError, match='gone back 2 times'):
+    go_back(tmp_path, Trouble(2002, 2002, 'not finite', 'rollback', [{'position': 2002}]), 2)
 
 
 class Risky(Layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -127,7 +128,7 @@ def _make_group(
 
 
 def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> list[RunState]:
-  """Returns the runs in order; runs without a value are always last."""
+  """Returns the runs in order; runs without a value, or whose value is NaN, are always last."""
   name, is_reversed = sort.removeprefix('-'), sort.startswith('-')
 
   def score(run: RunState) -> Any:
@@ -135,13 +136,17 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
       best = run.best(metric, mode)
       return None if best is None else best[0] if mode == 'min' else -best[0]
     if name in _ORDERS:
-      return _ORDERS[name](run)
-    return _natural(value) if (value := _value(run, name)) else None
+      return _none_if_nan(_ORDERS[name](run))
+    return _natural(value) if (value := _value(run, name)) and value.lower() != 'nan' else None
 
   by_name = sorted(runs, key=_ORDERS['name'])
   with_value = [(value, run) for run in by_name if (value := score(run)) is not None]
   ordered = [run for _, run in sorted(with_value, key=lambda pair: pair[0], reverse=is_reversed)]
   return [*ordered, *(run for run in by_name if score(run) is None)]
+
+
+def _none_if_nan(value: Any) -> Any:
+  return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _natural(text: str) -> list[tuple[int, float, str]]:
