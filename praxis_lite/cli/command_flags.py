@@ -91,7 +91,6 @@ def experiment_flags() -> CommandFlags:
   values.add_texts('set', override, 'task.train.num_train_steps=100')
   values.add_text('job_log_dir', 'Directory of a run. Without --exp, its recorded config is used.', 'runs/1')
   values.add_texts('trust', 'Module or file whose code the recorded config may name.', 'my_layers.py')
-  add_traceback(values)
   return values
 
 

@@ -15,7 +15,7 @@ from absl import flags
 
 from praxis_lite.cli import train
 from praxis_lite.cli.command import Command, configured_experiment
-from praxis_lite.cli.command_flags import CommandFlags, add_traceback
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.files import local_path
 
@@ -125,7 +125,6 @@ def _flags() -> CommandFlags:
   values.add_text('name', 'With --jobset: name of the JobSet; by default made from the name of the experiment.', 'lm')
   values.add_text('volume_claim', 'With --jobset: the PersistentVolumeClaim to mount at /runs.', 'runs')
   values.add_texts('resource', 'With --jobset: a resource that each pod needs.', 'nvidia.com/gpu=8')
-  add_traceback(values)
   return values
 
 

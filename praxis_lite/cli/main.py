@@ -45,6 +45,7 @@ from praxis_lite.cli import (
   verify,
 )
 from praxis_lite.cli.command import Command, help_text
+from praxis_lite.cli.command_flags import add_traceback
 from praxis_lite.common.errors import UserError, did_you_mean
 from praxis_lite.common.files import file_error
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
@@ -80,6 +81,8 @@ _MODULES = (
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 COMMANDS['completion'] = completion.make_command(COMMANDS)
+for _command in COMMANDS.values():
+  add_traceback(_command.flags)
 
 # Names of commands in other tools and in the Python API, and the command that does the same here.
 _ALSO_CALLED = {

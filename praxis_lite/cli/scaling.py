@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command
-from praxis_lite.cli.command_flags import CommandFlags, add_traceback
+from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError, prefix_errors
 from praxis_lite.common.foreign_text import printable
 
@@ -144,7 +144,6 @@ def _flags() -> CommandFlags:
   values.add_list('prices', 'Price per hour of each kind of chip, for rough costs.', 'h100=2.5,v5p=4')
   values.add_text('svg', 'Write a picture of the runs and the law.', 'scaling.svg')
   values.add_texts('trust', 'Module or file whose code the recorded configs may name.', 'my_layers.py')
-  add_traceback(values)
   return values
 
 

@@ -28,9 +28,9 @@ STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.S
 def count_devices(tasks: Iterable[Config]) -> int | None:
   """Returns how many devices each run will have, counted in a separate process.
 
-  Returns None if no run needs more than one, or if the count fails for another reason than the one below.
+  Returns None if no run needs more than one.
 
-  Raises UserError if JAX_PLATFORMS names accelerators that do not start.
+  Raises UserError if JAX_PLATFORMS names accelerators that do not start, or the process ends in another way.
   """
   shapes = [(*(task.ici_mesh_shape or ()), *(task.dcn_mesh_shape or ())) for task in tasks]
   if os.environ.get('JAX_PLATFORMS', '') in ('', 'cpu') and all(size == 1 for shape in shapes for size in shape):
@@ -38,9 +38,12 @@ def count_devices(tasks: Iterable[Config]) -> int | None:
   code = 'import jax; from praxis_lite.common.devices import start_devices; start_devices(); print(jax.device_count())'
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
   error, _, message = (done.stderr.strip().splitlines() or [''])[-1].partition(': ')
-  if done.returncode and error.endswith('UserError'):
-    raise UserError(message)
-  return None if done.returncode else int(done.stdout.split()[-1])
+  if done.returncode:
+    if error.endswith('UserError'):
+      raise UserError(message)
+    last = ''.join(f': {part}' for part in (error, message) if part)
+    raise UserError(f'the process that counts the devices ended with exit code {done.returncode}{last}')
+  return int(done.stdout.split()[-1])
 
 
 def command_of(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:

@@ -11,7 +11,11 @@ import shutil
 
 import pytest
 
+from praxis_lite.cli import sweep_runs
 from praxis_lite.cli.main import COMMANDS, main
+from praxis_lite.common.config import Config
+from praxis_lite.common.errors import UserError
+from praxis_lite.training.task import SingleTask
 
 TINY = '--exp=lm.SyntheticLmTiny'
 STDLIB = '--exp=lm.StdlibLmTiny'
@@ -228,6 +232,19 @@ def test_dashes_in_the_name_of_a_flag_are_underscores(command):
       assert list(values._replace_dashes([given])) == [wanted]
   unchanged = ['a-b', '--no-such-flag', '--', '--job-log-dir']
   assert list(values._replace_dashes(unchanged)) == unchanged
+
+
+@pytest.mark.parametrize('command', [c for c in COMMANDS if c != 'list'])
+def test_every_command_shows_where_a_mistake_was_found_if_asked(command, capsys):
+  assert main([command, '/no/such/place', '--traceback', '--no_such_flag']) == 2
+  err = capsys.readouterr().err
+  assert 'Traceback' in err and "Unknown command line flag 'no_such_flag'" in err.splitlines()[-1]
+
+
+def test_a_sweep_whose_count_of_devices_fails_says_how(monkeypatch):
+  monkeypatch.setattr(sweep_runs.sys, 'executable', '/bin/false')
+  with pytest.raises(UserError, match='the process that counts the devices ended with exit code 1'):
+    sweep_runs.count_devices([Config(SingleTask, ici_mesh_shape=(2,), mesh_axis_names=('data',))])
 
 
 # ---------------------------------------------------------------- the config
