@@ -71,8 +71,8 @@ def _kind(file: str, fills: bool) -> str:
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   structs: Mapping[str, Any] = {}
-  with contextlib.suppress(UserError):  # The data of the run may not be on this machine.
-    if any(file.endswith(_ARRAYS) for file in files):
+  with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
+    if any(file.lower().endswith(_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
   for where, batch, images in _batches_of_files(model, files, batch_size, structs):
     with prefix_errors(where):
@@ -111,12 +111,13 @@ def _batches_of_files(
 def _batches(
   model: TrainedModel, file: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-  if file.endswith('.npy'):
+  name = file.lower()
+  if name.endswith('.npy'):
     raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
-  if not file.endswith(_ARRAYS):
+  if not name.endswith(_ARRAYS):
     yield from _dataset_for(model, file)
     return
-  for rows in (_npz_rows if file.endswith('.npz') else _jsonl_rows)(file, batch_size):
+  for rows in (_npz_rows if name.endswith('.npz') else _jsonl_rows)(file, batch_size):
     check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
     yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
 

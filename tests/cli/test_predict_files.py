@@ -43,8 +43,9 @@ def predicted(run, capsys):
 def test_files_of_arrays_and_of_lines_give_what_the_model_predicts(run, predicted, tmp_path):
   ids = np.random.default_rng(0).integers(0, 256, (5, 8))
   np.savez(tmp_path / 'new.npz', ids=ids[:3])
+  (tmp_path / 'new.npz').rename(tmp_path / 'NEW.NPZ')
   (tmp_path / 'new.jsonl').write_text(''.join(f'{json.dumps({"ids": row.tolist()})}\n' for row in ids[3:]))
-  code, examples, told = predicted(tmp_path / 'new.npz', tmp_path / 'new.jsonl', '--batch_size=2')
+  code, examples, told = predicted(tmp_path / 'NEW.NPZ', tmp_path / 'new.jsonl', '--batch_size=2')
   assert code == 0
   assert told.splitlines() == [
     "'logits' of each example has [8, 256] = 2,048 numbers; --what=evaluate prints the loss of each example",

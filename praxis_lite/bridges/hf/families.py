@@ -121,7 +121,10 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
         'MaskedLanguageModel, a SequenceClassifier, a TextEncoder, a TwoTowerModel, a MaskedAutoencoder, or a '
         'ClassificationModel of a VisionTransformer, a ResNet or a ConvNeXt may have'
       )
-    raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
+    raise ConfigError(
+      f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm, '
+      'TransformerEncoderDecoder and AudioEncoderDecoder have one'
+    )
   names.sort(key=lambda name: name != preferred)
   known = [name for name in FAMILIES if name in names]
   differences: dict[str, list[str]] = {}
