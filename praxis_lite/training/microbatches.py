@@ -127,6 +127,9 @@ def value_and_grad(
   def one(
     carry: tuple[_TreeT, Losses, Losses, NestedDict], xs: tuple[jax.Array, _BatchT, jax.Array | None]
   ) -> tuple[tuple[_TreeT, Losses, Losses, NestedDict], LossOutput]:
+    # On GPUs, XLA merges two iterations of a loop. Without this, it begins a microbatch before the one before it has
+    # ended, and stores the activations of both.
+    carry, xs = jax.lax.optimization_barrier((carry, xs))
     gradients, losses, weights, others = carry
     index, microbatch, share = xs
     of_one = grad_fn if watch is None or share is None else watch(share)

@@ -117,6 +117,18 @@ def test_each_microbatch_draws_by_itself_and_one_does_not_loop() -> None:
   assert 'scan' not in str(one(params_of()))
 
 
+def test_a_microbatch_waits_for_the_one_before_it() -> None:
+  """Without a barrier around all that an iteration reads, XLA merges iterations and stores activations of both."""
+  jaxpr = jax.make_jaxpr(lambda p, b: value_and_grad(weighted_loss, p, {}, jax.random.key(0), b, 2))(
+    params_of(), batch_of([1.0] * ROWS)
+  )
+  (loop,) = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == 'scan']
+  body, constants = loop.params['jaxpr'].jaxpr, loop.params['num_consts']
+  barrier = body.eqns[0]
+  assert barrier.primitive.name == 'optimization_barrier'
+  assert {*body.invars[constants:]} <= {*barrier.invars}
+
+
 def test_low_precision_gradients_are_summed_in_float32() -> None:
   """256 microbatches of gradient 1: bfloat16 stops counting at 256."""
   batch = {'x': jnp.ones((1024, 1))}
