@@ -136,6 +136,51 @@ def test_sums_of_what_goes_through_layers_are_stored_once_each():
   assert sum(f.bytes for f in many.fusions) == 12 * 3 * size  # Each reads x and its product, and writes their sum.
 
 
+def test_a_product_writes_the_dtype_that_it_is_cast_to():
+  n = 64
+
+  def run(x, w, also):
+    y = jnp.dot(x, w, preferred_element_type=jnp.float32)
+    z = jnp.tanh(jnp.reshape(y, (n * n,)).astype(jnp.bfloat16)).reshape(n, n) @ w
+    return (z, y.sum()) if also else z
+
+  array = ((n, n), jnp.bfloat16, ())
+  cast, both = (
+    lowered_program(lambda x, w, also=also: run(x, w, also), array, array, mesh={'data': 1}) for also in (False, True)
+  )
+  assert cast.peak.bytes == 2 * n * n  # The result of tanh takes the place of the product.
+  assert both.peak.bytes >= 4 * n * n  # In float32, which another operation reads too.
+
+
+def test_a_fusion_writes_into_an_array_of_its_shape_that_it_reads_last():
+  def run(x, w, also):
+    y = x @ w
+    z = jnp.exp(y - y.max(axis=1, keepdims=True)) @ w
+    return z + y if also else z
+
+  array = ((64, 64), jnp.float32, ())
+  last, not_last = (
+    lowered_program(lambda x, w, also=also: run(x, w, also), array, array, mesh={'data': 1}) for also in (False, True)
+  )
+  maxima, whole = 4 * 64, 4 * 64 * 64
+  assert whole <= last.peak.bytes <= whole + 2 * maxima
+  assert not_last.peak.bytes >= 2 * whole
+
+
+@pytest.mark.parametrize(('devices', 'on_tpu', 'kept'), [(1, False, 0), (2, False, 1), (2, True, 0)])
+def test_two_iterations_that_are_merged_keep_what_passes_between_them(devices, on_tpu, kept):
+  def run(x, stack, trips):
+    return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), x), x, stack[:trips])
+
+  arrays = ((64, 64), jnp.bfloat16, ('data',)), ((4, 64, 64), jnp.bfloat16, ())
+  many, one = (
+    lowered_program(lambda x, s, n=n: run(x, s, n), *arrays, mesh={'data': devices}, on_tpu=on_tpu) for n in (4, 1)
+  )
+  between = [buffer for buffer in many.peak.buffers if buffer.shape == f'bf16[{64 // devices}, 64]']
+  others = [buffer for buffer in one.peak.buffers if buffer.shape == f'bf16[{64 // devices}, 64]']
+  assert len(between) - len(others) == kept
+
+
 def test_sums_of_the_same_array_read_it_once():
   def both(x):
     x = x.astype(jnp.float32)

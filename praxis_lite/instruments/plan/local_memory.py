@@ -3,7 +3,10 @@
 stored    results of products, collectives, loops and similar operations; values that these need as whole arrays; sums;
           and values with several readers, if storing them moves no more bytes than computing them for each reader
 fused     all other values: they are computed where they are read, so their inputs stay in memory until then
-view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice
+view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice,
+          and a product that only its cast to a smaller dtype reads, which it writes at once
+
+A fusion writes into an array of the same dtype and shape that it reads last.
 """
 
 from __future__ import annotations
@@ -128,6 +131,7 @@ class BlockMemory:
     }
     self._buffers: list[Buffer] = []
     self._inside: dict[int, Peak] = {}
+    self._reused: dict[Buffer, Buffer] = {}  # Arrays that a fusion reads and may write into, and its result.
     self._at = -1
     self._together: set[frozenset[ir.Value]] = set()
     *_, last = block.operations
@@ -162,12 +166,15 @@ class BlockMemory:
   def peak(self) -> Peak:
     """Returns the largest number of live bytes, and their buffers, without the arguments."""
     change = [0] * (self._at + 3)
-    for buffer in self._buffers:
+    ends = {b: b.last_use + 1 for b in self._buffers}
+    for buffer, result in self._reused.items():
+      ends[buffer] -= buffer.last_use == result.defined
+    for buffer, end in ends.items():
       change[buffer.defined] += buffer.bytes
-      change[buffer.last_use + 1] -= buffer.bytes
+      change[end] -= buffer.bytes
     live = np.cumsum(change)
     at, inside = max(self._inside.items(), key=lambda item: int(live[item[0]]) + item[1].bytes)
-    own = tuple(buffer for buffer in self._buffers if buffer.defined <= at <= buffer.last_use)
+    own = tuple(buffer for buffer, end in ends.items() if buffer.defined <= at < end)
     return Peak(int(live[at]) + inside.bytes, own + inside.buffers)
 
   def _label_filled(self, loop: ir.Operation) -> None:
@@ -184,7 +191,7 @@ class BlockMemory:
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
-    if op.name in _VIEWS:
+    if op.name in _VIEWS or _is_written_by_product(op):
       return used[number if number < len(used) else 0], 0
     if op.name == 'stablehlo.dynamic_update_slice':
       moved = 0 if self._fills_in_place else used[1].moved + self._sizes.bytes(op.operands[1])
@@ -203,8 +210,15 @@ class BlockMemory:
     if result in self._returned:  # The caller holds its memory.
       return _Value((), {result: size}), moved
     name = f'{self._within}/{operation_name(op)}'
-    self._buffers.append(Buffer(name, self._sizes.text(result) if size else '', size, self._at, self._at))
-    return _Value((self._buffers[-1],), {result: size}), moved
+    stored_as = result if (cast := _only_cast(op)) is None else cast.results[0]
+    size = self._sizes.bytes(stored_as)
+    made = Buffer(name, self._sizes.text(stored_as) if size else '', size, self._at, self._at)
+    self._buffers.append(made)
+    if not stored:
+      last = next((b for b in fused.held if b.shape == made.shape), None)
+      if last is not None:
+        self._reused[last] = made
+    return _Value((made,), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
     """Returns the bytes that computing a result reads; 0 if XLA fuses it with a result that reads the same arrays."""
@@ -234,6 +248,28 @@ def _readers(value: ir.Value) -> Iterator[ir.Operation]:
       yield from _readers(user.results[use.operand_number])
     else:
       yield user
+
+
+def _only_cast(product: ir.Operation) -> ir.Operation | None:
+  """Returns the cast to a smaller dtype that alone reads a product; None if there is none."""
+  if product.name not in PRODUCTS:
+    return None
+  readers = list(_readers(product.results[0]))
+  if len(readers) != 1 or readers[0].name != 'stablehlo.convert':
+    return None
+  before, after = (value.type.element_type for value in (product.results[0], readers[0].results[0]))
+  return readers[0] if getattr(after, 'width', 32) < getattr(before, 'width', 32) else None
+
+
+def _is_written_by_product(op: ir.Operation) -> bool:
+  """Whether an operation is the cast of a product that nothing else reads."""
+  if op.name != 'stablehlo.convert':
+    return False
+  value = op.operands[0]
+  while not isinstance(value.owner, ir.Block) and value.owner.name in _VIEWS:
+    value = value.owner.operands[0]
+  cast = None if isinstance(value.owner, ir.Block) else _only_cast(value.owner.operation)
+  return cast is not None and cast == op
 
 
 def _is_copied(loop: ir.Operation, number: int) -> bool:

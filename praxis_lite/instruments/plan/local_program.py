@@ -32,6 +32,7 @@ from praxis_lite.instruments.plan.local_memory import (
   PRODUCTS,
   STARTED,
   BlockMemory,
+  Buffer,
   Peak,
   Sizes,
   hlo_dtype_name,
@@ -155,6 +156,8 @@ class _Reader:
     self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
+    # By the flag of `xla_flags.DEFAULTS`, which keeps what is passed on between the two iterations that it merges.
+    self._merges_iterations = not on_tpu and math.prod(sizes.mesh.values()) > 1
 
   def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:
     """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments."""
@@ -197,8 +200,23 @@ class _Reader:
         self.unknown_loops.append(name.strip('/'))
       live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
+      if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
+        between = self._carried(body, name)
+        live = Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
       return live
     return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
+
+  def _carried(self, body: ir.Block, name: str) -> list[Buffer]:
+    """Returns what an iteration of a loop passes on and the next one changes, except arrays filled part by part."""
+    *_, last = body.operations
+    carried = [
+      passed
+      for argument, passed in zip(body.arguments, last.operation.operands)
+      if passed != argument
+      and passed.type.shape
+      and getattr(passed.owner, 'name', '') != 'stablehlo.dynamic_update_slice'
+    ]
+    return [Buffer(name, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value in carried]
 
   def _product(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]
