@@ -8,7 +8,7 @@ import sys
 
 import optax
 import pytest
-from small_lm import ALL, ROWS, TOKENS, small_lm
+from small_lm import ALL, ROWS, TOKENS, D, small_lm
 
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
@@ -55,6 +55,14 @@ def test_a_mesh_made_to_fit_says_so():
   assert made_to_fit(small_lm((1, 4, 2)).task, parse_topology('h100:1x8')) == ([], '')
   overrides, _ = made_to_fit(small_lm((1, 4, 2)).task, parse_topology('v5e:4x4:2'))
   assert overrides == ['task.ici_mesh_shape=(1, 8, 2)', 'task.dcn_mesh_shape=(1, 2, 1)']
+
+
+def test_a_batch_axis_that_would_leave_devices_without_a_part_of_a_weight_is_shared_with_another():
+  overrides, what = made_to_fit(small_lm((1, 4, 2)).task, parse_topology('h100:64x8'))
+  assert overrides == [f'task.ici_mesh_shape=(4, {D}, 2)']
+  assert 'except that replica takes 4, because half of the 256 devices would have no part of a weight' in what
+  broken = small_lm((1, 4, 2)).task.set(model=None)  # A plan of it says what is wrong.
+  assert made_to_fit(broken, parse_topology('h100:64x8'))[0] == ['task.ici_mesh_shape=(1, 256, 2)']
 
 
 # ---------------------------------------------------------------- search

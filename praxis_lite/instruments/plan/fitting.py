@@ -2,21 +2,26 @@
 
 Each axis keeps the largest factor of its size that divides the number of chips. The largest axis that splits the rows
 of a batch takes the remaining factor. So tensor, expert, context and stage axes keep their sizes where possible. With
-several TPU slices, the same batch axis also extends across the slices.
+several TPU slices, the same batch axis also extends across the slices. If half of the devices along this axis would
+have no part of a large weight, because it has fewer entries there, another axis that splits the batch takes a part
+of the rest.
 
     replica 1, data 16, mdl 4    on 4,096 chips    1 x 1024 x 4
                                  on 2 chips        1 x 1 x 2
+    replica 1, data 8, mdl 1     on 4,096 chips    2 x 2048 x 1, if weights have 2,048 entries for `data`
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import prefix_errors
+from praxis_lite.common.errors import UserError, prefix_errors
 from praxis_lite.common.figures import number_of
+from praxis_lite.instruments.explain.report import parameter_table
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.sharding.mesh import fill_mesh_shape
 from praxis_lite.sharding.specs import all_axes
@@ -37,7 +42,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   if math.prod(sizes.values()) == topology.num_devices or len(ici) != len(names) or len(dcn) != len(names):
     return [], ''
   rest = largest_batch_axis(sizes, task)
-  fitted = fitted_mesh(sizes, topology.num_devices, rest)
+  fitted, more = _shared_rest(fitted_mesh(sizes, topology.num_devices, rest), rest, task)
   across = topology.slices if fitted[rest] % topology.slices == 0 else 1
   overrides = [f'task.ici_mesh_shape={tuple(n // (across if name == rest else 1) for name, n in fitted.items())}']
   if across > 1 or math.prod(dcn) > 1:
@@ -47,7 +52,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
     f'the mesh of the experiment, {before}, is made to fit {number_of(topology.num_devices, "device")}: '
     f'{after}. Each axis keeps '
     'the largest factor of its size that divides the number of devices, and '
-    f'{rest}, the largest that splits the batch, takes the rest'
+    f'{rest}, the largest that splits the batch, takes the rest{more}'
   )
 
 
@@ -61,12 +66,41 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
   return fitted | {rest: left}
 
 
+def _shared_rest(mesh: dict[str, int], rest: str, task: Config) -> tuple[dict[str, int], str]:
+  """Returns a mesh on which most devices along `rest` have a part of each large weight, and what changed, as text."""
+  other = next((axis for axis in _batch_axes(mesh, task) if axis != rest), None)
+  if other is None:
+    return mesh, ''
+  changed = dict(mesh)
+  with contextlib.suppress(UserError):  # Of a task that cannot be built, or does not fit this mesh, a plan tells more.
+    weights = parameter_table(task.instantiate(), mesh)
+    largest = max((math.prod(weight.shape) for weight in weights), default=0)
+    large = [weight for weight in weights if 8 * math.prod(weight.shape) > largest]
+    dims = [dim for weight in large for dim in weight.dims if rest in dim.axes]
+
+    def leaves_half_without() -> bool:
+      return any(2 * dim.size <= math.prod(changed[axis] for axis in dim.axes) for dim in dims)
+
+    while changed[rest] % 2 == 0 and leaves_half_without():
+      changed |= {rest: changed[rest] // 2, other: 2 * changed[other]}
+  if changed == mesh:
+    return mesh, ''
+  return changed, (
+    f', except that {other} takes {changed[other]:,}, because half of the {mesh[rest]:,} devices would have no part of '
+    'a weight'
+  )
+
+
 def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
   """Returns the largest mesh axis that splits the rows of a batch, or the largest axis if the task names none.
 
   Of equally large axes, it prefers the one named 'data', which by convention also splits the weights.
   """
+  return max(_batch_axes(sizes, task) or list(sizes), key=lambda name: (sizes[name], name == 'data'))
+
+
+def _batch_axes(sizes: Mapping[str, int], task: Config) -> list[str]:
+  """Returns the mesh axes that split the rows of a batch, in the order of the mesh."""
   mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
   rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}
-  batch = [name for name in sizes if name in rows] or list(sizes)
-  return max(batch, key=lambda name: (sizes[name], name == 'data'))
+  return [name for name in sizes if name in rows]
