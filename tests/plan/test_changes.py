@@ -107,6 +107,12 @@ def test_a_search_takes_configs(planned):
     search(task, None, 'h100:1x8')
 
 
+def test_settings_with_the_same_program_are_one(planned, monkeypatch):
+  monkeypatch.setattr(searching, 'plan', lambda *task, **options: planned)
+  found = search(small_lm((1, 4, 2)), None, 'h100:1x8', verify=0, estimates=4)
+  assert [ranked.is_own for ranked in found] == [True]
+
+
 def test_estimates_are_corrected_by_the_nearest_setting_that_was_compiled(planned):
   correct = Correction()
   assert correct(planned) == pytest.approx((planned.step_seconds, planned.memory.peak))

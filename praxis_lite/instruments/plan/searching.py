@@ -197,7 +197,10 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting. For an invalid setting, returns None; with `must`, raises the error."""
+    """Returns an estimate of a setting; None if another setting is the same program, as an 'auto' and its choice are.
+
+    For an invalid setting, returns None; with `must`, raises the error.
+    """
     self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:
       config = self.config.change(overrides_of(self._knobs, setting))
@@ -205,6 +208,8 @@ class _Search:
     except (UserError, ValueError, TypeError):
       if must:
         raise
+      found = None
+    if any(found and other and _is_same(found, other) for other in self._estimates.values()):
       found = None
     self._estimates[setting] = found
     return found
@@ -301,6 +306,10 @@ def may_be_faster(estimated: Ranked, best: Ranked) -> bool:
   """Whether a setting that was not compiled may take less time than the best one, by the errors of estimates."""
   is_open = estimated.fits and estimated.verified is None and not estimated.failure
   return is_open and estimated.least_for_work < best.seconds_for_work
+
+
+def _is_same(one: Plan, other: Plan) -> bool:
+  return (one.mesh, one.memory, one.cost) == (other.mesh, other.memory, other.cost)
 
 
 def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
