@@ -201,12 +201,12 @@ class _Reader:
       live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
       if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
-        between = self._carried(body, name)
+        between = self._passed_on(body, name)
         live = Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
       return live
     return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
 
-  def _carried(self, body: ir.Block, name: str) -> list[Buffer]:
+  def _passed_on(self, body: ir.Block, name: str) -> list[Buffer]:
     """Returns what an iteration of a loop passes on and the next one changes, except arrays filled part by part."""
     *_, last = body.operations
     carried = [
