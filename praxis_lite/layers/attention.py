@@ -11,6 +11,7 @@ head.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -98,8 +99,8 @@ class MultiHeadAttention(AttentionHeads):
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
       fused kernel for NVIDIA GPUs, 'tokamax' has others for them, and 'splash' is for TPUs; 'auto' chooses one of
       these, see `choose_attention`.
-      Decoding is dense, or page by page; on TPUs, 'auto' and 'splash' use the kernel of `decode_kernel.py` for a single
-      token where it is supported.
+      Decoding is dense, or page by page; on TPUs, 'auto' and 'splash' use the kernel of `decode_kernel.py` for one or a
+      few tokens where it is supported.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
       does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
     context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the
@@ -323,7 +324,9 @@ class MultiHeadAttention(AttentionHeads):
     """Returns how a kernel that reads the cache is mapped over the mesh; and why it cannot be, or ''."""
     if self.implementation not in ('auto', 'splash'):
       return None, f"is chosen by 'auto' and 'splash', and {self.path_name}.implementation is {self.implementation!r}"
-    return self._mesh.cache_kernel_split(self.num_heads, self._cache_heads[0], num_rows)
+    mapping = self._cache_mapping()
+    mesh = self._mesh if isinstance(mapping, str) else dataclasses.replace(self._mesh, blkh=mapping)
+    return mesh.cache_kernel_split(self.num_heads, self._cache_heads[0], num_rows)
 
   def _keep(self, cache: KVCache) -> None:
     keep_cache(self, cache, self._cache_mapping())

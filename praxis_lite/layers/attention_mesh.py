@@ -137,7 +137,10 @@ class AttentionMesh:
   def cache_kernel_split(
     self, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns the result of `kernel_split` for a kernel that also reads a cache of keys and values in place."""
+    """Returns the result of `kernel_split` for a kernel that also reads a cache of keys and values in place.
+
+    If the cache has one kv head, devices that split the heads of queries may share it.
+    """
     split, obstacle = self.kernel_split(num_heads, num_kv_heads, num_rows)
     if obstacle or split is None:
       return split, obstacle
@@ -153,6 +156,8 @@ class AttentionMesh:
     if placement is None:
       return f'needs {field}, which says how the mesh splits the cache'
     found = [tuple(a for a in spec_axes(e) if a in sizes) for e in placement.spec if e is not UNCONSTRAINED]
+    if num_kv_heads == 1 and found == [split.batch_axes, (), (), ()]:
+      return ''
     if found != [split.batch_axes, (), split.head_axes, ()]:
       return f'needs {field} to split rows and heads as blnh does, and nothing else'
     parts = math.prod(sizes[a] for a in split.head_axes)

@@ -4,7 +4,7 @@ The cost depends on the number of cached tokens, not on the size of the cache, f
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
 is read in steps of a page, so that no array has the size prompt length x cache length.
 
-On TPUs, the kernel of `decode_kernel.py` computes attention of a single token where it is supported.
+On TPUs, the kernel of `decode_kernel.py` computes attention of one or a few tokens where it is supported.
 
 B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -33,7 +33,9 @@ from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
-_KERNEL_FROM = 256  # The fewest slots of a cache with which the kernel computes a single token.
+_KERNEL_FROM = 256  # The fewest slots of a cache with which the kernel is used.
+_KERNEL_DTYPES = 'bfloat16', 'float32', 'int8', 'float8_e4m3fn', 'float8_e5m2'  # Of entries; of queries, the first two.
+_MOST_KERNEL_QUERIES = 128  # The most queries of a kv head if the kernel computes several tokens.
 _MOST_LOGITS = 2**26  # The most float32 logits that several tokens may have at once if `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
@@ -98,7 +100,8 @@ class CachedAttention:
     page = self.page_size
     is_ring = self.window is not None and not cache.is_placed
     T, S = pos_BT.shape[1], cache.num_slots
-    if page is None or page >= T or (is_ring and sees_later) or self._fits_at_once(query_BTNH, S + is_ring * T):
+    fits = self._fits_at_once(query_BTNH, S + is_ring * T) or (not is_ring and self._has_kernel(query_BTNH, cache))
+    if page is None or page >= T or (is_ring and sees_later) or fits:
       return self._extend(query_BTNH, new, cache, mask)
     pages = -(-T // page)
     if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
@@ -129,7 +132,7 @@ class CachedAttention:
     return self._attend(query_BTNH, pos_BT, cache, mask, None)
 
   def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, num_rows: int | None = None) -> str:
-    """Returns why the kernel does not compute attention of a single token, as the end of a sentence; '' if it does.
+    """Returns why the kernel does not compute attention to a cache, as the end of a sentence; '' if it does.
 
     Args:
       dtype: dtype of the queries.
@@ -140,19 +143,15 @@ class CachedAttention:
       return f'is for TPUs, and the platform is {platform()!r}'
     if num_slots < _KERNEL_FROM:
       return f'is for caches of at least {_KERNEL_FROM} slots, not {num_slots}'
-    for name in (jnp.dtype(d).name for d in (dtype, self.dtype)):
-      if name not in ('bfloat16', 'float32'):
-        return f'takes bfloat16 and float32, not {name}'
+    for of, known in ((dtype, _KERNEL_DTYPES[:2]), (self.dtype, _KERNEL_DTYPES)):
+      if (name := jnp.dtype(of).name) not in known:
+        return f'takes {", ".join(known[:-1])} and {known[-1]}, not {name}'
     if not has_kernels_in(dtype):
       return f'does not compute in {jnp.dtype(dtype).name} on this chip'
-    if self.bias is not None:
-      return 'has no bias that depends on positions'
-    if not self.has_values:
-      return 'needs values that are not the keys'
     return self.kernel_split(num_rows)[1]
 
   def describe(self, dtype: DTypeLike, num_slots: int) -> str:
-    """Returns how a single token attends to a cache, on TPUs; the arguments are the same as for `kernel_obstacle`."""
+    """Returns how the next token attends to a cache, on TPUs; the arguments are the same as for `kernel_obstacle`."""
     obstacle = self.kernel_obstacle(dtype, min(num_slots, self.window or num_slots))
     return f'in plain JAX, because its kernel {obstacle}' if obstacle else 'a kernel for each token'
 
@@ -196,28 +195,27 @@ class CachedAttention:
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
-    rows, tokens = query_BTNH.shape[:2]
-    return tokens == 1 and not self.kernel_obstacle(query_BTNH.dtype, cache.num_slots, rows)
+    (B, T, N, _), K = query_BTNH.shape, cache.key.shape[-3]
+    return (T == 1 or T * N // K <= _MOST_KERNEL_QUERIES) and not self.kernel_obstacle(
+      query_BTNH.dtype, cache.num_slots, B
+    )
 
   def _attend_by_kernel(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
   ) -> jax.Array:
     from praxis_lite.layers.decode_kernel import attend_by_kernel  # Its import takes long, and only TPUs need it.
 
-    (B, _, N, H), S, turn = query_BTNH.shape, cache.num_slots, cache.turn
+    (B, T, _, H), turn = query_BTNH.shape, cache.turn
     pos_BS = cache.pos if turn is None else cache.pos[turn]
-    assert cache.value is not None
-    key, value = (cache.key[None], cache.value[None]) if turn is None else (cache.key, cache.value)
     return attend_by_kernel(
-      query_BTNH.reshape(B, N, H),
-      key,
-      value,
-      jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS)[:, 0], (B, S)),
-      0 if turn is None else turn,
+      query_BTNH,
+      cache,
+      jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS), (B, T, cache.num_slots)),
       formula=Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap),
+      bias=None if self.bias is None else self.bias(pos_BT, pos_BS),
       sinks=self.sinks,
       split=self.kernel_split(B)[0],
-    )[:, None]
+    )
 
   def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
     cache = cache.unstack()

@@ -1,20 +1,25 @@
-"""Attention of one token to the slots of a cache on TPUs, by a kernel that reads the pages with tokens once.
+"""Attention of one or a few tokens to the slots of a cache on TPUs, by a kernel that reads the pages with tokens once.
 
-The kernel reads the cache in place, also from a stack of layers, and with the slots in any order and with gaps. The
-seen slots are an array, so any mask can be used. For each row, it reads the pages from the first seen slot to the last.
-(JAX's own kernels for pages support neither gaps nor sinks, and the one that supports windows needs keys and values in
-one array, so a cache would be copied for each token.)
+The kernel reads the cache in place, also from a stack of layers, with the slots in any order and with gaps, with int8
+entries and their scales, and with keys that are also the values. The seen slots are an array, so any mask can be used,
+and so is the bias. For each row, it reads the pages from the first slot that a token sees to the last. (JAX's kernels
+for pages refuse such caches, or need copies of them: docs/planning-figures.md.)
 
-The kernel has no backward pass. Its derivative is computed by plain attention, which keeps the logits of one token for
+TPUs would pad vectors whose dims are no multiple of 128. They store such arrays with the slots as the last dimension
+instead, and the kernel takes them in this layout, so nothing is copied.
+
+The kernel has no backward pass. Its derivative is computed by plain attention, which keeps the logits of the tokens for
 all rows.
 
-L layers of a loop, B batch, S slots, P slots of a page, N heads, K kv heads, G = N / K, H dims per head.
+L layers of a loop, B batch, T tokens, S slots, P slots of a page, N heads, K kv heads, G = N / K, Q = G T queries of a
+kv head, C kv heads at once, H dims per head, V those of values.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,142 +27,228 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layers.blocks import MASKED, Formula, add_keys, finish_sums, group_sinks, zero_sums
+from praxis_lite.layers.blocks import MASKED, Formula, add_keys, finish_sums, zero_sums
 from praxis_lite.layers.blockwise import RowSplit
+from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import axes_to_entry
 
 LANES = 128
-_MOST_SLOTS, _MOST_BYTES = 1024, 2**20  # Of a page, and of its keys in all heads; four such arrays are on chip at once.
+_MOST_SLOTS, _MOST_BYTES = 1024, 2**20  # Of a page, and of its keys: four such arrays are on the chip.
+_MOST_QUERIES = 2**17  # Numbers that are on the chip at once.
+
+
+class _Arrays(NamedTuple):
+  """The arguments of the kernel; None for those that a layer does not have."""
+
+  query: Any  # [B, K, Q, H]; query g T + t is that of token t in head g of the group.
+  key: Any  # [L, B, K, S, H]
+  value: Any  # [L, B, K, S, V]; None if the values are the keys.
+  key_scale: Any  # [L, B, K, S], of int8 entries.
+  value_scale: Any
+  bias: Any  # [B or 1, K, Q, S]
+  sinks: Any  # [K, Q, 1]
+  seen: Any  # [B, T, S] bool
+  layer: Any  # int32
 
 
 def attend_by_kernel(
-  query_BNH: jax.Array,
-  key_LBKSH: jax.Array,
-  value_LBKSH: jax.Array,
-  seen_BS: jax.Array,
-  layer: jax.Array | int = 0,
+  query_BTNH: jax.Array,
+  cache: KVCache,
+  seen_BTS: jax.Array,
   *,
   formula: Formula,
+  bias: jax.Array | None = None,
   sinks: jax.Array | None = None,
   split: RowSplit | None = None,
 ) -> jax.Array:
-  """Returns softmax(scale * query . key) . value of one token of each row, [B, N, H], in the dtype of the queries.
+  """Returns softmax(scale * query . key) . value of the tokens, [B, T, N, H], in the dtype of the queries.
 
   On a CPU, the kernel is interpreted.
 
   Args:
-    query_BNH: queries; head n uses kv head n // (N / K).
-    key_LBKSH, value_LBKSH: the stacked caches of L layers; for a single one, L = 1.
-    seen_BS: bool, the slots that the token of a row attends to. A row without any has the result 0.
-    layer: int32, the layer whose cache is read.
+    query_BTNH: queries; head n uses kv head n // (N / K).
+    cache: a cache in bfloat16, float32 or int8, or the stacked caches of layers, of which one has its `turn`. Its
+      positions are not used.
+    seen_BTS: bool, the slots that each token attends to. A token without any has the result 0.
     formula: scale and soft cap.
+    bias: added to the logits, [B or 1, N, T, S].
     sinks: [N], see `dot_product_attention`.
-    split: how the ambient mesh splits rows and kv heads, evenly; None if each device has its part already.
+    split: how the ambient mesh splits rows and heads, evenly; a cache of one head is the same for all heads. None if
+      each device has its part already.
   """
-  fill = jnp.full(query_BNH.shape[1], MASKED, jnp.float32)
-  sinks = fill if sinks is None else sinks.astype(jnp.float32)
+  (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
+  fill = jnp.full(N, MASKED, jnp.float32)
+  key, value, key_scale, value_scale = (
+    x if x is None or cache.turn is not None else x[None]
+    for x in (cache.key, cache.value, cache.key_scale, cache.value_scale)
+  )
+  Q = N // K * T
+  arrays = _Arrays(
+    query=jnp.moveaxis(query_BTNH.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, Q, H),
+    key=key,
+    value=value,
+    key_scale=key_scale,
+    value_scale=value_scale,
+    bias=None if bias is None else bias.astype(jnp.float32).reshape(len(bias), K, Q, -1),
+    sinks=jnp.repeat(fill if sinks is None else sinks.astype(jnp.float32), T).reshape(K, Q, 1),
+    seen=seen_BTS,
+    layer=jnp.int32(0) if cache.turn is None else cache.turn,
+  )
   local = functools.partial(_attend, formula)
   if split is not None:
     rows, head = axes_to_entry(split.batch_axes), axes_to_entry(split.head_axes)
-    cache, queries = PartitionSpec(None, rows, head), PartitionSpec(rows, head)
-    specs = queries, cache, cache, PartitionSpec(rows), PartitionSpec(), PartitionSpec(head)
-    local = jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)
-  return local(query_BNH, key_LBKSH, value_LBKSH, seen_BS, jnp.asarray(layer, jnp.int32), sinks)
+    kv_head, group = (None, head) if K == 1 else (head, None)
+    cached = PartitionSpec(None, rows, kv_head)
+    specs = _Arrays(
+      query=PartitionSpec(rows, kv_head, group),
+      key=cached,
+      value=cached,
+      key_scale=cached,
+      value_scale=cached,
+      bias=PartitionSpec(rows if bias is not None and len(bias) > 1 else None, kv_head, group),
+      sinks=PartitionSpec(kv_head, group),
+      seen=PartitionSpec(rows),
+      layer=PartitionSpec(),
+    )
+    specs = specs._replace(**{name: None for name, x in arrays._asdict().items() if x is None})
+    local = jax.shard_map(local, in_specs=(specs,), out_specs=specs.query, check_vma=False)
+  out_BKQV = local(arrays)
+  return jnp.moveaxis(out_BKQV.reshape(B, K, N // K, T, -1), 3, 1).reshape(B, T, N, -1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(
-  formula: Formula,
-  query_BNH: jax.Array,
-  key_LBKSH: jax.Array,
-  value_LBKSH: jax.Array,
-  seen_BS: jax.Array,
-  layer: jax.Array,
-  sinks_N: jax.Array,
-) -> jax.Array:
-  (B, N, H), (K, S), V = query_BNH.shape, key_LBKSH.shape[2:4], value_LBKSH.shape[4]
-  G, P = N // K, _page_len(S, K * max(H, V) * key_LBKSH.dtype.itemsize)
+def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
+  """Returns [B, K, Q, V]."""
+  (B, K, Q, H), (_, T, S) = arrays.query.shape, arrays.seen.shape
+  V = H if arrays.value is None else arrays.value.shape[4]
+  # A product of float32 is computed from parts of its operands, which take as much room again.
+  itemsize = 8 if arrays.query.dtype == jnp.float32 else max(arrays.key.dtype.itemsize, arrays.query.dtype.itemsize)
+  slot_bytes = max(max(H, V) * itemsize, 0 if arrays.bias is None else 4 * Q)
+  C = _heads_at_once(K, slot_bytes, Q * max(H, V), has_scales=arrays.key_scale is not None)
+  P = _page_len(S, C * slot_bytes)
   pages = -(-S // P)
-  seen_BS = jnp.pad(seen_BS, [(0, 0), (0, pages * P - S)])
-  has_BI = jnp.any(seen_BS.reshape(B, pages, P), axis=2)
+  seen_BTS = jnp.pad(arrays.seen, [(0, 0), (0, 0), (0, pages * P - S)])
+  has_BI = jnp.any(seen_BTS.reshape(B, T, pages, P), axis=(1, 3))
   first_B = jnp.argmax(has_BI, axis=1).astype(jnp.int32)
   end_B = jnp.where(jnp.any(has_BI, axis=1), pages - jnp.argmax(has_BI[:, ::-1], axis=1), first_B).astype(jnp.int32)
 
   def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # Stays at the last page, so nothing more is fetched.
     return jnp.maximum(jnp.minimum(first[b] + i, end[b] - 1), 0)
 
-  def vectors(b: Any, i: Any, layer: Any, first: Any, end: Any) -> Any:
-    return layer[0], b, 0, page_of(b, i, first, end), 0
+  def row_spec(dims: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, C, Q, dims), lambda b, c, i, *_: (b, c, 0, 0))
 
-  def row(b: Any, i: Any, *_: Any) -> Any:
-    return b, 0, 0, 0
+  def page_spec(lead: Callable[[Any, Any, Any], tuple[Any, ...]], *dims: int | None) -> pl.BlockSpec:
+    """A page of an array with these dimensions, where -1 stands for the slots, and None is a single index.
 
-  out_BKGV = pl.pallas_call(
-    functools.partial(_kernel, formula=formula, num_slots=S),
+    `lead(layer, b, c)` are the indices of the first dimensions; those of others are 0.
+    """
+
+    def index(b: Any, c: Any, i: Any, layer: Any, first: Any, end: Any) -> tuple[Any, ...]:
+      begin = lead(layer[0], b, c)
+      return *begin, *(page_of(b, i, first, end) if n == -1 else 0 for n in dims[len(begin) :])
+
+    return pl.BlockSpec(tuple(P if n == -1 else n for n in dims), index)
+
+  cached = functools.partial(page_spec, lambda layer, b, c: (layer, b, c), None, None, C)
+  has_one = arrays.bias is not None and len(arrays.bias) == 1
+  blocks = _Arrays(
+    query=row_spec(H),
+    key=cached(H, -1) if _has_slots_last(H) else cached(-1, H),
+    value=cached(V, -1) if _has_slots_last(V) else cached(-1, V),
+    key_scale=cached(-1),
+    value_scale=cached(-1),
+    bias=page_spec(lambda layer, b, c: (0 if has_one else b, c), None, C, Q, -1),
+    sinks=pl.BlockSpec((C, Q, 1), lambda b, c, i, *_: (c, 0, 0)),
+    seen=page_spec(lambda layer, b, c: (b,), None, T, -1),
+    layer=None,
+  )
+  inputs = arrays._replace(
+    key=_to_slots_last(arrays.key),
+    value=None if arrays.value is None else _to_slots_last(arrays.value),
+    seen=seen_BTS.astype(jnp.int32),
+    layer=None,
+  )
+  present = [x is not None for x in inputs]
+  read = sum(x.nbytes // len(x) for x in inputs[1:5] if x is not None)
+  return pl.pallas_call(
+    functools.partial(_kernel, formula=formula, num_slots=S, present=present),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
-      grid=(B, pages),
-      in_specs=[
-        pl.BlockSpec((None, K, G, H), row),
-        pl.BlockSpec((None, None, K, P, H), vectors),
-        pl.BlockSpec((None, None, K, P, V), vectors),
-        pl.BlockSpec((None, 1, P), lambda b, i, layer, first, end: (b, 0, page_of(b, i, first, end))),
-        pl.BlockSpec((K, G, 1), lambda b, i, *_: (0, 0, 0)),
-      ],
-      out_specs=pl.BlockSpec((None, K, G, V), row),
-      scratch_shapes=[pltpu.VMEM((K, G, n), jnp.float32) for n in (1, 1, V)],
+      grid=(B, K // C, jnp.maximum(jnp.max(end_B - first_B), 1)),
+      in_specs=[block for block, has in zip(blocks, present) if has],
+      out_specs=row_spec(V),
+      scratch_shapes=[pltpu.VMEM((C, Q, n), jnp.float32) for n in (1, 1, V)],
     ),
-    out_shape=jax.ShapeDtypeStruct((B, K, G, V), query_BNH.dtype),
+    out_shape=jax.ShapeDtypeStruct((B, K, Q, V), arrays.query.dtype),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
     cost_estimate=pl.CostEstimate(
-      flops=2 * B * N * S * (H + V),
-      transcendentals=B * N * S,
-      bytes_accessed=B * (K * S * (H + V) * key_LBKSH.dtype.itemsize + N * (H + V) * query_BNH.dtype.itemsize),
+      flops=2 * B * K * Q * S * (H + V),
+      transcendentals=B * K * Q * S,
+      bytes_accessed=read + B * K * Q * (H + V) * arrays.query.dtype.itemsize,
     ),
     interpret=platform() == 'cpu',
     name='attention_to_cache',
-  )(
-    layer[None],
-    first_B,
-    end_B,
-    query_BNH.reshape(B, K, G, H),
-    key_LBKSH,
-    value_LBKSH,
-    seen_BS[:, None].astype(jnp.int32),
-    sinks_N.reshape(K, G, 1),
-  )
-  return out_BKGV.reshape(B, N, V)
+  )(arrays.layer[None], first_B, end_B, *(x for x in inputs if x is not None))
 
 
 @_attend.defjvp
-def _attend_jvp(
-  formula: Formula, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-  _, tangent_BNV = jax.jvp(functools.partial(_attend_plainly, formula), primals, tangents)
-  return _attend(formula, *primals), tangent_BNV
+def _attend_jvp(formula: Formula, primals: tuple[_Arrays], tangents: tuple[_Arrays]) -> tuple[jax.Array, jax.Array]:
+  _, tangent_BKQV = jax.jvp(functools.partial(_attend_plainly, formula), primals, tangents)
+  return _attend(formula, *primals), tangent_BKQV
 
 
-def _attend_plainly(
-  formula: Formula,
-  query_BNH: jax.Array,
-  key_LBKSH: jax.Array,
-  value_LBKSH: jax.Array,
-  seen_BS: jax.Array,
-  layer: jax.Array,
-  sinks_N: jax.Array,
-) -> jax.Array:
+def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
   """Returns what the kernel returns, with all logits at once."""
-  (B, N, H), dtype = query_BNH.shape, query_BNH.dtype
-  key_BKSH, value_BKSV = key_LBKSH[layer].astype(dtype), value_LBKSH[layer].astype(dtype)
-  K, V = key_BKSH.shape[1], value_BKSV.shape[3]
-  query_BKGH = query_BNH.reshape(B, K, N // K, H)
-  logits_BKGS = formula.scale * jnp.einsum('BKGH,BKSH->BKGS', query_BKGH, key_BKSH, preferred_element_type=jnp.float32)
-  if formula.soft_cap is not None:
-    logits_BKGS = formula.soft_cap * jnp.tanh(logits_BKGS / formula.soft_cap)
-  logits_BKG1S = jnp.where(seen_BS[:, None, None], logits_BKGS, MASKED)[:, :, :, None]
-  sums = add_keys(zero_sums((B, K, N // K, 1, V), jnp.dtype(jnp.float32)), logits_BKG1S, value_BKSV)
-  out_BKG1V, _ = finish_sums(sums, group_sinks(sinks_N, K))
-  return out_BKG1V.reshape(B, N, V).astype(dtype)
+  (B, K, Q, _), T, dtype = arrays.query.shape, arrays.seen.shape[1], arrays.query.dtype
+
+  def vectors(entries: jax.Array, scale: jax.Array | None) -> jax.Array:
+    own = entries[arrays.layer]
+    return (own if scale is None else own * scale[arrays.layer][..., None]).astype(dtype)
+
+  key_BKSH = vectors(arrays.key, arrays.key_scale)
+  value_BKSV = key_BKSH if arrays.value is None else vectors(arrays.value, arrays.value_scale)
+  products = jnp.einsum('BKQH,BKSH->BKQS', arrays.query, key_BKSH, preferred_element_type=jnp.float32)
+  logits_BKQS = _bound(formula, products)
+  if arrays.bias is not None:
+    logits_BKQS += arrays.bias
+  logits_BKQS = jnp.where(jnp.tile(arrays.seen, (1, Q // T, 1))[:, None], logits_BKQS, MASKED)
+  sums = zero_sums((B, K, 1, Q, value_BKSV.shape[3]), jnp.dtype(jnp.float32))
+  sums = add_keys(sums, logits_BKQS[:, :, None], value_BKSV)
+  out_BK1QV, _ = finish_sums(sums, arrays.sinks[:, None, :, 0])
+  return out_BK1QV[:, :, 0].astype(dtype)
+
+
+def _bound(formula: Formula, products: jax.Array) -> jax.Array:
+  """Returns the logits of products of queries and keys."""
+  logits = formula.scale * products
+  return logits if formula.soft_cap is None else formula.soft_cap * jnp.tanh(logits / formula.soft_cap)
+
+
+def _has_slots_last(dims: int) -> bool:
+  """Whether TPUs store vectors of so many dims with the slots as the last dimension."""
+  return dims % LANES != 0
+
+
+def _to_slots_last(x_LBKSH: jax.Array) -> jax.Array:
+  return jnp.swapaxes(x_LBKSH, 3, 4) if _has_slots_last(x_LBKSH.shape[4]) else x_LBKSH
+
+
+def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales: bool) -> int:
+  """Returns how many kv heads are computed at once, a divisor, such that 128 slots and the queries fit.
+
+  Args:
+    num_heads: K.
+    slot_bytes: of a slot of one head.
+    queries: Q H, numbers of one head.
+    has_scales: whether the heads of a page are a dimension of tiles; then they are all, or a multiple of 8.
+  """
+  most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
+  parts = [
+    n for n in range(1, num_heads + 1) if num_heads % n == 0 and (not has_scales or n % 8 == 0 or n == num_heads)
+  ]
+  return max((n for n in parts if n <= most), default=parts[0])
 
 
 def _page_len(num_slots: int, slot_bytes: int) -> int:
@@ -167,56 +258,56 @@ def _page_len(num_slots: int, slot_bytes: int) -> int:
 
 
 def _kernel(
-  layer: Any,
-  first: Any,
-  end: Any,
-  query_KGH: Any,
-  key_KPH: Any,
-  value_KPV: Any,
-  seen_1P: Any,
-  sinks_KG1: Any,
-  out_KGV: Any,
-  top_KG1: Any,
-  total_KG1: Any,
-  sum_KGV: Any,
-  *,
-  formula: Formula,
-  num_slots: int,
+  layer: Any, first: Any, end: Any, *refs: Any, formula: Formula, num_slots: int, present: list[bool]
 ) -> None:
   """Adds a page to the sums of the online softmax of a row; the last page writes the result."""
-  b, i = pl.program_id(0), pl.program_id(1)
-  K, P, _ = key_KPH.shape
+  del layer
+  given = iter(refs)
+  of = _Arrays(*(next(given) if has else None for has in present))
+  out_CQV, top_CQ1, total_CQ1, sum_CQV = given
+  b, i = pl.program_id(0), pl.program_id(2)
+  (C, Q, H), V, (T, P) = of.query.shape, out_CQV.shape[-1], of.seen.shape
+  value_scale = of.key_scale if of.value is None else of.value_scale
 
   @pl.when(i == 0)
-  def _begin() -> None:  # A sink counts as a key with the value 0.
-    top_KG1[...] = sinks_KG1[...]
-    total_KG1[...] = jnp.where(sinks_KG1[...] > MASKED, 1.0, 0.0)
-    sum_KGV[...] = jnp.zeros_like(sum_KGV)
+  def _begin() -> None:  # A sink is a key of value 0.
+    top_CQ1[...] = of.sinks[...]
+    total_CQ1[...] = jnp.where(of.sinks[...] > MASKED, 1.0, 0.0)
+    sum_CQV[...] = jnp.zeros_like(sum_CQV)
 
   @pl.when(first[b] + i < end[b])
   def _add() -> None:
-    seen = seen_1P[...] != 0
-    slot_P1 = (first[b] + i) * P + jax.lax.broadcasted_iota(jnp.int32, (P, 1), 0)
-    for k in range(K):
-      query_GH = query_KGH[k]
-      key_PH, value_PV = key_KPH[k].astype(query_GH.dtype), value_KPV[k].astype(query_GH.dtype)
-      if num_slots % P:  # Beyond the end of the cache, the page may hold anything, even NaN.
-        value_PV = jnp.where(slot_P1 < num_slots, value_PV, jnp.zeros_like(value_PV))
-      logits_GP = formula.scale * _product(query_GH, key_PH, 1)
-      if formula.soft_cap is not None:
-        logits_GP = formula.soft_cap * jnp.tanh(logits_GP / formula.soft_cap)
-      logits_GP = jnp.where(seen, logits_GP, MASKED)
-      top_G1 = jnp.maximum(top_KG1[k], jnp.max(logits_GP, axis=1, keepdims=True))
-      weights_GP = jnp.where(seen, jnp.exp(logits_GP - top_G1), 0.0)
-      kept_G1 = jnp.exp(top_KG1[k] - top_G1)
-      total_KG1[k] = kept_G1 * total_KG1[k] + jnp.sum(weights_GP, axis=1, keepdims=True)
-      sum_KGV[k] = kept_G1 * sum_KGV[k] + _product(weights_GP.astype(value_PV.dtype), value_PV, 0)
-      top_KG1[k] = top_G1
+    seen = _repeat(of.seen[...], 1 if T == 1 else Q // T) != 0
+    for c in range(C):
+      query_QH = of.query[c]
+      key = of.key[c].astype(query_QH.dtype)
+      value = key if of.value is None else of.value[c].astype(query_QH.dtype)
+      if num_slots % P:  # Behind the end of the cache there may be anything, also what is not finite.
+        slot = (first[b] + i) * P + jax.lax.broadcasted_iota(jnp.int32, value.shape, _has_slots_last(V))
+        value = jnp.where(slot < num_slots, value, jnp.zeros_like(value))
+      products_QP = _product(query_QH, key, int(not _has_slots_last(H)))
+      logits_QP = _bound(formula, products_QP if of.key_scale is None else products_QP * of.key_scale[c : c + 1])
+      if of.bias is not None:
+        logits_QP += of.bias[c]
+      logits_QP = jnp.where(seen, logits_QP, MASKED)
+      top_Q1 = jnp.maximum(top_CQ1[c], jnp.max(logits_QP, axis=1, keepdims=True))
+      weights_QP = jnp.where(seen, jnp.exp(logits_QP - top_Q1), 0.0)
+      kept_Q1 = jnp.exp(top_CQ1[c] - top_Q1)
+      total_CQ1[c] = kept_Q1 * total_CQ1[c] + jnp.sum(weights_QP, axis=1, keepdims=True)
+      if value_scale is not None:
+        weights_QP = jnp.where(seen, weights_QP * value_scale[c : c + 1], 0.0)
+      context_QV = _product(weights_QP.astype(value.dtype), value, int(_has_slots_last(V)))
+      sum_CQV[c] = kept_Q1 * sum_CQV[c] + context_QV
+      top_CQ1[c] = top_Q1
 
-  @pl.when(i == pl.num_programs(1) - 1)
+  @pl.when(i == pl.num_programs(2) - 1)
   def _end() -> None:
-    total = total_KG1[...]
-    out_KGV[...] = (sum_KGV[...] / jnp.where(total > 0, total, 1.0)).astype(out_KGV.dtype)
+    total = total_CQ1[...]
+    out_CQV[...] = (sum_CQV[...] / jnp.where(total > 0, total, 1.0)).astype(out_CQV.dtype)
+
+
+def _repeat(x_TP: jax.Array, count: int) -> jax.Array:
+  return x_TP if count == 1 else jnp.concatenate([x_TP] * count)
 
 
 def _product(left: jax.Array, right: jax.Array, summed: int) -> jax.Array:

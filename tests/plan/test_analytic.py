@@ -15,6 +15,7 @@ from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.decode_kernel import attend_by_kernel
 from praxis_lite.layers.fp8 import fp8_tensordot
+from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.sharding.mesh import abstract_mesh
 
 B, T, N, H = 8, 256, 4, 32
@@ -91,14 +92,15 @@ def test_splash_attention_counts_as_what_its_kernels_compute(mesh):
 def test_the_kernel_of_a_decoding_step_reads_the_cache_of_its_own_layer_only():
   layers, slots, kv = 8, 256, 2
 
-  def step(query, keys, values, seen):
+  def step(query, keys, values, pos):
     def one(query, layer):
-      return attend_by_kernel(query, keys, values, seen, layer, formula=Formula(1.0)), None
+      cache = KVCache(keys, values, pos, turn=layer)
+      return attend_by_kernel(query, cache, pos[layer][:, None] >= 0, formula=Formula(1.0)), None
 
     return jax.lax.scan(one, query, jnp.arange(layers))[0]
 
   cache = ((layers, B, kv, slots, H), jnp.bfloat16, ())
-  arrays = ((B, N, H), jnp.bfloat16, ()), cache, cache, ((B, slots), jnp.bool_, ())
+  arrays = ((B, 1, N, H), jnp.bfloat16, ()), cache, cache, ((layers, B, slots), jnp.int32, ())
   program = lowered_program(step, *arrays, mesh={'data': 1}, kind='tpu')
   (kernel,) = program.products
   assert (kernel.count, kernel.bytes) == (layers, 2 * 2 * B * H * (kv * slots + N))

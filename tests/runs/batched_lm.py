@@ -36,9 +36,11 @@ def task(mesh=ONE, style=None, **decoder):
 
 
 @functools.cache
-def made(mesh=ONE, style=None):
+def made(mesh=ONE, style=None, cache_dtype=None):
   """A model with drawn variables, on a mesh."""
   config = task(mesh, style)
+  if cache_dtype is not None:
+    config.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_dtype = cache_dtype
   weights = config.instantiate().model.abstract_init()
   variables = jax.tree.map(lambda w: 9 * w if w.ndim > 1 else w, drawn_variables(weights))
   tasks = TaskOnMesh(config.instantiate(), create_device_mesh(mesh, None, AXES))

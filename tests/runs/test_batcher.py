@@ -12,6 +12,7 @@ from batched_lm import ONE, V, made, task
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.layers import cached_attention, decode_kernel
 from praxis_lite.models.decoding import BeamSearch, SpeculativeSampler
 from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
@@ -116,6 +117,30 @@ def test_a_mesh_gives_the_same_tokens():
   own.run()
   assert [request.result for request in requests] == [alone(i) for i in range(len(REQUESTS))]
   assert num_compiled(own) == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh, dtype', [(ONE, 'int8'), ((2, 1, 1, 3), None)], ids=str)
+def test_the_kernel_of_tpus_gives_the_same_tokens(mesh, dtype, monkeypatch):
+  """Interpreted: one token of each row, chunks of prompts, and guesses; layers with a window and without."""
+  prompts = [prompt for prompt, _ in REQUESTS if isinstance(prompt, str)]
+
+  def tokens():
+    model = made.__wrapped__(mesh, cache_dtype=dtype)
+    own = model.batcher(rows=4, max_length=44, tokens_per_step=4, chunk=4)
+    requests = submit_all(own)
+    own.run()
+    guessed = model.decode(prompts, temperature=0.0, lookup=1, draft_tokens=3)
+    plain = model.decode(prompts, temperature=0.0)
+    assert guessed == plain and len({*plain}) > 3
+    return [request.result for request in requests], plain
+
+  wanted, seen, attend = tokens(), set(), decode_kernel.attend_by_kernel
+  monkeypatch.setattr(cached_attention, 'platform', lambda: 'tpu')
+  monkeypatch.setattr(cached_attention, '_KERNEL_FROM', 1)
+  monkeypatch.setattr(decode_kernel, 'attend_by_kernel', lambda *a, **k: seen.add(a[0].shape[1]) or attend(*a, **k))
+  assert tokens() == wanted
+  assert {1, 4} <= seen
 
 
 def test_a_seed_compiles_nothing(caplog):
