@@ -27,7 +27,6 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder, check_image
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.padding import make_padding_finite
 
 
 class AdversarialOutput(NamedTuple):
@@ -85,8 +84,6 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
   def compute_predictions(self, batch: NestedDict) -> AdversarialOutput:
     """Returns generated images and the logits; the latent of a row does not depend on the other rows."""
     real = batch[self.input_name]
-    if (weights := batch.get('weights')) is not None:
-      real = make_padding_finite(real, weights)
     generated = self.generate(len(real))
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))
 

@@ -29,6 +29,7 @@ from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.labels import IdLimit, check_labels, labels_in, number_of_classes
 from praxis_lite.models.model_edits import ModelEdits
 from praxis_lite.models.mup import build_counterpart
+from praxis_lite.models.padding import make_padding_finite
 
 PredictionsT = TypeVar('PredictionsT')
 
@@ -127,7 +128,8 @@ class BaseModel(Layer, Generic[PredictionsT]):
     raise ConfigError(f'task.model: {type(self).__name__} has no method compute_loss(predictions, batch); define it')
 
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns metrics and per-example outputs of `compute_loss` for a batch."""
+    """Returns metrics and per-example outputs of `compute_loss` for a batch, whose padding may hold any numbers."""
+    batch = make_padding_finite(batch)
     predictions = self.compute_predictions(batch)
     if predictions is None:
       raise ConfigError(f'{_method_name(self, "compute_predictions")} {missing_return_hint(self.compute_predictions)}')

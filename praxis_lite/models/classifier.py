@@ -22,7 +22,6 @@ from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput, cross_entropy
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_labels
-from praxis_lite.models.padding import make_padding_finite
 
 
 class Classifier(BaseModel[SoftmaxOutput]):
@@ -108,7 +107,7 @@ class ClassificationModel(Classifier):
     if self.mixing_tpl is None or self.do_eval:
       return super().compute_predictions(batch)
     weights_B = self._leaf(batch, 'weights')
-    mixed = self.mixing(self._finite_input(batch), weights_B)
+    mixed = self.mixing(self._leaf(batch, self.input_name), weights_B)
     output = super().compute_predictions({**batch, self.input_name: mixed.image})
     other_B, _ = cross_entropy(
       output.logits, other_rows(batch['label'], batch['weights']), self.softmax.label_smoothing
@@ -119,7 +118,4 @@ class ClassificationModel(Classifier):
 
   def compute_features(self, batch: NestedDict) -> jax.Array:
     """Returns the result of the network, [B, F]."""
-    return self.network(self._finite_input(batch), self._leaf(batch, 'weights'))
-
-  def _finite_input(self, batch: NestedDict) -> jax.Array:
-    return make_padding_finite(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))
+    return self.network(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))

@@ -24,7 +24,6 @@ from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, pre
 from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import IdLimit, check_images, check_labels
-from praxis_lite.models.padding import make_padding_finite
 
 
 class DiffusionOutput(NamedTuple):
@@ -102,7 +101,6 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
   def compute_predictions(self, batch: NestedDict) -> DiffusionOutput:
     """Returns the prediction and its target for a random time and random noise of each row."""
     image, rows = batch[self.input_name], batch[self.input_name].shape[0]
-    image = make_padding_finite(image, batch['weights'])
     low, high = self.value_range
     x = (image.astype(jnp.float32) - low) * (2 / (high - low)) - 1
     keys = _keys_of_rows(self.next_prng_key(), jnp.arange(rows))

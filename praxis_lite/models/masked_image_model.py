@@ -27,7 +27,6 @@ from praxis_lite.layers.masked_patches import (
 from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import check_images
-from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.vision_configs import VisionSizes, vision_transformer
 from praxis_lite.sharding.weights import WeightInit
 
@@ -87,7 +86,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
 
   def compute_predictions(self, batch: NestedDict) -> PatchPredictions:
     """Returns predictions and targets of all patches; each row draws which patches to hide."""
-    image = make_padding_finite(batch[self.input_name], batch['weights'])
+    image = batch[self.input_name]
     key = self.next_prng_key()
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(image.shape[0]))
     return self.predict_hidden(image, jax.vmap(lambda key: jax.random.uniform(key, (self._num_patches,)))(keys))

@@ -31,7 +31,6 @@ from praxis_lite.layers.vision_transformer import VisionTransformer
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import IdLimit
 from praxis_lite.models.masked_text_model import check_tokens, encode_batch, type_limits
-from praxis_lite.models.padding import make_padding_finite
 from praxis_lite.models.text_classifier import mean_over_tokens
 
 TEXT_POOLINGS = ('first', 'last', 'mean', 'end', 'largest')
@@ -101,7 +100,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
 
   def embed_images(self, batch: NestedDict) -> jax.Array:
     """Returns the embeddings of images, [B, E] float32, of norm 1."""
-    x_BD = self.image(make_padding_finite(batch['image'], batch['weights']))
+    x_BD = self.image(batch['image'])
     return to_units(self.image_projection(x_BD) if self.has_image_projection else x_BD)
 
   def embed_texts(self, batch: NestedDict) -> jax.Array:

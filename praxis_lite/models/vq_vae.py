@@ -23,7 +23,6 @@ from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.image_coders import ImageDecoder, ImageEncoder, check_image
 from praxis_lite.layers.quantizers import Quantizer, VectorQuantizer
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.padding import make_padding_finite
 
 
 class VqVaeOutput(NamedTuple):
@@ -78,12 +77,8 @@ class VqVae(BaseModel[VqVaeOutput]):
 
   def compute_predictions(self, batch: NestedDict) -> VqVaeOutput:
     """Returns reconstructions, codes and their perplexity."""
-    image, weights = batch[self.input_name], batch.get('weights')
-    paddings = None
-    if weights is not None:
-      paddings = weights == 0
-      image = make_padding_finite(image, weights)
-    vectors, codes = self.quantizer(self.encoder(image), paddings)
+    paddings = batch['weights'] == 0 if 'weights' in batch else None
+    vectors, codes = self.quantizer(self.encoder(batch[self.input_name]), paddings)
     return VqVaeOutput(self.decoder(vectors), codes, self.quantizer.perplexity(codes, paddings))
 
   def compute_loss(self, predictions: VqVaeOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
