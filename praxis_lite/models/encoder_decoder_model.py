@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.errors import ConfigError
@@ -82,17 +81,12 @@ class EncoderDecoderModel(LanguageModel):
         f'{data.label}: {"no token ends its sources" if end is None else f"token {end} ends its sources"}, but '
         f'task.model.source_end_id is {self.source_end_id}, with which prompts would end; set it to {end}'
       )
-    known, sources = self.num_ids, np.asarray(batch.get('source_ids', ()))
-    if known is None or not sources.size:
-      return
-    segments = batch.get('source_segment_ids')
-    is_token = np.ones(sources.shape, bool) if segments is None else np.asarray(segments) != 0
-    bad = is_token & ((sources < 0) | (sources >= known))
-    if bad.any():
-      raise ConfigError(
-        f"{data.label}: found {sources[bad][0]} in 'source_ids', but task.model.vocab_size is {known}; all must be "
-        f'from 0 to {known - 1}, or be padding'
-      )
+    for name, limit in self.id_limits().items():
+      if len(missing := limit.missing_ids(name, batch)):
+        raise ConfigError(
+          f'{data.label}: found {missing[0]} in {name!r}, but task.model.vocab_size is {limit.size}; all must be from '
+          f'0 to {limit.size - 1}, or be padding'
+        )
 
   # ---------------------------------------------------------------- training and evaluation
 
@@ -112,7 +106,8 @@ class EncoderDecoderModel(LanguageModel):
   def id_limits(self) -> dict[str, IdLimit]:
     if (known := self.num_ids) is None:
       return {}
-    return {'source_ids': IdLimit(known, f'the vocabulary of the model has ids 0 to {known - 1}', 'source_segment_ids')}
+    what = f'the vocabulary of the model has ids 0 to {known - 1}'
+    return {'source_ids': IdLimit(known, what, 'source_segment_ids', 'source_lengths')}
 
   def position_limits(self) -> dict[str, PositionLimit]:
     limits, sources = super().position_limits(), getattr(self.lm, 'source_position_limit', None)

@@ -21,11 +21,23 @@ class IdLimit(NamedTuple):
     size: the number of entries of the table; valid integers are 0 to size - 1.
     what: a description of the table for messages, such as 'the model has classes 0 to 9'.
     counted_by: the array of the batch that is 0 where an integer is not checked.
+    lengths: name of an array, [B], with the number of integers of each row that are checked, from the first on; used if
+      the batch has no array `counted_by`.
   """
 
   size: int
   what: str
   counted_by: str = 'weights'
+  lengths: str | None = None
+
+  def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:
+    """Returns the integers of the array `name` of a batch that count and have no entry, [...]; none without it."""
+    x = np.asarray(rows.get(name, ()))
+    counts = _weights_of(x, rows, self.counted_by) != 0
+    if x.ndim > 1 and rows.get(self.counted_by) is None and self.lengths is not None and self.lengths in rows:
+      counts = np.arange(x.shape[1]) < np.asarray(rows[self.lengths])[:, None]
+    missing: np.ndarray = x[((x < 0) | (x >= self.size)) & counts]
+    return missing
 
 
 def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None:
@@ -36,10 +48,8 @@ def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None
     rows: arrays of the batch by name; missing arrays are not checked.
   """
   for name, limit in limits.items():
-    x = np.asarray(rows.get(name, ()))
-    bad = ((x < 0) | (x >= limit.size)) & (_weights_of(x, rows, limit.counted_by) != 0)
-    if bad.any():
-      raise DataError(f'{name} {x[bad][0]}: {limit.what}')
+    if len(missing := limit.missing_ids(name, rows)):
+      raise DataError(f'{name} {missing[0]}: {limit.what}')
 
 
 def check_labels(

@@ -13,10 +13,11 @@ from encoder_decoder_cases import B, S, T, V, config, packed_batch
 from model_steps import AXES, assert_close, loss_and_gradients, take_a_step
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import path_name
 from praxis_lite.inputs import ArrayInput, CharTokenizer, SourceTargetInput
 from praxis_lite.models import encoder_decoder, set_sharding
+from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.runs.export import ExportSettings, check_export, export_model
 from praxis_lite.runs.exported import load_for_jax
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -347,6 +348,17 @@ def test_mistakes_are_named():
       model.check_input(rows, other)
   padded = {**batch, 'source_ids': np.where(batch['source_segment_ids'] == 0, -1, batch['source_ids'])}
   model.check_input(rows, padded)
+  by_length = apart(batch)
+  past = np.arange(S) >= by_length['source_lengths'][:, None]
+  for value in (-1, V):
+    filled = {**by_length, 'source_ids': np.where(past, value, by_length['source_ids'])}
+    model.check_input(rows, filled)
+    check_ids_in_tables(model.id_limits(), filled)
+    bad = {**filled, 'source_ids': np.where(np.arange(S) == 0, value, filled['source_ids'])}
+    with pytest.raises(ConfigError, match=rf"pairs: found {value} in 'source_ids'"):
+      model.check_input(rows, bad)
+    with pytest.raises(DataError, match=rf'^source_ids {value}: the vocabulary of the model has ids 0 to 12'):
+      check_ids_in_tables(model.id_limits(), bad)
   pairs = Config(SourceTargetInput, name='pairs', pairs=[('a', 'b')], source_len=3, target_len=3, batch_size=1)
   pairs.tokenizer_tpl = Config(CharTokenizer, vocabulary='abcd')
   assert model.check_input(pairs.instantiate(), pairs.instantiate().get_next()) is None
