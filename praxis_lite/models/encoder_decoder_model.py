@@ -194,7 +194,7 @@ class EncoderDecoderModel(LanguageModel):
       decoded = self.decoder.decode(*arguments)
     metrics, outputs = decoded.metrics(is_row_B), dict(decoded._asdict())
     if 'labels' in batch:
-      outputs['exact_match'] = _are_labels(decoded.ids, decoded.lengths, batch)
+      outputs['exact_match'] = _are_labels(decoded.ids, decoded.lengths, batch, self.packed)
       metrics['exact_match'] = weighted_mean(outputs['exact_match'], is_row_B)
     return metrics, outputs
 
@@ -202,8 +202,10 @@ class EncoderDecoderModel(LanguageModel):
     """Returns sources [B, S], a mask [B, S] int32 of their tokens, and the batch with target beginnings as `ids`."""
     if 'source_ids' in batch:
       source_BS, segments_BS = _tokens_of_sources(batch)
-      is_token_BS = jnp.ones_like(source_BS) if segments_BS is None else (segments_BS == 1).astype(jnp.int32)
-      return source_BS, is_token_BS, batch
+      if segments_BS is None:
+        return source_BS, jnp.ones_like(source_BS), batch
+      is_token_BS = segments_BS == 1 if self.packed else segments_BS != 0
+      return source_BS, is_token_BS.astype(jnp.int32), batch
     source_BS, is_token_BS = _prompts_as_sources(batch['ids'], batch['prompt_lengths'], self.source_end_id)
     return (
       source_BS,
@@ -326,10 +328,10 @@ def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | N
   return jnp.where(is_token_BP, ids_BP, 0), is_token_BP.astype(jnp.int32)
 
 
-def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict) -> jax.Array:
-  """Returns whether the decoded tokens equal the labels of the first target of each row, [B] bool."""
+def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict, packed: bool) -> jax.Array:
+  """Returns [B] bool: whether the decoded tokens equal the labels of each row, or if packed, of its first target."""
   is_label_BT = weights_of_tokens(batch) > 0
-  if batch.get('segment_ids') is not None:
+  if packed and batch.get('segment_ids') is not None:
     is_label_BT &= batch['segment_ids'] == 1
   most = max(ids_BM.shape[1], is_label_BT.shape[1])
   ids, labels, is_label = (jnp.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in (ids_BM, batch['labels'], is_label_BT))

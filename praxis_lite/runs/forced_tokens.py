@@ -107,7 +107,9 @@ def _sources(batch: Mapping[str, Any], limits: ScoreLimits) -> list[list[int]]:
   ids_BS = np.asarray(batch['source_ids'])
   is_token_BS = np.ones(ids_BS.shape, bool)
   if batch.get('source_segment_ids') is not None:
-    is_token_BS = np.asarray(batch['source_segment_ids']) == 1
+    segments_BS = np.asarray(batch['source_segment_ids'])
+    first_B1 = np.take_along_axis(segments_BS, np.argmax(segments_BS != 0, axis=1)[:, None], axis=1)
+    is_token_BS = (segments_BS == first_B1) & (segments_BS != 0)
   elif batch.get('source_lengths') is not None:
     is_token_BS = np.arange(ids_BS.shape[1]) < np.asarray(batch['source_lengths'])[:, None]
   rows = [ids[keep].tolist() for ids, keep in zip(ids_BS, is_token_BS)]

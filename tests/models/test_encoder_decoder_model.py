@@ -318,6 +318,22 @@ def test_of_packed_rows_the_first_source_is_decoded():
 
 
 @pytest.mark.slow
+def test_numbers_of_segments_are_ignored_if_rows_are_not_packed():
+  model, variables, batch = config().set(packed=False).instantiate(), make()[1], sources()
+  _, expected = decode(model, variables, batch)
+  numbers = np.where(np.arange(S) < batch['source_lengths'][:, None], [[2], [1], [3], [1]], 0).astype(np.int32)
+  numbers[0, :2] = 1  # One source all the same.
+  segments = np.full((4, 6), 2, np.int32)
+  weights = (np.arange(6) < expected['lengths'][:, None]).astype(np.float32)
+  labels = {'labels': expected['ids'], 'weights': weights, 'segment_ids': segments}
+  metrics, found = decode(
+    model, variables, {'source_ids': batch['source_ids'], 'source_segment_ids': numbers, **labels}
+  )
+  np.testing.assert_array_equal(found['ids'], expected['ids'])
+  np.testing.assert_allclose(metrics['exact_match'], (1, 3))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 2, 2, 2), (2, 1, 3, 1)], ids=str)
 def test_tokens_on_a_mesh_are_those_of_one_device(mesh):
   model = set_sharding(config())

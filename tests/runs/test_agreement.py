@@ -205,7 +205,7 @@ def test_sources_are_contexts():
   limits = LIMITS._replace(start_id=0, source_end_id=1)
   batch = {'ids': np.array([[0, 5, 6]]), 'labels': np.array([[5, 6, 7]]), 'weights': np.array([[1.0, 1, 0]])}
   batch['source_ids'] = np.array([[8, 9, 1, 0]])
-  for marks in ({'source_lengths': np.array([3])}, {'source_segment_ids': np.array([[1, 1, 1, 0]])}):
+  for marks in ({'source_lengths': np.array([3])}, {'source_segment_ids': np.array([[2, 2, 2, 0]])}):
     assert texts_of_batch(batch | marks, limits, 5, 64) == ([[8, 9]], [[5, 6]])
   for nothing in ({'weights': np.zeros((1, 3))}, {'source_lengths': np.array([0])}):
     with pytest.raises(UserError, match=r'^agree: no row of the data has a source and a target'):
