@@ -109,16 +109,20 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     segments_BT = batch.get('segment_ids')
     if self.text_pooling == 'mean':
       x_BD = mean_over_tokens(to_sum_dtype(states_BTD), segments_BT)
-    elif self.text_pooling == 'end':
-      x_BD = _pick(states_BTD, jnp.argmax(batch['ids'] == self.end_id, axis=1))
-    elif self.text_pooling == 'largest':
-      x_BD = _pick(states_BTD, jnp.argmax(batch['ids'], axis=1))
-    elif self.text_pooling == 'first' or segments_BT is None:
+    elif segments_BT is None and self.text_pooling in ('first', 'last'):
       x_BD = states_BTD[:, 0 if self.text_pooling == 'first' else -1]
     else:
-      at_BT = jnp.where(segments_BT != 0, jnp.arange(segments_BT.shape[1]), 0)
-      x_BD = _pick(states_BTD, jnp.max(at_BT, axis=1))
+      x_BD = _pick(states_BTD, self._chosen_token(batch['ids'], segments_BT))
     return to_units(self.text_projection(x_BD))
+
+  def _chosen_token(self, ids_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """Returns where the token is whose state stands for the text, [B]: never at padding, if the row has a token."""
+    places_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+    ranks = {'first': -places_T, 'last': places_T, 'end': ids_BT == self.end_id, 'largest': ids_BT}
+    rank_BT = jnp.broadcast_to(ranks[self.text_pooling], ids_BT.shape).astype(jnp.int32)
+    if segments_BT is not None:
+      rank_BT = jnp.where(segments_BT != 0, rank_BT, -len(places_T))
+    return jnp.argmax(rank_BT, axis=1)  # The first one of equal ranks.
 
   def compute_predictions(self, batch: NestedDict) -> ContrastiveOutput:
     """Returns the loss of each pair, [B], and whether its text is the best match of its image, [B]."""

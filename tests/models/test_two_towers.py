@@ -77,6 +77,23 @@ def test_embeddings_are_projected_features_of_the_towers_of_norm_1(text_pooling)
     np.testing.assert_allclose(only[name], found[name], atol=1e-6)
 
 
+@pytest.mark.parametrize('text_pooling', ['first', 'last', 'end', 'largest'])
+def test_a_text_is_that_of_one_of_its_tokens_and_never_of_padding(text_pooling):
+  """Padding, here before the text too, is the end token and the largest id."""
+  p = config(text_pooling=text_pooling)
+  p.end_id = 5
+  model, variables = p.instantiate(), make()[1]
+  ids = np.array([[3, 5, 8, 5], [3, 8, 2, 5], [5, 5, 2, 9], [7, 9, 9, 0]], np.int32)
+  segments = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 1, 0], [1, 1, 0, 0]], np.int32)
+  ids = np.where(segments == 0, 10, ids) if text_pooling == 'largest' else np.where(segments == 0, 5, ids)
+  at = {'first': [0, 0, 2, 0], 'last': [3, 2, 2, 1], 'end': [1, 0, 2, 0], 'largest': [2, 1, 2, 1]}[text_pooling]
+  batch = {'ids': ids, 'segment_ids': segments}
+  found, _ = model.apply(variables, batch, method='predict', do_eval=True)
+  states, _ = model.text.apply(variables['text'], ids, segment_ids=segments, do_eval=True)
+  expected = unit(np.asarray(states)[np.arange(4), at] @ variables['text_projection']['w'])
+  np.testing.assert_allclose(found['text_embedding'], expected, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_row_of_padding_may_hold_anything_and_changes_nothing():
   model, variables = make('softmax')
