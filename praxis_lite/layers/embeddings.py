@@ -20,6 +20,7 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import Exchange, TokenFlops
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.sharding.constraints import unmapped_axes, with_sharding_constraint
+from praxis_lite.sharding.guards.lookups import are_few
 from praxis_lite.sharding.specs import axes_to_entry, spec_axes
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
@@ -158,7 +159,7 @@ def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange
   both = f'{format_bytes(exchanged)} of vectors and ids, or {format_bytes(gathered)} of the table'
   remark = f'over {"+".join(axes)}, {both}{"" if is_even else "; the vectors are not split evenly"}'
   of_ids[dim] = of_ids[dim][: -len(axes)]
-  if of_classes and any(of_ids) and ids.size <= 2 * V:
+  if of_classes and any(of_ids) and are_few(ids.size, V):
     return None  # A guard would copy so few ids to each device; see `guard_lookup`.
   entries = [axes_to_entry(own) for own in of_ids]
   of_vectors = PartitionSpec(*entries, axes_to_entry(axes))

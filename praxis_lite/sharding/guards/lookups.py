@@ -42,15 +42,21 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
     table = whole(table, looked_up)
   batch = {*numbers.start_indices_batching_dims}
   free = {of_rows: of_ids for of_rows, of_ids in pairs.items() if of_ids not in batch}
-  if axes_of(others) and axes_of(table[dim] for dim in looked_up) and _are_few(lookup, free, looked_up):
+  num_ids, num_rows = (
+    math.prod(lookup.site.shapes[array][dim] for dim in dims) for array, dims in ((ROWS, free), (0, looked_up))
+  )
+  if axes_of(others) and axes_of(table[dim] for dim in looked_up) and are_few(num_ids, num_rows):
     ids, rows = whole(ids, free.values()), whole(rows, free)
   return if_changed(lookup, (table, ids, rows))
 
 
-def _are_few(lookup: Instance, free: Iterable[int], looked_up: Iterable[int]) -> bool:
-  """Whether XLA might look up rows by ids first, which was seen for up to half as many ids as there are rows."""
-  num_ids = math.prod(lookup.site.shapes[ROWS][dim] for dim in free)
-  return num_ids <= 2 * math.prod(lookup.site.shapes[0][dim] for dim in looked_up)
+def are_few(num_ids: int, num_rows: int) -> bool:
+  """Whether XLA might look up ids in each part of a table with that many rows, and add up the results.
+
+  This was seen for up to 7/8 as many ids as rows, and the more of them, the longer the axis of the rows is; see section
+  28 of docs/xla-partitioner-faults.md. Twice as many leave room for what was not tried.
+  """
+  return num_ids <= 2 * num_rows
 
 
 def arrays_to_pin(lookup: Instance) -> Iterable[int]:
