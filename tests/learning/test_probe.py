@@ -319,6 +319,18 @@ def test_variables_are_judged_where_the_optimizer_treats_them_apart() -> None:
   assert is_elementwise(build, {name: WEIGHTS[name] for name in ('stack', 'rows')})
 
 
+def test_a_norm_of_all_is_found_beside_an_optimizer_that_treats_small_variables_differently() -> None:
+  large = {'stack': weight(256, 300, repeat=(4,)), 'flat': weight(512, 300)}
+  for clips in (False, True):
+
+    def build(rate: jax.Array, clips: bool = clips) -> optax.GradientTransformationExtraArgs:
+      before = optax.clip_by_global_norm(1.0) if clips else optax.identity()
+      return optax.with_extra_args_support(optax.chain(before, optax.adafactor(rate)))
+
+    assert looks_at_all(build, large) == clips
+    assert not is_stackable(build, large) and not is_elementwise(build, large)
+
+
 def test_a_stack_of_more_layers_than_the_layers_have_rows_may_be_treated_in_another_way() -> None:
   along_the_longest = _each(lambda g, p: g / jnp.sum(jnp.abs(g), axis=int(np.argmax(g.shape)), keepdims=True))
   assert is_stackable(along_the_longest, {'few': weight(4, 6, repeat=(3,))})

@@ -15,7 +15,7 @@ of its slots in a loop.
 
 An optimizer that treats small variables differently from large ones, such as Adafactor, has other operations in its
 programs for small ones. Results for small variables then prove nothing: `is_stackable` and `is_elementwise` return
-False, and `slot_axes` returns no axes.
+False, and `slot_axes` returns no axes. The result of `looks_at_all` counts nevertheless.
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ def is_elementwise(build: _Build, weights: NestedDict) -> bool:
 
 
 def looks_at_all(build: _Build, weights: NestedDict) -> bool:
-  """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers."""
+  """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers.
+
+  The result for small variables counts even if the optimizer runs another program for large ones, because it decides no
+  layout. It only refuses an optimizer whose statistics of all variables would become statistics of each layer. So it
+  finds a global norm before an Adafactor, and misses only optimizers that mix variables only if these are large.
+  """
   small = _shrink(weights)
   runs = [_train(build, small, _deal, changed) for changed in (None, 0, 1)]
   if None in runs:
