@@ -118,8 +118,9 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   def _chosen_token(self, ids_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     """Returns where the token is whose state stands for the text, [B]: never at padding, if the row has a token."""
     places_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
-    ranks = {'first': -places_T, 'last': places_T, 'end': ids_BT == self.end_id, 'largest': ids_BT}
-    rank_BT = jnp.broadcast_to(ranks[self.text_pooling], ids_BT.shape).astype(jnp.int32)
+    is_end_BT = jnp.where(ids_BT == self.end_id, 1, 0)
+    ranks = {'first': -places_T, 'last': places_T, 'end': is_end_BT, 'largest': ids_BT}
+    rank_BT = jnp.broadcast_to(ranks[self.text_pooling], ids_BT.shape)
     if segments_BT is not None:
       rank_BT = jnp.where(segments_BT != 0, rank_BT, -len(places_T))
     return jnp.argmax(rank_BT, axis=1)  # The first one of equal ranks.
