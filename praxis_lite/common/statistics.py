@@ -88,14 +88,15 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
   'dead': ('units',),
   'hist': ('bins',),
 }
-# How the parts that need one pass are computed: a reduction, and the function of each value that it reduces.
-_REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]] = {
-  'sum': (jnp.sum, lambda x: x),
-  'squares': (jnp.sum, jnp.square),
-  'min': (jnp.min, lambda x: x),
-  'max': (jnp.max, lambda x: x),
-  'max_abs': (jnp.max, jnp.abs),
-  'zeros': (jnp.sum, lambda x: (x == 0).astype(jnp.float32)),
+# How the parts that need one pass are computed: a function of each value, the operation that combines two results, and
+# the neutral element of this operation.
+_REDUCTIONS: Mapping[str, tuple[Callable[[jax.Array], jax.Array], Callable[..., jax.Array], float]] = {
+  'sum': (lambda x: x, jax.lax.add, 0.0),
+  'squares': (jnp.square, jax.lax.add, 0.0),
+  'min': (lambda x: x, jax.lax.min, np.inf),
+  'max': (lambda x: x, jax.lax.max, -np.inf),
+  'max_abs': (jnp.abs, jax.lax.max, 0.0),
+  'zeros': (lambda x: (x == 0).astype(jnp.float32), jax.lax.add, 0.0),
 }
 _KINDS = {'min': PartKind.MIN, 'max': PartKind.MAX, 'max_abs': PartKind.MAX, 'units': PartKind.MAX}
 _KINDS['moments'] = PartKind.MOMENTS
@@ -119,7 +120,6 @@ def compute_parts(
     first: number of leading dimensions with a statistic for each of their entries, such as layers; the parts begin
       with them.
   """
-  x = x.astype(jnp.float32)
   if x.ndim == first:
     x = x[..., None]
     real = None if real is None else real[..., None]
@@ -127,10 +127,11 @@ def compute_parts(
   axes = tuple(range(first, x.ndim))
   # All entries of a row of the last dimensions count, or none does: rows are reduced before the mask, which is faster.
   rows = next((axis + 1 for axis in reversed(axes) if real.shape[axis] != 1), first)
+  needed = dict.fromkeys(part for name in statistics for part in _NEEDS[name])
+  reduced = [part for part in needed if part in _REDUCTIONS]
   parts = {'n': _count(real, x.shape, axes)}
-  for part in dict.fromkeys(part for name in statistics for part in _NEEDS[name]):
-    parts[part] = _part(part, x, real, axes, tuple(range(rows, x.ndim)))
-  return parts
+  parts |= dict(zip(reduced, _reduced(reduced, x, real, axes, tuple(range(rows, x.ndim)))))
+  return parts | {part: _part(part, x.astype(jnp.float32), real, axes) for part in needed if part not in reduced}
 
 
 def _count(real: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
@@ -140,13 +141,44 @@ def _count(real: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> ja
   return jnp.broadcast_to(counted, shape[: axes[0]])
 
 
-def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...], inner: tuple[int, ...]) -> jax.Array:
-  """Returns a part over `axes`; `real` is constant along `inner`, the last axes."""
-  if part in _REDUCTIONS:
-    reduce, entries = _REDUCTIONS[part]
-    neutral = {'min': jnp.inf, 'max': -jnp.inf}.get(part, 0)
-    by_row = reduce(entries(x), inner, keepdims=True, initial=neutral)
-    return reduce(jnp.where(real, by_row, neutral), axes, initial=neutral)
+def _reduced(
+  parts: Sequence[str], x: jax.Array, real: jax.Array, axes: tuple[int, ...], inner: tuple[int, ...]
+) -> list[jax.Array]:
+  """Returns parts over `axes`; `real` is constant along `inner`, the last axes."""
+
+  def together(parts: Sequence[str], x: jax.Array, real: jax.Array) -> list[jax.Array]:
+    made, combine, starts = zip(*(_REDUCTIONS[part] for part in parts))
+
+    def combine_all(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+      return tuple(combine_one(*pair) for combine_one, pair in zip(combine, zip(a, b)))
+
+    def reduce_all(arrays: Sequence[jax.Array], over: tuple[int, ...]) -> list[jax.Array]:
+      return list(jax.lax.reduce(tuple(arrays), tuple(map(jnp.float32, starts)), combine_all, over))
+
+    by_row, mask = reduce_all([entries(x) for entries in made], inner), jnp.squeeze(real, inner)
+    kept = [jnp.where(mask, row, start) for row, start in zip(by_row, starts)]
+    return reduce_all(kept, axes[: len(axes) - len(inner)])
+
+  def for_gpus(x: jax.Array, real: jax.Array) -> list[jax.Array]:
+    return together(parts, _stored_as_float32(x), real)
+
+  def one_by_one(x: jax.Array, real: jax.Array) -> list[jax.Array]:
+    return [value for part in parts for value in together([part], x.astype(jnp.float32), real)]
+
+  # XLA for GPUs would read x once for each part. XLA for CPUs uses vector instructions only if each part is reduced alone.
+  return list(jax.lax.platform_dependent(x, real, cuda=for_gpus, rocm=for_gpus, default=one_by_one)) if parts else []
+
+
+def _stored_as_float32(x: jax.Array) -> jax.Array:
+  """Returns x in float32, by its bits, so that XLA does not store a float32 array from which x was rounded."""
+  if x.dtype != jnp.bfloat16:
+    return x.astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  """Returns a part over `axes` that needs more than one pass."""
   first, is_real = axes[0], jnp.broadcast_to(real, x.shape)
   x = jnp.where(is_real, x, 0)
   if part == 'units':
