@@ -39,15 +39,18 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
+from praxis_lite.common.statistics import PartKind, kind_of_part
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, path_name, select
 from praxis_lite.layers.base import Layer, SplitMapping
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings, part_kind
 from praxis_lite.layers.base.facts import Exchange, Knob, KnobKind, LayerProblem, PipelineStages, double_or_halve
+from praxis_lite.layers.base.taps import is_probe
 from praxis_lite.layers.pipeline_arrays import Stacks, batch, broadcast_to_stages, is_float, microbatches, take_last
 from praxis_lite.layers.pipeline_inputs import TAPPED_ROWS, SideInputs, argument_names, num_rows
 from praxis_lite.layers.pipeline_reports import Place, map_over_rows, mean_over_microbatches
@@ -279,16 +282,20 @@ class Pipelined(Repeat):
     side = self._side_inputs(method, args, kwargs, B)
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    variables = self._variables_in_stages(self.layers.variables)
+    own = self.layers.variables
+    probes = select(own, is_probe)
+    own = select(own, lambda path: not is_probe(path))
+    variables = self._variables_in_stages(own)
     trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
     # Each tick reads all weights of a stage, so they are cast once, before they are gathered and before the loop.
-    cast = self.layers.cast_variables(jax.lax.stop_gradient(self.layers.variables))
+    cast = self.layers.cast_variables(jax.lax.stop_gradient(own))
     cast = self._variables_in_stages(cast, self._gather_axes)
     weights = Stacks(*(select(tree, trainable.__contains__) for tree in (cast, variables)))
     others = select(variables, lambda path: path not in trainable)
     caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), self.layers.decode_state)
     axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
-    parts = M * math.prod(unmapped_axes()[axis] for axis in axes)
+    devices = math.prod(unmapped_axes()[axis] for axis in axes)
+    parts = M * devices
     side_rows = side.cut(M, parts)
     queue = jax.tree.map(lambda v: self._constrain_to_stages(broadcast_to_stages(microbatches(v, M, parts), S)), x)
     held = side.held(side_rows, self.surroundings.sum_over_rows)
@@ -317,7 +324,9 @@ class Pipelined(Repeat):
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
     of_updates = held if others else None
-    queue, others, caches, places, reported = run(key, of_updates, weights, others, caches, shared, queue, side_rows)
+    of_ticks = map_with_path(lambda path, x: self._probe_of_ticks(path, x, schedule, devices), probes)
+    results = run(key, of_updates, weights, others, caches, shared, queue, side_rows, of_ticks)
+    queue, others, caches, places, reported = results
     if held is not None:
       places = places._replace(counts=places.real & held[places.microbatch])
     updates = select(others, ticks.changed.__contains__)
@@ -420,11 +429,7 @@ class Pipelined(Repeat):
     """Returns a summary with an entry per layer, [layers, ...], from that of ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     if (kind := part_kind(summary)) is not None:
-      here = places.real[..., None] & (jnp.arange(schedule.rounds) == places.round[..., None])
-      mask = here.reshape(*x.shape[:2], schedule.rounds, *(1,) * (x.ndim - 2))
-      combined = kind.combine(jnp.where(mask, x[:, :, None], kind.neutral(x[:, :, None])))
-      stacked = self._to_layers(combined)
-      return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
+      return Summary(self._combine_parts(kind, x, places.real, places.round), summary.kind)
     is_mean = summary.kind == 'scalar' and is_float(x)
     last: jax.Array | int = M - 1 if held is None else M - 1 - jnp.argmax(held[::-1])
     counts = places.counts if is_mean else places.counts & (places.microbatch == last)
@@ -435,6 +440,40 @@ class Pipelined(Repeat):
       total = (total / (M if held is None else jnp.sum(held, dtype=jnp.float32))).astype(x.dtype)
     stacked = self._to_layers(total)
     return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
+
+  def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
+    """Returns parts of statistics, [layers, ...], of those of each tick and stage, [ticks, S, c, ...].
+
+    Args:
+      kind: how parts combine.
+      x: the parts.
+      real, round_: [ticks, S], whether a stage has a microbatch in a tick, and its round.
+    """
+    R = self.circular_repeat
+    here = real[..., None] & (jnp.arange(R) == round_[..., None])
+    mask = here.reshape(*x.shape[:2], R, *(1,) * (x.ndim - 2))
+    stacked = self._to_layers(kind.combine(jnp.where(mask, x[:, :, None], kind.neutral(x[:, :, None]))))
+    return stacked.reshape(self.num_layers, *x.shape[3:])
+
+  def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
+    """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [layers, ...] of gradients.
+
+    In the backward pass they get parts of statistics, in bubbles too. Those of real microbatches are combined.
+    """
+    microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
+    real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)
+    sizes = (devices, schedule.num_ticks, self.num_stages, self.layers_in_group)
+
+    @jax.custom_vjp
+    def of_ticks(probe: jax.Array) -> jax.Array:
+      return jnp.zeros((*sizes, *probe.shape[1:]), probe.dtype)
+
+    def combine(_: None, parts: jax.Array) -> tuple[jax.Array]:
+      by_tick = parts.reshape(-1, *parts.shape[2:])
+      return (self._combine_parts(kind_of_part(path[-1]), by_tick, jnp.asarray(real), jnp.asarray(round_)),)
+
+    of_ticks.defvjp(lambda probe: (of_ticks(probe), None), combine)
+    return of_ticks(probe)
 
 
 def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:

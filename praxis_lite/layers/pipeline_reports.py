@@ -68,7 +68,7 @@ def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Cal
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
   return jax.shard_map(
     run_own_rows,
-    in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
+    in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side, PartitionSpec(rows)),
     out_specs=TickResults._make((of_queue, whole, whole, whole, whole)),
     axis_names={*axes},
     check_vma=False,  # Outputs declared as replicated are replicated by construction.

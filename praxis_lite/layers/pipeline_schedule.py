@@ -62,6 +62,11 @@ class PipelineSchedule(NamedTuple):
     """Returns the number of times that the microbatch of a stage has passed it before."""
     return (tick - stage) % (self.rounds * self.num_stages) // self.num_stages
 
+  def work(self) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what stages do in each tick, [ticks, S]: the microbatch, outside of [0, M) in a bubble, and the round."""
+    ticks, stages = np.arange(self.num_ticks)[:, None], np.arange(self.num_stages)[None]
+    return self.microbatch(ticks, stages), self.round(ticks, stages)
+
   def table(self) -> list[list[tuple[int, int] | None]]:
     """Returns (microbatch, round) for each stage and tick, or None if the stage waits."""
 

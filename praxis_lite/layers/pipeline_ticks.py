@@ -104,8 +104,9 @@ class Ticks:
     shared: list[jax.Array],
     queue: T,
     side_rows: list[jax.Array],
+    probes: NestedDict,
   ) -> TickResults:
-    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments."""
+    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments; probes have [1, ticks, S, c, ...]."""
     S, M, _ = self.schedule
     stages = jnp.arange(S)
     carried = jax.tree.map(lambda q: self.constrain(jnp.zeros_like(q[:, 0])), queue)
@@ -115,12 +116,15 @@ class Ticks:
     inputs = _TickInputs(stages, key, held, weights.values, side_rows, shared)
     start = _TickState(carried, queue, weights.gradients, side_gradients, others, caches)
     tick = functools.partial(self._tick, inputs)
-    end, (places, reported) = jax.lax.scan(tick, start, jnp.arange(self.schedule.num_ticks))
+    xs = jnp.arange(self.schedule.num_ticks), jax.tree.map(lambda v: v[0], probes)
+    end, (places, reported) = jax.lax.scan(tick, start, xs)
     return TickResults(end.queue, end.others, end.caches, places, reported)
 
-  def _tick(self, inputs: _TickInputs, state: _TickState, now: jax.Array) -> tuple[_TickState, tuple[Place, Reported]]:
-    """Returns the state after tick `now`, what each stage did in it, and what layers report."""
-    (S, M, _), stages = self.schedule, inputs.stages
+  def _tick(
+    self, inputs: _TickInputs, state: _TickState, xs: tuple[jax.Array, NestedDict]
+  ) -> tuple[_TickState, tuple[Place, Reported]]:
+    """Returns the state after a tick, what each stage did in it, and what layers report."""
+    (S, M, _), stages, (now, probes) = self.schedule, inputs.stages, xs
     microbatch = self.schedule.microbatch(now, stages)
     real = (microbatch >= 0) & (microbatch < M)
     counts = real if inputs.held is None else real & inputs.held[microbatch % M]
@@ -134,7 +138,7 @@ class Ticks:
     # Constraints of layers do not affect the dimension of stages; `_constrain_to_stages` does.
     run_stages = jax.vmap(
       self.remat_stage(functools.partial(self._run_stage, inputs.key)),
-      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
+      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0, 0),
     )
     (carried, weight_gradients, side_gradients, others, caches), reported = run_stages(
       at,
@@ -144,6 +148,7 @@ class Ticks:
       inputs.shared,
       state.others,
       state.caches,
+      probes,
     )
     carried, others, caches = jax.tree.map(self.constrain, (carried, others, caches))
     last = jnp.clip(self.schedule.microbatch(now, S - 1), 0, M - 1)
@@ -161,6 +166,7 @@ class Ticks:
     shared: list[jax.Array],
     others: NestedDict,
     caches: NestedDict,
+    probes: NestedDict,
   ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
     """Runs the layers of one stage and round, one after the other, on one microbatch."""
     own, weight_gradients = weights.read(at.round, at.real)
@@ -172,7 +178,7 @@ class Ticks:
       return self._run_layer(key, at, rows, shared, x, *of_layer)
 
     body = self.remat_layer(run_layer)
-    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
+    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), probes, jnp.arange(self.layers_in_group))
     x, (new_others, new_caches, reported) = jax.lax.scan(
       lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
     )
@@ -189,6 +195,7 @@ class Ticks:
     weights: NestedDict,
     others: NestedDict,
     cache: NestedDict,
+    probes: NestedDict,
     index: jax.Array,
   ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
     """Runs layer `index` of a group; returns its result, its new `others` and cache, and what it reports."""
@@ -204,7 +211,7 @@ class Ticks:
       tokens = jax.tree.leaves(x)[0].shape[:2]
       kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
     y, out = self.layers.apply(
-      merge(weights, jax.lax.stop_gradient(others)),
+      merge(merge(weights, jax.lax.stop_gradient(others)), probes),
       where(real, x, jax.tree.map(lambda v: jnp.full_like(v, self.bubble if is_float(v) else 0), x)),
       *args,
       key=key,

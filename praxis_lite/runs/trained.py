@@ -472,10 +472,13 @@ class TrainedModel:
   def tap(self, batch: Mapping[str, Any], *taps: str) -> dict[str, np.ndarray]:
     """Returns values between layers in a prediction, or statistics of them, by path.
 
+    With a gradient, all values are those of the loss of the batch, as `evaluate` computes it.
+
     Args:
-      batch: see `predict`.
+      batch: see `predict`; if gradients are tapped, with labels, see `evaluate`.
       *taps: the paths of layers whose results are returned, such as 'lm.transformer.layers.attention'; '*' matches any
-        text. A path with statistics, such as 'lm.*:rms,max', returns these instead, without padding tokens. See
+        text. With '.grad' after the path, the gradient of the loss with respect to the result is returned, in float32.
+        A path with statistics, such as 'lm.*:rms,max', returns these instead, without padding tokens. See
         `training/taps.py`.
 
     Returns:
@@ -487,7 +490,7 @@ class TrainedModel:
     """
     if taps not in self._tapped:
       parsed = [Tap.parse(text, default=(ARRAY,)) for text in taps]
-      found = StepTaps(parsed, self.layer.abstract_init(), None)
+      found = StepTaps(parsed, self.layer.abstract_init(), None, of_loss=True)
       self._tapped[taps] = TaskOnMesh(self.tasks.jax_task, self.tasks.mesh, self.tasks.layout, found, self.tasks.edits)
     step, rows, _ = self._step_for(self._tapped[taps], batch, lambda task: task.tap_step)
     out = step(self.stored_variables, self.key, self.global_step, rows)

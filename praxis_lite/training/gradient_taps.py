@@ -1,8 +1,8 @@
-"""Statistics of the gradients of activations, which a step computes in its backward pass.
+"""Gradients of activations, as arrays or statistics, which a step computes in its backward pass.
 
-A probe is an array of zeros among the variables of a layer; the gradient with respect to it is a part of a statistic,
-see `layers/base/taps.py`. Each layer of a stack has its own probe. This file makes the probes, and computes these
-gradients.
+A probe is an array of zeros among the variables of a layer; the gradient with respect to it is the wanted array or a
+part of a statistic, see `layers/base/taps.py`. Each layer of a stack has its own probe, and so has each call of a layer.
+This file makes the probes, and computes these gradients.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.statistics import kind_of_part
 from praxis_lite.common.trees import NestedDict, Path, insert, node_at
 from praxis_lite.layers.base.call import Summary
-from praxis_lite.layers.base.taps import probe_name, raw_name, read_raw_name
+from praxis_lite.layers.base.taps import probe_name, read_raw_name
 from praxis_lite.training.microbatches import GradientFn, LossOutput
 
 
@@ -34,24 +33,21 @@ class Probes(NamedTuple):
   share: jax.Array
 
 
-def make_probes(output: LossOutput, probed: dict[str, Path], num_losses: int) -> Probes:
+def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_losses: int = 1) -> Probes:
   """Returns the probes of a step.
 
   Args:
     output: shapes of the outputs of the loss function, called without probes.
-    probed: for each tapped point, the path of its layer in the tree of variables.
+    probed: what this call has collected, see `Taps`.
+    root: the path of the model.
     num_losses: the number of devices whose losses are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()
-  for name in output.summaries:
-    raw = read_raw_name(name)
-    if raw is not None and raw[2] in probed:
-      paths[name] = (*probed[raw[2]], probe_name(raw[2]), raw[0])
-  for name, path in paths.items():
-    part, statistics, point = read_raw_name(name) or ('', (), '')
-    if raw_name(part, statistics, f'{point}_1') not in output.summaries:  # The layer is called once.
-      arrays = insert(arrays, path, jnp.zeros(output.summaries[name].value.shape, jnp.float32))
-  paths = {name: path for name, path in paths.items() if node_at(arrays, path) is not None}
+  for name, summary in output.summaries.items():
+    part, _, point = read_raw_name(name) or ('', (), '')
+    if point in probed:
+      paths[name] = (*probed[point][len(root) :], probe_name(point), part)
+      arrays = insert(arrays, paths[name], jnp.zeros(summary.value.shape, jnp.float32))
   return Probes(arrays, paths, jnp.float32(1 / num_losses))
 
 
@@ -72,10 +68,9 @@ def watch_gradients(loss_fn: Callable[..., Any], probes: Probes) -> Callable[[ja
     def gradients(trained: Any, others: NestedDict, key: jax.Array, batch: Any) -> Any:
       of_both = jax.value_and_grad(loss_of_both, has_aux=True)
       (loss, output), (found, by_probes) = of_both((trained, probes.arrays), others, key, batch)
-      tapped = {
-        name: Summary(node_at(by_probes, path), str(kind_of_part(path[-1]))) for name, path in probes.paths.items()
-      }
-      return (loss, output._replace(summaries={**output.summaries, **tapped})), found
+      summaries = output.summaries
+      tapped = {name: Summary(node_at(by_probes, path), summaries[name].kind) for name, path in probes.paths.items()}
+      return (loss, output._replace(summaries={**summaries, **tapped})), found
 
     return gradients
 

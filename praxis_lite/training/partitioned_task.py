@@ -198,7 +198,8 @@ class PartitionedTask:
   @functools.cached_property
   def tap_step(self) -> PartitionedStep[steps.TapStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> TapStepOutput`, with the taps of this task."""
-    return self._inference_step(steps.tap_step, 'arrays')
+    of_loss = self.taps is not None and self.taps.wants_gradients
+    return self._inference_step(steps.tap_loss_step if of_loss else steps.tap_step, 'arrays')
 
   @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:

@@ -7,6 +7,8 @@ mesh.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -190,10 +192,7 @@ def _loss_and_gradients(
         'gradient; tap grad(...) of variables'
       )
     _, shapes = jax.eval_shape(loss_fn, trained, others, key, inputs)
-    watch = watch_gradients(
-      loss_fn,
-      make_probes(shapes, {point: path[len(model.path) :] for point, path in probed.items()}, execution.num_losses),
-    )
+    watch = watch_gradients(loss_fn, make_probes(shapes, probed, model.path, execution.num_losses))
   losses, out, gradients = value_and_grad(
     *(loss_fn, trained, others, key, inputs, learner.num_microbatches, several),
     reports_noise=reports_noise,
@@ -295,8 +294,43 @@ def tap_step(
   """Returns what the taps of the surroundings report while the model predicts; see `predict_step` for the arguments."""
   key = jax.random.fold_in(prng_key, global_step)
   _, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
+  return _tapped(side.summaries)
+
+
+def tap_loss_step(
+  jax_task: SingleTask,
+  mdl_vars: NestedDict,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: NestedDict,
+  surroundings: Surroundings,
+) -> TapStepOutput:
+  """Like `tap_step`, of an evaluation, and the gradients of its loss: the model's loss plus its auxiliary losses."""
+  model, taps, probed = jax_task.model, surroundings.taps, dict[str, Path]()
+  assert taps is not None
+  key = jax.random.fold_in(prng_key, global_step)
+
+  def loss_fn(
+    trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict, probes: Probes | None = None
+  ) -> tuple[jax.Array, LossOutput]:
+    del trained
+    variables = others if probes is None else merge(others, probes.arrays)
+    watched = dataclasses.replace(taps, probed=probed, share=None if probes is None else probes.share)
+    around = dataclasses.replace(surroundings, taps=watched)
+    out, side = model.apply(variables, batch, key=key, do_eval=True, surroundings=around)
+    metrics, _ = checked_outputs(model, out, batch_size(batch))
+    loss, metrics = add_aux_losses(metrics, side)
+    return loss, LossOutput(metrics['loss'][1], {}, {}, side.summaries, {})
+
+  arguments: Any = ({}, mdl_vars, key, inputs)
+  probes = make_probes(jax.eval_shape(loss_fn, *arguments)[1], probed, model.path)
+  (_, out), _ = watch_gradients(loss_fn, probes)(jnp.ones((), jnp.float32))(*arguments)
+  return _tapped(out.summaries)
+
+
+def _tapped(found: Mapping[str, Summary]) -> TapStepOutput:
   arrays, summaries = {}, {}
-  for name, summary in side.summaries.items():
+  for name, summary in found.items():
     if summary.kind == ARRAY:  # Stacks of layers come before the rows.
       raw = read_raw_name(name)
       assert raw is not None

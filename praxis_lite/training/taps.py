@@ -109,6 +109,7 @@ class StepTaps:
     taps: the taps.
     weights: the declarations of the variables.
     trained: (path) -> whether the variable is trained; None for inference steps.
+    of_loss: whether inference steps may compute a loss, and the gradients of activations.
 
   Attributes:
     trains: whether the steps train.
@@ -120,7 +121,9 @@ class StepTaps:
     ConfigError: `grad`, `update` or `weight` matches no variable, or needs a train step.
   """
 
-  def __init__(self, taps: Sequence[Tap], weights: NestedDict, trained: Callable[[Path], bool] | None):
+  def __init__(
+    self, taps: Sequence[Tap], weights: NestedDict, trained: Callable[[Path], bool] | None, of_loss: bool = False
+  ):
     self._activations = [tap for tap in taps if not tap.of]
     self._of_variables = [tap for tap in taps if tap.of]
     self._weights: dict[Path, WeightHParams] = leaves(weights)
@@ -129,8 +132,10 @@ class StepTaps:
     self.seen: dict[str, str] = {}
     self.left_out: list[str] = []
     self.wants_gradients = next((tap.text for tap in self._activations if tap.pattern.endswith(GRADIENT)), '')
-    if self.wants_gradients and not self.trains:
-      raise ConfigError(f'tap {self.wants_gradients!r}: gradients are of a train step; tap them in `train`')
+    if self.wants_gradients and not (self.trains or of_loss):
+      raise ConfigError(
+        f"tap {self.wants_gradients!r}: gradients are of a train step; tap them in `train`, or by a model's `tap`"
+      )
     for tap in self._of_variables:
       if trained is None:
         raise ConfigError(

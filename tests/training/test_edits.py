@@ -1,10 +1,11 @@
 """Values between the layers of a loaded model: they can be read, and edited in prediction and decoding, on any mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
-from test_taps import LAYERS, B, D, T, batch, make
+from test_taps import LAYERS, B, D, Stacked, T, batch, make
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -52,11 +53,75 @@ def test_tapped_values_and_statistics_are_those_of_numpy(mesh):
   np.testing.assert_allclose(tapped['stack/mean'], layers[-1][real].mean(), rtol=1e-5)
 
 
+def gradients_by_hand(edit=lambda layer, x: x, times=1, rows=B):
+  """The results of all layers, applied several times, and the gradients of the loss with respect to them."""
+  variables, data = drawn_variables(make(rows=rows).jax_task.model.abstract_init()), batch(rows)
+  ws, v, weights = variables['stack']['layers']['w'], variables['v'], data['weights']
+
+  def loss(probes):
+    xs = [data['x']]
+    for i in range(times * LAYERS):
+      xs.append(edit(i, jnp.maximum(xs[-1] @ ws[i % LAYERS] + 0.1, 0)) + probes[i])
+    errors = jnp.where(weights > 0, (xs[-1] @ v - data['y']) ** 2 * weights, 0)
+    return errors.sum() / weights.sum(), jnp.stack(xs[1:])
+
+  gradients, values = jax.grad(loss, has_aux=True)(jnp.zeros((times * LAYERS, rows, T, D)))
+  return np.asarray(values), np.asarray(gradients)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'mesh': (3, 2), 'split': True},
+    {},
+    {'mesh': (2, 2, 2), 'split': True},
+    {'mesh': (3, 2), 'rows': 1},
+    {'mesh': (2, 1), 'parts': 2, 'remat': 'full'},
+  ],
+)
+def test_tapped_gradients_are_those_of_jax(fields):
+  rows = fields.get('rows', B)
+  tapped = stacked(**fields).tap(batch(rows), 'stack.layers.grad', 'stack.grad', 'stack.layers', 'stack.*.grad:max_abs')
+  values, gradients = gradients_by_hand(rows=rows)
+  assert tapped.keys() == {'stack.layers', 'stack.layers.grad', 'stack.grad', 'stack.layers.grad/max_abs'}
+  for name, wanted in (
+    ('stack.layers', values),
+    ('stack.layers.grad', gradients),
+    ('stack.grad', gradients[-1]),
+    ('stack.layers.grad/max_abs', np.abs(gradients).max((1, 2, 3))),
+  ):
+    np.testing.assert_allclose(tapped[name], wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('edited', [False, True])
+def test_each_call_of_a_layer_has_an_array_of_gradients(monkeypatch, edited):
+  edits = {'stack.layers': [add(STEER, layers=(1,)), zero(units=(1, 4), layers=(-1,))]} if edited else {}
+  monkeypatch.setattr(Stacked, 'compute_predictions', lambda self, b: self.stack(self.stack(b['x'])) @ self.theta.v)
+  tapped = stacked().edit(edits).tap(batch(), 'stack.layers.grad')
+  in_numpy = (lambda layer, x: edit_in_numpy(layer % LAYERS, x)) if edited else (lambda layer, x: x)
+  _, gradients = gradients_by_hand(in_numpy, times=2)
+  assert tapped.keys() == {'stack.layers.grad', 'stack.layers.grad_1'}
+  np.testing.assert_allclose(tapped['stack.layers.grad'], gradients[:LAYERS], rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(tapped['stack.layers.grad_1'], gradients[LAYERS:], rtol=1e-4, atol=1e-6)
+
+
+def test_a_pipeline_has_statistics_of_gradients_and_no_arrays():
+  model = stacked(**PLACES['pipeline'])
+  with pytest.raises(ConfigError, match=r'stack.layers.grad cannot be tapped: it is in a pipeline, .* tap its stat'):
+    model.tap(batch(), 'stack.layers.grad')
+  tapped = model.tap(batch(), 'stack.layers.grad:max_abs', 'stack.grad')
+  _, gradients = gradients_by_hand()
+  np.testing.assert_allclose(tapped['stack.layers.grad/max_abs'], np.abs(gradients).max((1, 2, 3)), rtol=1e-4)
+  np.testing.assert_allclose(tapped['stack.grad'], gradients[-1], rtol=1e-4, atol=1e-6)
+
+
 def edit_in_numpy(layer, x):
   if layer == 1:
     x = x + STEER
   if layer == LAYERS - 1:
-    x = np.where(np.isin(np.arange(D), [1, 4]), 0, x)
+    x = jnp.where(np.isin(np.arange(D), [1, 4]), 0, x)
   return x
 
 

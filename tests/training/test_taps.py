@@ -12,7 +12,7 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.statistics import STATISTICS, bin_edges, compute_parts, kind_of_part, to_statistics
 from praxis_lite.common.weighted import weighted_mean
-from praxis_lite.layers import Causal, Pipelined, Repeat
+from praxis_lite.layers import Causal, Pipelined, Repeat, pipeline
 from praxis_lite.layers.base import Layer, WeightSplit, scope
 from praxis_lite.layers.base.summaries import Summary
 from praxis_lite.layers.base.taps import Taps, raw_name
@@ -194,10 +194,13 @@ WAYS = {
   'pipeline': {'mesh': (2, 2), 'pipeline': {**PIPELINE, 'batch_axes': 'data'}},
   'one device': {},
   'unused axis': {'mesh': (2, 2, 2), 'split': True},
+  'unused axis, as on GPUs': {'mesh': (2, 2, 2), 'split': True},
   'few rows': {'mesh': (3, 2), 'rows': 1, 'split': True},
   'microbatches': {'mesh': (3, 1), 'parts': 2},
   'shard_map': {'mesh': (3, 1), 'split': True, 'partitioning': 'shard_map'},
   'shard_map, microbatches': {'mesh': (2, 2), 'split': True, 'partitioning': 'shard_map', 'parts': 2},
+  'pipeline, microbatches': {'mesh': (3, 2), 'parts': 2, 'pipeline': {**PIPELINE, 'batch_axes': 'data'}},
+  'pipeline, few rows': {'mesh': (2, 2), 'rows': 1, 'pipeline': {**PIPELINE, 'remat': 'full', 'stage_remat': 'full'}},
   'remat': {'mesh': (2, 1), 'remat': 'full'},
   'rounds': {'pipeline': {'num_stages': 1, 'num_microbatches': 3, 'circular_repeat': 3}},
 }
@@ -205,10 +208,12 @@ WAYS = {
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize('way', WAYS)
-def test_statistics_are_those_of_numpy(way):
-  fields, is_round = WAYS[way], way == 'rounds'  # Weights of rounds are stacked twice.
-  rows, left_out = fields.get('rows', B), ['.grad'] if 'pipeline' in fields else []
-  left_out += ['('] if is_round else []
+def test_statistics_are_those_of_numpy(way, monkeypatch):
+  monkeypatch.setattr(pipeline, 'BUBBLE', np.nan)
+  if way.endswith('as on GPUs'):
+    compute_as_gpus_do(monkeypatch)
+  fields = WAYS[way]
+  rows, left_out = fields.get('rows', B), ['('] if way == 'rounds' else []  # Weights of rounds are stacked twice.
   taps = [tap for tap in TAPS if not any(part in tap for part in left_out)]
   assert_as_expected(found(make(taps=taps, **fields), rows), rows, left_out)
 
@@ -261,11 +266,33 @@ def test_an_evaluation_has_no_gradients():
     make(taps=('stack.grad',), trains=False)
 
 
-def test_gradients_of_a_layer_that_is_called_twice_are_refused(monkeypatch):
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('way', ['one device', 'pipeline', 'mesh', 'shard_map, microbatches', 'rounds', 'few rows'])
+def test_each_call_of_a_layer_has_gradients_of_its_own(monkeypatch, way):
   monkeypatch.setattr(Stacked, 'compute_predictions', lambda self, b: self.stack(self.stack(b['x'])) @ self.theta.v)
-  partitioned = make(taps=('*.grad:rms', 'stack:rms'))
-  with pytest.raises(ConfigError, match=r'stack.layers.grad cannot be tapped: its layer is called several times'):
-    partitioned.train_step.trace()
+  rows = WAYS[way].get('rows', B)
+  data = batch(rows)
+  variables = drawn_variables(make(rows=rows).jax_task.model.abstract_init())
+  real = np.arange(T) <= np.where(data['weights'] > 0, np.arange(T), -1).max(1)[:, None]
+
+  def loss(probes):
+    x = data['x']
+    for i in range(2 * LAYERS):
+      x = jnp.maximum(x @ variables['stack']['layers']['w'][i % LAYERS] + 0.1, 0) + probes[i]
+    error, weights = (x @ variables['v'] - data['y']) ** 2, data['weights']
+    return jnp.sum(jnp.where(weights > 0, error * weights, 0)) / weights.sum()
+
+  gradients = np.asarray(jax.grad(loss)(jnp.zeros((2 * LAYERS, rows, T, D))))
+  each = [of_numpy(np.float64(g)[real], ('rms', 'max')) for g in gradients]
+  wanted = {
+    f'stack.layers.grad{call}/{n}': [g[n] for g in each[start : start + LAYERS]]
+    for call, start in (('', 0), ('_1', LAYERS))
+    for n in ('rms', 'max')
+  }
+  got = found(make(taps=('*.layers.grad:rms,max',), **WAYS[way]), rows)
+  assert got.keys() == wanted.keys()
+  for name, value in wanted.items():
+    np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_gradients_of_activations_need_one_loss():
@@ -299,10 +326,17 @@ def test_a_tap_of_gradients_changes_no_step_and_is_none_of_an_evaluation():
 # ---------------------------------------------------------------- statistics
 
 
+def compute_as_gpus_do(monkeypatch):
+  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *xs, cuda, **others: cuda(*xs))
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize('shape, first', [((7, 3), 0), ((1,), 0), ((2, 7, 3), 1), ((2, 2, 3, 4), 2)])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtype):
+@pytest.mark.parametrize('as_gpu', [False, True])
+def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtype, as_gpu, monkeypatch):
+  if as_gpu:
+    compute_as_gpus_do(monkeypatch)
   x = np.asarray(jnp.asarray(np.random.default_rng(0).standard_normal(shape) * (np.arange(shape[-1]) > 0), dtype))
   parts = [compute_parts(jnp.asarray(x[..., i::2, :] if x.ndim > 1 else x), None, STATISTICS, first) for i in range(2)]
   combined = {name: kind_of_part(name).combine_on_host([np.asarray(p[name]) for p in parts]) for name in parts[0]}
@@ -315,7 +349,23 @@ def test_parts_of_two_halves_make_the_statistics_of_the_whole(shape, first, dtyp
       np.testing.assert_allclose(got[name][index], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_entries_that_do_not_count_may_be_anything_and_none_make_nan():
+def test_a_gpu_reads_a_value_once_as_it_is_stored():
+  """Each reduction is a pass; and XLA could write a value in float32 for what reads it converted from bfloat16."""
+
+  def of_cuda(*names):
+    compute = jax.jit(lambda x, real: compute_parts(x, real, names))
+    lowered = compute.trace(jnp.zeros((2, 3, 8), jnp.bfloat16), jnp.ones((2, 3, 1), bool))
+    return lowered.lower(lowering_platforms=('cuda',)).as_text()
+
+  text = of_cuda('rms', 'max_abs', 'frac_zero')
+  assert text.count('stablehlo.reduce(') == of_cuda('rms').count('stablehlo.reduce(')
+  assert not [line for line in text.splitlines() if 'stablehlo.convert' in line and 'bf16' in line]
+
+
+@pytest.mark.parametrize('as_gpu', [False, True])
+def test_entries_that_do_not_count_may_be_anything_and_none_make_nan(as_gpu, monkeypatch):
+  if as_gpu:
+    compute_as_gpus_do(monkeypatch)
   x, real = jnp.array([1.0, jnp.nan, -3.0, jnp.inf]), jnp.array([True, False, True, False])
   got = to_statistics(compute_parts(x, real, STATISTICS), STATISTICS)
   wanted = of_numpy(np.array([[1.0], [-3.0]]))

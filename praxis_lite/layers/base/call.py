@@ -208,6 +208,10 @@ class Frame:
       unique = f'{name}_{count}'
     self.summaries[unique] = summary
 
+  def has_summary(self, name: str) -> bool:
+    """Whether this call, or one that it is nested in, has a summary of this name."""
+    return any(name in frame.summaries for frame in (self, *_frames.get()))
+
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
     """Adds weight * value to the auxiliary losses; if the layer is used several times, keeps the weighted mean."""
     if name in self.aux_losses:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ EDIT = '~edit'
 ARRAY = 'array'
 # The suffix of a point that is the gradient with respect to another one.
 GRADIENT = '.grad'
+_PROBE = '~probe:'
 _SAME_POINT = ('__call__', 'extend_step')
 
 
@@ -68,6 +70,7 @@ class TappedCall(Protocol):
   def surroundings(self) -> Listened: ...
   def variable(self, path: Path) -> Any: ...
   def add_summary(self, name: str, summary: Summary) -> None: ...
+  def has_summary(self, name: str) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Taps:
     manual_axes: mesh axes along which values are one device's rows; parts of statistics are combined later.
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
-    probed: collects the points whose gradients are wanted, with the paths of their layers; None outside of training.
+    probed: collects the gradients that are wanted, by name, with the paths of their layers; `point_1` is that of the
+      second call of a layer. None if no loss is differentiated.
     share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that finds the
       probes, and adds zeros of their shapes to the summaries.
   """
@@ -106,6 +110,34 @@ class Taps:
   def listen(self, frame: TappedCall, name: str, x: jax.Array) -> None:
     """Adds what is wanted of a point to the summaries of a frame."""
     wanted = self.wanted(name)
+    real, problem = self._check(frame, wanted, name, x)
+    if not problem:
+      for raw, summary in _reports(jax.lax.stop_gradient(x), real, wanted, name).items():
+        frame.add_summary(raw, summary)
+
+  def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
+    """Returns x, the value of a point; in the backward pass, its probe gets what is wanted of the gradient."""
+    point = f'{name}{GRADIENT}'
+    wanted = self.wanted(point)
+    if self.probed is None or not wanted:
+      return x
+    real, problem = self._check(frame, wanted, point, x)
+    if problem:
+      return x
+    calls = itertools.chain([point], (f'{point}_{number}' for number in itertools.count(1)))
+    for call in calls:  # Each call has a probe of its own: the gradients by one probe would be added up.
+      reports = jax.eval_shape(lambda call=call: _reports(jnp.zeros(x.shape), real, wanted, call))
+      if not any(map(frame.has_summary, reports)):
+        break
+    for raw, summary in reports.items():  # Gradients take their place.
+      frame.add_summary(raw, Summary(jnp.zeros(summary.value.shape), summary.kind))
+    if self.share is None:
+      self.probed[call] = path
+      return x
+    return _watch(x, frame.variable((*path, probe_name(call))), real, self.share, tuple(wanted))
+
+  def _check(self, frame: TappedCall, wanted: Sequence[str], name: str, x: jax.Array) -> tuple[jax.Array | None, str]:
+    """Notes that a point was seen; returns a mask of its entries that count, and why it cannot be tapped, or ''."""
     problem, real = self._problem(frame, x), None
     if not problem:
       real, problem = self._entries_that_count(x)
@@ -116,38 +148,7 @@ class Taps:
         problem = f'its shape, {x.shape}, does not begin with the {len(self.real)} rows; tap its statistics'
     if name not in self.seen or not problem:
       self.seen[name] = problem
-    if problem or not wanted:
-      return
-    if ARRAY in wanted:
-      frame.add_summary(raw_name(ARRAY, (str(x.ndim),), name), Summary(x, ARRAY))
-    statistics = [each for each in wanted if each != ARRAY]
-    for part, value in compute_parts(jax.lax.stop_gradient(x), real, statistics).items() if statistics else ():
-      frame.add_summary(raw_name(part, statistics, name), Summary(value, str(kind_of_part(part))))
-
-  def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
-    """Returns x, the value of a point; in the backward pass, its probe gets what is wanted of the gradient."""
-    point = f'{name}{GRADIENT}'
-    wanted = self.wanted(point)
-    if self.probed is None or not wanted:
-      return x
-    problem, real = self._problem(frame, x), None
-    if not problem:
-      real, problem = self._entries_that_count(x)
-    if not problem and self.in_pipeline:
-      problem = 'it is in a pipeline, whose stages also compute when they have no microbatch'
-    probe = frame.variable((*path, probe_name(point)))
-    if not problem and self.share is not None and probe is None:
-      problem = 'its layer is called several times in a step, and the gradients of these calls would be added up'
-    if point not in self.seen or not problem:
-      self.seen[point] = problem
-    if problem:
-      return x
-    if self.share is not None:
-      return _watch(x, probe, real, self.share, tuple(wanted))
-    self.probed[point] = path
-    for part, value in compute_parts(jnp.zeros_like(x), real, wanted).items():
-      frame.add_summary(raw_name(part, wanted, point), Summary(jnp.zeros_like(value), str(kind_of_part(part))))
-    return x
+    return real, problem
 
   def _problem(self, frame: TappedCall, x: jax.Array) -> str:
     if isinstance(x, jax.core.Tracer) and frame.trace != current_trace():
@@ -199,23 +200,37 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
   return jax.tree.unflatten(structure, found)
 
 
+def _reports(x: jax.Array, real: jax.Array | None, wanted: Sequence[str], label: str) -> dict[str, Summary]:
+  """Returns what is wanted of a value, by names of summaries; `real` is a mask of the entries that count."""
+  statistics = [each for each in wanted if each != ARRAY]
+  found = {raw_name(ARRAY, (str(x.ndim),), label): Summary(x, ARRAY)} if ARRAY in wanted else {}
+  for part, value in compute_parts(x, real, statistics).items() if statistics else ():
+    found[raw_name(part, statistics, label)] = Summary(value, str(kind_of_part(part)))
+  return found
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _watch(
-  x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, statistics: tuple[str, ...]
+  x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, wanted: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x. The gradient with respect to `probe` is parts of statistics of x's gradient times `share`."""
-  del probe, real, share, statistics
+  """Returns x. The gradient with respect to `probe` is what is wanted of x's gradient times `share`."""
+  del probe, real, share, wanted
   return x
 
 
-def _watch_forward(x: jax.Array, probe: object, real: object, share: object, statistics: tuple[str, ...]) -> Any:
-  del probe, statistics
+def _watch_forward(x: jax.Array, probe: object, real: object, share: object, wanted: tuple[str, ...]) -> Any:
+  del probe, wanted
   return x, (real, share)
 
 
-def _watch_backward(statistics: tuple[str, ...], kept: Any, gradient: jax.Array) -> Any:
+def _watch_backward(wanted: tuple[str, ...], kept: Any, gradient: jax.Array) -> Any:
   real, share = kept
-  return gradient, compute_parts(gradient.astype(jnp.float32) * share, real, statistics), None, None
+  reports = _reports(gradient.astype(jnp.float32) * share, real, wanted, '')
+  return gradient, {_part_of(raw): summary.value for raw, summary in reports.items()}, None, None
+
+
+def _part_of(raw: str) -> str:
+  return raw.split(':', 2)[1]
 
 
 _watch.defvjp(_watch_forward, _watch_backward)
@@ -245,7 +260,12 @@ def edit_name(point: str) -> str:
 
 def probe_name(point: str) -> str:
   """Returns the name that the probe of a gradient, `point`, has among the variables of its layer."""
-  return f'~probe:{point}'
+  return f'{_PROBE}{point}'
+
+
+def is_probe(path: Path) -> bool:
+  """Whether a path in a tree of variables is that of a probe, whose last entry is the name of a part."""
+  return len(path) > 1 and path[-2].startswith(_PROBE)
 
 
 def _edits_at(frame: TappedCall, path: Path, name: str) -> Iterator[dict[str, jax.Array]]:
