@@ -130,7 +130,7 @@ def compute_parts(
   needed = dict.fromkeys(part for name in statistics for part in _NEEDS[name])
   reduced = [part for part in needed if part in _REDUCTIONS]
   parts = {'n': _count(real, x.shape, axes)}
-  parts |= dict(zip(reduced, _reduced(reduced, x, real, axes, tuple(range(rows, x.ndim)))))
+  parts |= dict(zip(reduced, _single_pass_parts(reduced, x, real, axes, tuple(range(rows, x.ndim)))))
   return parts | {part: _part(part, x.astype(jnp.float32), real, axes) for part in needed if part not in reduced}
 
 
@@ -141,7 +141,7 @@ def _count(real: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> ja
   return jnp.broadcast_to(counted, shape[: axes[0]])
 
 
-def _reduced(
+def _single_pass_parts(
   parts: Sequence[str], x: jax.Array, real: jax.Array, axes: tuple[int, ...], inner: tuple[int, ...]
 ) -> list[jax.Array]:
   """Returns parts over `axes`; `real` is constant along `inner`, the last axes."""
@@ -159,14 +159,14 @@ def _reduced(
     kept = [jnp.where(mask, row, start) for row, start in zip(by_row, starts)]
     return reduce_all(kept, axes[: len(axes) - len(inner)])
 
-  def for_gpus(x: jax.Array, real: jax.Array) -> list[jax.Array]:
+  def one_pass(x: jax.Array, real: jax.Array) -> list[jax.Array]:
     return together(parts, _stored_as_float32(x), real)
 
   def one_by_one(x: jax.Array, real: jax.Array) -> list[jax.Array]:
     return [value for part in parts for value in together([part], x.astype(jnp.float32), real)]
 
-  # XLA for GPUs would read x once for each part. XLA for CPUs uses vector instructions only if each part is reduced alone.
-  return list(jax.lax.platform_dependent(x, real, cuda=for_gpus, rocm=for_gpus, default=one_by_one)) if parts else []
+  # On GPUs, XLA would read x once for each part. On CPUs, it vectorizes only reductions of a single array.
+  return list(jax.lax.platform_dependent(x, real, cuda=one_pass, rocm=one_pass, default=one_by_one)) if parts else []
 
 
 def _stored_as_float32(x: jax.Array) -> jax.Array:

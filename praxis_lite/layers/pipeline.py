@@ -465,15 +465,15 @@ class Pipelined(Repeat):
     sizes = (devices, schedule.num_ticks, self.num_stages, self.layers_in_group)
 
     @jax.custom_vjp
-    def of_ticks(probe: jax.Array) -> jax.Array:
+    def spread(probe: jax.Array) -> jax.Array:
       return jnp.zeros((*sizes, *probe.shape[1:]), probe.dtype)
 
     def combine(_: None, parts: jax.Array) -> tuple[jax.Array]:
       by_tick = parts.reshape(-1, *parts.shape[2:])
       return (self._combine_parts(kind_of_part(path[-1]), by_tick, jnp.asarray(real), jnp.asarray(round_)),)
 
-    of_ticks.defvjp(lambda probe: (of_ticks(probe), None), combine)
-    return of_ticks(probe)
+    spread.defvjp(lambda probe: (spread(probe), None), combine)
+    return spread(probe)
 
 
 def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:

@@ -472,7 +472,7 @@ class TrainedModel:
   def tap(self, batch: Mapping[str, Any], *taps: str) -> dict[str, np.ndarray]:
     """Returns values between layers in a prediction, or statistics of them, by path.
 
-    With a gradient, all values are those of the loss of the batch, as `evaluate` computes it.
+    If a tap is a gradient, the loss of the batch is computed instead of a prediction, as in `evaluate`.
 
     Args:
       batch: see `predict`; if gradients are tapped, with labels, see `evaluate`.

@@ -294,7 +294,7 @@ def tap_step(
   """Returns what the taps of the surroundings report while the model predicts; see `predict_step` for the arguments."""
   key = jax.random.fold_in(prng_key, global_step)
   _, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
-  return _tapped(side.summaries)
+  return _tap_output(side.summaries)
 
 
 def tap_loss_step(
@@ -325,10 +325,10 @@ def tap_loss_step(
   arguments: Any = ({}, mdl_vars, key, inputs)
   probes = make_probes(jax.eval_shape(loss_fn, *arguments)[1], probed, model.path)
   (_, out), _ = watch_gradients(loss_fn, probes)(jnp.ones((), jnp.float32))(*arguments)
-  return _tapped(out.summaries)
+  return _tap_output(out.summaries)
 
 
-def _tapped(found: Mapping[str, Summary]) -> TapStepOutput:
+def _tap_output(found: Mapping[str, Summary]) -> TapStepOutput:
   arrays, summaries = {}, {}
   for name, summary in found.items():
     if summary.kind == ARRAY:  # Stacks of layers come before the rows.

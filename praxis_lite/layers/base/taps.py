@@ -84,8 +84,8 @@ class Taps:
     manual_axes: mesh axes along which values are one device's rows; parts of statistics are combined later.
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
-    probed: collects the gradients that are wanted, by name, with the paths of their layers; `point_1` is that of the
-      second call of a layer. None if no loss is differentiated.
+    probed: collects the path of the layer of each gradient that is wanted, by the name of the gradient; that of the
+      second call of a layer is `point_1`. None if no loss is differentiated.
     share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that finds the
       probes, and adds zeros of their shapes to the summaries.
   """
@@ -264,7 +264,7 @@ def probe_name(point: str) -> str:
 
 
 def is_probe(path: Path) -> bool:
-  """Whether a path in a tree of variables is that of a probe, whose last entry is the name of a part."""
+  """Whether a path in a tree of variables leads to a part of a probe."""
   return len(path) > 1 and path[-2].startswith(_PROBE)
 
 
