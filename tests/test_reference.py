@@ -60,7 +60,9 @@ def test_the_page_lists_its_names(page, package):
   if UPDATE:
     page.write_text(expected)
   else:
-    assert text == expected, 'names or docstrings have changed: UPDATE_GOLDEN=1 writes the lists anew'
+    assert text == expected, (
+      'names or docstrings have changed: run UPDATE_GOLDEN=1 python -m pytest tests/test_reference.py'
+    )
   assert expected.count(HEAD) == expected.count(':::')
   assert not re.findall(r'^\| `\w+` \|  \|$', expected, re.MULTILINE), 'a name without a docstring'
 

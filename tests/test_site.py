@@ -116,4 +116,4 @@ def test_the_reference_has_every_name_that_a_room_exports():
   pages = ''.join(page.read_text() for page in (ROOT / 'docs' / 'reference').glob('*.md'))
   documented = {*re.findall(r'^        - (\w+)$', pages, re.MULTILINE)}
   missing = [f'{room}.{name}' for room, name in exports() if name not in documented]
-  assert not missing, 'list them in docs/reference'
+  assert not missing, f'add {missing} to the members of a page in docs/reference'

@@ -159,49 +159,42 @@ def _tpu(row: str) -> Accelerator:
 
 # ---------------------------------------------------------------- GPU
 
-# Each row needs an entry in `_GPU_DETAILS`, and each capability one in `_MULTIPROCESSORS`. Peaks in 1e12/s; f32 is the
-# peak of TF32, which XLA uses by default. Memory in GB; bandwidth, all links and the network of a chip in GB/s; number
-# of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce cards multiply bfloat16
-# and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of PCIe,
-# through the host.
-_GPU_FIGURES = """
+# Each GPU has two lines, and each capability an entry in `_MULTIPROCESSORS`. First line: peaks in 1e12/s, where f32 is
+# the peak of TF32, which XLA uses by default, and '-' is no peak; memory in GB; bandwidth, all links and the network of
+# a chip in GB/s; number of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce
+# cards multiply bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate over one
+# x16 slot of PCIe, through the host: 32 GB/s for generation 4, 64 for generation 5. Second line: streaming
+# multiprocessors, clock in GHz, MiB of the L2 cache and the name of the device, which XLA's compiler needs; the system
+# whose network the figures have ('-' if the network is assumed); and the source of the figures. Remove the chip's
+# device kind from `_PEAKS_ALONE` if it is there.
+_BY_XLA = '; memory and bandwidth: specs of XLA for its compiler'
+_GPU_FIGURES = f"""
                bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  capability  device kind
   a100-40       312     156    624       -   42.33     1555.2    300       25       8     8         8.0  a100 sxm4 40gb
+    108  1.41   40     | NVIDIA A100-SXM4-40GB | DGX A100 | NVIDIA A100 data sheet{_BY_XLA}
   a100          312     156    624       -   85.10    2039.04    300       25       8     8         8.0  a100
+    108  1.41   40     | NVIDIA A100-SXM4-80GB | DGX A100 | NVIDIA A100 data sheet{_BY_XLA}
   h100          989   494.5   1979    1979   84.94    3352.32    450       50       8     8         9.0  h100
+    132  1.98   50     | NVIDIA H100 80GB HBM3 | DGX H100 | NVIDIA H100 data sheet, SXM{_BY_XLA}
   h200          989   494.5   1979    1979  151.40       4800    450       50       8     8         9.0  h200
+    132  1.98   50     | NVIDIA H200 | DGX H200 | NVIDIA H200 data sheet{_BY_XLA}
   b200         2250    1125   4500    4500  191.51    7672.32    900       50       8     8        10.0  b200
+    148  1.965  126.5  | NVIDIA B200 | DGX B200 | NVIDIA DGX B200 data sheet{_BY_XLA}
   gb200        2500    1250   5000    5000  197.90    7928.06    900       50      72     4        10.0  gb200
+    152  2.062  129.25 | NVIDIA GB200 | GB200 NVL72 | NVIDIA GB200 NVL72 specifications{_BY_XLA}
   l4            121      60    242     242    23.9        300     32    3.125       8     8         8.9  l4
+     58  2.04   48     | NVIDIA L4 | - | NVIDIA L4 data sheet; memory not checked
   l40s          362     183    733     733    47.6        864     32    3.125       8     8         8.9  l40s
+    142  2.52   96     | NVIDIA L40S | - | NVIDIA L40S data sheet; memory not checked
   rtx3090        71    35.6    284       -    25.3        936     32    3.125       8     8         8.6  rtx 3090
+     82  1.695  6      | NVIDIA GeForce RTX 3090 | - | NVIDIA Ampere GA102 whitepaper; not checked
   rtx4090     165.2    82.6  660.6   330.3    25.2       1008     32    3.125       8     8         8.9  rtx 4090
+    128  2.52   72     | NVIDIA GeForce RTX 4090 | - | NVIDIA Ada whitepaper; memory not checked
   rtx5090     209.5   104.8    838     419    33.7       1792     64    3.125       8     8        12.0  rtx 5090
+    170  2.407  96     | NVIDIA GeForce RTX 5090 | - | NVIDIA RTX Blackwell whitepaper; bfloat16 and int8 not checked
   rtx6000ada  364.2   182.1  728.5   728.5    50.9        960     32    3.125       8     8         8.9  rtx 6000 ada
+    142  2.505  96     | NVIDIA RTX 6000 Ada Generation | - | NVIDIA Ada whitepaper for professional cards; not checked
 """
-_DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
-# By name: the system whose network the figures have ('' if the network is assumed); streaming multiprocessors, clock in
-# GHz, MiB of the L2 cache and the name of the device, which XLA's compiler needs; and the source of the figures.
-_GPU_DETAILS = {
-  'a100-40': ('DGX A100', 108, 1.41, 40, 'NVIDIA A100-SXM4-40GB', f'NVIDIA A100 data sheet{_DEVICE}'),
-  'a100': ('DGX A100', 108, 1.41, 40, 'NVIDIA A100-SXM4-80GB', f'NVIDIA A100 data sheet{_DEVICE}'),
-  'h100': ('DGX H100', 132, 1.98, 50, 'NVIDIA H100 80GB HBM3', f'NVIDIA H100 data sheet, SXM{_DEVICE}'),
-  'h200': ('DGX H200', 132, 1.98, 50, 'NVIDIA H200', f'NVIDIA H200 data sheet{_DEVICE}'),
-  'b200': ('DGX B200', 148, 1.965, 126.5, 'NVIDIA B200', f'NVIDIA DGX B200 data sheet{_DEVICE}'),
-  'gb200': ('GB200 NVL72', 152, 2.062, 129.25, 'NVIDIA GB200', f'NVIDIA GB200 NVL72 specifications{_DEVICE}'),
-  'l4': ('', 58, 2.04, 48, 'NVIDIA L4', 'NVIDIA L4 data sheet; memory not checked'),
-  'l40s': ('', 142, 2.52, 96, 'NVIDIA L40S', 'NVIDIA L40S data sheet; memory not checked'),
-  'rtx3090': ('', 82, 1.695, 6, 'NVIDIA GeForce RTX 3090', 'NVIDIA Ampere GA102 whitepaper; not checked'),
-  'rtx4090': ('', 128, 2.52, 72, 'NVIDIA GeForce RTX 4090', 'NVIDIA Ada whitepaper; memory not checked'),
-  'rtx5090': (
-    *('', 170, 2.407, 96, 'NVIDIA GeForce RTX 5090'),
-    'NVIDIA RTX Blackwell whitepaper; peaks of bfloat16 and int8 not checked',
-  ),
-  'rtx6000ada': (
-    *('', 142, 2.505, 96, 'NVIDIA RTX 6000 Ada Generation'),
-    'NVIDIA Ada whitepaper for professional cards; not checked',
-  ),
-}
 # KiB of shared memory, threads and float32 units of a streaming multiprocessor, by compute capability (CUDA C++
 # Programming Guide, "Compute Capabilities").
 _MULTIPROCESSORS = {
@@ -214,20 +207,21 @@ _MULTIPROCESSORS = {
 }
 
 
-def _gpu(row: str) -> Accelerator:
-  """Returns a GPU. Its float32 peak is the TF32 peak, because XLA uses TF32 by default."""
+def _gpu(row: str, details: str) -> Accelerator:
+  """Returns a GPU from its two lines of `_GPU_FIGURES`."""
   name, bf16, f32, int8, float8, *figures, capability, kind = row.split(maxsplit=12)
   major, minor = map(int, capability.split('.'))
   memory, bandwidth, links, network, domain, host = map(float, figures)
   peaks = _peaks(bf16, f32, int8, float8)
-  system, cores, clock, l2_mib, device_name, source = _GPU_DETAILS[name]
+  numbers, device_name, system, source = details.strip().split(' | ')
+  cores, clock, l2_mib = map(float, numbers.split())
   shared_kib, threads, units = _MULTIPROCESSORS[capability]
   return Accelerator(
     name=name,
     kind='gpu',
     device_kinds=(kind,),
     capability=(major, minor),
-    cuda=Cuda(device_name, cores, clock, int(l2_mib * 2**20), shared_kib << 10, threads, units),
+    cuda=Cuda(device_name, int(cores), clock, int(l2_mib * 2**20), shared_kib << 10, threads, units),
     peaks={**peaks, 'f16': peaks['bf16']},
     memory=memory * _GIGA,
     bandwidth=bandwidth * _GIGA,
@@ -237,7 +231,7 @@ def _gpu(row: str) -> Accelerator:
     network=network * _GIGA,
     source=source,
     network_source=f'NVIDIA {system}: one {8 * network:.0f} Gb/s adapter for each GPU'
-    if system
+    if system != '-'
     else 'assumed: 200 Gb/s for a host of 8',
   )
 
@@ -262,8 +256,9 @@ def _rows(table: str) -> list[str]:
   return table.strip().splitlines()[1:]
 
 
+_GPU_LINES = _rows(_GPU_FIGURES)
 ACCELERATORS: dict[str, Accelerator] = {
-  found.name: found for found in (*map(_tpu, _rows(_TPU_FIGURES)), *map(_gpu, _rows(_GPU_FIGURES)), _CPU)
+  found.name: found for found in (*map(_tpu, _rows(_TPU_FIGURES)), *map(_gpu, _GPU_LINES[::2], _GPU_LINES[1::2]), _CPU)
 }
 
 _ALIASES = {

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 
 import pytest
 
 from praxis_lite.cli import list_experiments
-from praxis_lite.cli.main import COMMANDS as ALL, main
+from praxis_lite.cli.main import _MODULES, COMMANDS as ALL, main
 from praxis_lite.training import registry
 
 COMMANDS = sorted(ALL)
+
+
+def test_main_lists_each_file_with_a_command():
+  files = pathlib.Path(list_experiments.__file__).parent.glob('*.py')
+  defined = {file.stem for file in files if re.search('^COMMAND = ', file.read_text(), re.MULTILINE)}
+  missing = sorted(defined - {module.__name__.rpartition('.')[2] for module in _MODULES})
+  assert not missing, f'add {missing} to the imports and to _MODULES of praxis_lite/cli/main.py'
 
 
 @pytest.mark.parametrize('arguments', [[], ['--help'], *([name, '--help'] for name in COMMANDS)], ids=str)

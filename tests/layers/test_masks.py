@@ -12,6 +12,7 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from praxis_lite import layers
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import (
@@ -95,6 +96,13 @@ KINDS = {
   'memory': ChunkMemory(5, 3),
   'strides': Strides(6),
 }
+
+
+def test_each_exported_kind_has_an_example():
+  exported = {v for name in layers.__all__ if isinstance(v := getattr(layers, name), type)}
+  missing = {v for v in exported if issubclass(v, AttentionMask)} - {type(mask) for mask in KINDS.values()}
+  names = sorted(kind.__name__ for kind in missing if not kind.__abstractmethods__)
+  assert not names, f'add an example of {names} to KINDS, which the tests of this file compare with dense attention'
 
 
 def composed(seed):

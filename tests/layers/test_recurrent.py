@@ -13,9 +13,9 @@ from drawn_state import drawn_variables
 from jax.sharding import AxisType
 from padded_layers import place_variables, step_on_mesh
 
-from praxis_lite.common.config import Config
+from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.layers import MixerBlock, Recurrent, RepeatedTransformer
+from praxis_lite.layers import MixerBlock, Recurrent, RepeatedTransformer, rnn_cells
 from praxis_lite.layers.rnn_cells import CifgLstmCellSimple, GruCell, LayerNormalizedLstmCellSimple, LstmCellSimple
 
 D, O = 12, 6  # noqa: E741
@@ -53,7 +53,9 @@ def by_hand(cell, config, weights, row):
       m = z * m + (1 - z) * np.tanh(from_x[2] + w['b'][2] + r * (from_m[2] + w['b_state']))
       out.append(m)
       continue
-    assert isinstance(config, LstmCellSimple), f'by_hand lacks the formula of the cell {cell!r}: add it above'
+    assert isinstance(config, LstmCellSimple), (
+      f'add the formula of {cell!r} to by_hand, above this line, with `out.append(m)` and `continue` like the GRU'
+    )
     gates = from_x + from_m
     if cell == 'normalized':
       gates = (gates - gates.mean(1, keepdims=True)) / np.sqrt(gates.var(1, keepdims=True) + 1e-8) * w['ln_scale']
@@ -68,6 +70,13 @@ def by_hand(cell, config, weights, row):
       m = m @ w['w_proj']
     out.append(m)
   return np.array(out)
+
+
+def test_each_cell_is_compared_with_its_formula():
+  cells = {v for v in vars(rnn_cells).values() if isinstance(v, type) and issubclass(v, rnn_cells.RnnCell)}
+  missing = cells - {rnn_cells.RnnCell} - {target(cell()) for cell in CELLS.values()}
+  names = sorted(cell.__name__ for cell in missing)
+  assert not names, f'add a config of {names} to CELLS, and the formula to by_hand'
 
 
 @every_cell

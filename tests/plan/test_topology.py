@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.accelerators import _PEAKS_ALONE, accelerator_of
 from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.report import chips_text
@@ -93,6 +93,11 @@ class Device:
 def test_a_device_is_known_by_its_kind_and_its_peak_is_that_of_its_mfu(target, kind):
   assert accelerator_of(kind).name == target
   assert TARGETS[target].peak('bf16') == peak_flops(Device(kind))
+
+
+def test_a_chip_of_plan_has_no_peak_elsewhere():
+  twice = _PEAKS_ALONE.keys() & {kind for target in TARGETS.values() for kind in target.device_kinds}
+  assert not twice, f'remove {sorted(twice)} from _PEAKS_ALONE in common/accelerators.py: they have all figures now'
 
 
 @pytest.mark.parametrize('target', TARGETS.values(), ids=TARGETS)
