@@ -147,6 +147,24 @@ def test_a_matrix_that_would_fit_when_transposed_is_named():
     layer.apply(layer.init(jax.random.key(0)), jnp.ones((2, 18)))
 
 
+class TurnedInItsCall(Layer):
+  """Transposes a weight that fits as it is, beside one that would fit as its transpose."""
+
+  def setup(self):
+    self.create_variable('first', WeightHParams((18, 45)))
+    self.create_variable('second', WeightHParams((45, 18)))
+
+  def __call__(self, x):
+    h = x @ self.theta.first
+    return h @ self.theta.second.T
+
+
+def test_a_matrix_that_a_line_transposes_by_mistake_is_named_and_no_other():
+  layer = Config(TurnedInItsCall).instantiate()
+  with pytest.raises(ShapesError, match=r'; second would fit without \.T \(.*test_mistakes.py:\d+\)$'):
+    layer.apply(layer.init(jax.random.key(0)), jnp.ones((2, 18)))
+
+
 def test_no_field_is_proposed_where_none_decides():
   layer = Config(Sized, in_dims=3, out_dims=4).instantiate()
   with pytest.raises(ShapesError) as told:

@@ -52,7 +52,16 @@ def run_search(values: flags.FlagValues) -> int:
   configs, texts = {}, []
   for name, overrides in _ends(ranges):
     with prefix_errors(name):
-      configs[name] = config = configured_experiment(values, (*values.set, *overrides))
+      try:
+        configs[name] = config = configured_experiment(values, (*values.set, *overrides))
+      except UserError as error:
+        in_integers = {'uniform': 'int', 'log': 'log_int'}
+        for each in ranges:
+          if each.kind in in_integers and f'{each.path}: expected int' in str(error):
+            raise UserError(
+              f'{error}; integers are drawn by --search {each.path}={in_integers[each.kind]}(...)'
+            ) from None
+        raise
       texts.append(to_text(config.roots()))
       config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
   num_devices = values.devices or count_devices([config.task for config in configs.values()])

@@ -183,7 +183,8 @@ def explain_error(
     remedy = '; have the input yield integers, or cast by x.astype(jnp.int32)'
     operands = [f'{n} {x.dtype}{list(x.shape)}' for n, x in arrays.items()]
   else:
-    remedy, operands = _fitting_field(what, layer, weights), [f'{n} {list(x.shape)}' for n, x in arrays.items()]
+    remedy = _fitting_field(what, layer, weights, own[-1].code)
+    operands = [f'{n} {list(x.shape)}' for n, x in arrays.items()]
     operands += [f'{n} {list(shape)}' for n, shape in weights.items() if n not in arrays]
   operands_shown = f'; {", ".join(operands[:_MAX_OPERANDS])}' if operands else ''
   return ShapesError(f'{name}: {what}{operands_shown}{remedy}{where}')
@@ -202,11 +203,12 @@ def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str |
   return f'{found[1]}() {found[2]}, as {type(caller).__name__} calls it; declare its arguments {defined_at(method)}'
 
 
-def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]]) -> str:
+def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]], code: str) -> str:
   """Returns the field that decides a size in a message about shapes, with the value that fits; '' unless it is clear.
 
   The field belongs to the layer, or to the outermost layer around it that has a field of this name and value. If a
-  matrix of a user's own layer would fit when it is transposed, the result says that instead.
+  matrix of a user's own layer would fit when it is transposed, or without the transposition in `code`, the line of code
+  at fault, the result says that instead.
   """
   sizes = next((found.groups() for pattern in _TWO_SIZES if (found := re.search(pattern, what))), ())
   layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
@@ -216,8 +218,11 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
       shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
     if not shapes:
       continue
-    if turned := [name for name, shape in weights.items() if shape == (old, new) and _is_of_user(layer)]:
+    named = [name for name in weights if re.search(rf'\b{re.escape(name)}\b', code)] or weights
+    if turned := [name for name in named if weights[name] == (old, new) and _is_of_user(layer)]:
       return f'; {" or ".join(turned)} would fit as [{new}, {old}]'
+    if plain := [name for name in named if weights[name] == (new, old) and f'{name}.T' in code]:
+      return f'; {plain[0]} would fit without .T'
     at_hand = [(owner, field) for owner in layers if (field := _field_of_size(owner, old))]
     same = [(owner, field) for owner, field in at_hand if field[0] == at_hand[0][1][0]]
     if same:

@@ -47,6 +47,8 @@ class LabelledTextInput(TextExamplesInput):
     pair_style: 'bert' puts one end token between two texts, and gives the tokens of the second type 1. 'roberta' puts
       two end tokens between them, and gives all tokens type 0.
     truncate: whether to cut the longer text of a row that is too long, instead of treating the row as a bad record.
+    unlabelled: whether the files have texts to classify: lines may lack the class, and may be those of a text file;
+      each label is 0.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
@@ -59,6 +61,7 @@ class LabelledTextInput(TextExamplesInput):
   classes: tuple[str, ...] | None = None
   pair_style: str = 'bert'
   truncate: bool = False
+  unlabelled: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -92,6 +95,8 @@ class LabelledTextInput(TextExamplesInput):
 
   @functools.cached_property
   def _examples(self) -> list[_Example]:
+    if self.unlabelled and self.path is not None:
+      return self._encode_all(self.fields, _TEXTS, self._encode, 'texts')
     return self._encode_all(self.fields, _LINES, self._encode, 'texts with a class')
 
   def _forms(self) -> tuple[str, str]:
@@ -103,7 +108,7 @@ class LabelledTextInput(TextExamplesInput):
   def _encode(self, values: Sequence[object]) -> _Example:
     """Returns the tokens and the class of an example; raises DataError if it cannot be used."""
     *texts, label = values
-    number = self._class_of(label)
+    number = 0 if self.unlabelled else self._class_of(label)
     tokens = [self._tokens_of(name, text) for name, text in zip(self.fields, texts)]
     between = 2 if self.pair_style == 'roberta' else 1
     room = self.seq_len - 2 - between * (len(tokens) - 1)
@@ -158,4 +163,21 @@ def _split_json(line: str, fields: tuple[str, ...]) -> Sequence[object]:
   return [values[name] for name in fields]
 
 
-_LINES: dict[str, Callable[[str, tuple[str, ...]], Sequence[object]]] = {'.tsv': split_tsv, '.jsonl': _split_json}
+def _texts_of_tsv(line: str, fields: tuple[str, ...]) -> Sequence[object]:
+  has_class = line.count('\t') == len(fields) - 1
+  return [*split_tsv(line, fields if has_class else fields[:-1])[: len(fields) - 1], None]
+
+
+def _text_of_line(line: str, fields: tuple[str, ...]) -> Sequence[object]:
+  if len(fields) > 2:
+    raise ValueError(f'is one text; expected {" and ".join(fields[:-1])}, in a .tsv or .jsonl file')
+  return [line, None]
+
+
+_Parsers = dict[str, Callable[[str, tuple[str, ...]], Sequence[object]]]
+_LINES: _Parsers = {'.tsv': split_tsv, '.jsonl': _split_json}
+_TEXTS: _Parsers = {
+  '.tsv': _texts_of_tsv,
+  '.jsonl': lambda line, fields: [*_split_json(line, fields[:-1]), None],
+  '.txt': _text_of_line,
+}

@@ -28,14 +28,14 @@ def read_lines(
     data: the input whose field `path` names the files; it counts lines that cannot be parsed as bad records.
     path: the value of that field, see `find_files`.
     fields: the names of the values in a line.
-    parsers: for each ending of a file name, '.tsv' and '.jsonl', a function of a line and `fields` that returns the
+    parsers: for each ending of a file name, such as '.tsv', a function of a line and `fields` that returns the
       values; its ValueError says what is wrong with the line.
   """
   where = f'{data.label}.path'
   for file in find_files(path, where):
     parse = parsers.get(os.path.splitext(file)[1])
     if parse is None:
-      raise DataError(f'{where}: {file} is neither *.tsv nor *.jsonl')
+      raise DataError(f'{where}: {file} is neither {" nor ".join(f"*{ending}" for ending in parsers)}')
     for number, line in enumerate(read_file(file, where).split(b'\n'), 1):
       if not line.strip():
         continue

@@ -156,9 +156,10 @@ def to_patches(x_BHWC: jax.Array, size: int) -> jax.Array:
 def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int) -> None:
   """Raises ConfigError if images [B, H, W, C] do not have these channels, or cannot be halved so often."""
   if len(shape) != 4 or shape[-1] != channels or any(size % 2**halvings for size in shape[1:3]):
+    remedy = f'; set image_channels = {shape[-1]} of the encoder' if len(shape) == 4 and shape[-1] != channels else ''
     raise ConfigError(
       f'{where}: expected images [B, H, W, {channels}] whose height and width are multiples of {2**halvings}, got the '
-      f'shape {list(shape)}'
+      f'shape {list(shape)}{remedy}'
     )
 
 

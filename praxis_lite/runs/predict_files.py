@@ -1,7 +1,7 @@
 """Predicts for the examples in files.
 
 a.npz      arrays by name, with the examples in dimension 0
-a.jsonl    an example on each line, as an object of its values
+a.jsonl    an example on each line, as an object of its values; or texts, for a dataset that reads them
 a.png      an image, also .jpg, .jpeg, .bmp and .gif; needs a dataset of the run that reads images
 a.txt      for a masked language model, a text on each line, in which [MASK] stands for tokens to fill in
 a.wav      a recording, which is transcribed; needs a dataset of the run that reads recordings
@@ -22,8 +22,10 @@ from praxis_lite.common.errors import ConfigError, DataError, UserError, first_l
 from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
 from praxis_lite.inputs.image_records import ImageRecordInput
+from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
-from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, make_reader
+from praxis_lite.inputs.text_examples import TextExamplesInput
+from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, is_of, make_reader
 from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.trained import TrainedModel
@@ -74,7 +76,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
   with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
     if any(file.lower().endswith(_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
-  for where, batch, images in _batches_of_files(model, files, batch_size, structs):
+  for where, batch, images in _batches_of_files(model, files, what, batch_size, structs):
     with prefix_errors(where):
       try:
         out = compute(batch)
@@ -92,7 +94,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
 
 
 def _batches_of_files(
-  model: TrainedModel, files: Sequence[str], batch_size: int, structs: Mapping[str, Any]
+  model: TrainedModel, files: Sequence[str], what: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[str]]]:
   """Yields batches: a name of their files for messages, the batch, and for images the file of each row.
 
@@ -105,17 +107,17 @@ def _batches_of_files(
     for file in together:
       check_exists(file)
       with prefix_errors(file):
-        yield from ((file, batch, ()) for batch in _batches(model, file, batch_size, structs))
+        yield from ((file, batch, ()) for batch in _batches(model, file, what, batch_size, structs))
 
 
 def _batches(
-  model: TrainedModel, file: str, batch_size: int, structs: Mapping[str, Any]
+  model: TrainedModel, file: str, what: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
   name = file.lower()
   if name.endswith('.npy'):
     raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
-  if not name.endswith(_ARRAYS):
-    yield from _dataset_for(model, file)
+  if not name.endswith(_ARRAYS) or _has_texts(model, file):
+    yield from _dataset_for(model, file, what)
     return
   for rows in (_npz_rows if name.endswith('.npz') else _jsonl_rows)(file, batch_size):
     check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
@@ -198,7 +200,21 @@ def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
   return number, example
 
 
-def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
+def _has_texts(model: TrainedModel, file: str) -> bool:
+  """Whether the first line of a .jsonl file has texts, and a dataset of the run reads such lines."""
+  if not file.lower().endswith('.jsonl') or not any(
+    is_of(config, TextExamplesInput) for config in datasets_by_use(model)
+  ):
+    return False
+  with open_plain(file) as opened:
+    first = next((line for line in opened if line.strip()), b'{}')
+  with contextlib.suppress(ValueError):
+    values = parse_json_line(first)
+    return isinstance(values, dict) and any(isinstance(value, str) for value in values.values())
+  return False
+
+
+def _dataset_for(model: TrainedModel, file: str, what: str) -> Iterator[Mapping[str, Any]]:
   """Returns the batches of a file, read by the run's first dataset that reads files; evaluation datasets come first."""
   configs = datasets_by_use(model)
   for config in configs:
@@ -206,6 +222,9 @@ def _dataset_for(model: TrainedModel, file: str) -> Iterator[Mapping[str, Any]]:
     if field is not None:
       whole: dict[str, Any] = {field: file, 'is_training': False, 'shuffle': False, 'num_epochs': 1}
       whole |= {'split': None} if 'split' in (field_names(config) or ()) else {}
+      whole |= {name: None for name in ('examples', 'pairs') if name in (field_names(config) or ())}
+      if is_of(config, LabelledTextInput):
+        whole['unlabelled'] = what == 'predict'
       return iter(config.clone(**whole).instantiate())
   kinds = ', '.join(getattr(config.__fn_or_cls__, '__name__', 'a function') for config in configs) or 'none'
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')

@@ -16,7 +16,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, did_you_mean
 
 References = Sequence[Sequence[str]]
 TextMetric = Callable[[Sequence[str], References], float]
@@ -107,7 +107,11 @@ def find_metrics(path: str, wanted: Sequence[str | TextMetric]) -> dict[str, Tex
   found: dict[str, TextMetric] = {}
   for metric in wanted:
     if isinstance(metric, str):
-      check_choice(path, metric, list(METRICS))
+      if metric not in METRICS:
+        raise ConfigError(
+          f'{path}: expected {", ".join(map(repr, METRICS))} or, in Python, a function, got {metric!r}.'
+          f'{did_you_mean(metric, list(METRICS))}'
+        )
       package = _PACKAGES.get(metric)
       if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(f"{path}: {metric!r} needs praxis_lite[eval]: pip install 'praxis_lite[eval]'")

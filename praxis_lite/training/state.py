@@ -111,16 +111,18 @@ def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
 def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
   """Raises ConfigError if a layer of a task without `mesh_axis_names` names an axis that the mesh does not have."""
   known = {*axis_sizes(mesh), *(name for name, _ in jax_task.logical_axis_rules or ())}
+  fields_of_axes: dict[str, str] = {}  # The first field that names an axis.
   for layer in jax_task.model.descendants():
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      for field, mapping in layer.split_mappings(group).items():
+      for field, mapping in layer.split_mappings(group).items() if layer.mesh_axis_names is None else ():
         entries = mapping if isinstance(mapping, tuple | list) else ()
-        unknown = [a for entry in entries for a in spec_axes(entry) if isinstance(a, str) and a not in known]
-        if unknown and layer.mesh_axis_names is None:
-          raise ConfigError(
-            f'{field} names the mesh axis {unknown[0]!r}, and task.mesh_axis_names is not set; set it in the '
-            "experiment, as in mesh_axis_names = ('data', 'mdl'), or leave out the mapping"
-          )
+        for axis in (a for entry in entries for a in spec_axes(entry) if isinstance(a, str) and a not in known):
+          fields_of_axes.setdefault(axis, field)
+  for axis, field in fields_of_axes.items():
+    raise ConfigError(
+      f'{field} names the mesh axis {axis!r}, and task.mesh_axis_names is not set; set it, in the experiment or the '
+      f'task, as in mesh_axis_names = {tuple(fields_of_axes)}, or leave out the mapping'
+    )
 
 
 def state_layout(

@@ -13,7 +13,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
-from praxis_lite.inputs import ByteTokenizer, MaskedTextInput
+from praxis_lite.inputs import ByteTokenizer, LabelledTextInput, MaskedTextInput
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.programs import examples_of
@@ -95,6 +95,26 @@ def test_a_text_that_cannot_be_filled_in_is_named(tmp_path, text, message):
   (tmp_path / 'gaps.txt').write_bytes(text)
   with pytest.raises(UserError, match=message):
     list(predict_files(masked_model(tmp_path), [str(tmp_path / 'gaps.txt')]))
+
+
+def test_texts_of_each_kind_of_file_are_classified_as_the_run_reads_them(tmp_path):
+  tokenizer = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
+  data = Config(LabelledTextInput, name='data', examples=(('a', 'bad'),), classes=('bad', 'good'))
+  data.set(seq_len=6, batch_size=2, tokenizer_tpl=tokenizer)
+  run = SimpleNamespace(config=SimpleNamespace(datasets=[data]), batch_struct=data.instantiate().batch_struct, layer=1)
+  run.predict = lambda batch: {'count': batch['segment_ids'].sum(1)}
+  run.evaluate_examples = lambda batch: {'label': batch['label']}
+  (tmp_path / 'a.jsonl').write_text('\n{"text": "ab"}\n{"text": "c"}\n{"text": "d"}\n')
+  (tmp_path / 'b.txt').write_text('abc\n')
+  (tmp_path / 'c.tsv').write_text('abcd\tgood\n')
+  files = [str(tmp_path / name) for name in ('a.jsonl', 'b.txt', 'c.tsv')]
+  assert [example['count'] for example in predict_files(run, files)] == [4, 3, 3, 5, 6]
+  assert list(predict_files(run, files[2:], what='evaluate')) == [{'label': 1}]
+  with pytest.raises(UserError, match=r"line 2 of .*a\.jsonl: has no 'label'"):
+    list(predict_files(run, files[:1], what='evaluate'))
+  ids = np.full((1, 6), 7)
+  (tmp_path / 'd.jsonl').write_text(json.dumps({'ids': ids[0].tolist(), 'segment_ids': [1] * 6}))
+  assert list(predict_files(run, [str(tmp_path / 'd.jsonl')])) == [{'count': 6}]
 
 
 def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):

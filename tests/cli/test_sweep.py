@@ -113,6 +113,7 @@ def test_a_search_trains_what_is_proposed_and_goes_on_with_more_trials(tmp_path)
   'arguments, message',
   [
     ([f'--search={RATE}=log(1,0)'], 'the lower one first'),
+    (['--search=task.model.hidden=uniform(1,9)'], 'integers are drawn by --search task.model.hidden=int(...)'),
     (['--search=task.model.hiden=int(1,9)'], "Did you mean 'hidden'"),
     (['--search=task.model.hidden=int(1,9)', '--set=task.model.hidden=1,2'], 'write several values as --search'),
     (['--search=task.model.hidden=3,5', '--metric=los'], "hidden=3: --metric=los: no run has it. Did you mean 'loss'?"),

@@ -19,9 +19,11 @@ from praxis_lite.bridges.hf.families import FAMILIES, describe_model
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.reader import open_checkpoint
+from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves_by_path
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -224,6 +226,23 @@ def test_an_activation_that_no_family_has_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style='gpt2')
   model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl.activation = 'softplus'
   with pytest.raises(ConfigError, match=r"to none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
+    describe_model(model.instantiate())
+
+
+class OwnFeedForward(Layer):
+  """A layer that no family has."""
+
+  input_dims: int = REQUIRED
+  hidden_dims: int = REQUIRED
+
+  def __call__(self, x):
+    return x
+
+
+def test_a_layer_of_a_user_is_named():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
+  model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl = Config(OwnFeedForward)
+  with pytest.raises(ConfigError, match=r'families .*: none of them has lm\.transformer\..*ff, a OwnFeedForward$'):
     describe_model(model.instantiate())
 
 

@@ -118,3 +118,35 @@ def test_mistakes_are_named(tmp_path):
   (tmp_path / 'a.csv').write_text('a,1')
   with pytest.raises(DataError, match='is neither'):
     labelled(path=str(tmp_path / 'a.csv')).get_next()
+
+
+@pytest.mark.parametrize(
+  'file, content, fields',
+  [
+    ('a.txt', 'ab\n\nc\n', ('text', 'label')),
+    ('a.tsv', 'ab\nc\tgood\n', ('text', 'label')),
+    ('a.jsonl', '{"text": "ab"}\n{"text": "c", "label": "unknown"}\n', ('text', 'label')),
+    ('b.tsv', 'ab\tx\nc\tx\t3\n', ('one', 'other', 'label')),
+    ('b.jsonl', '{"one": "ab", "other": "x"}\n{"one": "c", "other": "x"}\n', ('one', 'other', 'label')),
+  ],
+)
+def test_texts_to_classify_need_no_class(tmp_path, file, content, fields):
+  (tmp_path / file).write_text(content)
+  batch = labelled(path=str(tmp_path / file), fields=fields, classes=('bad', 'good'), unlabelled=True).get_next()
+  other = ids('x', EOS) if len(fields) == 3 else []
+  assert [row[row != PAD].tolist() for row in batch['ids'][:2]] == [ids(BOS, t, EOS) + other for t in ('ab', 'c')]
+  assert not batch['label'].any() and batch['weights'].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+  'file, says',
+  [
+    ('a.txt', r'line 1 of .*a\.txt: is one text; expected one and other, in a \.tsv or \.jsonl file'),
+    ('a.tsv', r'line 1 of .*a\.tsv: has 1 column; expected one, other, separated by tabs'),
+    ('a.md', r'a\.md is neither \*\.tsv nor \*\.jsonl nor \*\.txt'),
+  ],
+)
+def test_a_line_that_is_no_pair_to_classify_is_named(tmp_path, file, says):
+  (tmp_path / file).write_text('ab\n')
+  with pytest.raises(DataError, match=says):
+    labelled(path=str(tmp_path / file), fields=('one', 'other', 'label'), unlabelled=True).get_next()

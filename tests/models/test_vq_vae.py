@@ -54,8 +54,10 @@ def test_impossible_models_and_images_are_refused():
   with pytest.raises(ConfigError, match=r'decoder_tpl\.channels: 1 doubling, but the encoder has 2 halvings'):
     model().set(decoder_tpl=Config(ImageDecoder, channels=(5,))).instantiate()
   layer = model(Config(FiniteScalarQuantizer, levels=(3, 3))).instantiate()
-  with pytest.raises(ConfigError, match=r'multiples of 4, got the shape \[3, 6, 4, 2\]'):
+  with pytest.raises(ConfigError, match=r'multiples of 4, got the shape \[3, 6, 4, 2\]$'):
     layer.apply(layer.init(jax.random.key(0)), {'image': batch()['image'][:, :6]}, method='predict', do_eval=True)
+  with pytest.raises(ConfigError, match=r'got the shape \[3, 8, 4, 1\]; set image_channels = 1 of the encoder$'):
+    layer.apply(layer.init(jax.random.key(0)), {'image': batch()['image'][..., :1]}, method='predict', do_eval=True)
   with pytest.raises(ConfigError, match=r"no 'image', which task\.model\.input_name names"):
     layer.check_input(configure(DigitsVqVae).datasets[0].instantiate(), {'picture': batch()['image']})
 

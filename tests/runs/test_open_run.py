@@ -17,9 +17,10 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
-from praxis_lite.inputs import ArrayInput
+from praxis_lite.inputs import ArrayInput, TextInput
 from praxis_lite.models import BaseModel
 from praxis_lite.runs import DraftStatistics, run_eval, run_train
+from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.inference import decode_prompts
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.prompts import check_ids
@@ -458,6 +459,9 @@ def mistakes():
   told = r"^evaluate: there is no dataset 'val'. Did you mean 'valid'\? There are: 'train', 'valid'"
   yield lambda run, model: model.evaluate('val'), ConfigError, told
   yield lambda run, model: model.evaluate(2), ConfigError, r'^evaluate: there is no dataset 2'
+  unset = [Config(TextInput, name='text', seq_len=4, batch_size=1)]
+  told = r"^datasets\[0\]\.path: a value is required but not set \(a field of TextInput\), as in --set 'datasets\[0\]"
+  yield lambda run, model: find_dataset(unset, 'text'), ConfigError, told
   endless = Config(ArrayInput, name='own', arrays=examples(9, 0), batch_size=3, is_training=True)
   yield lambda run, model: model.evaluate(endless.instantiate()), ConfigError, r'^evaluate: own is endless'
   yield lambda run, model: model.evaluate(None), ConfigError, r'^evaluate: expected a dataset, got NoneType'

@@ -72,7 +72,7 @@ def test_a_metric_that_is_missing_is_named(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ConfigError, match=r"^here: 'bleu' needs praxis_lite\[eval\]: pip install"):
     find_metrics('here', ['bleu'])
-  with pytest.raises(ConfigError, match=r"^here.*exact.*Did you mean 'exact_match'"):
+  with pytest.raises(ConfigError, match=r"^here.*exact.* or, in Python, a function, .*Did you mean 'exact_match'"):
     find_metrics('here', ['exact'])
   with pytest.raises(ConfigError, match='expected names or functions, got 3'):
     find_metrics('here', [3])

@@ -152,7 +152,9 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
     if not differences[name]:
       return family, values
   if not differences:
-    why = f': {"; ".join(reasons)}' if reasons else ''
+    of_user = (layer for layer in model.descendants() if not type(layer).__module__.startswith('praxis_lite.'))
+    named = [f'none of them has {layer.path_name}, a {type(layer).__name__}' for layer in of_user]
+    why = f': {"; ".join([*reasons, *named[:_SHOWN]])}' if reasons or named else ''
     raise ConfigError(f'this model belongs to none of the families {", ".join(known)}{why}')
   nearest = max(differences, key=lambda name: (in_common[name], -len(differences[name])))
   shown = differences[nearest][:_SHOWN]

@@ -135,16 +135,8 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   """
   start_devices()
   inputs: list[BaseInput] = []
-  missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
   for i, config in enumerate(configs):
-    if missing[i] is not None:
-      every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(config).__qualname__
-      example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(config)
-      if line:  # The user's code has created or edited this config.
-        example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
-      raise ConfigError(
-        f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}'
-      )
+    check_required_fields(configs, i, name)
     called = target(config).__qualname__, getattr(config, 'name', '')
     with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
@@ -166,6 +158,18 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{data.name!r}, so their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
       )
   return Datasets(name, inputs)
+
+
+def check_required_fields(configs: Sequence[Config], i: int, name: str = 'datasets') -> None:
+  """Raises ConfigError, with the path of the field and a remedy, if a required field of input `i` is not set."""
+  missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
+  if missing[i] is None:
+    return
+  every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(configs[i]).__qualname__
+  example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(configs[i])
+  if line:  # The user's code has made or edited this config.
+    example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
+  raise ConfigError(f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}')
 
 
 def _line_of_config(config: Config) -> str:
