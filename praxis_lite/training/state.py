@@ -121,7 +121,7 @@ def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
   for axis, field in fields_of_axes.items():
     raise ConfigError(
       f'{field} names the mesh axis {axis!r}, and task.mesh_axis_names is not set; set it, in the experiment or the '
-      f'task, as in mesh_axis_names = {tuple(fields_of_axes)}, or leave out the mapping'
+      f'task, as in mesh_axis_names = {(*axis_sizes(mesh), *fields_of_axes)}, or leave out the mapping'
     )
 
 

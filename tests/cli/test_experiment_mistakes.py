@@ -227,7 +227,7 @@ MISTAKES = {
   ),
   'no names': (
     ON_A_MESH.format("('data', 'mdl')"),
-    r"^other\.weight_split_dims_mapping\.wt names the mesh axis 'data', and task\.mesh_axis_names is not set; .* "
+    r"^other\.weight_split_dims_mapping\.wt names the mesh axis 'mdl', and task\.mesh_axis_names is not set; .* "
     r"or the task, as in mesh_axis_names = \('data', 'mdl'\), or leave out the mapping",
   ),
   'wrong name': (

@@ -460,7 +460,7 @@ def mistakes():
   yield lambda run, model: model.evaluate('val'), ConfigError, told
   yield lambda run, model: model.evaluate(2), ConfigError, r'^evaluate: there is no dataset 2'
   unset = [Config(TextInput, name='text', seq_len=4, batch_size=1)]
-  told = r"^datasets\[0\]\.path: a value is required but not set \(a field of TextInput\), as in --set 'datasets\[0\]"
+  told = r"^datasets\[0\]\.path: a value is required but not set \(a field of TextInput\), as in .*--set 'datasets\[0\]"
   yield lambda run, model: find_dataset(unset, 'text'), ConfigError, told
   endless = Config(ArrayInput, name='own', arrays=examples(9, 0), batch_size=3, is_training=True)
   yield lambda run, model: model.evaluate(endless.instantiate()), ConfigError, r'^evaluate: own is endless'
