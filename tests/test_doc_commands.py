@@ -47,6 +47,7 @@ NOT_RUN = {
   r'praxis-lite agree .*': 'compiles a dozen programs: cli/test_agree.py runs it on a smaller model',
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',
+  r'praxis-lite predict .*(gaps\.txt|new\.tsv)': 'reads a run of a page: cli/test_predict_files.py has such',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
   r'praxis-lite .*runs/tuned.*': 'hf/test_guide_commands.py runs those of the guide to preferences',
   r'praxis-lite export-hf .*runs/lora.*': 'runs/test_adapters_of_runs.py trains and exports such a run',
