@@ -1,8 +1,8 @@
 """Gradients of activations, as arrays or statistics, which a step computes in its backward pass.
 
-A probe is an array of zeros among the variables of a layer; the gradient with respect to it is the wanted array or a
-part of a statistic, see `layers/base/taps.py`. Each layer of a stack has its own probe, and so has each call of a layer.
-This file makes the probes, and computes these gradients.
+A probe is an array of zeros among the variables of a layer. The gradient with respect to it is the wanted array or a
+part of a statistic, see `layers/base/taps.py`. Each layer of a stack and each call of a layer has its own probe. This
+file makes the probes, and computes these gradients.
 """
 
 from __future__ import annotations
