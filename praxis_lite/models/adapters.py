@@ -38,7 +38,7 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 
 
 def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a copy of a model's config without adapters or quantization, for the variables of `merge_adapters`."""
+  """Returns a model's config without adapters or quantization, for the variables that `merge_adapters` returns."""
   return model.clone(adapters=(), quantized=())
 
 
@@ -153,7 +153,7 @@ def combine_adapters(
     a_path, b_path = (*path, 'lora', 'a'), (*path, 'lora', 'b')
     a, b = (np.zeros(declared[p].full_shape, np.float32) for p in (a_path, b_path))
     n = len(declared[a_path].repeat_prefix)
-    a_KIR, b_KRO = np.moveaxis(a, n, 0), np.moveaxis(b, n, 0)  # Views, with the adapters first.
+    a_KIR, b_KRO = np.moveaxis(a, n, 0), np.moveaxis(b, n, 0)  # Views; dimension 0 is that of the adapters.
     for i, name in enumerate(adapters):
       if name in of_layer:
         layer, own_arrays = of_layer[name]

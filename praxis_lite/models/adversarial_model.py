@@ -30,7 +30,7 @@ from praxis_lite.models.base import BaseModel
 
 
 class AdversarialOutput(NamedTuple):
-  """Generated images [B, H, W, C], and the discriminator's logits [B] for them and for the images of the batch."""
+  """Generated images [B, H, W, C], and the discriminator's logits for these images, [B], and for real images, [B]."""
 
   generated: jax.Array
   of_generated: jax.Array
@@ -72,7 +72,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     self._grid = tuple(size // 2**doublings for size in self.image_size)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if there are no images, or they have another shape."""
+    """Raises a `ConfigError` if a batch has no images, or their shape is not the shape of the generated images."""
     if self.input_name not in batch:
       raise ConfigError(f'{data.label}: no {self.input_name!r}, which task.model.input_name names; has {list(batch)}')
     shape, expected = np.shape(batch[self.input_name])[1:], (*self.image_size, self.discriminator.image_channels)
@@ -82,7 +82,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
       )
 
   def compute_predictions(self, batch: NestedDict) -> AdversarialOutput:
-    """Returns generated images and the logits; the latent of a row does not depend on the other rows."""
+    """Returns generated images and all logits; the latent of each generated image does not depend on the other rows."""
     real = batch[self.input_name]
     generated = self.generate(len(real))
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))

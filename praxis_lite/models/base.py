@@ -112,7 +112,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   @property
   def active_num_params(self) -> int:
-    """The number of parameters that one token uses; only those experts count to which it is sent."""
+    """The number of parameters that one token uses; an expert counts only if the token is sent to it."""
     return sum(weight.num_active for weight in jax.tree.leaves(self.abstract_init()))
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
@@ -284,7 +284,8 @@ def check_is_trained(
 ) -> None:
   """Raises ConfigError if the loss, the metric `name`, depends on no trained variable; to be called inside `jax.grad`.
 
-  A value that depends on a trained variable is a tracer of the same class; other values are constants for the gradient.
+  A value that depends on a trained variable is a tracer of the same class as the variable. Other values are constants
+  for the gradient.
   """
   kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
   if not kinds or isinstance(loss, kinds):

@@ -1,4 +1,4 @@
-"""CachedSteps: `DecodingSteps` of networks whose state is the caches of their layers; OwnHeads: their drafting heads.
+"""`DecodingSteps` of networks whose decode state is the caches of their layers, and OwnHeads for their drafting heads.
 
 B batch, T tokens in one step, S slots, D model dims, V vocabulary.
 """
@@ -35,7 +35,7 @@ def start_caches(
   can_go_back: bool,
   method: str = 'init_decode_state',
 ) -> NestedDict:
-  """Returns the decode state, made by `method`, of rows without tokens; see `DecodingSteps` for `can_go_back`."""
+  """Returns the decode state of rows without tokens, which `method` creates; see `DecodingSteps` for `can_go_back`."""
   state = lm.apply(variables, num_rows, num_slots, method=method)[1].decode_state
   return place_caches(state, num_slots) if can_go_back else state
 
@@ -104,7 +104,7 @@ class CachedSteps:
     caches: NestedDict,
     surroundings: Surroundings | None = None,
   ) -> tuple[Any, NestedDict]:
-    """Returns the result of a method for the next tokens, and the new caches."""
+    """Calls a method of the network with the next tokens; returns its result and the new caches."""
     arguments = ids_BT, pos_BT, last_B, *(self._prompt_arguments if ids_BT.shape[1] > 1 else ())
     result, side = self._lm.apply(
       self._variables, *arguments, decode_state=caches, method=method, surroundings=surroundings
@@ -128,7 +128,7 @@ class PackedSteps(CachedSteps):
   def read_prompts(
     self, ids_BP: jax.Array, pos_BP: jax.Array, last_B: jax.Array, state: NestedDict
   ) -> tuple[jax.Array, NestedDict]:
-    """Returns the results of `extend` for packed prompts; `pos_BP` is not used."""
+    """Reads packed prompts; returns the logits of the token after each prompt, [B, V], and the new caches."""
     packed = self._packed
     arguments = packed.pack(ids_BP), packed.pos, packed.last, None, packed
     logits_RSV, side = self._lm.apply(self._variables, *arguments, decode_state=state, method='extend_step')
@@ -179,7 +179,7 @@ class StepsWithHidden(CachedSteps):
 
 
 class OwnHeads:
-  """The heads of a network that predict later tokens, for an `OwnHeadsDrafter`; their state is their caches.
+  """The heads of a network that predict later tokens, for an `OwnHeadsDrafter`. Their state is the caches of the heads.
 
   Args:
     lm: the network, in a call of its parent.
@@ -207,7 +207,10 @@ class OwnHeads:
     last_B: jax.Array,
     state: NestedDict,
   ) -> tuple[jax.Array, jax.Array, NestedDict]:
-    """Returns the logits, the next hidden state and the new caches; see `TransformerLm.extend_further`."""
+    """Returns the logits of head `number`, the inputs of the next head, [B, T, D], and the new caches.
+
+    `TransformerLm.extend_further` describes the arguments.
+    """
     arguments: tuple[Any, ...] = number, hidden_BTD, ids_BT, pos_BT, last_B
     (logits_BV, hidden_BTD), side = self._lm.apply(
       self._variables, *arguments, decode_state=state, method='extend_further'

@@ -56,7 +56,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per row, over rows that have enough frames for their labels; `too_short`, the fraction of
-    rows that do not; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
+    rows that have too few; and in evaluation the error rates of the best path, see `SpeechModel.error_metrics`.
     Per example: `loss`, 0 for rows that are too short.
     """
     labels, weights_B = self.labels_of(batch), batch['weights']
@@ -73,7 +73,7 @@ class CtcModel(SpeechModel[CtcPredictions]):
     return metrics, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns transcripts, see `SpeechModel.predict`: of the best path, or with several beams the best prefix."""
+    """Returns the transcripts of the best path, or with several beams the best prefixes; see `SpeechModel.predict`."""
     predictions = self.compute_predictions(batch)
     if self.num_beams == 1:
       best = ctc_greedy_decode(*predictions, blank_id=self.blank_id)

@@ -151,8 +151,8 @@ class DistilledModel(LanguageModel):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`; `xent`, nats per token; `divergence`, nats per token; in evaluation `accuracy`, and `agreement`,
-    the fraction of tokens where model and teacher have the same most probable token. Per example: `loss`, the mean of a
-    row, and `weights`, the sum.
+    the fraction of tokens where model and teacher have the same most probable token. Per example: `loss`, the mean over
+    the tokens of a row, and `weights`, the sum of their weights.
     """
     weights_BT, found = weights_of_tokens(batch), predictions
     loss_BT = (1 - self.weight) * found.xent + self.weight * self.temperature**2 * found.divergence

@@ -105,5 +105,5 @@ _WAYS_TO_DECODE = (LanguageModel.decode, EncoderDecoderModel.decode)
 
 
 def _reads(model: LanguageModel) -> tuple[Any, bool]:
-  """Returns values that two models share only if both read prompts, both read sources, or both read audio."""
+  """Returns values that are equal for two models only if both read prompts, both read sources, or both read audio."""
   return type(model).decode, model.prompts_are_sources

@@ -22,7 +22,7 @@ def edit_distance(
     found_BT, labels_BU: symbols.
     found_lengths_B, label_lengths_B: int32, the number of symbols in each row.
   """
-  at_V = jnp.arange(labels_BU.shape[1] + 1, dtype=jnp.int32)  # The number of labels that a prefix has.
+  at_V = jnp.arange(labels_BU.shape[1] + 1, dtype=jnp.int32)  # The number of labels in each prefix.
 
   def step(row_BV: jax.Array, symbol: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
     found_B, is_symbol_B = symbol
@@ -64,7 +64,7 @@ def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[
 
 
 def error_rate(errors_B: jax.Array, counts_B: jax.Array, weights_B: jax.Array) -> WeightedScalar:
-  """Returns the errors of all rows per label, and the number of labels; rows count with their weights."""
+  """Returns (errors / labels, labels), sums over rows times their weights; errors are not divided if labels is 0."""
   weights_B = weights_B.astype(jnp.float32)
   total = jnp.sum(counts_B * weights_B)
   return jnp.sum(jnp.where(weights_B == 0, 0, errors_B * weights_B)) / (total + (total == 0)), total

@@ -62,7 +62,10 @@ class EncoderDecoderModel(LanguageModel):
   lm: TransformerEncoderDecoder = child()  # type: ignore[assignment]
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id is not in the vocabulary, sources are missing, or start and end ids differ."""
+    """Raises a `ConfigError` if an id is not in the vocabulary or sources are missing.
+
+    It also does so if the data has another start id of targets, or another end id of sources, than the model.
+    """
     super().check_input(data, batch)
     if 'source_ids' not in batch and 'prompt_lengths' not in batch:
       raise ConfigError(
@@ -249,7 +252,10 @@ class EncoderDecoderModel(LanguageModel):
     return RowsState(steps.start(B, L), state.ids.at[:, 0].set(self.start_id))
 
   def _row_steps(self, num_rows: int, num_slots: int) -> SourceSteps:
-    """Returns steps for rows with placeholder sources, which fill all slots until `read_rows` replaces them."""
+    """Returns steps for rows whose sources are placeholders of the largest length.
+
+    `read_rows` replaces the placeholders by real sources.
+    """
     ones_BS = jnp.ones((num_rows, num_slots + (self.source_end_id is not None)), jnp.int32)
     return SourceSteps(self.lm, 0 * ones_BS, ones_BS, can_go_back=True)
 
@@ -319,7 +325,7 @@ def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | None) -> tuple[jax.Array, jax.Array]:
-  """Returns the tokens of prompts, followed by `end_id` unless it is None, and an int32 mask of the same shape."""
+  """Returns prompts, followed by `end_id` if it is not None and the prompt is not empty, and an int32 token mask."""
   if end_id is not None:
     ids_BP = jnp.pad(ids_BP, ((0, 0), (0, 1)))
     ids_BP = jnp.where(jnp.arange(ids_BP.shape[1]) == lengths_B[:, None], end_id, ids_BP)

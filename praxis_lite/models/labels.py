@@ -75,7 +75,7 @@ def check_labels(
 
 
 def labels_in(rows: NestedDict) -> dict[str, np.ndarray]:
-  """Returns the integer arrays whose names say that they are labels."""
+  """Returns the nonempty integer arrays named `y`, or with 'label' or 'target' in their names."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(rows).items()}
   return {
     name: x

@@ -173,7 +173,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per token; `nats_per_byte` if the number of bytes is known; in evaluation `accuracy`, the
-    fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, its sum.
+    fraction of labels that are the most probable token. Per example: `loss`, the mean over the tokens of a row, and
+    `weights`, the sum of their weights.
     """
     xent_BT, weights_BT = predictions.xent, weights_of_tokens(batch)
     loss_B, weights_B = weighted_mean(xent_BT, weights_BT, axis=1)
@@ -387,7 +388,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   @property
   def adapter_names(self) -> tuple[str, ...]:
-    """The names of the adapters that rows choose from; see `combine_adapters`."""
+    """The names of the adapters that rows choose from, see `combine_adapters`; () if there are none."""
     return names_of_adapters(self)
 
   # ---------------------------------------------------------------- rows that come and go
@@ -452,5 +453,5 @@ def weights_of_tokens(batch: NestedDict) -> jax.Array:
 
 
 def clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-  """Replaces negative ids of weight zero by 0: their vectors would be NaN, and 0 * NaN would be a gradient of NaN."""
+  """Returns the ids, with 0 for negative ids of weight zero, whose vectors and gradients would be NaN."""
   return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

@@ -81,7 +81,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     self.create_child('patch_decoder', decoder)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if images are missing or have another size."""
+    """Raises a `ConfigError` if images are missing or do not have the network's size."""
     check_images(data, batch, self.input_name, (*self.network.image_size, self.network.channels))
 
   def compute_predictions(self, batch: NestedDict) -> PatchPredictions:

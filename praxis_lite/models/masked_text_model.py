@@ -89,7 +89,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes.
 
-    With `max_places`, T is P: first the positions with a weight, in order, then any others to fill up.
+    With `max_places`, there are only P positions, P instead of T: first those with a weight, in order, then others.
     """
     x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     weights_BT = weights_of_places(batch)
@@ -108,7 +108,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
 
     Metrics: `loss`, nats per predicted token; `accuracy`, the fraction of labels that are the most probable token; and
     with `max_places`, `left_out`, the fraction of positions to predict that exceed it.
-    Per example: `loss`, the mean of a row, and `weights`, its sum.
+    Per example: `loss`, the mean over the tokens of a row, and `weights`, the sum of their weights.
     """
     weights_BT = all_BT = weights_of_places(batch)
     if self.max_places is not None:
@@ -152,12 +152,12 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
 
 
 def first_places(weights_BT: jax.Array, count: int) -> jax.Array:
-  """Returns `count` indices for each row, [B, P]: first those of positions with a weight, in order, then others."""
+  """Returns `count` positions of each row, [B, P]: first those with a weight, in order, then those without."""
   return jnp.argsort(weights_BT == 0, axis=1, stable=True)[:, :count]
 
 
 def weights_of_places(batch: NestedDict) -> jax.Array:
-  """Returns the weights [B, T] of a batch; raises ConfigError if they have another rank."""
+  """Returns the weights [B, T] of a batch; raises ConfigError if there is not one for each token."""
   weights = batch['weights']
   if weights.ndim != batch['ids'].ndim:
     raise ConfigError(
@@ -186,7 +186,7 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
 
 
 def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
-  """Returns the limit of `token_type_ids` if the encoder has a table of them; see `BaseModel.id_limits`."""
+  """Returns the limit of `token_type_ids`, see `BaseModel.id_limits`; {} if the encoder has no table of types."""
   if encoder.token_type_tpl is None:
     return {}
   count = encoder.token_type.num_classes
@@ -203,7 +203,7 @@ def check_tokens(
   known, size = encoder.vocab_size, getattr(data, 'vocab_size', None)
   if isinstance(size, int) and size > known:
     remedy = f'it must be at least {size}'
-    if getattr(data, 'mask', -1) == size - 1:  # Often one id beyond those of a tokenizer without a mask token.
+    if getattr(data, 'mask', -1) == size - 1:  # Often the mask id follows the tokenizer's own ids.
       remedy += f', or set its mask_id, which is {size - 1} now, to an id below {known} that no text has'
     raise ConfigError(f'{data.label}: its ids go up to {size - 1}, but {where}.vocab_size is {known}; {remedy}')
   types = f'{where}.token_type.num_classes is'

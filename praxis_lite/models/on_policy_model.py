@@ -76,7 +76,7 @@ class OnPolicyModel(PolicyModel):
 
     Metrics: `loss`, nats per token; `agreement`, the fraction of tokens where model and teacher have the same most
     probable token; and the metrics of answers of a `PolicyModel`, from `reward` to `finished`. Per example: `loss`, the
-    mean of a row, and `reward`.
+    mean over the tokens of a row, and `reward`.
     """
     weights_BT = batch['weights']
     metrics = {

@@ -69,7 +69,7 @@ def check_pairs(
 
 
 def rows_of_both(batch: NestedDict) -> dict[str, jax.Array]:
-  """Returns the arrays of both answers, [2 B, T]: row 2 b is chosen, and row 2 b + 1 rejected."""
+  """Returns the arrays of both answers, [2 B, T]: row 2 b has the chosen answer of pair b, row 2 b + 1 the rejected."""
   chosen, rejected = batch[CHOSEN], batch[REJECTED]
   return {
     name: jnp.stack([x, rejected[name]], axis=1).reshape(2 * x.shape[0], *x.shape[1:]) for name, x in chosen.items()

@@ -67,7 +67,7 @@ def _networks(config: Config) -> list[Config]:
 
 
 def _to_stages(repeated: Config, field: str) -> Config:
-  """Returns the config of a pipeline with the fields of a `Repeat`; `field` is its name for messages."""
+  """Returns the config of a pipeline with the fields of the `Repeat` config `repeated`, which messages call `field`."""
   if not is_a(repeated, Repeat):
     name = getattr(target(repeated), '__name__', target(repeated))
     raise ConfigError(

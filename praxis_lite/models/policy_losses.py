@@ -43,7 +43,7 @@ class PolicyTokens(NamedTuple):
 
   @property
   def has_answer(self) -> jax.Array:
-    """Which rows have an answer, [B] bool; the others are padding."""
+    """Whether each row has an answer, [B] bool; rows without an answer are padding."""
     return jnp.any(self.weights > 0, axis=1)
 
 

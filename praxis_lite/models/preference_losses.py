@@ -44,7 +44,7 @@ class AnswerScores(NamedTuple):
     return self.log_prob - self.reference
 
   def mean_per_token(self, sums: jax.Array) -> jax.Array:
-    """Returns the mean over tokens, given the sum."""
+    """Returns the mean over the tokens of each answer, given the sums; a sum over no tokens stays as it is."""
     return sums / jnp.maximum(self.tokens, 1)
 
 
@@ -84,19 +84,19 @@ Terms = tuple[jax.Array, jax.Array]  # Losses and their weights, of the same sha
 class PreferenceLoss(Configurable):
   """Base of the losses of pairs. Subclasses define `terms` and `rewards`."""
 
-  # Whether it compares the model with a reference.
+  # Whether the loss compares the model with a reference.
   needs_reference: ClassVar[bool] = True
-  # Whether it needs mismatched answers, that is, answers to other prompts.
+  # Whether the loss needs mismatched answers, that is, answers to other prompts.
   needs_mismatched: ClassVar[bool] = False
   # Whether an example may have only one of the answers.
   takes_single: ClassVar[bool] = False
 
   def terms(self, pairs: PairScores) -> Terms:
-    """Returns losses and their weights, [n, B] or [n, B, S], n for each pair; the loss is their weighted mean."""
+    """Returns n losses for each pair, [n, B] or [n, B, S], and their weights; the loss is the weighted mean."""
     raise NotImplementedError
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    """Returns the implicit reward of each answer, which the loss raises for chosen answers; has the shape of scores."""
+    """Returns the implicit reward of each answer, in the shape of the scores. The loss raises rewards of chosen ones."""
     raise NotImplementedError
 
 

@@ -93,7 +93,7 @@ class PreferenceModel(ReferencedModel):
 
     Metrics: `loss`; `reward_chosen` and `reward_rejected`, means of the rewards of the loss; `margin`, their mean
     difference; `accuracy`, the fraction of pairs whose chosen answer has the larger reward; `log_prob_chosen` and
-    `log_prob_rejected`, nats per answer; with `Kto` also `divergence`. Per example: `loss`, the mean of a row.
+    `log_prob_rejected`, nats per answer; with `Kto` also `divergence`. Per example: `loss`, the mean over a row.
     """
     pairs, loss = predictions, self.pair_loss
     values, weights = loss.terms(pairs)
@@ -114,7 +114,7 @@ class PreferenceModel(ReferencedModel):
     return metrics, {'loss': weighted_mean(of_rows, their_weights, axis=1)[0]}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns `reward_chosen` and `reward_rejected` for a batch of pairs, `logits`, [B, T, V], for a batch of texts."""
+    """Returns `reward_chosen` and `reward_rejected` for a batch of pairs; for a batch of texts, `logits`, [B, T, V]."""
     if not has_pairs(batch):
       return super().predict(batch)
     pairs = self.compute_predictions(batch)
@@ -143,7 +143,7 @@ class PreferenceModel(ReferencedModel):
     return sum_by_pair(self._frozen_log_probs(rows, of_reference), rows['segment_ids'], shape)
 
   def _divergence(self, batch: NestedDict) -> jax.Array:
-    """Returns the mean ratio of mismatched answers, over all rows of the batch."""
+    """Returns the mean log-ratio of model and reference, in nats, over the mismatched answers of the whole batch."""
     rows, weights = batch[MISMATCHED], batch['weights']
     tokens = sum_by_pair(rows['weights'], rows['segment_ids'], weights.shape)
     ratio = self._frozen_sums(rows, weights.shape, False) - self._frozen_sums(rows, weights.shape, True)

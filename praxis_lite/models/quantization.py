@@ -81,7 +81,7 @@ def _store(layer: Layer, variables: NestedDict) -> NestedDict:
 
 
 def dequantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
-  """Returns variables with which the model with plain weights computes the same, in the dtypes of those weights.
+  """Returns the variables of the model with plain weights, in their dtypes; it then computes the same.
 
   Args:
     model: the built model with quantized weights.

@@ -8,7 +8,7 @@ from praxis_lite.layers.log_mel import LogMel
 
 
 def check_sample_rate(data: BaseInput, frontend: LogMel) -> None:
-  """Raises a `ConfigError` if the sample rate of the data is not that of the model's front end."""
+  """Raises a `ConfigError` if the data has a sample rate that differs from the one of the model's front end."""
   rate = getattr(data, 'sample_rate', None)
   if rate not in (None, frontend.sample_rate):
     raise ConfigError(

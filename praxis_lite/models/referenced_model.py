@@ -62,7 +62,7 @@ class ReferencedModel(LanguageModel):
 
   @property
   def _other_smoothing(self) -> str:
-    """The end of the message about smoothed labels."""
+    """The end of the message about label smoothing, which says where else to set it; '' if nowhere."""
     return ''
 
   def _create_reference(self) -> None:

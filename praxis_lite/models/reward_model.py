@@ -37,7 +37,7 @@ from praxis_lite.models.pairs_of_answers import (
 
 
 class Rewards(NamedTuple):
-  """Rewards of both answers, and the weights of pairs, 0 unless they have both: [B], or [B, S] if rows are packed."""
+  """Rewards of both answers, and weights of pairs, 0 if an answer is missing: [B], or [B, S] if rows are packed."""
 
   chosen: jax.Array
   rejected: jax.Array
@@ -63,7 +63,7 @@ class RewardModel(BaseModel[Rewards]):
   center_weight: float = 0.0
   activation_split_dims_mapping: Config = template(SplitMapping)
 
-  plain_children = ('head',)  # It has random initial values and is trained, so it is not quantized by default.
+  plain_children = ('head',)  # The head has random initial values and is trained, so it is not quantized by default.
 
   lm: TransformerLm = child()
   head: Linear = child()
@@ -111,7 +111,7 @@ class RewardModel(BaseModel[Rewards]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per pair; `reward_chosen` and `reward_rejected`; `margin`, their mean difference; `accuracy`,
-    the fraction of pairs whose chosen answer has the larger reward. Per example: `loss`, the mean of a row.
+    the fraction of pairs whose chosen answer has the larger reward. Per example: `loss`, the mean over a row.
     """
     chosen, rejected, weights = predictions
     margin = chosen - rejected

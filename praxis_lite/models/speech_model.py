@@ -85,7 +85,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     self.create_child('encoder', encoder)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if audio is missing, a label is not a symbol, or sample rate or blank do not match."""
+    """Raises a `ConfigError` if audio is missing, a label is no symbol, or data and model differ in rate or blank."""
     leaf = 'features' if self.frontend_tpl is None else 'audio'
     if leaf not in batch:
       raise ConfigError(
@@ -130,7 +130,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     return Labels(jnp.where(is_label_BL, labels_BL, self.blank_id).astype(jnp.int32), lengths_B)
 
   def loss_metrics(self, loss_B: jax.Array, fits_B: jax.Array, batch: NestedDict) -> WeightedScalars:
-    """Returns `loss`, nats per row, over the rows in `fits_B`, and `too_short`, the fraction of other rows."""
+    """Returns `loss`, nats per row, over rows with `fits_B`, and `too_short`, the fraction of rows without."""
     weights_B = self._leaf(batch, 'weights')
     return {
       'loss': weighted_mean(loss_B, jnp.where(fits_B, weights_B, 0)),
@@ -159,7 +159,10 @@ class SpeechModel(BaseModel[PredictionsT]):
     return metrics
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns metrics (`log_prob`, the mean in nats per row, and error rates if there are labels) and `predict`."""
+    """Returns metrics and the result of `predict`.
+
+    Metrics: `log_prob`, the mean in nats per row, and error rates if the batch has labels.
+    """
     if 'prompt_lengths' in batch:
       raise prompts_error(self)
     found, weights_B = self.predict(batch), self._leaf(batch, 'weights')

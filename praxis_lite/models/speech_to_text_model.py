@@ -27,7 +27,7 @@ from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
 
 
 class _Suppression(NamedTuple):
-  """Tokens that are never written, [V] bool, or not first, [V] bool, and the position of the last given token."""
+  """Tokens that are never written, [V] bool, or never first, [V] bool, and the position of the last prefix token."""
 
   always: jax.Array
   first: jax.Array

@@ -171,7 +171,7 @@ def _split_feed_forward(layer: Config, axes: _Axes) -> None:
 
 
 def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
-  """Returns an entry of a mapping without the axes in `taken`."""
+  """Returns the entry `axes` of a mapping without the mesh axes in `taken`."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
 
 

@@ -41,7 +41,7 @@ def frozen_teacher(model: LanguageModel) -> FrozenVariables:
 
 
 def teacher_logits(teacher: TransformerLm, ids_BT: jax.Array, weights_BT: jax.Array, visible: Any) -> jax.Array:
-  """Returns the teacher's logits, [B, T, V], without gradients; `visible` are keyword arguments of its mask."""
+  """Returns the teacher's logits, [B, T, V], without gradients; `visible` are keyword arguments for attention masks."""
   variables = jax.lax.stop_gradient(teacher.variables)
   logits_BTV, _ = teacher.apply(variables, ids_BT, weights_BT, **visible, do_eval=True, method='logits')
   return to_sum_dtype(jax.lax.stop_gradient(logits_BTV))

@@ -22,7 +22,7 @@ from praxis_lite.models.speech_model import SpeechModel
 
 
 class TransducerPredictions(NamedTuple):
-  """States of the encoder, [B, T, D], their paddings, [B, T], and log-probabilities of labels and blanks."""
+  """States of the encoder, [B, T, D], paddings of the states, [B, T], and log-probabilities of labels and blanks."""
 
   states: jax.Array
   paddings: jax.Array
@@ -73,7 +73,11 @@ class TransducerModel(SpeechModel[TransducerPredictions]):
     return TransducerPredictions(x_BTD, paddings_BT, log_probs)
 
   def compute_loss(self, predictions: TransducerPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns the metrics and outputs of `CtcModel.compute_loss`, where only rows without a frame are too short."""
+    """Returns metrics and each row's `loss`, which is 0 for rows without a frame.
+
+    Metrics: `loss`, nats per row, over rows with a frame; `too_short`, the fraction of rows without a frame; and in
+    evaluation error rates, see `SpeechModel.error_metrics`.
+    """
     labels, weights_B = self.labels_of(batch), batch['weights']
     frames_B = jnp.sum(predictions.paddings == 0, axis=1, dtype=jnp.int32)
     has_frames_B = frames_B > 0
@@ -86,12 +90,12 @@ class TransducerModel(SpeechModel[TransducerPredictions]):
     return metrics, {'loss': loss_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns transcripts, see `SpeechModel.predict`, of the most probable symbol at each step (greedy decoding)."""
+    """Returns transcripts of the most probable symbol at each step (greedy decoding); see `SpeechModel.predict`."""
     written = self._write(*self.encode(batch))
     return {'ids': written.ids, 'lengths': written.lengths, 'log_prob': written.log_prob}
 
   def _write(self, x_BTD: jax.Array, paddings_BT: jax.Array) -> _Written:
-    """Decodes greedily: each of T + M steps writes a label of a row or moves on to its next frame."""
+    """Decodes greedily: each of T + M steps writes a label of a row or moves to the next frame of the row."""
     B, T, _ = x_BTD.shape
     M = T if self.max_labels is None else self.max_labels
     frames_B = jnp.sum(paddings_BT == 0, axis=1, dtype=jnp.int32)

@@ -130,7 +130,10 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     return self.loss(self.embed_images(batch), self.embed_texts(batch), batch['weights'])
 
   def compute_loss(self, predictions: ContrastiveOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns metrics and each pair's `loss`; the metric `accuracy` is how often no other text fits an image better."""
+    """Returns the metrics `loss` and `accuracy`, and each pair's `loss`.
+
+    `accuracy` is the fraction of images that no other text fits better than their own.
+    """
     metrics = {
       'loss': weighted_mean(predictions.loss, batch['weights']),
       'accuracy': weighted_mean(predictions.correct, batch['weights']),

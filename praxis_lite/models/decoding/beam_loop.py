@@ -76,7 +76,7 @@ class _Beams(NamedTuple):
   scores: jax.Array
 
   def take(self, index_BK: jax.Array) -> _Beams:
-    """Returns the continuations with these indices."""
+    """Returns, for each prompt b, the continuations with the indices `index_BK[b]`."""
     return jax.tree.map(lambda x: jax.vmap(lambda x, index_K: x[index_K])(x, index_BK), self)
 
 
@@ -99,12 +99,12 @@ class _Progress(NamedTuple):
 
   @property
   def continues(self) -> jax.Array:
-    """Whether any prompt still continues."""
+    """Whether any group of beams of any prompt has not ended, a bool scalar."""
     return ~jnp.all(self.done_BG)
 
   @property
   def done_B(self) -> jax.Array:
-    """Which prompts have ended."""
+    """Whether all groups of beams of each prompt have ended, [B] bool."""
     return jnp.all(self.done_BG, axis=1)
 
   def group(self, number: int, size: int) -> _Progress:
@@ -211,7 +211,11 @@ class BeamLoop(Generic[DecodingState]):
   def _read(
     self, progress: _Progress, start: DecodingState, rows: BeamRows
   ) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the prompts and, if the state was full, the beams so far; returns the same values as `RowReader.read`."""
+    """Reads the prompts and, if the state was full, the tokens of all beams so far.
+
+    Returns:
+      Logits [R, V] of the next tokens, the state of all beams, and the number of slots that are taken.
+    """
     reader, K = self.reader, self.beam_size
 
     def read_beam(beam: jax.Array | int) -> tuple[jax.Array, DecodingState, jax.Array]:
@@ -239,7 +243,10 @@ class BeamLoop(Generic[DecodingState]):
     carry: tuple[jax.Array, DecodingState, _Progress],
     reorder: Callable[[DecodingState, jax.Array], DecodingState],
   ) -> tuple[jax.Array, DecodingState, _Progress]:
-    """Reads the last token of each beam and chooses the next ones; the carry begins with the number of slots taken."""
+    """Reads the last token of each beam and chooses the next tokens.
+
+    The carry is the number of slots taken, the state of the model and the progress.
+    """
     taken, state, progress = carry
     ids_R = progress.beams.ids[:, :, progress.number - 1].reshape(-1)
     pos_R = jnp.repeat(self.reader.prompt_lengths_B + progress.number - 1, self.beam_size)
@@ -249,7 +256,7 @@ class BeamLoop(Generic[DecodingState]):
       return taken + 1, state, self._choose(logits_RV, progress, state)
 
   def _choose(self, logits_RV: jax.Array, progress: _Progress, state: DecodingState) -> _Progress:
-    """Adds a token to each beam, and adds the beams that end to the completed continuations."""
+    """Adds a token to each beam, and adds beams that end to the completed continuations; returns the new progress."""
     B, V, size = len(progress.done_BG), logits_RV.shape[-1], self.beam_size // self.num_groups
     log_probs_RV, ranked_RV = self._log_probs(logits_RV, progress)
     log_probs_BKV, ranked_BKV = log_probs_RV.reshape(B, -1, V), ranked_RV.reshape(B, -1, V)
@@ -314,7 +321,7 @@ class BeamLoop(Generic[DecodingState]):
     return _Progress(number + 1, beams, first_beam + chosen.parent, best, done_B[:, None])
 
   def _log_probs(self, logits_RV: jax.Array, progress: _Progress) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probabilities [R, V] of the next tokens under the model, and the terms [R, V] of the sums."""
+    """Returns log-probabilities of the next tokens, [R, V]: those of the model, and those after `adjust` to rank by."""
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV
@@ -326,7 +333,7 @@ class BeamLoop(Generic[DecodingState]):
   def _candidates(
     self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, penalty_BV: jax.Array, progress: _Progress
   ) -> _Candidates:
-    """Returns the best candidates, enough of them that K are no stop tokens, if there are K such candidates."""
+    """Returns the best candidates: so many that at least K of them are not stop tokens, if there are K of this kind."""
     B, K, V = log_probs_BKV.shape
     scores_BK1 = progress.beams.scores[..., None]
     # The logits of impossible beams may be NaN.

@@ -85,12 +85,15 @@ class _Pages(NamedTuple):
   num_slots: int
 
   def num_taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns how many slots may be taken: all of them in a ring buffer, which keeps no count."""
+    """Returns the largest number of slots taken in any row; S if all caches are ring buffers, which keep no count."""
     most = jnp.max(jnp.stack([jnp.max(arrays[i]) for i in self.counts]))
     return jnp.where(most == 0, self.num_slots, jnp.minimum(most, self.num_slots))
 
   def num_equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns how many slots are taken in every cache; 0 if a cache keeps no count."""
+    """Returns the largest n such that the first n slots are taken in all rows of all caches; 0 if one keeps no count.
+
+    While beams have read only prompts, these slots are equal in all rows of a prompt.
+    """
     return jnp.min(jnp.stack([jnp.min(arrays[i]) for i in self.counts]))
 
 
@@ -136,7 +139,7 @@ class BeamRows:
     return self._map(put, state, of_beam)
 
   def equal_slots(self, state: DecodingState) -> list[jax.Array]:
-    """Returns, for each of `pages`, the number of slots taken; call it when all beams have read only the prompts."""
+    """Returns the argument `equal` of `take`; call this when all beams have read only the prompts."""
     arrays = jax.tree.leaves(state)
     return [pages.num_equal(arrays) for pages in self.pages]
 
@@ -161,7 +164,7 @@ class BeamRows:
   def _copy_pages(
     self, arrays: list[jax.Array], pages: _Pages, parent_BK: jax.Array, first: jax.Array, end: jax.Array
   ) -> None:
-    """Copies some pages of the arrays to the rows whose parent is another row."""
+    """Copies pages `first` to `end` - 1 of the parent into each row whose parent is another row; changes `arrays`."""
     parent_R = (jnp.arange(len(parent_BK))[:, None] * self.beams + parent_BK).reshape(-1)
     is_copied_R = parent_R != jnp.arange(len(parent_R))
     copied_R = jnp.argsort(~is_copied_R)  # Rows to copy come first.

@@ -21,7 +21,7 @@ class Constraint:
   """A logit processor that also gets the lengths of the prompts from the decoder. Subclasses define `allowed_tokens`.
 
   Attributes:
-    stop_ids: tokens that end a text of the form; a decoder with this constraint adds them to its stop tokens.
+    stop_ids: tokens that end a text that meets the constraint; a decoder adds them to its own stop tokens.
   """
 
   stop_ids: tuple[int, ...] = ()

@@ -17,7 +17,8 @@ from praxis_lite.models.decoding.reading import RowReader
 from praxis_lite.models.decoding.steps import DecodingState
 
 DraftState = TypeVar('DraftState')
-# (logits [B, V], index of each token in its continuation [B]) -> tokens [B], and the logits they were drawn from.
+# (logits [B, V], index of each token in its continuation [B]) -> tokens [B], and the logits from which they were drawn,
+# or None if the tokens were not drawn.
 DrawDraft = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
@@ -89,7 +90,7 @@ class LookupDrafter:
       rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
-    # Whether the tokens that end at each index, except the last one, equal the last tokens of the row.
+    # Whether the tokens up to each index, except the last index of the row, equal the last tokens of the row.
     matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
     for i in range(self.size):
       wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')
@@ -99,7 +100,7 @@ class LookupDrafter:
     end_B1 = jnp.argmax(count_BL * len(place_L) + place_L, axis=1)[:, None].astype(jnp.int32)
     is_found_B = jnp.take_along_axis(count_BL, end_B1, axis=1)[:, 0] > 0
     place_BK = end_B1 + 1 + jnp.arange(self.num_tokens, dtype=jnp.int32)
-    # If the occurrence ends near the end of the row, the guesses repeat the tokens between it and the end.
+    # If the occurrence ends near the end of the row, the guesses repeat the tokens between these two ends.
     period_B1 = jnp.maximum(last_B1 - end_B1, 1)
     place_BK = jnp.where(place_BK > last_B1, end_B1 + 1 + (place_BK - end_B1 - 1) % period_B1, place_BK)
     ids_BK = jnp.take_along_axis(rows.ids, place_BK, axis=1, mode='clip')

@@ -118,7 +118,7 @@ class DecodingLoop(Generic[DecodingState]):
     start_state = reader.start()
 
     def read_and_extend(progress: _Progress) -> _Progress:
-      """Continues the rows until they are done, or the state is full."""
+      """Reads all tokens so far into a new state, and continues the rows until they are done or the state is full."""
       with jax.named_scope(READ_PROMPTS):
         logits_BV, state, taken = reader.read(progress.decoded.ids, progress.number, progress.done_B, start_state)
         carry = taken, state, self._append(logits_BV, progress)
@@ -131,7 +131,10 @@ class DecodingLoop(Generic[DecodingState]):
     return jax.lax.while_loop(lambda progress: progress.continues, read_and_extend, progress).decoded
 
   def _extend(self, carry: tuple[jax.Array, DecodingState, _Progress]) -> tuple[jax.Array, DecodingState, _Progress]:
-    """Reads the last token of each row and draws the next one; the carry begins with the number of slots taken."""
+    """Reads the last token of each row and draws the next one.
+
+    The carry is the number of slots taken, the state of the model and the progress.
+    """
     taken, state, progress = carry
     pos_B = self.reader.prompt_lengths_B + progress.number - 1
     last_B = jnp.zeros_like(progress.last_ids_B)
@@ -160,7 +163,7 @@ class DecodingLoop(Generic[DecodingState]):
     return self.adjust(logits_BV, ids_BL, self.reader.prompt_lengths_B + progress.number)
 
   def _keys(self, number: jax.Array) -> jax.Array | None:
-    """Returns the keys of token `number` of each row."""
+    """Returns the PRNG key of token `number` of each row, [B]; None if the loop has no key."""
     return row_keys(self.key, self.draws, self.reader.prompt_lengths_B, number)
 
 

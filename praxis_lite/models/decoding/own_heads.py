@@ -28,7 +28,7 @@ HeadState = TypeVar('HeadState')
 
 
 class FurtherHeads(Protocol[HeadState]):
-  """Heads of a model that predict later tokens; `extend` may be called again for earlier positions.
+  """Heads of a model that predict later tokens. A call of `extend` may repeat positions of earlier calls.
 
   Attributes:
     num_heads: number of heads.

@@ -24,7 +24,7 @@ LogitProcessor: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Arra
 def apply_processors(
   processors: Sequence[tuple[str, LogitProcessor]], logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array
 ) -> jax.Array:
-  """Returns the logits, float32, after applying all processors in order; their names are used in messages.
+  """Returns the logits, float32, after applying all processors in order; error messages use the processors' names.
 
   Raises:
     ConfigError: a processor does not return logits of the same shape.

@@ -43,7 +43,7 @@ class RowReader(Generic[DecodingState]):
 
   @property
   def fits(self) -> bool:
-    """Whether the state has room for all tokens but the last, so that no row is read again."""
+    """Whether the state has room for all tokens of a row but the last. If so, no row is read again."""
     return self.slots == self.prompt_ids_BP.shape[1] + self.num_steps - 1
 
   def start(self) -> DecodingState:
@@ -67,7 +67,7 @@ class RowReader(Generic[DecodingState]):
     length_B = jnp.where(done_B, 0, self.prompt_lengths_B + number)
     kept_B = jnp.minimum(length_B, self.slots)
     taken = jnp.max(kept_B)
-    width = self.prompt_ids_BP.shape[1] if self.fits else self.slots  # The most that a row may have to read.
+    width = self.prompt_ids_BP.shape[1] if self.fits else self.slots  # The largest number of tokens to read in a row.
     chunk = self.chunk or width
 
     extend = self.steps.extend

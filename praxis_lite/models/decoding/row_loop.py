@@ -127,7 +127,7 @@ class RowLoop(Generic[DecodingState]):
   def _note(
     self, new: NewTokens, turn: jax.Array, ids_B: jax.Array, count_B: jax.Array, logits_BV: jax.Array
   ) -> NewTokens:
-    """Returns `new` with the token at index `turn` of each row."""
+    """Returns `new` with the tokens `ids_B` at index `turn`, their log-probabilities, and the counts `count_B`."""
     log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
     log_prob_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
     new = new._replace(

@@ -96,8 +96,8 @@ def sample_rows(
   def draw() -> jax.Array:
     if settings.get('top_k'):
       return draw_with(top_p_B[:, None])
-    # With top_p, candidates are in another order, which changes what a key draws. So a row without top_p is drawn from
-    # the order that it has if no row has one.
+    # With top_p, candidates are in another order, which changes what a key draws. So rows without top_p are drawn from
+    # candidates in the order that is used if no row has top_p.
     has_top_p_B, drawn_B = top_p_B < NO_TOP_P, draw_with(None)
     return jax.lax.cond(
       jnp.any(has_top_p_B), lambda: jnp.where(has_top_p_B, draw_with(top_p_B[:, None]), drawn_B), lambda: drawn_B
@@ -129,7 +129,7 @@ def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settin
 
 
 def _ids_of(choice_B: jax.Array, ids_BC: jax.Array | None) -> jax.Array:
-  """Returns the tokens of the chosen candidates, [B] int32."""
+  """Returns the tokens of the chosen candidates, [B] int32; if `ids_BC` is None, candidate i is token i."""
   if ids_BC is not None:
     choice_B = jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0]
   return choice_B.astype(jnp.int32)

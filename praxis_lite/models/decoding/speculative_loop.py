@@ -50,7 +50,11 @@ class SpeculativeDecoded(NamedTuple):
   num_accepted: jax.Array
 
   def metrics(self, rows_B: jax.Array) -> WeightedScalars:
-    """Returns the metrics of `Decoded`; `accepted_drafts`, the accepted fraction of guesses; and `tokens_per_pass`."""
+    """Returns the metrics of `Decoded`, and two more.
+
+    They are `accepted_drafts`, the accepted fraction of the guesses, and `tokens_per_pass`, the mean number of tokens
+    that a pass of the model adds to a row.
+    """
     passes_B, drafted_B = self.num_passes.astype(jnp.float32), self.num_drafted.astype(jnp.float32)
     return {
       **Decoded(self.ids, self.lengths, self.log_probs).metrics(rows_B),
@@ -161,7 +165,7 @@ class SpeculativeLoop(Generic[DecodingState]):
     return _Progress(decoded, done_B | stops_B | (lengths_B >= self.limits_B))
 
   def _adjust_all(self, logits_BNV: jax.Array, rows: OpenRows, draft: Draft) -> jax.Array:
-    """Returns the logits [B, N, V] to draw from, adjusted for the tokens of the draft that come before each."""
+    """Returns the logits [B, N, V] to draw from; logits i are adjusted for the row and the first i draft tokens."""
     if self.adjust is None:
       return logits_BNV
     place_BK = rows.lengths[:, None] + jnp.arange(self.num_drafts)

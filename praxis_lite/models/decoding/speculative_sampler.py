@@ -22,7 +22,7 @@ from praxis_lite.models.decoding.speculative_loop import SpeculativeDecoded, Spe
 from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 from praxis_lite.models.decoding.verifying import Verified, compare_drafts, reject_drafts
 
-# Purposes of the other random numbers of a token.
+# Purposes of the keys that are derived from the key of a token.
 _OF_DRAFT, _OF_ACCEPTANCE, _OF_MODEL = range(1, 4)
 
 
@@ -140,7 +140,7 @@ class SpeculativeSampler(DrawingDecoder):
 
 
 def _fold(keys: jax.Array | None, purpose: int) -> jax.Array:
-  """Returns PRNG keys for another purpose, derived from these."""
+  """Returns PRNG keys for a purpose, derived from `keys`; raises ConfigError if `keys` is None."""
   if keys is None:
     raise ConfigError('SpeculativeSampler.temperature: random numbers need a PRNG key')
   fold = functools.partial(jax.random.fold_in, data=purpose)

@@ -70,6 +70,6 @@ def reject_drafts(logits_BNV: jax.Array, draft: Draft, uniform_BN: jax.Array, ke
 
 
 def _count_first(is_kept_BK: jax.Array, counts_B: jax.Array) -> jax.Array:
-  """Returns the number of accepted tokens before the first that is not, [B] int32."""
+  """Returns the number of tokens of each draft before the first one that is not accepted, [B] int32."""
   is_kept_BK &= jnp.arange(is_kept_BK.shape[1]) < counts_B[:, None]
   return jnp.sum(jnp.cumprod(is_kept_BK.astype(jnp.int32), axis=1), axis=1)
