@@ -1,7 +1,7 @@
-"""Prompts and answers, as texts or messages of chats, as tokens. A model learns only the answers.
+"""Converts prompts and answers, which are texts or messages of chats, to tokens. A model learns only the answers.
 
 prompt 'ab', answer 'xyz'     ids a b x y z $     answer 0 0 1 1 1 1     the end token is a part of the answer
-                              a tokenizer whose prompts begin with a start token puts it first
+                              if the tokenizer's prompts begin with a start token, it comes first
 chats                         the tokenizer's chat template writes the text, and marks the answers
 """
 
@@ -61,7 +61,7 @@ def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatT
 
 
 def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
-  """Returns tokens that fit into a row of `room` tokens; with `truncate`, cuts off the end of a longer sequence.
+  """Returns at most `room` of the tokens; with `truncate`, cuts off the end of a longer sequence.
 
   Raises:
     DataError: the sequence is too long, or no token of the answer remains.
@@ -115,7 +115,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
 
 
 def _has_answers_only(messages: ChatMessages) -> bool:
-  """Whether messages are an answer, possibly with tool calls, and not a whole chat."""
+  """Whether messages begin with the assistant's and include none of a user or system: an answer, not a whole chat."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 
@@ -142,8 +142,10 @@ def messages_of(value: object, name: str) -> ChatMessages:
 def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[Said, Said]:
   """Returns the prompt and the answer in an object, given the names of their fields: both texts, or both messages.
 
+  A text in the field of the answer becomes a message if the prompt is messages.
+
   Raises:
-    ValueError: one of them is missing, or they are of different kinds.
+    ValueError: the prompt or the answer is missing, or the prompt is a text and the answer is messages.
   """
   prompt, answer = values.get(of_prompt), values.get(of_answer)
   for name, value in ((of_prompt, prompt), (of_answer, answer)):
@@ -207,7 +209,7 @@ class AnswersInput(TextExamplesInput):
     return {**super().identity(), 'packed': self.packed}
 
   def _encode_objects(self, names: tuple[str, ...], encode: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Applies `encode` to the object of each example; `names` are the fields for the columns of TSV files."""
+    """Applies `encode` to each example, a dict; `names` are its fields, in the order of the columns of TSV files."""
     return self._encode_all(names, _LINES, encode)
 
   def _forms(self) -> tuple[str, str]:

@@ -68,7 +68,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a bad record once; raises DataError if bad records are errors, or if there are more than allowed."""
+    """Counts a bad record, at most once; raises DataError unless `skips`, and if there are now more than allowed."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')
@@ -82,7 +82,7 @@ class RecordsInput(BaseInput):
 
 
 class BadRecordError(DataError):
-  """A record cannot be read; `bad` says which one, and `where` is the field that names its file."""
+  """A record cannot be read; `bad` says which one, and `where` is the path of the config field that names the file."""
 
   def __init__(self, where: str, bad: BadRecord):
     super().__init__(f'{where}: {bad}')
@@ -93,7 +93,7 @@ class BadRecordError(DataError):
 
 
 def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> tuple[Rows, list[BadRecord]]:
-  """Reads `count` examples one by one; returns them, with zeros in place of bad ones, and the list of bad records."""
+  """Reads `count` examples one by one; returns their rows, zeros for bad ones, and the list of bad records."""
   rows = pad_rows(None, count, struct)
   bad = []
   for i in range(count):
@@ -107,5 +107,5 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 
 
 def is_damage(error: Exception) -> bool:
-  """Whether an error while reading means bad data; a system error, which has an errno, does not."""
+  """Whether an error while reading means bad data: any error except a system error, that is, one with an errno."""
   return not (isinstance(error, OSError) and error.errno is not None)

@@ -100,7 +100,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     raise NotImplementedError
 
   def rows_in_memory(self) -> Rows | None:
-    """Returns all rows if they are in memory, where checking them is cheap; otherwise None."""
+    """Returns the rows of all examples if they are in memory, so that checking them is cheap; otherwise None."""
     return None
 
   def longest_segments(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return manifest_of(files) if files else None
 
   def changes_since(self, saved: object, now: DataManifest | None) -> str:
-    """Returns how the files have changed, given the saved manifest and the current one; '' if they are unchanged."""
+    """Returns how the files have changed, given the saved manifest and the current one; '' if unchanged or unknown."""
     found = changes(saved, now) if now is not None else ''
     return f'{self.label}: {found}' if found else ''
 
@@ -133,7 +133,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return ()
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    """Returns texts such as 'record 7 of a.array_record' for the examples of the batch after a state; [] if unknown."""
+    """Returns, for each example of the batch after a state, a text such as 'record 7 of a.x'; [] if it is unknown."""
     return []
 
   @property
@@ -143,12 +143,12 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def host_batch_size(self) -> int:
-    """Rows of a batch on this host, rounded up: the last hosts get padding if `batch_size` does not divide evenly."""
+    """Rows of a batch on this host, `batch_size / num_hosts` rounded up; so the last hosts may get rows of padding."""
     return -(-self.batch_size // self.num_hosts)
 
   @property
   def host_rows(self) -> tuple[int, int]:
-    """First row of this host in a global batch, and the row after its last one."""
+    """First row of this host in a global batch, and the row after the last row of this host."""
     first, rows = self.host_index * self.host_batch_size, self.host_batch_size
     return min(first, self.batch_size), min(first + rows, self.batch_size)
 
@@ -196,7 +196,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     raise StopIteration
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Consumes up to `count` examples, across epochs and regardless of batches and `num_hosts`. Mixtures use this.
+    """Consumes up to `count` examples, across epochs and regardless of batches and `num_hosts`; for mixtures.
 
     Returns:
       (rows [start, stop) of these examples, or None if there are none; number of consumed examples). The number is
@@ -230,7 +230,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return {'epoch': self._epoch, 'position': self._position, **self.identity()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Moves to the position of a `get_state`. Raises CheckpointError if the state belongs to another input."""
+    """Moves to a position that `get_state` returned; raises CheckpointError if the state belongs to another input."""
     self.check_state(state, ('epoch', 'position'))
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 

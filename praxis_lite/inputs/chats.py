@@ -55,7 +55,7 @@ class ChatInput(AnswersInput):
 
   @functools.cached_property
   def _rows(self) -> list[list[int]]:
-    """The numbers of the chats in each row."""
+    """For each row, the indices of its chats."""
     if not self.packed:
       return [[number] for number in range(len(self._chats))]
     rows: dict[int, list[int]] = {}

@@ -98,7 +98,7 @@ class GrainInput(RecordsInput, StreamedInput):
     return self.files
 
   def leave_out_file(self, file: str, reason: str, endings: tuple[str, ...]) -> None:
-    """Counts a file that cannot be read, like `leave_out`. Files with data usually have one of these `endings`."""
+    """Counts a file that cannot be read, like `leave_out`. `endings` are the usual endings of files with data."""
     other = next((f for f in self.files if f.endswith(endings)), None)
     if other and not file.endswith(endings):
       pattern = os.path.join(os.path.dirname(other), f'*{os.path.splitext(other)[1]}')
@@ -131,7 +131,7 @@ class GrainInput(RecordsInput, StreamedInput):
     return {**super().identity(), 'num_examples': self.num_examples}
 
   def last_epoch(self, epoch: int) -> int:
-    """Returns the end of the range of epochs of a pipeline that begins in `epoch`."""
+    """Returns the epoch before which a pipeline that begins in `epoch` ends."""
     return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
@@ -257,7 +257,7 @@ class _Records:
   where: str
 
   def examples(self, numbers: list[int]) -> Rows:
-    """Returns the examples with these numbers; raises BadRecordError if one of them cannot be read."""
+    """Returns the rows of the records with these numbers; raises BadRecordError if one cannot be read."""
     try:
       return self.parse(self.source.__getitems__(numbers))
     except Exception as e:
@@ -276,12 +276,12 @@ class _Records:
       raise BadRecordError(self.where, BadRecord(*self.place(number), first_line(e))) from e
 
   def place(self, number: int) -> tuple[str, str]:
-    """Returns the file of a record, and its position there, such as 'record 7'."""
+    """Returns the file of a record, and the position of the record in the file, such as 'record 7'."""
     file = bisect.bisect_right(self.ends, number) - 1
     return self.files[file], f'record {number - self.ends[file]}'
 
   def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
-    """Returns the examples with these numbers, with zeros for unreadable records, and the list of these records."""
+    """Returns the rows of records with these numbers, zeros for unreadable ones, and the list of unreadable records."""
     try:
       return self.examples(numbers), []
     except BadRecordError:
@@ -310,7 +310,7 @@ class _RecordGroups:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
-    """Returns the number of groups in the rest of an epoch after `position` records."""
+    """Returns the number of groups after `position` records of an epoch, including the last, incomplete group."""
     return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property
@@ -345,7 +345,7 @@ def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class ParseEach:
-  """Makes rows from records by a function of one record; `where` is the name of the function in errors."""
+  """Makes rows from records with a function of one record, which error messages call `where`."""
 
   parse_fn: Callable[[Any], Rows]
   where: str
@@ -396,7 +396,7 @@ class _ParseExamples:
 
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:
-  """Writes arrays, with examples in dimension 0, or lists of bytes as `tf.train.Example`s for `ArrayRecordInput`."""
+  """Writes `tf.train.Example`s for `ArrayRecordInput`; columns are arrays [examples, ...] or lists of bytes."""
   import_grain()
   from array_record.python import array_record_module
 
@@ -433,7 +433,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Makes a worker print where it crashes, and on Linux end when its parent dies, even if the parent is killed."""
+  """Makes a worker print where it crashes. On Linux, also makes it end when its parent dies, even if killed."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

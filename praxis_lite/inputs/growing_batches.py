@@ -128,7 +128,7 @@ class GrowingBatches(BaseInput):
     return self.source.bad_records
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    source = copy.copy(self.source)  # A copy, because another thread may be reading ahead from the source.
+    source = copy.copy(self.source)  # Another thread may be reading ahead from `self.source`.
     source.batch_size = self.rows_after(state)
     return source.examples_at(state['source'])
 

@@ -198,7 +198,7 @@ class HfTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _settings(self) -> dict[str, Any]:
-    """The settings in the files next to the tokenizer; if several files have a setting, the first one wins."""
+    """The settings in the files next to the tokenizer; if several files have a setting, the first file wins."""
     found: dict[str, Any] = {}
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
       file = os.path.join(self.folder, name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
-  """Returns the image in a JPEG, PNG, BMP or GIF file, whose content is a scalar string; of a GIF, the first image."""
+  """Returns the image in the content of a JPEG, PNG, BMP or GIF file, a scalar string; a GIF's first image."""
   tf = import_tensorflow()
   image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
   image.set_shape((None, None, channels))
@@ -36,7 +36,7 @@ def resize_shorter_side(image: tf.Tensor, pixels: int) -> tf.Tensor:
 
 
 def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
-  """Returns the middle of an image, of the given (height, width); a smaller image is resized to this size."""
+  """Returns the middle of an image, (height, width) = `size`; an image with a smaller side is resized to `size`."""
   tf = import_tensorflow()
   height, width = size
   is_large = tf.reduce_all(tf.shape(image)[:2] >= [height, width])

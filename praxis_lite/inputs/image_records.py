@@ -124,7 +124,7 @@ class ImageRecordInput(TFRecordInput):
     return image_ops.normalize(self._middle_of(image), self.mean, self.std).numpy()
 
   def _features_to_read(self) -> dict[str, tf.DType]:
-    """Returns the names and types of the features to read from a record; each has one value."""
+    """Returns the types, by name, of the features to read from a record; each feature has one value."""
     tf = import_tensorflow()
     label = {} if self.label_feature is None else {self.label_feature: tf.int64}
     return {self.image_feature: tf.string} | label

@@ -41,7 +41,7 @@ def read_lines(
         continue
       try:
         yield file, f'line {number}', parse(line.removesuffix(b'\r').decode(), fields)
-      except ValueError as error:  # Also if it is not UTF-8.
+      except ValueError as error:  # Includes UnicodeDecodeError.
         data.leave_out(BadRecord(file, f'line {number}', str(error)))
 
 
@@ -57,7 +57,10 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def split_tsv(line: str, names: Sequence[str], expected: str = '') -> list[str]:
-  """Returns the columns of a line, one for each of `names`; raises ValueError, with the text `expected`, otherwise."""
+  """Returns the columns of a line; raises ValueError if their number is not that of `names`.
+
+  The message says what was expected: the text `expected`, or `names` if it is ''.
+  """
   columns = line.split('\t')
   if len(columns) != len(names):
     expected = expected or f'{", ".join(names)}, separated by tabs'
@@ -72,7 +75,7 @@ def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]
   """Returns parsers for `read_lines` of lines with two texts.
 
   Args:
-    expected: the name of the two texts in error messages, such as 'a source and a target'.
+    expected: what error messages call the two texts, such as 'a source and a target'.
   """
 
   def split_two(line: str, fields: TwoTexts) -> TwoTexts:

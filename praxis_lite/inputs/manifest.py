@@ -21,7 +21,7 @@ from praxis_lite.common.figures import number_of
 
 DataManifest = dict[str, Any]
 
-_SAMPLED, _PARTS, _PART = 32, 4, 1024  # The number of sampled files, of parts of each file, and of bytes in a part.
+_SAMPLED, _PARTS, _PART = 32, 4, 1024  # Sampled files, parts of each sampled file, and bytes in a part.
 _MOST_LISTED = 10_000
 _THREADS = 8
 _SHOWN = 3
@@ -43,7 +43,7 @@ def manifest_of(files: Sequence[str]) -> DataManifest:
 
 
 def changes(saved: object, now: DataManifest) -> str:
-  """Returns how files have changed since a manifest was saved; '' if they are unchanged, or if this is unknown."""
+  """Returns how files have changed since the manifest `saved`; '' if they are unchanged, or `saved` is not readable."""
   found = list(_changes(saved, now))
   more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
   return '; '.join(found[:_SHOWN]) + more

@@ -65,7 +65,7 @@ class MaskedTextInput(TextInput):
 
   @property
   def mask(self) -> int:
-    """The id of the mask."""
+    """The id of the mask token: `mask_id`, or the tokenizer's, or the first id after its vocabulary."""
     if self.mask_id is not None:
       return self.mask_id
     own = self.tokenizer.mask_id
@@ -152,7 +152,10 @@ class MaskedTextInput(TextInput):
     return chosen
 
   def _hide(self, labels: np.ndarray, kind: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Returns the ids that replace `labels` at chosen positions, [T]; `kind` and `random`, [T], are random numbers."""
+    """Returns the ids, [T], that replace `labels` where a position is chosen.
+
+    The random numbers `kind`, [T], decide between mask, random token and label; `random`, [T], draws random tokens.
+    """
     tokens = self._text_ids[np.floor(random * len(self._text_ids)).astype(np.int64)]
     others = np.where(kind < self.mask_share + self.random_share, tokens, labels)
     return np.where(kind < self.mask_share, self.mask, others).astype(np.int32)

@@ -95,7 +95,10 @@ class MixtureInput(BaseInput):
     return rows, taken
 
   def _fill(self, count: int, start: int, stop: int) -> tuple[Rows | None, np.ndarray]:
-    """Fills slots from the sources. Returns the rows of slots [start, stop), and which slots are filled, [count]."""
+    """Fills `count` slots from the sources.
+
+    Returns the rows of the filled slots in [start, stop), None if there are none, and which slots are filled, [count].
+    """
     tried = np.zeros((count, len(self.sources)), bool)
     filled = np.zeros(count, bool)
     parts: list[Rows] = []
@@ -123,7 +126,7 @@ class MixtureInput(BaseInput):
     return jax.tree.map(lambda x: x[order], rows), filled
 
   def _choose(self, indices: np.ndarray, tried: np.ndarray, attempt: int) -> np.ndarray:
-    """Returns the source of each of these examples, [n], except sources in `tried`, [n, sources] bool."""
+    """Draws a source for each example of `indices`, [n], but none that `tried`, [n, sources] bool, marks for it."""
     ends = np.cumsum(np.where(tried, 0.0, self._weights), axis=1)
     u = uniform((self.seed, attempt), indices)
     return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)

@@ -54,7 +54,7 @@ class PackedRows:
     return len(self.row_splits) - 1
 
   def rows(self, indices: np.ndarray) -> Rows:
-    """Returns these rows as the batch of a language model, each array [B, T]; see `TextInput`."""
+    """Returns the rows with these indices, [B], as a batch for a language model, each array [B, T]; see `TextInput`."""
     first = self.row_splits[indices]
     counts = self.row_splits[indices + 1] - first
     if (counts == 1).all() and (self.lengths[first] == self.seq_len).all():
@@ -157,7 +157,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None
   row = best_fit_rows(lengths, T)
   R, S = int(row.max()) + 1, int(np.bincount(row).max())
   ids, of_prompts = np.zeros((R, S, longest), np.int32), np.zeros((R, S), np.int32)
-  packing, taken = np.full((R, T), -1, np.int32), np.zeros((R, 2), np.int32)  # Of each row, its prompts and tokens.
+  packing, taken = np.full((R, T), -1, np.int32), np.zeros((R, 2), np.int32)  # taken: prompts and tokens of each row
   place = np.empty(len(lengths), np.int64)
   for i, (prompt, r) in enumerate(zip(prompts, row.tolist())):
     (s, start), length = taken[r], len(prompt)
@@ -186,7 +186,7 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
   next_row = int(full.sum())
   row[full] = np.arange(next_row)
   with_room: dict[int, list[int]] = {}  # room -> rows that have it
-  rooms = 0  # Bit r is set if a row has room for exactly r tokens.
+  rooms = 0  # Bit r is set if some row has room for exactly r tokens.
   rest = np.flatnonzero(~full)
   rest = rest[np.argsort(-lengths[rest], kind='stable')]
   for i, length in zip(rest.tolist(), lengths[rest].tolist()):
@@ -210,7 +210,10 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _join(
   documents: Sequence[Tokens], before: list[int], after: list[int], first: list[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-  """Returns one stream, [N]: `first`, then each document between `before` and `after`; and the bytes of each token."""
+  """Joins documents to one stream of tokens, [N]: `first`, then each document between `before` and `after`.
+
+  Returns the stream, and the number of bytes of each token, [N]; None if the documents have no numbers of bytes.
+  """
 
   def join(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
     start, head, tail = (np.array(ids, dtype) for ids in special)

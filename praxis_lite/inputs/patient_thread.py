@@ -87,7 +87,10 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-  """Waits for reads to end. Python kills daemon threads at exit; if a thread is in a library, the process may abort."""
+  """Waits up to `_AT_EXIT` for reads to end.
+
+  Python kills daemon threads at exit, and the process may abort if such a thread is in a C library then.
+  """
   end = time.monotonic() + _AT_EXIT
   for thread in list(_threads):
     thread.join(max(0.0, end - time.monotonic()))
@@ -118,7 +121,7 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
 
 
 def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
-  """Runs a read in a separate thread and returns the result; raises the same errors as `result_in_time`."""
+  """Runs `call` in a separate thread and returns its result; raises the same errors as `result_in_time`."""
   thread = PatientThread(f'read-{label}')
   future = thread.submit(call)
   try:

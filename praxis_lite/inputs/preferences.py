@@ -48,7 +48,7 @@ class PreferenceInput(AnswersInput):
 
   A line has one of these forms; a TSV file has the columns of `fields`.
 
-      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, where the others may still be texts
+      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, then answers of either kind
       {"chosen": [...], "rejected": [...]}                   whole chats; their common first messages are the prompt
       {"prompt": ..., "completion": ..., "label": true}      one answer, good or bad, for `Kto`
 
@@ -120,7 +120,7 @@ class PreferenceInput(AnswersInput):
 
   @functools.cached_property
   def _rows(self) -> list[list[int]]:
-    """The numbers of the pairs in each row."""
+    """For each row, the indices of its pairs."""
     if not self.packed:
       return [[number] for number in range(len(self._pairs))]
     return pack_pairs(self._sizes, (self.seq_len,) * len(self._sides), self.max_pairs)
@@ -131,7 +131,7 @@ class PreferenceInput(AnswersInput):
 
   @functools.cached_property
   def _sequences(self) -> list[tuple[ChatTokens | None, ...]]:
-    """The sequences of each pair, one for each part of a batch."""
+    """For each pair, the tokens in each part of a batch: chosen, rejected and, if `mismatched`, mismatched."""
     pairs = self._pairs
     if not self.mismatched:
       return [tuple(pair) for pair in pairs]
@@ -143,7 +143,10 @@ class PreferenceInput(AnswersInput):
     ]
 
   def _mismatch(self, number: int, pair: _Encoded, other: _Encoded) -> ChatTokens:
-    """Returns a pair's prompt with an answer of `other`: the chosen one if `number` is even, otherwise the rejected."""
+    """Returns the prompt of `pair` with an answer of `other`.
+
+    It is the chosen answer if `number` is even, otherwise the rejected one, or else the only answer of `other`.
+    """
     prompt, answer = pair.any, (other.rejected if number % 2 else other.chosen) or other.any
     before, after = int(np.argmax(prompt.is_answer)), int(np.argmax(answer.is_answer))
     before = min(before, self.seq_len - 1)
@@ -168,7 +171,7 @@ class PreferenceInput(AnswersInput):
 
 
 def _next_that_differ(prompts: list[bytes]) -> list[int] | None:
-  """Returns for each prompt the number of the next prompt that differs, cyclically; None if all are equal."""
+  """Returns, for each prompt, the index of the next prompt that differs, cyclically; None if all prompts are equal."""
   count, other = len(prompts), None
   found: list[int | None] = [None] * count
   for i in reversed(range(2 * count)):  # Twice around, so that `other` is known for the last prompts too.

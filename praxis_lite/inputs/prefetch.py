@@ -90,7 +90,7 @@ class PrefetchIterator(Iterator[T]):
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits for the next batch, the end of the input or an error; returns whether one of these has arrived.
+    """Waits up to `seconds`, if set, for the next batch, the end of the input or an error; returns whether one came.
 
     An overdue batch counts as an error, which `get_next` raises.
     """

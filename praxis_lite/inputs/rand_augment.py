@@ -141,7 +141,7 @@ def _brightness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _sharpness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Blends with the image whose inner pixels are smoothed by the kernel [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13."""
+  """Blends with a copy whose inner pixels are smoothed by the kernel [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13."""
   tf = import_tensorflow()
   x, channels = tf.cast(image, tf.float32), image.shape[-1]
   kernel = tf.constant([[1, 1, 1], [1, 5, 1], [1, 1, 1]], tf.float32) / 13.0
@@ -167,7 +167,7 @@ def _translate_y(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Makes a square gray, whose middle may be anywhere in the image."""
+  """Makes a square gray; the middle of the square may be anywhere in the image."""
   tf = import_tensorflow()
   shape = tf.shape(image)
   half = tf.cast(tf.cast(tf.minimum(shape[0], shape[1]), tf.float32) * min(0.36 * draw.strength, 1.0) / 2, tf.int32)
@@ -177,7 +177,7 @@ def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _blend(base: tf.Tensor | float, image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  """Returns base + factor (image - base), where the factor follows from `draw`; 1 changes nothing."""
+  """Returns base + factor (image - base), where the factor follows from `draw`; a factor of 1 changes nothing."""
   tf = import_tensorflow()
   factor = tf.maximum(1.0 + draw.sign * 0.9 * draw.strength, 0.1)
   return _to_bytes(base + factor * (tf.cast(image, tf.float32) - base))

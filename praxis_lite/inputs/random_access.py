@@ -31,7 +31,7 @@ class RandomAccessInput(BaseInput):
     raise NotImplementedError
 
   def rows(self, indices: np.ndarray) -> Rows:
-    """Returns the examples with these numbers, [n], n > 0, in this order and in the form of `canonical_rows`."""
+    """Returns the examples with these indices, [n], n > 0, in this order and in the form of `canonical_rows`."""
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:

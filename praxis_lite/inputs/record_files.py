@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 def is_tfrecord(file: str) -> bool:
-  """Whether a file is a TFRecord file, by its name: all names without the ending of another kind count."""
+  """Whether the name of a file has neither the ending of ArrayRecord nor of Parquet files."""
   return not file.endswith((*_ARRAY_RECORD, _PARQUET))
 
 
@@ -82,7 +82,7 @@ def _serialize(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord
 
 
 def _example(row: dict[str, Any]) -> bytes:
-  """Returns a row as a serialized example; raises ValueError or TypeError if its values have other types."""
+  """Returns a row as a serialized example; raises ValueError or TypeError if an example cannot store a value."""
   values: dict[str, np.ndarray | bytes] = {}
   for name, value in row.items():
     if isinstance(value, dict):

@@ -163,7 +163,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     return kept
 
   def _encode(self, table: str, place: str, values: tuple[str, str]) -> _Recording | None:
-    """Returns a recording with the tokens of its transcript; None if it is left out."""
+    """Returns a recording with the tokens of its transcript; None if the recording is bad and left out."""
     file, text = values
     try:
       ids = np.asarray(self.tokenizer.encode(text), np.int32)

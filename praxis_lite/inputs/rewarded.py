@@ -30,7 +30,7 @@ from praxis_lite.inputs.tokenizers import ChatTokens
 Reward = Callable[[Any, str, dict[str, Any]], float]  # A function (prompt, answer, the whole example) -> reward.
 
 SCALES = ('group', 'batch', 'none')
-_LEAST_SPREAD = 1e-4  # Added to standard deviations, as in TRL.
+_LEAST_SPREAD = 1e-4  # Added to standard deviations of rewards, as in TRL.
 
 
 class _Prompt(NamedTuple):

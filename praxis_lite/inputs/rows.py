@@ -105,7 +105,7 @@ def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = ''
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Pads `rows`, of structure `struct`, with zeros to `count` rows. None counts as no rows."""
+  """Returns `rows`, of structure `struct`, with rows of zeros added up to `count`; None stands for no rows."""
   if rows is None:
     return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
   if len(rows['weights']) == count:
@@ -121,7 +121,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
 
 
 def add_weights(struct: Struct) -> Struct:
-  """Returns the struct of an example with dtypes that JAX does not change; adds a scalar `weights` if missing."""
+  """Returns the struct of an example in the dtypes of JAX, with float32 `weights`, a scalar if `struct` has none."""
   out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
   weights = out.get('weights')
   out['weights'] = jax.ShapeDtypeStruct(() if weights is None else weights.shape, np.float32)
@@ -129,13 +129,16 @@ def add_weights(struct: Struct) -> Struct:
 
 
 def token_struct(seq_len: int, *floats: str) -> Struct:
-  """Returns the struct of a row of tokens, all [T]: `ids`, `labels`, ... int32; `weights` and `floats` float32."""
+  """Returns the struct of a row of tokens, each array [T].
+
+  `ids`, `labels`, `segment_ids` and `segment_pos` are int32; `weights` and the arrays named in `floats` are float32.
+  """
   struct = {k: jax.ShapeDtypeStruct((seq_len,), np.int32) for k in ('ids', 'labels', 'segment_ids', 'segment_pos')}
   return struct | {k: jax.ShapeDtypeStruct((seq_len,), np.float32) for k in ('weights', *floats)}
 
 
 def rows_of_tokens(tokens: np.ndarray) -> Rows:
-  """Makes a language-model batch from [B, T + 1] int32 tokens. Each row is one segment without padding."""
+  """Returns a batch for a language model from [B, T + 1] int32 tokens. Each row is one segment without padding."""
   shape = (len(tokens), tokens.shape[1] - 1)
   return {
     'ids': tokens[:, :-1],

@@ -32,7 +32,7 @@ from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Pairs = Sequence[tuple[str, str]]
-_OPEN_ROWS = 64  # The number of last rows in which packing looks for room.
+_OPEN_ROWS = 64  # The number of incomplete rows in which packing looks for room.
 
 
 class _Pair(NamedTuple):
@@ -51,7 +51,7 @@ def source_target_struct(source_len: int, target_len: int) -> Struct:
 
 
 def padding_of_pairs(count: int, struct: Struct, pad: int) -> Rows:
-  """Returns `count` rows without pairs, whose tokens are `pad`."""
+  """Returns `count` rows without pairs; all tokens of these rows are `pad`."""
   batch = pad_rows(None, count, struct)
   for name in ('source_ids', 'ids', 'labels'):
     batch[name][:] = pad
@@ -156,7 +156,7 @@ class SourceTargetInput(TextExamplesInput):
 
   @functools.cached_property
   def _rows(self) -> list[list[int]]:
-    """The numbers of the pairs in each row."""
+    """For each row, the indices of its pairs."""
     if not self.packed:
       return [[number] for number in range(len(self._pairs))]
     sizes = [(len(source), len(target) + 1) for source, target in self._pairs]

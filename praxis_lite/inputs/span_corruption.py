@@ -116,7 +116,7 @@ class SpanCorruptionInput(TextInput):
     return batch
 
   def _corrupt(self, tokens: np.ndarray, random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns source and target of a text, without end tokens; `random`, [2, L], has random numbers for the spans."""
+    """Returns source and target of a text, without end tokens; `random`, [2, L], decides where the spans are."""
     noise, spans = self._counts(len(tokens))
     kept = partition(len(tokens) - noise, spans, random[0])
     lost = partition(noise, spans, random[1])

@@ -26,10 +26,10 @@ class StreamedInput(BaseInput):
     super().__post_init__()
     self._pipeline: tuple[_Request, RowGroups] | None = None
     self._end: tuple[int, int] | None = None  # The end of the last epoch that was read completely.
-    self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
+    self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, index), rows, number of rows
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
-    """Yields what `read` returns for `count` examples from `position` on, then for the next `count`, and so on.
+    """Yields the result of `read` for `count` examples from `position` on, then for the next `count`, and so on.
 
     A group of fewer than `count` examples, possibly none, ends an epoch. The pipeline may continue with the next epoch.
     Closing it ends its threads and processes.
@@ -39,7 +39,7 @@ class StreamedInput(BaseInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host, and a mixture, whose counts vary, get slices of chunks of a whole batch.
+    # A single host gets slices of chunks of a whole batch. So does a mixture, because its counts vary.
     parts: list[Rows] = []
     available = 0
     while available < count:
@@ -71,7 +71,7 @@ class StreamedInput(BaseInput):
     self._pipeline = self._chunk = None
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads a group from the open pipeline if it is at `position`, otherwise from a new one."""
+    """Reads a group from the open pipeline if that is at `position`, otherwise from a new pipeline."""
     if (epoch, position) == self._end:
       return None, 0
     request = (epoch, position, count, start, stop)

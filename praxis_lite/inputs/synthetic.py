@@ -84,7 +84,7 @@ class _Synthetic(RandomAccessInput):
     return {**super().identity(), 'seed': self.seed}  # examples depend on the seed even without shuffling
 
   def _uniform(self, stream: str, indices: np.ndarray, size: int) -> np.ndarray:
-    """Returns random numbers in [0, 1) for these examples, [n, size], from the named stream."""
+    """Returns `size` random numbers in [0, 1) for each of these examples, [n, size], from the named stream."""
     return uniform((self.seed, zlib.crc32(stream.encode())), indices[:, None] * size + np.arange(size))
 
 

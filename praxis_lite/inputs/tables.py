@@ -118,7 +118,7 @@ class TableInput(GrainInput):
 
   @functools.cached_property
   def _groups(self) -> tuple[list[_Group], np.ndarray]:
-    """All groups of the files, in order, and their numbers of rows."""
+    """All groups of the files, in order, and the number of rows of each group."""
     groups, sizes = [], []
     for file in self.files:
       try:
@@ -246,7 +246,7 @@ class _Chunks:
     return jax.tree.map(lambda x: x[order], rows), bad
 
   def _rows(self, i: int) -> tuple[Rows, list[BadRecord]]:
-    """Returns the rows of a group, and the list of unreadable ones."""
+    """Returns the rows of a group, zeros for unreadable rows, and the list of unreadable rows."""
     group, size = self.groups[i], int(self.sizes[i])
     try:
       table = _read_group(group, self.columns, self.convert.where)
@@ -262,7 +262,7 @@ class _Chunks:
       return pad_rows(None, size, self.struct), [e.bad._replace(records=size)]
 
   def _first_bad(self, table: pa.Table, group: _Group) -> str:
-    """Returns the end of an error message: the place of the first row that cannot be converted."""
+    """Returns the end of an error message: the place of the first row that cannot be converted, or of the group."""
     try:
       for row in range(table.num_rows):
         self.convert.row(table, row, group)
@@ -298,7 +298,7 @@ class _Converter:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
     pa = import_pyarrow()
     array, count = table.column(column).combine_chunks(), table.num_rows
-    if isinstance(array, pa.ChunkedArray):  # Some versions return this if there is no chunk, or one is too large.
+    if isinstance(array, pa.ChunkedArray):  # Some versions return this if there is no chunk, or a chunk is too large.
       array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     size, expected = 1, int(np.prod(feature.shape))
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -356,7 +356,7 @@ def _list_in(file: str, field: str) -> list[Any] | None:
 
 
 def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> pa.Table:
-  """Returns a group of a file; raises DataError if it cannot be read, or a column is missing."""
+  """Returns a group of a file; raises DataError if the group cannot be read, or a column is missing."""
   pa, (file, number) = import_pyarrow(), group
   try:
     if _is_parquet(file):
@@ -398,7 +398,7 @@ def _group_sizes(file: str, where: str) -> list[int]:
 
 
 def _batches(file: str) -> list[pa.RecordBatch]:
-  """Returns the record batches of an Arrow file; their data stays on disk until it is used."""
+  """Returns the record batches of an Arrow file; the data of a batch is read only when it is used."""
   about = os.stat(file)
   return _batches_of(file, about.st_ino, about.st_size, about.st_mtime_ns)
 

@@ -64,7 +64,7 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
 
 
 def _complete_parts(folder: Path) -> list[Path]:
-  """Returns the files of results; raises DataError if some are missing."""
+  """Returns the files of results in a folder; raises DataError if the plan or a file is missing or damaged."""
   plan = folder / 'plan.json'
   if not plan.is_file():
     raise DataError(f'{folder} has no plan.json; expected a folder that `praxis-lite predict --output` has written')
@@ -82,7 +82,7 @@ def _complete_parts(folder: Path) -> list[Path]:
 
 
 def _read_part(file: Path) -> list[dict[str, np.ndarray]]:
-  """Returns the examples of a file as arrays, without failed rows and rows without a label."""
+  """Returns the arrays of each example in a file, without failed examples and those of fewer than 2 tokens."""
   found = []
   for number, line in enumerate(read_file(str(file), str(file.parent)).splitlines(), 1):
     where = f'{file}, line {number}'

@@ -146,7 +146,7 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   @property
   def _samples(self) -> bool:
-    """Whether rows come from random places of the text."""
+    """Whether each row begins at a random token of the text."""
     return self.packing == 'windows' and bool(self.shuffle)
 
   def data_files(self) -> list[str]:
@@ -296,7 +296,10 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
-  """Returns where to cut `data`: at `fraction`, or after the last line end in the part `reach` before that."""
+  """Returns the byte at which to cut `data`: after the last line end in the part `reach` before `fraction` of the data.
+
+  If there is no line end in this part, it is at `fraction`, but not inside a UTF-8 character.
+  """
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
   if newline >= 0:

@@ -51,11 +51,11 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def _forms(self) -> tuple[str, str]:
-    """Returns the names of the collection of examples without files, and of one example, for error messages."""
+    """Returns what error messages call the examples in the field, such as 'a list of dicts', and one of them."""
     raise NotImplementedError
 
   def _is_example(self, values: object) -> bool:
-    """Whether an example that is given without files has the right form."""
+    """Whether an example from the field, not from a file, has the right form."""
     raise NotImplementedError
 
   def _encode_all(
@@ -84,7 +84,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return kept
 
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
-    """Yields the file, the place in it, and the values of each example."""
+    """Yields the file of each example, its place in the file, and its values; without files, the name of the field."""
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return

@@ -76,7 +76,7 @@ def _values(feature: Any, where: str) -> np.ndarray:
 
 
 def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
-  """Yields a serialized record for each example in dimension 0 of the arrays, or in lists of bytes or texts.
+  """Yields a serialized record for each example; columns are arrays [examples, ...], or lists of bytes or texts.
 
   Raises:
     DataError: a column has other values than numbers, bytes and texts.
@@ -86,7 +86,7 @@ def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Itera
 
 
 def _column(name: str, values: np.ndarray | Sequence[Any]) -> np.ndarray | Sequence[bytes]:
-  """Returns a column as an array, or texts and bytes as a list of bytes: NumPy would cut off zeros at their end."""
+  """Returns a column as an array; texts or bytes as a list of bytes, because NumPy would cut off zeros at the end."""
   if len(values) and all(isinstance(value, str | bytes) for value in values):
     return [value.encode() if isinstance(value, str) else value for value in values]
   try:
@@ -99,7 +99,10 @@ def _column(name: str, values: np.ndarray | Sequence[Any]) -> np.ndarray | Seque
 
 
 def serialized_example(example: Mapping[str, np.ndarray | bytes]) -> bytes:
-  """Serializes an example: integers and booleans as int64 lists, floats as float lists, all flattened, and bytes."""
+  """Serializes an example: integers and booleans as int64 lists, floats as float lists, bytes as byte lists.
+
+  Arrays are flattened.
+  """
   message = _example_class()()
   for name, x in example.items():
     feature = message.features.feature[name]

@@ -81,7 +81,7 @@ class BaseTFInput(StreamedInput):
     return elements
 
   def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
-    """Like `parse`, for examples that differ from epoch to epoch."""
+    """Returns the result of `parse`; subclasses override it if examples differ from epoch to epoch."""
     return self.parse(elements)
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
@@ -108,7 +108,7 @@ class BaseTFInput(StreamedInput):
         return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
-    """Returns a dataset of groups of `count` elements, each as (size of the group, its examples [start, stop))."""
+    """Returns a dataset with a pair for each group of `count` elements: its size, and its examples [start, stop)."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -259,11 +259,11 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       else:
         parts += [whole_records(functools.partial(self.read_file, f), self._damaged.get(f)) for f in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
-    # Each host parses all records, also those before a position, so that all hosts leave out the same ones.
+    # Each host parses all records, even those before a position, so that all hosts leave out the same records.
     return dataset.batch(_TRIED_AT_ONCE).map(self._parseable).unbatch() if self.skips else dataset
 
   def is_tfrecord(self, file: str) -> bool:
-    """Whether TensorFlow can read a file as TFRecord; other files are read with `read_file`."""
+    """Whether TensorFlow can read a file as TFRecord. If not, `read_file` reads the file."""
     return True
 
   def read_file(self, file: str) -> Iterable[bytes | BadRecord]:
@@ -354,7 +354,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
-  """Writes arrays, with examples in dimension 0, or lists of bytes or texts, as `tf.train.Example`s for TFRecordInput.
+  """Writes `tf.train.Example`s for TFRecordInput; columns are arrays [examples, ...] or lists of bytes or texts.
 
   Raises DataError if a column has other values.
   """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
-# Bytes to read at the end of a file to find its last record, and bytes to read at once from a compressed file.
+# Bytes to read at the end of a file to find the last record, and bytes to read at once from a compressed file.
 _END, _BLOCK = 1 << 16, 1 << 20
 CANNOT_PARSE = 'cannot be parsed'
 
@@ -66,7 +66,7 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
 
   number = 0
   options = tf.data.Options()
-  options.autotune.enabled = False  # For the reason in `tfdata.py`.
+  options.autotune.enabled = False  # See `BaseTFInput._groups`.
   try:
     for record in tf.data.TFRecordDataset(file, compression_type=compression).with_options(options):
       yield record.numpy()
@@ -84,7 +84,7 @@ def bad_records_of(
   parse: Callable[[list[bytes]], object],
   errors: tuple[type[Exception], ...],
 ) -> dict[int, BadRecord]:
-  """Returns, by number, the records of a file that are damaged, or for which `parse` raises one of `errors`."""
+  """Returns, by index in the file, the records that are damaged or for which `parse` raises one of `errors`."""
   bad: dict[int, BadRecord] = {}
   pending: dict[int, bytes] = {}
 
@@ -112,11 +112,11 @@ def bad_records_of(
 
 
 def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collection[int] | None) -> tf.data.Dataset:
-  """Returns a dataset of a file's records, without damaged ones and without the numbers in `bad`.
+  """Returns a dataset of a file's records, without damaged records and those whose indices are in `bad`.
 
   Args:
     read: a function that yields the file's records.
-    bad: numbers of bad records; None if they are not known yet, and then the first damaged record raises DataError.
+    bad: indices of bad records; None if they are not known yet, and then the first damaged record raises DataError.
   """
   import tensorflow as tf
 

@@ -243,7 +243,7 @@ class CharTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _id_of_code(self) -> np.ndarray:
-    """The id of each code point up to the vocabulary's largest, and then one entry for all others. -1 means no id."""
+    """The id of each code point up to the vocabulary's largest, then -1 for all larger ones. -1 means no id."""
     codes = np.array([ord(c) for c in self.characters], np.int64)
     ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
     ids[codes] = np.arange(len(codes))
@@ -363,7 +363,7 @@ def groups_of_documents(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
-  """Returns integers, [n], roughly in proportion to `sizes`, whose sum is exactly `total`.
+  """Returns integers, [n], whose sum is exactly `total`, roughly in proportion to `sizes`.
 
   This corrects the sizes of pieces, which may not sum to the size of the text, because SentencePiece's normalization
   drops and replaces characters.

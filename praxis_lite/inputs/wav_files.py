@@ -44,7 +44,7 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
 
 
 def write_wav(path: str | os.PathLike[str], samples_N: np.ndarray, sample_rate: int) -> None:
-  """Writes samples of one channel from -1 to 1 as integers of 16 bits; louder ones are clipped."""
+  """Writes the samples of one channel as integers of 16 bits; samples outside of -1 to 1 are clipped."""
   data = np.round(np.clip(samples_N, -1, 1) * 32767).astype('<i2').tobytes()
   form = struct.pack('<HHIIHH', _INTEGERS, 1, sample_rate, 2 * sample_rate, 2, 16)
   parts = (b'fmt ', struct.pack('<I', len(form)), form, b'data', struct.pack('<I', len(data)), data)

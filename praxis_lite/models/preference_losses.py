@@ -96,7 +96,7 @@ class PreferenceLoss(Configurable):
     raise NotImplementedError
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    """Returns the implicit reward of each answer, in the shape of the scores. The loss raises rewards of chosen ones."""
+    """Returns the implicit reward of each answer, in the shape of the scores. The loss raises those of chosen ones."""
     raise NotImplementedError
 
 
