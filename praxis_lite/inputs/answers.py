@@ -79,7 +79,8 @@ def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
 def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> AnswerPair:
   """Returns the pair in a JSON object, which has one of the usual forms.
 
-      {prompt, chosen, rejected}    texts; or messages, where the prompt or the answers may also be texts
+      {prompt, chosen, rejected}    all texts; or a prompt of messages, with answers of either kind; or a text prompt
+                                    with two answers in messages
       {chosen, rejected}            whole chats, whose common first messages are the prompt; a text `prompt` is ignored
       {prompt, completion, label}   one answer, which is good if the label is true
 
@@ -88,7 +89,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
     fields: the names of prompt, chosen and rejected.
 
   Raises:
-    ValueError: it has none of these forms.
+    ValueError: the object has none of these forms.
   """
   of_prompt, of_chosen, of_rejected = fields
   prompt = values.get(of_prompt)
@@ -115,7 +116,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
 
 
 def _has_answers_only(messages: ChatMessages) -> bool:
-  """Whether messages begin with the assistant's and include none of a user or system: an answer, not a whole chat."""
+  """Whether messages are an answer, not a whole chat: the assistant's is first, and none is the user's or system's."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 

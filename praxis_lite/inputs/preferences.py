@@ -48,7 +48,8 @@ class PreferenceInput(AnswersInput):
 
   A line has one of these forms; a TSV file has the columns of `fields`.
 
-      {"prompt": ..., "chosen": ..., "rejected": ...}        texts; or messages, then answers of either kind
+      {"prompt": ..., "chosen": ..., "rejected": ...}        all texts; or a prompt of messages, with answers of either
+                                                             kind; or a text prompt with two answers in messages
       {"chosen": [...], "rejected": [...]}                   whole chats; their common first messages are the prompt
       {"prompt": ..., "completion": ..., "label": true}      one answer, good or bad, for `Kto`
 

@@ -27,7 +27,7 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
   if ADAPTER_VARIABLES not in others:
     learner.bprop_variable_inclusion = (*others, ADAPTER_VARIABLES)
   if (rule := (ADAPTER_VARIABLES, None)) not in start.rules:
-    start.rules = (rule, *start.rules)  # The first rule that matches wins.
+    start.rules = (rule, *start.rules)  # The first rule that matches a variable applies.
   return task
 
 

@@ -28,7 +28,7 @@ from praxis_lite.layers.base.taps import edit_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Edit:
-  """A change of a value x to x + add, or to `add` if `drops` is True; only in these units and layers, or in all."""
+  """A change of a value x to x + add, or to `add` if `drops` is True, in `units` and `layers`; None means in all."""
 
   add: ArrayLike = 0.0
   drops: bool = False
@@ -37,7 +37,7 @@ class Edit:
 
 
 def add(vector: ArrayLike, *, layers: Sequence[int] | None = None) -> Edit:
-  """Returns an edit that adds an array to the value; it is broadcast, such as [D] to [B, T, D]."""
+  """Returns an edit that adds an array to the value. The array is broadcast, for example from [D] to [B, T, D]."""
   return Edit(vector, layers=_integers('layers', layers))
 
 
@@ -87,7 +87,7 @@ class Edits:
         self._variables = insert(self._variables, at, _arrays(name, edit, self._stacked_above(name, path)))
 
   def _path_of(self, name: str) -> Path:
-    """Returns the path of the layer that a name means: ('a', 'b') for 'a.b', and for 'a.b.method'."""
+    """Returns the path of the layer that an edit's name means: ('a', 'b') for 'a.b' or 'a.b.method'."""
     owner, _, method = name.rpartition('.')
     if name in self._layers:
       return self._layers[name].path
@@ -110,11 +110,11 @@ class Edits:
     raise ConfigError(f'edit of {name}: it has no weights, so its place in a stack is unknown; edit the layer above')
 
   def add_to(self, variables: NestedDict, surroundings: Surroundings) -> tuple[NestedDict, Surroundings]:
-    """Adds the edits to the variables and the surroundings of a call; returns both."""
+    """Returns the variables and the surroundings of a call, with the edits added."""
     return merge(variables, self._variables), dataclasses.replace(surroundings, edited={})
 
   def check_met(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError if the step did not call the layer of an edit, or its value has no such unit.
+    """Raises ConfigError if the step did not call the layer of an edit, or the layer's value lacks a unit of the edit.
 
     Args:
       shapes: the shapes of the values in the step, by the name that an edit gives them.

@@ -55,7 +55,7 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh; calls of the model get `surroundings`, and `taps` observe their values."""
+  """A step on one device, without a mesh. Calls of the model get `surroundings`; `taps` observe values of a step."""
 
   surroundings = Surroundings()
   taps: StepTaps | None = None
@@ -83,15 +83,15 @@ class Execution:
     return loss, weight
 
   def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
-    """Returns loss, outputs and gradients of the whole batch; gradients and updates only for this device's shards."""
+    """Returns losses, outputs and gradients of the whole batch; only gradients and updates of this device's shards."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Adds up sums over this device's shards across devices: for each variable a scalar, or a sum for each layer."""
+    """Returns sums over whole variables, given sums over this device's shards: scalars, or [layers, 1, ...]."""
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    """Returns the whole array, in its true shape, given this device's shard; it is split like the variable `path`."""
+    """Returns an array, in its true shape, given this device's shard; the array is split like the variable `path`."""
     del path
     return part
 

@@ -79,7 +79,7 @@ class ExperimentConfig:
     super().__setattr__(name, value)
 
   def roots(self) -> dict[str, Config | list[Config]]:
-    """Returns the configs by name, for `apply_overrides` and `to_text`."""
+    """Returns the configs by field name, for `apply_overrides` and `to_text`."""
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def _replace(self, **changes: Any) -> ExperimentConfig:
@@ -117,7 +117,7 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
 
 
 def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]) -> None:
-  """Raises ConfigError if the class sets an attribute whose name is a misspelled name of one that it does not set."""
+  """Raises ConfigError if the class sets an attribute that seems to be a misspelled attribute in `unset`."""
   for cls in experiment_class.__mro__:
     for name in () if cls in (BaseExperiment, object) else vars(cls):
       close = difflib.get_close_matches(name.lower(), unset, n=1, cutoff=0.9)
@@ -127,7 +127,7 @@ def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]
 
 
 def read_sizes(task: Config) -> None:
-  """Replaces 'auto' in the mesh shape of a task's config, in place; then the shape is a tuple of integers or None."""
+  """Replaces 'auto' in the mesh shape of a task's config, in place: the shape becomes a tuple of integers, or None."""
   task.ici_mesh_shape = read_mesh_shape(task.ici_mesh_shape, task.mesh_axis_names)
 
 
@@ -135,7 +135,7 @@ def _call(fn: Callable[[], T], name: str) -> T:
   """Returns the result of a function without arguments; raises ConfigError if it needs arguments."""
   try:
     inspect.signature(fn).bind()
-  except (TypeError, ValueError):  # ValueError: a method without `self`.
+  except (TypeError, ValueError):  # ValueError if a method has no `self`.
     raise ConfigError(f'{name} takes arguments, or lacks self; it is called as {name}(), without any') from None
   return fn()
 

@@ -116,7 +116,7 @@ class Trace:
     return [*state, *(empty or [jnp.stack(row) for row in ordered])]
 
   def _layer_of(self, stack: str, at: dict[str, str]) -> str:
-    """Returns the path of the layer in whose scope an operation is."""
+    """Returns the path of the layer in whose scope an operation is; '' if it is in no layer."""
     where = _path(stack)
     # The scan with the longest matching path is the innermost one; it gives the index of the repeated layer.
     for prefix in sorted(at, key=len, reverse=True):

@@ -52,7 +52,7 @@ def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_los
 
 
 def watch_gradients(loss_fn: Callable[..., Any], probes: Probes) -> Callable[[jax.Array], GradientFn]:
-  """Returns the argument `watch` of `value_and_grad`, with which it also computes the gradients by the probes.
+  """Returns the argument `watch` that makes `value_and_grad` also compute gradients with respect to the probes.
 
   Args:
     loss_fn: a loss function with an argument `probes`.

@@ -41,7 +41,7 @@ from praxis_lite.sharding.specs import all_axes
 
 _TreeT = TypeVar('_TreeT')
 _BatchT = TypeVar('_BatchT')
-# A loss, a scalar; or several by name.
+# A loss, a scalar; or several losses by name.
 Losses: TypeAlias = jax.Array | dict[str, jax.Array]
 _SQUARES = '~squares of gradients'
 
@@ -127,8 +127,8 @@ def value_and_grad(
   def one(
     carry: tuple[_TreeT, Losses, Losses, NestedDict], xs: tuple[jax.Array, _BatchT, jax.Array | None]
   ) -> tuple[tuple[_TreeT, Losses, Losses, NestedDict], LossOutput]:
-    # On GPUs, XLA merges two iterations of a loop. Without this, it begins a microbatch before the one before it has
-    # ended, and stores the activations of both.
+    # On GPUs, XLA merges two iterations of a loop. Without the barrier, it begins a microbatch before the previous one
+    # has ended, and stores the activations of both.
     carry, xs = jax.lax.optimization_barrier((carry, xs))
     gradients, losses, weights, others = carry
     index, microbatch, share = xs
@@ -175,7 +175,7 @@ def _squares(gradients: object) -> jax.Array:
 
 
 def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> WeightedScalars:
-  """Returns the metrics of gradient noise, given P, Q and the weights w_i, see the top of this file."""
+  """Returns the metrics of gradient noise, given P, Q and the weights w_i; see the top of this file."""
   k = jnp.sum(weights != 0)
   others = jnp.maximum(k - 1, 1)
   is_known = (k > 1).astype(jnp.float32)
@@ -186,7 +186,7 @@ def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> Weig
 
 
 def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
-  """Returns the summary of microbatch `last`, or combines a part of a statistic over all microbatches."""
+  """Returns a part of a statistic combined over all microbatches; for other summaries, that of microbatch `last`."""
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)
   return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)

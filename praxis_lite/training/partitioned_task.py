@@ -48,7 +48,7 @@ _OutT = TypeVar('_OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.De
 
 
 class Partitioner(Protocol):
-  """An object that decides mesh and specs instead of a task, for example a T5X partitioner."""
+  """An object that decides the mesh and the specs instead of the task, for example a T5X partitioner."""
 
   @property
   def mesh(self) -> Mesh: ...
@@ -150,12 +150,12 @@ class PartitionedTask:
 
   @functools.cached_property
   def train_rows(self) -> BatchRows:
-    """How the rows of a batch enter the train step."""
+    """How the train step pads and splits the rows of a batch."""
     return batch_rows(self.mesh, self._input_specs, self.batch_shape, self.jax_task.learner.num_microbatches)
 
   @functools.cached_property
   def inference_rows(self) -> BatchRows:
-    """How the rows of a batch enter the eval, predict and decode steps."""
+    """How the eval, predict and decode steps pad and split the rows of a batch."""
     return batch_rows(self.mesh, self._input_specs, self.batch_shape)
 
   @property
@@ -331,7 +331,7 @@ class PartitionedTask:
     return NamedSharding(self.mesh, PartitionSpec())
 
   def _placed_shapes(self, rows: BatchRows, *replicated: object) -> tuple[object, ...]:
-    """Returns shapes, with shardings, of the PRNG key, these replicated arguments and the inputs of a step."""
+    """Returns the shapes, with shardings, of a step's PRNG key, of the arguments `replicated`, and of its inputs."""
     inputs = padded_batch_shape(self.batch_shape, rows.entering)
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)

@@ -41,7 +41,7 @@ _BUILT_IN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code object of the module that registered it, which is new whenever the module runs."""
+  """A registered class, and the code of the module that registered it: a new object each time that the module runs."""
 
   experiment: type[BaseExperiment]
   code: CodeType
@@ -221,7 +221,7 @@ def _canonical(module: str) -> str:
 
 
 def _origin(module: str) -> str | None:
-  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is no such file."""
+  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is no file."""
   if module in sys.modules:
     file = getattr(sys.modules[module], '__file__', None)
   else:
@@ -243,7 +243,7 @@ def _load_file(path: str) -> ModuleType:
   while os.path.isfile(os.path.join(folder, '__init__.py')):
     folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
   if folder not in map(os.path.realpath, sys.path):
-    sys.path.append(folder)  # So that the file can import other files in its folder.
+    sys.path.append(folder)  # The file may import other files in its folder.
   if _origin(_canonical(name)) == file:
     return import_module(_canonical(name), short_path(file))
   return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module already has the plain name.
@@ -290,7 +290,7 @@ def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
 
 
 def _is_experiment(value: object) -> TypeGuard[type[BaseExperiment]]:
-  methods = ('task', 'datasets', 'validate')  # The last one is BaseExperiment's.
+  methods = ('task', 'datasets', 'validate')  # BaseExperiment defines validate.
   return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods)
 
 

@@ -99,7 +99,7 @@ def find_slow_paths(
 
 
 def _slow_path(equation: core.JaxprEqn, flops: float, accelerator: Accelerator) -> tuple[str, float, float, str] | None:
-  """Returns the text of a slow path, a number for the text, seconds on a device, and the remedy; None if it is fast."""
+  """Returns a text, a number for '{size}' in it, seconds on a device, and the remedy; None if nothing is slow."""
   name, dtype = equation.primitive.name, _dtype(equation)
   shapes = [tuple(_array(v).shape) for v in equation.invars]
   out = _array(equation.outvars[0])
@@ -156,7 +156,7 @@ def _products(
 
 
 def _layer(scope: str, paths: set[str]) -> str:
-  """Returns the path of the innermost layer in a scope: 'lm.ff' for 'lm/while/body/ff/search'."""
+  """Returns the path of the innermost layer in a scope, 'lm.ff' for 'lm/while/body/ff/search'; '' if there is none."""
   path = ''
   for part in scopes(scope).split('/'):
     if (below := f'{path}.{part}' if path else part) in paths:

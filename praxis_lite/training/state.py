@@ -29,7 +29,8 @@ from praxis_lite.training.task import SingleTask
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')
 
-# With fewer parameters, optimizing the program that draws them takes a CPU longer than running it without optimization.
+# With fewer parameters, compiling the program that draws them with optimizations takes a CPU longer than running it
+# without.
 _FEW = 1 << 23
 
 
@@ -155,7 +156,7 @@ def state_layout(
 def _slot_specs(
   unpadded: TrainState, specs_of_vars: NestedDict, learner: BoundLearner, mesh: Mesh | AbstractMesh
 ) -> Any:
-  """Returns the specs of the optimizer's slots: those that the optimizer sets, otherwise those of their variables."""
+  """Returns the specs of the optimizer's slots, which the optimizer or the variables of the slots determine."""
   if unpadded.opt_states is None:
     return None
   specs = opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes)
@@ -196,7 +197,7 @@ def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
 
 
 def declared_state(jax_task: SingleTask) -> TrainState:
-  """Returns a task's train state for partitioners: variables are `WeightHParams`, all else is shapes."""
+  """Returns a task's train state for partitioners: `WeightHParams` for variables, and shapes for all other arrays."""
   return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 

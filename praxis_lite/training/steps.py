@@ -50,7 +50,7 @@ class TrainStepOutput(NamedTuple):
 
 
 class EvalStepOutput(NamedTuple):
-  """Result of an eval step: the same as of a train step, without the state."""
+  """Result of an eval step: the fields of a `TrainStepOutput` without the state."""
 
   weighted_loss: jax.Array
   mean_metrics: WeightedScalars
@@ -109,7 +109,7 @@ def train_step_single_learner(
     tapped = {path: execution.whole(path, node_at(gradients, path)) for path in taps.variables_of('grad')}
     out = out._replace(summaries={**out.summaries, **taps.summarize('grad', tapped)})
   updates, finite = out.updates, update.finite
-  if finite is not None:  # If a step is not applied, variables that are not trained keep their values too.
+  if finite is not None:  # If the step is not finite, non-trained variables keep their values too.
     updates = map_with_path(lambda path, new: jnp.where(finite, new, node_at(states.mdl_vars, path)), updates)
   mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)

@@ -193,7 +193,7 @@ class StepTaps:
     return tuple(found)
 
   def check_seen(self) -> None:
-    """Raises ConfigError if a tap matched no activation in the step just traced, or none that can be tapped."""
+    """Raises ConfigError if a tap matched no activation in the step just traced, or only ones that cannot be tapped."""
     for tap in self._activations:
       met = {name: problem for name, problem in self.seen.items() if _is_meant(tap, name)}
       if not met:
@@ -266,7 +266,7 @@ def _is_meant(tap: Tap, name: str) -> bool:
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-  """Returns the end of a message, with paths that are similar to a pattern."""
+  """Returns the end of a message, with paths in `names` that are similar to a pattern; '' if there are no paths."""
   known = list(names)
   last = pattern.removesuffix(GRADIENT).rstrip('.*').rpartition('.')[2].rpartition('*')[2]
   inside = [name for name in known if last and last in name.split('.')][:3] or [
@@ -278,9 +278,10 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 
 def real_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
-  """Returns a mask of tokens, [B, T] bool, or of rows, [B], that are not padding; None if a batch has no weights.
+  """Returns which tokens, [B, T] bool, or which rows, [B] bool, are not padding; None if a batch has no weights.
 
-  The mask is of rows if no array of a batch marks tokens, or several sequences are marked, such as sources and targets.
+  The result is for rows if no array of the batch marks tokens, or if there are several sequences, such as sources and
+  targets.
   """
   marks = [name for name in batch if name.endswith(_MARKS)]
   weights = batch.get('weights')
@@ -338,7 +339,7 @@ class TappedParts:
     }
 
   def combine(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
-    """Returns, for each (statistics, label), the combined parts of all batches by name."""
+    """Returns, for each (statistics, label), the parts by name, each combined over all batches."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
     for name, (_, combined) in self._parts.items():
@@ -364,7 +365,7 @@ def _finish(label: str, statistics: Sequence[str], parts: Mapping[str, np.ndarra
 
 
 def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-  """Returns the tapped values of a `TapStepOutput` by path, [stacks..., num_rows, ...], for the first rows."""
+  """Returns the arrays of a `TapStepOutput` by path, [stacks..., num_rows, ...], for the first `num_rows` rows."""
   found: dict[str, np.ndarray] = {}
   for name, value in arrays.items():
     raw = read_raw_name(name)
@@ -374,7 +375,7 @@ def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str,
 
 
 def finish_summaries(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
-  """Returns the summaries of a step, in which parts of statistics are replaced by the statistics."""
+  """Returns the summaries of a step, with statistics in place of the parts of statistics."""
   parts = TappedParts()
   parts.add(summaries)
   return {**{name: s for name, s in summaries.items() if not is_tapped(name)}, **parts.statistics()}

@@ -22,7 +22,7 @@ from praxis_lite.training.learning.multi_learner import nested_learners
 
 
 def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
-  """Builds the configs in some fields of `owner`, and replaces them by the results."""
+  """Builds the configs in the fields `sections` of `owner`, and replaces the configs by the results."""
   for section in sections:
     config = getattr(owner, section)
     if not isinstance(config, Config):

@@ -32,7 +32,7 @@ class LoopBounds:
 
   Args:
     jaxpr: the program.
-    inputs: bounds of its inputs.
+    inputs: bounds of the inputs of the program.
   """
 
   def __init__(self, jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound] = ()):
@@ -42,7 +42,7 @@ class LoopBounds:
       self._set(var, bound)
 
   def bound_of(self, var: core.Var | core.Literal) -> Bound:
-    """Returns the bound of a variable, or of a literal."""
+    """Returns the bound of a variable or of a literal; None if it is unknown."""
     if isinstance(var, core.Literal):
       return _bound_of_value(var.val)
     shape = getattr(var.aval, 'shape', ())
@@ -51,14 +51,14 @@ class LoopBounds:
     return self._known.get(var)
 
   def add(self, equation: core.JaxprEqn) -> None:
-    """Derives the bound of an equation's result, if there is a rule for it."""
+    """Derives the bound of an equation's result, if there is a rule for the primitive and bounds of all operands."""
     rule = _RULES.get(equation.primitive.name)
     bounds = [self.bound_of(var) for var in equation.invars] if rule else []
     if rule and all(bound is not None for bound in bounds):
       self._set(equation.outvars[0], rule(bounds, equation.params))
 
   def below(self, equation: core.JaxprEqn, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[Bound]:
-    """Returns the bounds of the inputs of a jaxpr inside an equation."""
+    """Returns the bounds of the inputs of `jaxpr`, a program inside an equation."""
     name = equation.primitive.name
     inputs = [self.bound_of(var) for var in equation.invars]
     inner = strip_constants(jaxpr)
@@ -110,7 +110,7 @@ def _bound_of_value(value: object) -> Bound:
 
 
 def _counts_up(body: core.Jaxpr, invar: int, outvar: int) -> bool:
-  """Whether the body of a loop adds 1 to a value that it carries."""
+  """Whether the body of a loop adds 1 to a carried value, input `invar` and output `outvar` of the body."""
   counter, result = body.invars[invar], body.outvars[outvar]
   for equation in body.eqns:
     if equation.outvars[0] is result and equation.primitive.name == 'add':

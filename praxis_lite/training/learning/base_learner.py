@@ -123,7 +123,7 @@ class GivenGradients(NamedTuple):
   splits: Splits | None
 
   def select(self, part: Callable[[NestedDict], NestedDict]) -> GivenGradients:
-    """Returns the arguments for a part of the variables; `part` selects it from a tree."""
+    """Returns the arguments for some of the variables; `part` selects these variables from a tree."""
     return self._replace(gradients=part(self.gradients), squares=part(self.squares), variables=part(self.variables))
 
 
@@ -171,11 +171,11 @@ class BoundLearner:
     return path in self._trained
 
   def paths_by_loss(self) -> dict[str, set[Path]]:
-    """Returns, by name of a loss, which is a metric of the model, the variables that are trained to reduce it."""
+    """Returns, for each loss by its name in the metrics, the paths of the variables that are trained to reduce it."""
     return {'loss': self._trained}
 
   def remark(self, path: Path) -> str:
-    """Returns a text for reports about how the variable at `path` is trained; '' for all that are trained as usual."""
+    """Returns a text for reports about how the variable at `path` is trained; '' if nothing about it is special."""
     del path
     return ''
 
@@ -212,7 +212,7 @@ class BoundLearner:
     return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    """Returns a field's path and the names of its functions that may treat a shard differently from the whole variable.
+    """Returns the path of a field, and the names of functions in it whose updates may differ on shards of variables.
 
     Args:
       split_dims: the split dimensions of each split variable.
@@ -220,7 +220,7 @@ class BoundLearner:
     raise NotImplementedError
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
-    """Returns sentences for reports about what devices compute for each other in an update on a mesh."""
+    """Returns sentences for reports about what devices compute for other devices in an update; [] if nothing."""
     del splits
     return []
 
@@ -284,19 +284,19 @@ class BoundLearner:
     raise NotImplementedError
 
   def add_updates(self, variables: NestedDict, updates: NestedDict, step: jax.Array) -> NestedDict:
-    """Returns variables plus updates, in the dtypes of the variables."""
+    """Returns the sums of variables and updates, in the dtypes of the variables."""
     del step
     return optax.apply_updates(variables, updates)
 
   def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
-    """Returns the optimizer's state, after it has seen the trained variables' values at the end of a step."""
+    """Returns the optimizer's state after a step, given the new values of the trained variables."""
     del variables, step
     return states
 
   def update_averages(
     self, averages: NestedDict | None, variables: NestedDict, step: jax.Array, states: States
   ) -> NestedDict | None:
-    """Returns the averages after a step, given its new trained variables and optimizer state."""
+    """Returns the averages after a step, given the new trained variables and optimizer state; None if disabled."""
     raise NotImplementedError
 
   def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:
@@ -304,12 +304,12 @@ class BoundLearner:
     return jax.tree.map(jnp.sqrt, squares_of_layers(gradients, self._declared, sum_parts))
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
-    """Returns the gradients that are used in the step."""
+    """Returns the gradients after the factors of rules, and zeros for rules that do not train in the step."""
     del step
     return gradients
 
   def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns the losses, with zeros for those that no rule reduces in the step."""
+    """Returns the losses, with zeros for losses that no rule reduces in the step."""
     del step
     return losses
 
@@ -321,7 +321,7 @@ class BoundLearner:
 def matching_paths(
   where: str, patterns: Iterable[str] | str, declared: Mapping[Path, WeightHParams], what: str = 'variable'
 ) -> set[Path]:
-  """Returns the paths of declared variables that a regex matches as a whole.
+  """Returns the paths of declared variables whose whole path matches one of the regexes.
 
   Raises:
     ConfigError: a regex is not valid, or matches no path. The message begins with `where`, the path of the field, and
@@ -346,7 +346,7 @@ def total_loss(losses: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
 
 
 def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()` if `condition`, else `kept`, which has the same structure and consists of donated arrays.
+  """Returns `changed()` if `condition`, otherwise `kept`, donated arrays in the same structure.
 
   On a GPU, `where` chooses each element in the same pass that updates the array; with `cond`, XLA would copy every
   result, and move twice the bytes of all variables and slots. On other platforms, `cond` is used, which XLA updates in
@@ -371,7 +371,7 @@ def norm_of(squares: NestedDict) -> jax.Array:
 
 
 def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: SumParts) -> NestedDict:
-  """Returns the squared norm of each gradient, a scalar; for a stack, one for each layer, [layers, 1, ...]."""
+  """Returns the squared norm of each gradient: a scalar, or, for a stack, one for each layer, [layers, 1, ...]."""
 
   def square(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
     axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
@@ -381,5 +381,5 @@ def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: Sum
 
 
 def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float | jax.Array) -> jax.Array:
-  """Returns the gradient, scaled down to the norm `limit`, which is positive, if `norm` is larger."""
+  """Returns the gradient, of norm `norm`; if this exceeds `limit` > 0, it is scaled down to the norm `limit`."""
   return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)

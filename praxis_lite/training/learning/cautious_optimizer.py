@@ -45,7 +45,7 @@ def cautious(optimizer: optax.GradientTransformation, rescale: bool = True) -> o
 
 
 def inner_optimizer(optimizer: object, name: str) -> optax.GradientTransformationExtraArgs:
-  """Returns the optimizer that the optimizer `name` wraps; raises ConfigError if it is not an optimizer."""
+  """Returns `optimizer`, which the optimizer `name` wraps; raises ConfigError if `optimizer` is not an optimizer."""
   if isinstance(optimizer, optax.GradientTransformation):
     return optax.with_extra_args_support(optimizer)
   got = getattr(optimizer, '__qualname__', None) or repr(optimizer)

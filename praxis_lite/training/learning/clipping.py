@@ -31,7 +31,7 @@ _DECAY, _FIRST_STEPS = 0.97, 25  # Decay of the norm statistics, and the number 
 
 
 class NormHistory(NamedTuple):
-  """The number of past steps, and the mean and the variance of their gradient norms after clipping; scalars."""
+  """The number of past steps, and the mean and variance of the steps' gradient norms after clipping; scalars."""
 
   num_steps: jax.Array
   mean: jax.Array
@@ -59,7 +59,7 @@ class NormHistory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-  """The limits of a learner; 0 disables one. They are applied in this order."""
+  """The limits of a learner, which are applied in this order; 0 disables a limit."""
 
   value: float = 0.0
   single_norm: float = 0.0
@@ -105,7 +105,7 @@ class Clipping:
 
 
 def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
-  """Returns the dimensions of a variable, counted with those of its stack, along which a unit's entries lie."""
+  """Returns the dimensions of a variable along which the entries of a unit lie; dimensions of its stack come first."""
   rank, stack = len(weight.shape), len(weight.repeat_prefix)
   inputs = weight.fan_in_axes
   if inputs is None and weight.fan_out_axes is None and rank > 1:
@@ -115,7 +115,7 @@ def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
 
 
 def unit_norms(x: ArrayT, weight: WeightHParams) -> ArrayT:
-  """Returns the norm of each unit of a JAX or NumPy array like a variable; the reduced dimensions have size 1."""
+  """Returns the norm of each unit of an array of JAX or NumPy like `weight`; the dimensions in a unit have size 1."""
   xp: Any = x.__array_namespace__()
   norms: ArrayT = xp.sqrt(xp.sum(xp.square(x), axis=unit_axes(weight), keepdims=True))
   return norms

@@ -260,20 +260,20 @@ class _OneOptimizer(BoundLearner):
     return {'learning_rate': self._learner.learning_rate_at(step)}
 
   def _to_update_dtype(self, tree: NestedDict) -> NestedDict:
-    """Casts gradients or variables to the dtypes in which the optimizer computes."""
+    """Returns gradients or variables in the dtypes in which the optimizer computes."""
     if not self._learner.round_stochastically:
       return tree
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
   def _times_factors(self, tree: NestedDict, power: int = 1) -> NestedDict:
-    """Multiplies each array of `tree` by a power of the factor of its variable's update."""
+    """Returns `tree` with each array multiplied by factor**power; the factor is that of the variable's updates."""
     factors = self._factors
     if not factors:
       return tree
     return map_with_path(lambda p, x: x if factors[p] == 1 else x * jnp.asarray(factors[p] ** power, x.dtype), tree)
 
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
-    """Adds factor * variable to the arrays of `tree` whose variables may be regularized; returns the tree."""
+    """Returns `tree` with factor * variable added to each array whose variable may be regularized."""
     return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
 
 

@@ -81,7 +81,7 @@ class LearnerRule(Configurable):
     self._decay = None if self.layer_decay is None else _build(LayerDecay, 'LearnerRule.layer_decay', self.layer_decay)
 
   def is_training(self, step: jax.Array) -> jax.Array | None:
-    """Returns whether it trains in the step `step`, a bool scalar; None if it trains in all steps."""
+    """Returns whether the rule trains in step `step`, a bool scalar; None if the rule trains in all steps."""
     after = step >= self.train_from_step if self.train_from_step else None
     if self.train_until_step is None:
       return after
@@ -89,10 +89,10 @@ class LearnerRule(Configurable):
     return before if after is None else after & before
 
   def factors(self, trained: NestedDict, weights: NestedDict) -> dict[Path, float | np.ndarray]:
-    """Returns the factor of the updates of each of its variables, by path: a number, or [layers, 1, ...] for a stack.
+    """Returns the update factor of each variable of the rule, by path: a number, or [layers, 1, ...] for a stack.
 
     Args:
-      trained: the declarations of its variables.
+      trained: the declarations of the variables of the rule.
       weights: the declarations of all variables of the model.
     """
     by_layer = {} if self._decay is None else self._decay.factors(weights)
@@ -101,7 +101,7 @@ class LearnerRule(Configurable):
     return {path: self.update_factor * by_layer.get(path, 1.0) for path in leaves(trained)}
 
   def describe(self) -> str:
-    """Returns a text for reports with its name, its steps and its factors."""
+    """Returns a text for reports with the rule's name, loss, steps and factors."""
     steps = f'from step {self.train_from_step}' if self.train_from_step else ''
     until = f'until step {self.train_until_step}' if self.train_until_step is not None else ''
     factor = f'times {self.update_factor:g}' if self.update_factor != 1 else ''

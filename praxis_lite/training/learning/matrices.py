@@ -24,14 +24,14 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
-# The argument for the axes of matrices in optimizers that handle stacks of layers themselves.
+# Name of the argument for the axes of matrices, in optimizers that handle stacks of layers themselves.
 STACKED_MATRICES = 'matrices'
-# All arguments for these axes; the first is optax's.
+# All names of arguments for the axes of matrices; the first is the name in optax.
 MATRIX_ARGUMENTS = ('muon_weight_dimension_numbers', STACKED_MATRICES)
 
 
 def takes_matrices(config: Config) -> bool:
-  """Whether a factory has an argument for the axes of matrices."""
+  """Whether the factory in a config has an argument for the axes of matrices."""
   return not config.__signature_info__.parameters.keys().isdisjoint(MATRIX_ARGUMENTS)
 
 

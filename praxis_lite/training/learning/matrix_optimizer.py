@@ -128,12 +128,12 @@ def square_arrays(
 
 
 def sides_by_path(squares: PerSide) -> PerSide:
-  """Returns the square arrays of both sides by path; sides without an array are left out."""
+  """Returns the square arrays of both sides, each a dict by path; sides without an array are left out."""
   return PerSide(*map(leaves_by_path, squares))
 
 
 def put_sides(squares: PerSide, into: PerSide) -> PerSide:
-  """Returns `into` with these arrays; the inverse of `sides_by_path`."""
+  """Returns the trees `into` with the arrays of `squares`, dicts by path; the inverse of `sides_by_path`."""
   return PerSide(*(map_with_path(lambda path, _, side=side: side[path], old) for side, old in zip(squares, into)))
 
 

@@ -58,12 +58,12 @@ class CompressedState(NamedTuple):
 def compress_moments(
   optimizer: optax.GradientTransformationExtraArgs, moments: str
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that stores its moments in one of the formats `MOMENTS`, and computes in the usual dtypes."""
+  """Returns the optimizer, but with moments stored in one of the formats `MOMENTS`; it computes in the usual dtypes."""
   if moments == 'float32':
     return optimizer
 
   def codecs(params: Any) -> tuple[list[_Codec | None], Any]:
-    """Returns a codec for each array of the state, or None if it is not compressed, and the structure of the state."""
+    """Returns a codec for each array of the state, None for uncompressed arrays, and the structure of the state."""
     variables = leaves_by_path(params)
     state = jax.eval_shape(optimizer.init, params)
     found = []
@@ -92,7 +92,7 @@ def compress_moments(
 
 
 class _Codec(NamedTuple):
-  encode: Callable[[jax.Array, jax.Array], Any]  # (array, number of updates) -> its stored form
+  encode: Callable[[jax.Array, jax.Array], Any]  # (array, number of updates) -> the stored form of the array
   decode: Callable[[Any], jax.Array]
 
 
@@ -141,7 +141,7 @@ def _decode(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
 
 
 def _scale(maxima: Any) -> jax.Array:
-  """Returns, for each entry, the smallest of the maxima of its row, its column, and so on."""
+  """Returns, for each entry, the smallest of the maxima of the entry's row, column, and so on."""
   rank = len(maxima)
   along = [jnp.expand_dims(m, [d for d in range(rank) if d != dim]) for dim, m in enumerate(maxima)]
   return functools.reduce(jnp.minimum, along)

@@ -107,7 +107,7 @@ def nested_learners(config: Config) -> dict[str, Config]:
 
 
 def has_averages(config: Config) -> bool:
-  """Whether the learner that a config describes keeps averages; see `BaseLearner.keeps_averages`."""
+  """Whether the learner of a config keeps moving averages of variables; see `BaseLearner.keeps_averages`."""
   return any(learner.ema_decay or is_schedule_free(learner.optimizer) for learner in nested_learners(config).values())
 
 
@@ -256,7 +256,7 @@ class _Part:
     )
 
   def prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
-    """Returns the gradients times their factor; zeros in a step in which the rule does not train."""
+    """Returns the gradients times the rule's factor; zeros in a step in which the rule does not train."""
     if (factor := self.rule.gradient_factor) != 1:
       gradients = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), gradients)
     trains = self.rule.is_training(step)

@@ -60,7 +60,7 @@ States = dict[str, object]
 _RATE = 'learning_rate'
 
 # Factories that treat each entry of a variable separately if their arguments are plain. `probe.py` could detect this,
-# but takes half a second for a language model; a test confirms this list with it.
+# but takes half a second for a language model. A test compares this list with the results of `probe.py`.
 ELEMENTWISE = frozenset(
   {
     *(optax.adabelief, optax.adagrad, optax.adam, optax.adamax, optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion),
@@ -69,7 +69,8 @@ ELEMENTWISE = frozenset(
   }
 )
 
-# For arguments that set a weight decay: the arguments for its mask. Masks of other decays are named `<decay>_mask`.
+# For each argument that sets a weight decay, the arguments for the mask of this decay. Masks of other decays are named
+# `<decay>_mask`.
 _MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
@@ -96,7 +97,7 @@ class GroupedOptimizer:
     self._treats_stacks = any(map(_treats_stacks, nested_configs(config)))
 
   def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
-    """Whether this was made from equal arguments."""
+    """Whether this optimizer was made from equal arguments."""
     if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
       return False
     try:
@@ -160,14 +161,14 @@ class GroupedOptimizer:
     )
 
   def not_elementwise(self) -> list[str]:
-    """Returns the names of the factories in the config whose updates may differ on parts of variables."""
+    """Returns the names of the factories in the config whose updates may differ on shards of variables."""
     if self._is_known_elementwise or (not self._treats_stacks and is_elementwise(self._build, self._weights)):
       return []
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
     if self._treats_stacks and any(depth for _, depth in self._groups.values()):
       at_fault += map(_name, filter(_treats_stacks, nested_configs(self._config)))
     if not at_fault and self._treats_stacks and self._moments != 'int8':
-      return []  # Factories that take `matrices` gather what they need.
+      return []  # Factories that take `matrices` gather the shards that they need.
     if not at_fault and self._moments == 'int8':
       at_fault = ["learner.moments='int8'"]
     return at_fault or [_name(self._config)]
@@ -205,7 +206,7 @@ class GroupedOptimizer:
     return found
 
   def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
-    """Returns the matrix optimizers in the config, with the shapes of the variables that are not mapped over."""
+    """Returns the matrix optimizers in the config, each with the shapes of the variables that are not mapped over."""
     if not self._treats_stacks:
       return []
     not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
@@ -215,7 +216,7 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """The groups by name: the variables of each, and over how many leading dimensions its optimizer is mapped."""
+    """The groups by name: the variables of a group, and over how many leading dimensions the optimizer is mapped."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer
@@ -281,7 +282,7 @@ class GroupedOptimizer:
     return compress_moments(optax.with_extra_args_support(transformation), self._moments)
 
   def _fill_in(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
-    """Returns a copy with rates and masks filled in; appends to `took_rate` the configs that took the rate."""
+    """Returns a copy of `config` with rates and masks filled in; appends configs that took the rate to `took_rate`."""
     filled, parameters = config.clone(), config.__signature_info__.parameters
     arguments = filled.__arguments__
     for key, value in list(arguments.items()):
@@ -299,7 +300,7 @@ class GroupedOptimizer:
     return filled
 
   def _regularization_mask(self, params: NestedDict) -> object:
-    """Returns a mask for `params`, which may be a part of the tree, as some optimizers treat parts separately."""
+    """Returns a mask for `params`, which may be a part of the tree, because some optimizers treat parts separately."""
 
     def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
       names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
@@ -308,14 +309,14 @@ class GroupedOptimizer:
     return jax.tree_util.tree_map_with_path(may_be_regularized, params)
 
   def _others(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
-    """Returns the factories that do not take `matrices`."""
+    """Returns the result of `_factories` for the factories that do not take `matrices`."""
     known = {_name(config) for config in nested_configs(self._config) if _treats_stacks(config)}
     return [(name, build) for name, build in self._factories() if name not in known]
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
-    """Returns, for each factory in the config, its name and a function that builds its transformation without others.
+    """Returns, for each factory in the config, its name and a function that builds its transformation.
 
-    Transformations nested in it are replaced by the identity.
+    In the transformation, nested transformations are replaced by the identity.
     """
 
     def build(config: Config, rate: Rate) -> object:
@@ -378,7 +379,7 @@ def _remove_decay(config: Config) -> Config:
 
 
 def _strip_split(weight: WeightHParams) -> WeightHParams:
-  """Returns the declaration without its split, which optimizers do not see."""
+  """Returns the declaration without its split, because no optimizer depends on the split."""
   return WeightHParams(
     weight.shape,
     init=None if weight.growth is None else weight.init,
@@ -490,7 +491,7 @@ def _state_axes(optimizer: Transformation, variables: NestedDict, state: object)
 
   try:
     jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
-  except ValueError:  # A value that belongs to no variable depends on gradients after all, so layers do not share it.
+  except ValueError:  # A slot that belongs to no variable depends on gradients, so layers do not share it.
     return [0] * len(axes)
   return axes
 

@@ -49,7 +49,7 @@ class MatrixExchange:
   why: str
 
   def describe(self, itemsize: int) -> str:
-    """Returns a sentence for reports; entries have `itemsize` bytes."""
+    """Returns a sentence for reports about the exchange, in which an entry has `itemsize` bytes."""
     kinds = {'all-to-alls': self.all_to_all, 'an all-gather': self.all_gather}
     received = [f'{format_bytes(entries * itemsize)} of {kind}' for kind, entries in kinds.items() if entries]
     what = f'{self.matrices:,} {"matrix" if self.matrices == 1 else "matrices"} of {self.rows:,} x {self.columns:,}'

@@ -1,7 +1,7 @@
 """Owner placement: each matrix that a mesh splits is gathered on one device, changed there, and sent back.
 
 Optimizers such as Muon compute products of whole matrices. If a mesh splits a matrix, each of a dozen products would
-communicate. Instead, whole matrices are distributed over the devices, and each device applies a function to its own:
+communicate. Instead, whole matrices are distributed over the devices, and each device applies fn to its matrices:
 
     shards of N matrices on each device      [N, m / a, n / b]     on a mesh a x b x c, where c splits no dimension
     slice of the N matrices                  [N / c, m / a, n / b]
@@ -53,14 +53,14 @@ Arrays: TypeAlias = dict[Path, jax.Array]
 
 
 class PerSide(NamedTuple):
-  """Two values, for the inputs and for the outputs of matrices, such as square arrays."""
+  """A value, such as square arrays, for the inputs of matrices, and one for the outputs."""
 
   inputs: Any
   outputs: Any
 
 
 def is_square_array(path: Path, owner: Path) -> bool:
-  """Whether an array of an optimizer's state belongs to a `PerSide`; its path must end with that of its variable."""
+  """Whether an array of an optimizer's state belongs to a `PerSide`; `path` must end with `owner`, its variable's."""
   before = path[: len(path) - len(owner)]
   return before[-1:] in {(side,) for side in PerSide._fields}
 
@@ -70,7 +70,7 @@ class MatrixBatch(NamedTuple):
 
   Attributes:
     matrices: arrays [N, m, n], m <= n, by name.
-    rows, columns: arrays [N, m, m] and [N, n, n] by name; without a name if the side is too large to keep its array.
+    rows, columns: arrays [N, m, m] and [N, n, n] by name; {} for a side that is too large for square arrays.
   """
 
   matrices: dict[str, jax.Array]
@@ -84,8 +84,8 @@ Matrices: TypeAlias = dict[str, Arrays]
 Squares: TypeAlias = dict[str, PerSide]
 MatrixDims: TypeAlias = optax.contrib.MuonDimensionNumbers
 
-# If the smaller side m is below this, computing a matrix on each device that has it takes less time than sending it: a
-# product takes 2 m FLOPs for each entry, and the exchange 4 bytes.
+# If the smaller side m of a matrix is below this, computing the matrix on each device that has it takes less time than
+# sending it: a product takes 2 m FLOPs for each entry, and the exchange 4 bytes.
 LEAST_SIDE = 512
 
 
@@ -166,7 +166,7 @@ class SplitMatrix:
     return MatrixGroup(rows, columns, tuple(a for axes in self.batch.axes for a in axes))
 
   def to_batch(self, x: jax.Array) -> jax.Array:
-    """Reshapes shards of the variable to [matrices, rows..., columns...], the dimensions of the group."""
+    """Reshapes a shard of the variable to [matrices, rows..., columns...], the dimensions of the group."""
     self_sizes = tuple(x.shape[d] for d in self.order)
     num_batch, num_rows = len(self.batch.sizes), len(self.rows.sizes)
     sizes = [math.prod(self_sizes[:num_batch])]
@@ -175,7 +175,7 @@ class SplitMatrix:
     return x.transpose(self.order).reshape(sizes)
 
   def to_parts(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Reshapes a batch to shards of this shape; the inverse of `to_batch`."""
+    """Reshapes a batch to a shard of shape `shape`; the inverse of `to_batch`."""
     back = sorted(range(len(shape)), key=lambda i: self.order[i])
     return x.reshape([shape[d] for d in self.order]).transpose(back)
 
@@ -205,7 +205,7 @@ class MatrixGroup(NamedTuple):
     return [(i, axes) for i, axes in enumerate((*self.rows.axes, *self.columns.axes), start=1) if axes]
 
   def spread(self, sizes: Mapping[str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the mesh axes that split neither matrices nor batch, over which to distribute matrices if `whole`."""
+    """Returns the mesh axes that split neither matrices nor batch and have several devices; () unless `whole`."""
     used = {*self.dealt, *(a for _, axes in self.split for a in axes)}
     return tuple(a for a, size in sizes.items() if whole and size > 1 and a not in used)
 
@@ -338,7 +338,7 @@ def _change_groups(
 
 
 def _squares_of_side(squares: Squares, members: Mapping[Path, SplitMatrix], side: int) -> dict[str, list[jax.Array]]:
-  """Returns the square arrays of the rows (0) or columns (1), [N, m, m], of each variable of a group, by name."""
+  """Returns, by name, the square arrays of the rows (0) or columns (1), one [N, m, m] for each variable of a group."""
   found = {}
   for name, sides in squares.items():
     arrays = [matrix.turn(sides)[side].get(path) for path, matrix in members.items()]
@@ -376,7 +376,7 @@ class OwnerExchange(NamedTuple):
     return x.reshape(len(x), self.group.rows.size, self.group.columns.size)
 
   def scatter(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns shards of this shape; the inverse of `gather`."""
+    """Returns shards of shape `shape`, given whole matrices; the inverse of `gather`."""
     x = x.reshape(len(x), *self.group.rows.sizes, *self.group.columns.sizes)
     if self.owners == 1:
       return x
@@ -396,7 +396,7 @@ class OwnerExchange(NamedTuple):
     return x[:, : self._size(side)]
 
   def scatter_square(self, x: jax.Array, side: int, number: int) -> jax.Array:
-    """Returns shards of square arrays of `number` matrices; the inverse of `gather_square`."""
+    """Returns shards of the square arrays of `number` matrices, given whole ones; the inverse of `gather_square`."""
     if self.owners == 1:
       return x
     size = self._size(side)

@@ -30,7 +30,7 @@ _WIDEST = 0.28  # Just below 12^-1/2, the width of the mean of all steps, g = 0.
 
 
 def check_widths(widths: Sequence[float], where: str = 'learner.power_averages') -> None:
-  """Raises ConfigError unless `widths` are relative widths, each given once."""
+  """Raises ConfigError unless `widths` are relative widths that all differ."""
   if not isinstance(widths, tuple | list) or any(not 0 < width <= _WIDEST for width in widths):
     expected = f'relative widths above 0 and at most {_WIDEST}, as in (0.05, 0.1)'
     raise ConfigError(f'{where}: expected {expected}, got {widths}')
@@ -39,20 +39,20 @@ def check_widths(widths: Sequence[float], where: str = 'learner.power_averages')
 
 
 def exponent_of(width: float) -> float:
-  """Returns g of a relative width."""
+  """Returns the exponent g of a relative width."""
   inverse = width**-2
   return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def start_averages(variables: NestedDict, widths: Sequence[float]) -> dict[str, NestedDict]:
-  """Returns the averages before the first step, by the index of their width."""
+  """Returns the averages before the first step: for each width, by its index as text, the variables in float32."""
   return {str(i): jax.tree.map(lambda v: v.astype(jnp.float32), variables) for i in range(len(widths))}
 
 
 def update_averages(
   averages: dict[str, NestedDict], variables: NestedDict, widths: Sequence[float], step: jax.Array
 ) -> dict[str, NestedDict]:
-  """Returns the averages after step `step`, counted from 0, which gave the variables these values."""
+  """Returns the averages after step `step`, counted from 0; `variables` are the values after this step."""
   t = step.astype(jnp.float32) + 1.0
   updated = {}
   for i, width in enumerate(widths):

@@ -48,7 +48,7 @@ from praxis_lite.sharding.weights import WeightHParams
 
 # (learning rate) -> the transformation
 _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
-# (path, declaration, array of the variable) -> its entry in a tree: the array, a part of it, or its layers.
+# (path, declaration, array of a variable) -> the variable's entry in a tree: the array, a part of it, or its layers.
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
@@ -71,7 +71,7 @@ def is_stackable(build: _Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: _Build, weights: NestedDict) -> bool:
-  """Whether a transformation treats parts of variables like whole ones; False if it draws random numbers."""
+  """Whether updates of parts of variables equal parts of updates of whole variables; False with random numbers."""
   small = _shrink(weights)
   whole, part = _train(build, small, _whole), _train(build, small, _part)
   if whole is None or whole.programs.draws:
@@ -123,7 +123,7 @@ def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None
 
 
 def _shrink(weights: NestedDict) -> NestedDict:
-  """Returns declarations with small sizes in the same order; equal sizes stay equal, and 1 stays 1."""
+  """Returns the declarations with small sizes; equal sizes stay equal, larger ones larger, and 0 and 1 as they are."""
   sizes = sorted({size for weight in leaves(weights).values() for size in weight.full_shape if size > 1})
   small = {0: 0, 1: 1} | {size: _SMALLEST + i for i, size in enumerate(sizes)}
 
@@ -139,7 +139,7 @@ def _whole(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
 
 
 def _part(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
-  """Returns a part of the variable, such as a device could have; dimensions of size 1 are never split."""
+  """Returns a variable without one index of each dimension, like a shard; dimensions of size 1 are never split."""
   for dim, size in enumerate(x.shape):
     x = np.delete(x, _secret(path, dim) % size, dim) if size > 1 else x
   return x
@@ -185,7 +185,7 @@ class _Programs(NamedTuple):
 def _trace(
   build: _Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
 ) -> _Programs | None:
-  """Returns the programs for a tree of shapes; None if the transformation cannot be traced on it."""
+  """Returns the programs for a tree of shapes; None if the transformation cannot be traced for this tree."""
   tree, scalar = jax.tree.unflatten(structure, shapes), jax.ShapeDtypeStruct((), jnp.float32)
   try:
     init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
@@ -230,7 +230,7 @@ def _flatten(tree: Any) -> tuple[tuple[Any, ...], jax.tree_util.PyTreeDef]:
 
 
 class _Run(NamedTuple):
-  """The results of a transformation: the updates of each step, and the last state."""
+  """The results of several steps of a transformation: its programs, the updates of each step, and the last state."""
 
   programs: _Programs
   updates: list[Any]
@@ -273,7 +273,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether updates of a view of the variables equal the view of updates of whole variables."""
+  """Whether updates of a view of the variables equal the view of updates of whole variables; False without runs."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -386,7 +386,7 @@ def _entrywise(eqn: JaxprEqn, name: str, operands: list[np.ndarray]) -> np.ndarr
 
 
 def _power(x: np.ndarray, exponent: int) -> np.ndarray:
-  """Returns x to a power; with the exponent _PRIME - 2, this is the inverse of x."""
+  """Returns x^exponent modulo the prime; with the exponent _PRIME - 2, this is the inverse of x."""
   power = x
   for bit in f'{exponent:b}'[1:]:
     power = power * power % _PRIME
@@ -396,25 +396,25 @@ def _power(x: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _extreme(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Replaces a maximum or minimum of two operands; associative, so it can be applied to many operands in any order."""
+  """Returns numbers that stand for the maximum or minimum of x and y; the order of many operands does not matter."""
   offset = _secret(name)
   return ((x + offset) % _PRIME * ((y + offset) % _PRIME) + (_PRIME - offset)) % _PRIME
 
 
 def _mix(name: str, *operands: np.ndarray) -> np.ndarray:
-  """Replaces an elementwise function of its operands."""
+  """Returns numbers that stand for an elementwise function of the operands."""
   total = sum((_secret(name, i) * x % _PRIME for i, x in enumerate(operands)), start=np.uint64(_secret(name)))
   return _power(np.asarray(total % _PRIME), 5)
 
 
 def _draw(shape: tuple[int, ...], *key: object) -> np.ndarray:
-  """Returns random numbers, always the same for a key."""
+  """Returns random numbers of a shape that depend only on `key` and the shape."""
   return np.asarray(np.random.default_rng(_secret(*key)).integers(1, _PRIME, shape, np.uint64))
 
 
 @functools.lru_cache(maxsize=1024)
 def _secret(*key: object) -> int:
-  """Returns a random number, always the same for a key."""
+  """Returns a random number that depends only on `key`."""
   return 1 + int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) % (_PRIME - 1)
 
 

@@ -30,7 +30,7 @@ def is_schedule_free(optimizer: Config) -> bool:
 
 
 def check_schedule_free(optimizer: Config, ema_decay: float, moments: str, decoupled_weight_decay: float) -> None:
-  """Raises ConfigError if fields of a learner conflict with x of a schedule-free optimizer, or would decay only y."""
+  """Raises ConfigError if fields of a learner conflict with the schedule-free optimizer in the learner."""
   if ema_decay:
     raise ConfigError(
       f'learner.ema_decay = {ema_decay}: a schedule-free optimizer has an average of its own, which evaluation uses; '
@@ -52,7 +52,7 @@ def check_schedule_free(optimizer: Config, ema_decay: float, moments: str, decou
 
 
 def average_point(states: States, variables: NestedDict) -> NestedDict:
-  """Returns x = (y - (1 - b1) z) / b1 of each variable; other variables than those of schedule-free optimizers stay."""
+  """Returns x = (y - (1 - b1) z) / b1 for each variable y that has a z in the states; other variables are unchanged."""
   found: dict[Any, tuple[jax.Array, jax.Array]] = {}
   for state in jax.tree.leaves(states, is_leaf=_is_state):
     if _is_state(state):

@@ -177,7 +177,7 @@ def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int
 def _refresh(
   side: dict[str, jax.Array], count: jax.Array, decay: float, ridge: float, num_sides: int, refresh_every: int
 ) -> dict[str, jax.Array]:
-  """Returns a side with the roots of its statistics, [N, m, m], computed again every `refresh_every` steps."""
+  """Returns a side with roots, [N, m, m], recomputed from the statistics every `refresh_every` steps; {} stays {}."""
 
   def roots(statistics: jax.Array) -> jax.Array:
     values, vectors = jnp.linalg.eigh(statistics / (1 - decay ** (count + 1).astype(jnp.float32)))

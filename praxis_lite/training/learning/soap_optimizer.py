@@ -159,7 +159,7 @@ def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -
 
 
 def _rotate(x: jax.Array, bases: PerSide) -> jax.Array:
-  """Returns A^T x B; a basis of None stands for the identity."""
+  """Returns A^T x B, A the basis of inputs, B that of outputs; a basis of None stands for the identity."""
   x = x if bases.inputs is None else bases.inputs.mT @ x
   return x if bases.outputs is None else x @ bases.outputs
 
@@ -172,7 +172,7 @@ def _rotate_back(x: jax.Array, bases: PerSide) -> jax.Array:
 def _refresh(
   rows: dict[str, jax.Array], columns: dict[str, jax.Array], nu: jax.Array, count: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
-  """Returns both sides with new bases, and the second moment reordered like their columns."""
+  """Returns rows and columns with new bases, and the second moment `nu` reordered like the columns of the bases."""
   with jax.default_matmul_precision('float32'):
     new_rows, order = _new_basis(rows, count)
     nu = nu if order is None else jnp.take_along_axis(nu, order[:, :, None], axis=1)
@@ -182,7 +182,7 @@ def _refresh(
 
 
 def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
-  """Returns a side with its new basis, [N, m, m], and the order of its columns, [N, m], None without statistics."""
+  """Returns a side with a new basis, [N, m, m], and the order of the basis's columns, [N, m]; if {}, it and None."""
   if not side:
     return side, None
   statistics, basis = side['statistics'], side['bases']
@@ -197,7 +197,10 @@ def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, 
 
 
 def _eigenvectors(statistics: jax.Array) -> jax.Array:
-  """Returns eigenvectors, [N, m, m], the largest eigenvalue first; unit vectors replace those of zero eigenvalues."""
+  """Returns orthonormal eigenvectors, [N, m, m], the largest eigenvalue first.
+
+  Unit vectors, made orthogonal, replace eigenvectors of eigenvalues that are zero up to rounding.
+  """
   values, vectors = (jnp.flip(x, axis=-1) for x in jnp.linalg.eigh(statistics))
   is_positive = values > 1e-5 * values[:, :1]
   column = jnp.arange(values.shape[1]) - jnp.sum(is_positive, axis=1, keepdims=True)

@@ -110,7 +110,7 @@ def find_sizes(
       sizes[path] = 'gradient'
     elif by_gradient < 1.3 and path in matrices and orthogonalizes:
       sizes[path] = 'spectral'
-    elif by_gradient < 1.3 and is_even and np.any(change):  # SOAP changes nothing in its first step.
+    elif by_gradient < 1.3 and is_even and np.any(change):  # SOAP changes nothing in the first step.
       sizes[path] = 'relative' if by_variable > 3 else 'normalized'
     else:
       name = getattr(target(config), '__name__', 'the optimizer')
@@ -156,7 +156,7 @@ def _factor(weight: WeightHParams, size: str, config: Config) -> float:
 
 
 def _muon_scale(fan_in: int, fan_out: int, config: Config) -> float:
-  """Returns the factor with which Muon multiplies a matrix of orthogonal rows or columns."""
+  """Returns the factor by which an optimizer such as Muon multiplies a matrix of orthogonal rows or columns."""
   for nested in filter(takes_matrices, nested_configs(config)):
     if config_values(nested).get('consistent_rms') is not None:
       return math.sqrt(max(fan_in, fan_out))
@@ -181,7 +181,7 @@ def _get_at(tree: Any, path: Path) -> Any:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns, for each variable, one that the optimizer treats alike; the same one if paths may matter to it."""
+  """Returns, for each variable, a variable that the optimizer treats alike; itself if the optimizer may use paths."""
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
@@ -200,7 +200,7 @@ def _is_of_optax(config: Config) -> bool:
 
 
 def _small(weight: WeightHParams) -> np.ndarray:
-  """Returns random values, none near zero, of a small variable with the rank of the given one."""
+  """Returns random values, none near zero, for a small variable with the rank of `weight`."""
   shape = tuple(range(3, 3 + len(weight.shape)))
   draws = np.random.default_rng(1)
   return (draws.uniform(0.5, 1.5, shape) * draws.choice([-1.0, 1.0], shape)).astype(np.float32)
