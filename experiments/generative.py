@@ -114,7 +114,7 @@ class DigitsGan(_DigitImages):
       )
       for name in ('generator', 'discriminator')
     ]
-    rules[0].learner.ema_decay = 0.98  # Images of the averaged generator are better than those of the last one.
+    rules[0].learner.ema_decay = 0.98  # Averaged weights generate better images than the last weights.
     task.train.learner = Config(MultiLearner, rules=tuple(rules))
     task.train.set(num_train_steps=600, log_interval_steps=100, eval_interval_steps=300, save_interval_steps=300)
     return task

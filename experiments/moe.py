@@ -82,7 +82,7 @@ class FineGrained16B(_ExpertParallel):
 
   The first layer is dense. Biases keep the load of experts equal, without an auxiliary loss. The mesh has 8 x 8
   devices, with 8 experts on each, so that tokens reach experts over the fast links of a host of 8 GPUs. On 64 H100s,
-  its plan predicts a step time of 61 % of that with 4 x 16 devices.
+  its plan predicts 61 % of the step time that a mesh of 4 x 16 devices would have.
   """
 
   ici_mesh_shape = (8, 8, 1)

@@ -133,7 +133,7 @@ class SpelledDigits(BaseExperiment):
 
 @registry.register
 class SpelledDigitsTransducer(SpelledDigits):
-  """Transcribes the same recordings with a transducer, whose label network learns how digits are spelled."""
+  """Transcribes spelled digits, as above, with a transducer, whose label network learns how digits are spelled."""
 
   def network(self, **sizes: Any) -> Config:
     return conformer_transducer(label_dims=32, joint_dims=48, max_labels=24, **sizes)
@@ -202,7 +202,7 @@ class ConformerL(BaseExperiment):
 
 @registry.register
 class ConformerTransducerL(ConformerL):
-  """Conformer L as a transducer, as in its paper (Gulati et al., 2020), 116M parameters, over 8 devices."""
+  """Conformer L as a transducer, as in the paper (Gulati et al., 2020), 116M parameters, over 8 devices."""
 
   def model(self) -> Config:
     return conformer_transducer(label_dims=640, joint_dims=640, **self.sizes())

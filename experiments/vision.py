@@ -40,7 +40,7 @@ _ROWS = ('replica', 'data')
 
 
 def shifted_digits(split: str, reach: int = 0) -> dict[str, np.ndarray]:
-  """Returns `digits` of a split, each also shifted by up to `reach` pixels in all directions; zeros fill in."""
+  """Returns `digits` of a split, each image shifted in all ways by up to `reach` pixels; zeros fill the borders."""
   data = digits(split)
   size = data['image'].shape[1]
   padded = np.pad(data['image'], ((0, 0), (reach, reach), (reach, reach), (0, 0)))

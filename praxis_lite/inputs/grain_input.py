@@ -245,7 +245,7 @@ class _Records:
 
   Attributes:
     source: Grain's source of the records.
-    files, ends: the files, and the number of records before each file, then before the end of the last one.
+    files, ends: the files, and for each file the number of records before it; at the end, the number of all records.
     parse: function that makes rows from records.
     where: name of the path in errors.
   """

@@ -41,7 +41,7 @@ class LabelledTextInput(TextExamplesInput):
   Attributes: the same as for `TextExamplesInput`, and
     examples: instead of `path`, tuples of the values of `fields`, or a function (or the `Config` of one) that returns
       them.
-    seq_len: T, tokens of a row, with its begin and end tokens.
+    seq_len: T, tokens of a row, including begin and end tokens.
     fields: the names of the text, or of both texts, and of the class.
     classes: the names of the classes, in the order of their numbers; None means that classes are numbers.
     pair_style: 'bert' puts one end token between two texts, and gives the tokens of the second type 1. 'roberta' puts

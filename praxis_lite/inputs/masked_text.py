@@ -35,8 +35,8 @@ class MaskedTextInput(TextInput):
     mask_share, random_share: the shares of the chosen tokens that become the mask, and that become a random token; the
       others stay.
     whole_words: choose whole words. Words that would exceed the number of tokens are not chosen, unless no word fits.
-    mask_id: the id of the mask; None uses the tokenizer's mask. If it has none, the mask gets the next id after the
-      tokenizer's, so `vocab_size` is larger by 1.
+    mask_id: the id of the mask; None uses the tokenizer's mask. If the tokenizer has none, the mask gets the id after
+      the tokenizer's ids, so `vocab_size` is larger by 1.
   """
 
   mask_rate: float = 0.15
@@ -132,8 +132,8 @@ class MaskedTextInput(TextInput):
 
     Args:
       may: [T] bool, whether a position may be chosen.
-      starts: [T] bool, whether its token begins a word.
-      random: [T] random numbers; positions with the smallest ones are chosen.
+      starts: [T] bool, whether the token at a position begins a word.
+      random: [T] random numbers; positions with the smallest numbers are chosen.
     """
     chosen, places = np.zeros(len(may), bool), np.flatnonzero(may)
     count = left = max(round(len(places) * self.mask_rate), 1)

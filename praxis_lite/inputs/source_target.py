@@ -61,7 +61,7 @@ def padding_of_pairs(count: int, struct: Struct, pad: int) -> Rows:
 def write_pair(
   batch: Rows, row: int, at: tuple[int, int], segment: int, source: Sequence[int], target: Sequence[int]
 ) -> tuple[int, int]:
-  """Writes a pair into a row; returns the two positions after it.
+  """Writes a pair into a row; returns the positions after its source and after its target.
 
   Args:
     batch, row: the batch, in the form above, and the number of the row.
@@ -193,10 +193,10 @@ class SourceTargetInput(TextExamplesInput):
 
 
 def pack_pairs(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], most: int | None = None) -> list[list[int]]:
-  """Returns the numbers of the pairs in each row, each pair in one row.
+  """Returns, for each row, the indices of its pairs; each pair is in one row.
 
-  The pairs are taken in order. A pair goes to the fullest of the last rows that have room for all of its sides, or else
-  to a new row.
+  The pairs are taken in order. A pair goes to the fullest open row that has room for all of its sides, or else to a new
+  row. At most `_OPEN_ROWS` rows are open: the rows with the least room are closed.
 
   Args:
     sizes: for each pair, the number of tokens of each side, at most `room`.

@@ -27,8 +27,8 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
       add_adapters(model, Config(Lora, layers=r'lm\\..*\\.attention\\.(query|value)', rank=16))
 
   The model keeps its own variables at their paths, next to the new variables of the adapters. Its outputs do not change
-  until the adapters are trained. Building it raises a ConfigError if an adapter matches no layer, or a layer that does
-  not support it. Each adapter is split over the mesh in the same way as the weight of its layer.
+  until the adapters are trained. Building the model raises a ConfigError if an adapter matches no layer, or a layer
+  that does not support it. Each adapter is split over the mesh in the same way as the weight of its layer.
 
   Args:
     model: the config.
@@ -63,11 +63,11 @@ def merge_adapters(model: BaseModel, variables: NestedDict) -> NestedDict:
 
 
 def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict) -> NestedDict:
-  """Returns the variables of a model with adapters, given merged ones and those of the adapters.
+  """Returns the variables of a model with adapters, given the merged variables and the variables of the adapters.
 
   Args:
     model: the built model, with adapters.
-    merged: what `merge_adapters` has returned.
+    merged: the result of `merge_adapters`.
     variables: variables of the model; only the variables of adapters are used.
 
   Raises:

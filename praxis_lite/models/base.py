@@ -38,11 +38,11 @@ class PromptLimits(NamedTuple):
   """What a model accepts when one compiled program continues prompts of different lengths: see `LanguageModel.decode`.
 
   Attributes:
-    max_tokens: the largest number of tokens that it may add to a prompt, by its config.
+    max_tokens: the largest number of tokens that the model's config allows after a prompt.
     stop_ids: tokens that end a continuation.
-    context: how many of the last tokens it sees at once; None means all.
-    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if the model cannot decode that
-      many.
+    context: how many of the last tokens the model sees at once; None means all.
+    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if the model cannot decode this
+      number of tokens.
     state_bytes: (rows, token slots in each row) -> the bytes of the decode state, such as caches.
   """
 

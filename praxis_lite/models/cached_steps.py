@@ -56,9 +56,9 @@ class CachedSteps:
 
   Args:
     lm: the network, in a call of its parent.
-    prompt_arguments: further arguments of its `extend_step` for prompts.
+    prompt_arguments: further arguments of the network's `extend_step` for prompts.
     can_go_back: see `DecodingSteps`.
-    adapters_B: the index of each row's adapter, if the network has several; it is then stored in the state.
+    adapters_B: the index of each row's adapter, stored in the state; None if rows do not choose adapters.
   """
 
   def __init__(

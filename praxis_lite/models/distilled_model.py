@@ -4,8 +4,8 @@
 
 The factor T^2 keeps the gradient of the divergence as large as at T = 1.
 
-Instead of a teacher, a batch may have its stored probabilities p_k of the K most probable tokens. The other tokens then
-count as one token, both for the teacher and for the model with its probabilities q:
+Instead of a teacher, the model may have batches with the teacher's probabilities p_k of its K most probable tokens. The
+other tokens then count as one token, both for the teacher and for the model, whose probabilities are q:
 
     KL = sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest),  p_rest = 1 - sum_k p_k
 
@@ -63,7 +63,7 @@ class DistilledTokens(NamedTuple):
 
   Attributes:
     xent: float32 cross entropy of the labels, in nats.
-    divergence: float32 KL divergence from the teacher's distribution, in nats, with both at the field's temperature T.
+    divergence: float32 KL(teacher || model), in nats, with both distributions at temperature T.
     correct: bool, whether the label is the most probable token.
     agrees: bool, whether model and teacher have the same most probable token.
   """

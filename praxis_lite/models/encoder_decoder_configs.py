@@ -50,7 +50,7 @@ def encoder_decoder(
     style: 't5' has RMSNorm, relative position biases, attention logits that are not scaled, gated feed-forward layers
       with GELU, no biases, and separate tables for softmax and embedding (T5 v1.1; Shazeer, 2020). 't5_v1_0' differs by
       feed-forward layers with ReLU, and one table for both (Raffel et al., 2020). 'classical' has post-norm blocks with
-      LayerNorm, sinusoidal positions, ReLU, biases, and one table (Vaswani et al., 2017). 'bart' differs from it by
+      LayerNorm, sinusoidal positions, ReLU, biases, and one table (Vaswani et al., 2017). 'bart' is 'classical' with
       learned positions, GELU, norms after the embeddings, and a bias in the softmax (Lewis et al., 2020).
     activation: activation of the feed-forward layers, see `activations.py`; with None, the style decides.
     tie_embeddings: whether softmax and embedding share a table; with None, the style decides.

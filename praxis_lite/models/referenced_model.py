@@ -2,7 +2,7 @@
 
 If the model has adapters, the reference is the model without them, which needs no more memory. Otherwise it is a frozen
 copy, without gradients or optimizer state, so it costs much less than the training of the model. Log-probabilities that
-are stored with the data could belong to another tokenizer, template or checkpoint; those of the reference cannot.
+are stored with the data could belong to another tokenizer, template or checkpoint, so a run computes them itself.
 
 B batch, T length.
 """

@@ -15,7 +15,7 @@ def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, siz
 
   Args:
     data: the input; its `vocab_size` is compared, if it has one.
-    ids: ids of its first batch, used if it has none.
+    ids: ids of the first batch, which are compared if `data` has no `vocab_size`.
     field, size: the path of the field that sets the size of the vocabulary, and this size.
   """
   needed = getattr(data, 'vocab_size', None)

@@ -37,7 +37,7 @@ TEXT_POOLINGS = ('first', 'last', 'mean', 'end', 'largest')
 
 
 class TwoTowerModel(BaseModel[ContrastiveOutput]):
-  """A model that learns from pairs of an image and a text which images and texts match.
+  """A model that learns which images and texts match, from pairs of an image and a text.
 
   Attributes:
     embedding_dims: E.

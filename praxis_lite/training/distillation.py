@@ -22,7 +22,7 @@ def train_distillation(
   Args:
     task: the config of a task of a `LanguageModel`.
     teacher: config of the teacher, a `LanguageModel` without adapters, such as the one recorded in its run. None if the
-      data contains its probabilities, see `praxis_lite.inputs.teacher_rows`.
+      data contains the teacher's probabilities, see `praxis_lite.inputs.teacher_rows`.
     temperature, weight: see `DistilledModel`.
 
   Raises:

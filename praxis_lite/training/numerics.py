@@ -1,7 +1,7 @@
 """Checks that the gradients of a step are right on the devices on which it runs, for `train --verify_numerics`.
 
-The norm of each variable's gradient, and of each repeated layer in it, is computed a second time, on one device. If
-that has too little memory, or there are several hosts, the other partitioning, 'auto' or 'shard_map', is used instead.
+The norm of each variable's gradient, and of each repeated layer in it, is computed a second time, on one device. If one
+device has too little memory, or there are several hosts, the other partitioning, 'auto' or 'shard_map', is used.
 Norms are compared instead of gradients, so the two computations need not share devices.
 """
 

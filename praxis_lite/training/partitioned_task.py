@@ -90,7 +90,7 @@ class PartitionedTask:
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
-    inputs_shape: the same, including rows of padding for the mesh.
+    inputs_shape: shapes and dtypes of a global batch, including rows of padding for the mesh.
     train_step, eval_step, predict_step, score_step, decode_step: the partitioned steps; like the other steps below,
       they are compiled when first used.
     batch_size: rows of a global batch, without padding for the mesh.

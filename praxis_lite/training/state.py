@@ -186,7 +186,7 @@ def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
 
   Args:
     jax_task: the task of the state, or its config.
-    state: a train state on any mesh. The returned arrays are copies: they remain valid when it is donated.
+    state: a train state on any mesh. The returned arrays are copies: they remain valid when the state is donated.
 
   Raises:
     ShardingError: an array does not fit the task.

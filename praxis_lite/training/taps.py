@@ -5,8 +5,8 @@
     lm.transformer.layers.in:mean          input of a block, its first argument
     lm.transformer.layers.attention.grad   gradient of the loss by the result, for the whole batch
     grad(lm.softmax.*):rms                 gradients of variables, for the whole batch, before clipping
-    update(*.w):rms,ratio                  changes of variables in a step; ratio is rms of the update / rms of the
-    weight weight(lm.softmax.w):hist              variables before the step
+    update(*.w):rms,ratio                  changes of variables in a step; ratio is rms of change / rms of variable
+    weight(lm.softmax.w):hist              variables before the step
 
 Statistics exclude padding: of tokens, of rows of a batch, and of arrays on a mesh. Each layer of a stack has separate
 statistics. `layers/base/taps.py` observes activations; variables are read where a step has them as whole arrays.

@@ -42,7 +42,7 @@ class BeamDecoded(NamedTuple):
   Attributes:
     ids, lengths, log_probs: of the best continuation, see `Decoded`.
     beam_ids: [B, N, M] int32 tokens of the N best continuations.
-    beam_lengths: [B, N] int32 number of those tokens; 0 if there are fewer than N continuations.
+    beam_lengths: [B, N] int32 number of tokens of each; 0 if there are fewer than N continuations.
     beam_log_probs: [B, N, M] float32 log-probability of each token under the model.
     beam_scores: [B, N] float32 scores, in descending order; minus infinity if there are fewer than N continuations.
   """

@@ -36,7 +36,7 @@ class Decoder(Configurable):
     repetition_penalty: see `penalize_repetition`; prompts count as part of a row.
     presence_penalty, frequency_penalty: see `penalize_counts`; prompts do not count.
     no_repeat_ngram_size: see `exclude_ngrams`; 0 and None allow repetitions.
-    max_context: number of last tokens that the model sees; None means all, limited only by its number of positions.
+    max_context: number of last tokens that the model sees; None means all, up to the model's number of positions.
     stop_ids: tokens that end a row; the stop tokens of a `Constraint` are added.
     logit_processors: user functions, or a `Constraint`, that change the logits after all penalties; see
       `processors.py`.

@@ -41,7 +41,7 @@ class RowSettings(NamedTuple):
 
   Attributes:
     lengths: [B] int32, number of tokens of a row so far. The model has read all but the last one.
-    prompt_lengths: [B] int32, number of tokens of its prompt.
+    prompt_lengths: [B] int32, number of tokens of the prompt of each row.
     limits: [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
     temperatures: [B] float32, see `sample_tokens`.
     keys: [B], the PRNG key of each row.
@@ -63,7 +63,7 @@ class NewTokens(NamedTuple):
     ids: [B, N] int32.
     counts: [B] int32, number of new tokens of each row.
     log_probs: [B, N] float32, log-probability of each token under the model at temperature 1.
-    top_ids, top_log_probs: [B, N, K] the K most probable tokens at the position of each, in descending order.
+    top_ids, top_log_probs: [B, N, K], for each new token, the K most probable tokens at its position, best first.
   """
 
   ids: jax.Array

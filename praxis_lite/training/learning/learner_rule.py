@@ -40,9 +40,9 @@ class LearnerRule(Configurable):
       weight of this metric. For 'loss', auxiliary losses are added, as in other learners.
     learner: config of a `Learner`. Fields that concern all variables together, such as `num_microbatches`, must be set
       in the `MultiLearner` instead.
-    train_from_step, train_until_step: it trains in the steps s of the run, counted from 0, with
+    train_from_step, train_until_step: the rule trains in the steps s of the run, counted from 0, with
       `train_from_step` <= s < `train_until_step`; None means no end. In other steps, its variables and slots do not
-      change. Its schedule counts the steps of the run.
+      change. The schedule of its learner counts the steps of the run.
     gradient_factor: factor of its gradient, before any clipping.
     update_factor: factor of its updates, including weight decay.
     layer_decay: config of a `LayerDecay`, which multiplies the updates of each layer by another factor; None disables

@@ -31,7 +31,7 @@ class MarsState(NamedTuple):
 def mars(
   optimizer: optax.GradientTransformation, gamma: float = 0.025, b1: float = 0.95, clip: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that corrects gradients by those of the previous step, see above.
+  """Returns an optimizer that corrects gradients by the gradients of the previous step, see above.
 
   Args:
     optimizer: config of the optimizer that gets the corrected gradients.

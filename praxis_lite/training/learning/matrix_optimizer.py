@@ -1,6 +1,6 @@
 """The base of matrix optimizers: they update matrices, leave other variables to AdamW, and report costs on a mesh.
 
-`make_matrix_optimizer` makes an optimizer of a transformation that only handles matrices:
+`make_matrix_optimizer` makes an optimizer from a transformation that only handles matrices:
 
     matrices         transformation -> weight decay -> learning rate
     other variables  AdamW

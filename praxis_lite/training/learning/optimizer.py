@@ -81,7 +81,7 @@ class GroupedOptimizer:
     config: config of an optax factory, or of a function that returns a transformation; it is not changed. Where a
       factory in it takes a `learning_rate`, a mask for its weight decay, or the axes of matrices, and they are not set,
       they are filled in. The mask selects the variables that may be regularized.
-    weights: declarations of the variables that it updates, a nested dict.
+    weights: declarations of the variables that the optimizer updates, a nested dict.
     per_layer: whether each layer of a stack is updated separately; with None, only if that may make a difference.
     moments: how moments are stored; see `moments.py`.
 

@@ -31,7 +31,7 @@ class MatrixExchange:
     paths: the variables of the group.
     rows, columns: size of each matrix, the smaller side first.
     matrices, computed: number of matrices in the group, and number that each device computes.
-    devices: number of owners over which the matrices are distributed; 1 if each device computes all that it has.
+    devices: number of owners over which matrices are distributed; 1 if each device computes all matrices that it has.
     all_to_all, all_gather: number of entries in the results of these collectives on a device.
     flops: FLOPs of a device.
     why: the reason why the matrices are distributed or not.
@@ -63,8 +63,8 @@ class MatrixTraffic(NamedTuple):
 
   Attributes:
     flops: (m, n) -> FLOPs for one matrix with sides m <= n.
-    matrices: the number of arrays [m, n] that its owner receives, and the number that it returns.
-    squares: the number of square arrays of each side that its owner receives, and the number that it returns.
+    matrices: the number of arrays [m, n] that the owner of a matrix receives, and the number that the owner returns.
+    squares: the number of square arrays of each side that the owner receives, and the number that the owner returns.
     largest: the size of the largest side that has square arrays.
   """
 

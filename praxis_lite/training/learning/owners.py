@@ -22,7 +22,7 @@ With N matrices of m x n entries of s bytes in a group, D devices and N' = N rou
 Mesh axes that already distribute whole matrices, such as those over experts, are not exchanged.
 
 Optimizers such as SOAP and Shampoo also keep square arrays for the rows and columns of each matrix, [N, m, m] and
-[N, n, n]. No device stores a whole one: each is split along its first side over all owners, so that a state does not
+[N, n, n]. No device stores a whole array: each is split along its first side over all owners, so that a state does not
 depend on the mesh. It is sent with one all-to-all each way, like the matrix. A device
 
     receives in all-to-alls N' m m s / D bytes for each array of rows that fn takes, and for each that it returns
@@ -234,7 +234,7 @@ def change_batches(
   placement: str = 'auto',
   returns: Sequence[str] = ('x',),
 ) -> tuple[Matrices, Squares]:
-  """Applies `fn` to all matrices of some variables; returns its matrices and square arrays, by name and path.
+  """Applies `fn` to all matrices of some variables; returns the changed matrices and square arrays, by name and path.
 
   Args:
     fn: a function of whole matrices and their square arrays. It must not use other arrays that are split over devices.
@@ -245,7 +245,7 @@ def change_batches(
     splits: how the mesh splits the variables; None if there is no mesh.
     placement: 'owner' distributes all matrices; 'auto' those that the mesh splits, and others whose smaller side is at
       least `LEAST_SIDE`; 'split' leaves products of split matrices to the compiler.
-    returns: names of the matrices that `fn` returns. It must return the square arrays that it gets.
+    returns: names of the matrices that `fn` returns. It must return a square array for each one that it gets.
   """
   given, paths = (matrices, squares), next(iter(matrices.values()))
   if splits is None or math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):

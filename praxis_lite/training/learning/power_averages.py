@@ -6,9 +6,9 @@ deviation of t is a fixed fraction of T, the *relative width*:
     width^2 = (g + 1) / ((g + 2)^2 (g + 3))             0.05 -> g = 16.97;  0.1 -> g = 6.94
     average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
 
-A run keeps one or two averages. Together, those in all checkpoints approximate many others: if q_i are their weights,
-as functions of t, and p are the weights of an average of another width, then this average is computed after the run
-with the factors f for which
+A run keeps one or two averages. After the run, an average of another width is approximated by the sum of f_i times
+average i, over the averages in all checkpoints. Let q_i be the weights of average i, and p the weights of the other
+average, as functions of t. Then the factors f_i are those for which
 
     sum_i f_i = 1,  so that variables that were constant keep their values, and
     |p - sum_i f_i q_i| is as small as possible.

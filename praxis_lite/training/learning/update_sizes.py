@@ -9,8 +9,8 @@ be depends on the optimizer:
     'relative'    LAMB, Adafactor                  like the variable, whose initial values are also smaller
     'spectral'    Muon, for matrices               a matrix of orthogonal rows or columns, times a factor of its shape
 
-The factor of a variable is the ratio of both. The size is detected from updates of small variables: for gradients that
-are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
+The factor of a variable is the ratio of these two sizes. The size is detected from updates of small variables: for
+gradients that are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
 """
 
 from __future__ import annotations
