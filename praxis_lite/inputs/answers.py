@@ -116,7 +116,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
 
 
 def _has_answers_only(messages: ChatMessages) -> bool:
-  """Whether messages are an answer, not a whole chat: the assistant's is first, and none is the user's or system's."""
+  """Whether messages are an answer, not a whole chat: they begin with the assistant, without user or system."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 

@@ -153,7 +153,7 @@ def combine_adapters(
     a_path, b_path = (*path, 'lora', 'a'), (*path, 'lora', 'b')
     a, b = (np.zeros(declared[p].full_shape, np.float32) for p in (a_path, b_path))
     n = len(declared[a_path].repeat_prefix)
-    a_KIR, b_KRO = np.moveaxis(a, n, 0), np.moveaxis(b, n, 0)  # Views; dimension 0 is that of the adapters.
+    a_KIR, b_KRO = np.moveaxis(a, n, 0), np.moveaxis(b, n, 0)  # Views; the index of an adapter comes first.
     for i, name in enumerate(adapters):
       if name in of_layer:
         layer, own_arrays = of_layer[name]

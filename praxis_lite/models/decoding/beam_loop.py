@@ -99,7 +99,7 @@ class _Progress(NamedTuple):
 
   @property
   def continues(self) -> jax.Array:
-    """Whether any group of beams of any prompt has not ended, a bool scalar."""
+    """Whether a group of beams still continues, a bool scalar."""
     return ~jnp.all(self.done_BG)
 
   @property
@@ -333,7 +333,7 @@ class BeamLoop(Generic[DecodingState]):
   def _candidates(
     self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, penalty_BV: jax.Array, progress: _Progress
   ) -> _Candidates:
-    """Returns the best candidates: so many that at least K of them are not stop tokens, if there are K of this kind."""
+    """Returns so many of the best candidates that at least K are not stop tokens, unless there are fewer of those."""
     B, K, V = log_probs_BKV.shape
     scores_BK1 = progress.beams.scores[..., None]
     # The logits of impossible beams may be NaN.

@@ -266,7 +266,7 @@ class _OneOptimizer(BoundLearner):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
   def _times_factors(self, tree: NestedDict, power: int = 1) -> NestedDict:
-    """Returns `tree` with each array multiplied by factor**power; the factor is that of the variable's updates."""
+    """Returns `tree` with each array multiplied by factor**power, where factor is the variable's update factor."""
     factors = self._factors
     if not factors:
       return tree

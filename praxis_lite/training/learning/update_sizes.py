@@ -156,7 +156,7 @@ def _factor(weight: WeightHParams, size: str, config: Config) -> float:
 
 
 def _muon_scale(fan_in: int, fan_out: int, config: Config) -> float:
-  """Returns the factor by which an optimizer such as Muon multiplies a matrix of orthogonal rows or columns."""
+  """Returns the scale that Muon gives a matrix of orthogonal rows or columns; 1 for optimizers without matrices."""
   for nested in filter(takes_matrices, nested_configs(config)):
     if config_values(nested).get('consistent_rms') is not None:
       return math.sqrt(max(fan_in, fan_out))
