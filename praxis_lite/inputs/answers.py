@@ -64,7 +64,7 @@ def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
   """Returns at most `room` of the tokens; with `truncate`, cuts off the end of a longer sequence.
 
   Raises:
-    DataError: the sequence is too long, or no token of the answer remains.
+    DataError: the sequence is too long and `truncate` is False, or no token of the answer remains.
   """
   if len(tokens.ids) > room and not truncate:
     raise DataError(

@@ -106,7 +106,7 @@ class LabelledTextInput(TextExamplesInput):
     return isinstance(values, tuple | list) and len(values) == len(self.fields)
 
   def _encode(self, values: Sequence[object]) -> _Example:
-    """Returns the tokens and the class of an example; raises DataError if it cannot be used."""
+    """Returns the tokens and the class of an example; raises DataError if the example cannot be used."""
     *texts, label = values
     number = 0 if self.unlabelled else self._class_of(label)
     tokens = [self._tokens_of(name, text) for name, text in zip(self.fields, texts)]

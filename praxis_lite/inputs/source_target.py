@@ -175,7 +175,7 @@ class SourceTargetInput(TextExamplesInput):
     return isinstance(values, tuple | list) and len(values) == 2 and all(isinstance(text, str) for text in values)
 
   def _encode(self, texts: Sequence[str]) -> _Pair:
-    """Returns the tokens of a pair; raises DataError if it cannot be used."""
+    """Returns the tokens of a pair; raises DataError if the pair cannot be used."""
     source, target = self.tokenizer.prompt_ids(texts[0]), self.tokenizer.encode(texts[1])
     end = [] if self.source_end_id is None else [self.source_end_id]
     limits = (('source', source, self.source_len - len(end)), ('target', target, self.target_len - 1))

@@ -1,6 +1,6 @@
 """The edit distance of sequences (Levenshtein): the fewest insertions, deletions and substitutions between them.
 
-B batch, T and U lengths, W = T the largest number of words.
+B batch, T and U lengths in symbols, V = U + 1 prefixes of the labels, W = T, the largest number of words.
 """
 
 from __future__ import annotations

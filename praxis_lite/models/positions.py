@@ -32,7 +32,7 @@ def check_positions(limits: Mapping[str, PositionLimit], batch: NestedDict, long
 def check_positions_of_input(limits: Mapping[str, PositionLimit], data: BaseInput, batch: NestedDict) -> None:
   """Calls `check_positions` for an input and its first batch; the message names the input."""
   if not limits:
-    return  # Saves `longest_segments`, which may take a pass over the data.
+    return  # Do not call `longest_segments`, which may take a pass over the data.
   with prefix_errors(data.label):
     check_positions({name: _add_root(limit) for name, limit in limits.items()}, batch, data.longest_segments())
 

@@ -32,7 +32,7 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
 
 
 def describe_untypical_training(task: SingleTask) -> str:
-  """Returns a warning, which says what to set, if a model with adapters trains all of its weights; otherwise ''."""
+  """Returns a warning, which says what to set, if a task trains all weights of a model with adapters; otherwise ''."""
   learner, start = task.train.learner, task.train.init_from
   narrowed = [getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion')]
   if not task.model.adapters or any(narrowed) or getattr(learner, 'rules', None):

@@ -115,6 +115,6 @@ def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
     return below * math.prod(size for size in params['grid_mapping'].grid if isinstance(size, int))
   if name == 'while':
     return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
-  if name == 'shard_map':  # Inside, shapes are per device.
+  if name == 'shard_map':  # Its body has the shapes on one device.
     return below * math.prod(mapped_axes(equation).values())
   return below

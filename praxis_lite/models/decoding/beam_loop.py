@@ -333,7 +333,7 @@ class BeamLoop(Generic[DecodingState]):
   def _candidates(
     self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, penalty_BV: jax.Array, progress: _Progress
   ) -> _Candidates:
-    """Returns so many of the best candidates that at least K are not stop tokens, unless there are fewer of those."""
+    """Returns the best candidates: enough that at least K are not stop tokens, if there are K such candidates."""
     B, K, V = log_probs_BKV.shape
     scores_BK1 = progress.beams.scores[..., None]
     # The logits of impossible beams may be NaN.

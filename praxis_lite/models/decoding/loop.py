@@ -143,7 +143,7 @@ class DecodingLoop(Generic[DecodingState]):
       return taken + 1, state, self._append(logits_BV, progress)
 
   def _append(self, logits_BV: jax.Array, progress: _Progress) -> _Progress:
-    """Draws the next token of each row that is not done."""
+    """Draws the next token of each row that is not done; returns the new progress."""
     number, _, (ids_BM, lengths_B, log_probs_BM), done_B = progress
     ids_B = self.draw(self._adjust(logits_BV, progress), self._keys(number))
     log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))

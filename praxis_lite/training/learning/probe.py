@@ -273,7 +273,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether updates of a view of the variables equal the view of updates of whole variables; False without runs."""
+  """Whether updates of a view of the variables equal the view of updates of whole variables; False if a run is None."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -281,7 +281,10 @@ def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run
 
 
 def _are_stacks(small: NestedDict, stacks: _Run | None, layers: _Run | None) -> bool:
-  """Whether each slot of a stack has the shape of the stacked slots of its layers; ignores scalars and other slots."""
+  """Whether each slot of a stack has the shape of the slots of its layers, stacked; False if a run is None.
+
+  Scalars, and slots that belong to no stack, are ignored.
+  """
   if stacks is None or layers is None:
     return False
   declared = leaves(small)
