@@ -229,7 +229,7 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _characters_of_bytes() -> dict[str, int]:
-  """Returns the byte that each character means in byte-level BPE: the printable bytes, then the others from U+0100."""
+  """Returns the byte of each character in byte-level BPE: printable bytes are themselves, others U+0100 and above."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

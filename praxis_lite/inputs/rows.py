@@ -166,7 +166,7 @@ class Feature(Configurable):
 
 
 def build_features(features: object, where: str) -> dict[str, Feature]:
-  """Instantiates features, by name. Raises ConfigError for a wrong type, an unknown dtype or a negative size."""
+  """Returns built features by name; raises ConfigError for a wrong type, an unknown dtype or a negative size."""
   if not isinstance(features, dict) or not features:
     raise ConfigError(f'{where}: expected a dict of Feature configs by name, got {features!r}')
   built = {}

@@ -179,7 +179,7 @@ def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
 
 
 def _split_decoder(network: Config, axes: _Axes) -> None:
-  """Splits the tables of a language model or an encoder-decoder, and its modules that predict later tokens."""
+  """Splits the tables of a language model or an encoder-decoder, and the model's modules that predict later tokens."""
   network.activation_split_dims_mapping.out = axes.bld
   if (mtp := getattr(network, 'mtp_tpl', None)) is not None:
     mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = axes.weight

@@ -132,7 +132,7 @@ def read_sizes(task: Config) -> None:
 
 
 def _call(fn: Callable[[], T], name: str) -> T:
-  """Returns the result of a function without arguments; raises ConfigError if it needs arguments."""
+  """Calls a function without arguments and returns the result; raises ConfigError if the function needs arguments."""
   try:
     inspect.signature(fn).bind()
   except (TypeError, ValueError):  # ValueError if a method has no `self`.

@@ -169,9 +169,9 @@ def full_name(experiment: type) -> str:
 
 
 def short_name(name: str, among: Iterable[str] | None = None) -> str:
-  """Returns the shortest ending of a full name that no name in `among` has, by default the registered ones.
+  """Returns the shortest ending of a full name that no other name in `among` has, by default the registered names.
 
-  The ending has at least a module and a class.
+  The ending has at least a module and a class. If no ending is unique, it is the full name.
   """
   parts = name.split('.')
   endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
@@ -181,7 +181,7 @@ def short_name(name: str, among: Iterable[str] | None = None) -> str:
 def load_all() -> list[str]:
   """Imports all modules of `PACKAGES`, which register their experiments.
 
-  Returns a line for each module that cannot be imported, which says what was raised, and where.
+  Returns, for each module that cannot be imported, a line that says which error was raised, and where.
   """
   return [problem for package in dict.fromkeys(map(_canonical, PACKAGES)) for problem in _load(package)]
 

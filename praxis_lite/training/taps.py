@@ -35,7 +35,7 @@ from praxis_lite.sharding.weights import WeightHParams
 from praxis_lite.training.task import SingleTask
 
 _DEFAULT = ('rms',)
-_RATIO = 'ratio'  # The rms of an update divided by the rms of its weight.
+_RATIO = 'ratio'  # The rms of the update of a weight, divided by the rms of the weight.
 _FUNCTION = re.compile(r'(\w+)\((.*)\)')
 OF_VARIABLES = ('grad', 'update', 'weight')
 # Endings of points that a pattern must name, since '*' does not match them.

@@ -180,7 +180,7 @@ class SplitMatrix:
     return x.reshape([shape[d] for d in self.order]).transpose(back)
 
   def turn(self, sides: PerSide) -> PerSide:
-    """Converts (inputs, outputs) to (rows, columns), and back."""
+    """Converts (inputs, outputs) to (rows, columns), or back: exchanges the two values if `is_turned`."""
     return PerSide(sides.outputs, sides.inputs) if self.is_turned else sides
 
   def square_shapes(self) -> PerSide:
@@ -415,7 +415,7 @@ def _concatenate(batches: Sequence[jax.Array]) -> jax.Array:
 
 
 def _spreads(group: MatrixGroup, placement: str) -> bool:
-  """Whether matrices are also distributed over axes that do not split them."""
+  """Whether the matrices of a group are also distributed over mesh axes that do not split the matrices."""
   return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
 
 

@@ -86,7 +86,7 @@ def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int
 
 
 def _inner_products(t_a: np.ndarray, g_a: np.ndarray, t_b: np.ndarray, g_b: np.ndarray) -> np.ndarray:
-  """Returns integrals over t of products of the weights of two averages, after t_a and t_b steps, with exponents g."""
+  """Returns integrals over t of the products of the weights of averages a and b, after t_a and t_b steps."""
   least, most = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
   size: np.ndarray = (g_a + 1) * (g_b + 1) / (g_a + g_b + 1) / most
   return size * (least / t_a) ** g_a * (least / t_b) ** g_b
