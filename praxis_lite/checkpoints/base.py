@@ -54,7 +54,7 @@ class Base(NamedTuple):
 
 
 def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
-  """Returns the base of the checkpoint in `folder`, given its record `about`; None if it has none. Reads no file."""
+  """Returns the base named in `about`, the record of the checkpoint in `folder`; None if none is. Reads no file."""
   record = about.get(BASE)
   if record is None:
     return None
@@ -93,9 +93,9 @@ def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -
 def arrays_in(
   folder: Path, about: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None]
 ) -> dict[str, StreamedArray]:
-  """Like `stored_arrays`, for the checkpoint in `folder` with its record `about`; some arrays may be in its base.
+  """Returns arrays of the checkpoint in `folder` by name, like `stored_arrays`. `about` is its record.
 
-  Arrays from the base are cast to the dtypes in `about`.
+  Arrays that the checkpoint leaves out are read from its base, and cast to the dtypes in `about`.
   """
   base = base_of(folder, about)
   theirs = {} if base is None else {name: shape for name, shape in shapes.items() if name in base.names}

@@ -51,7 +51,7 @@ class BestRecord:
 
   def __init__(self, path: Path, steps: Collection[int]):
     self._path = path
-    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader may have a wrong path.
+    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # None if the path is wrong.
     self.value = self._written = self._read(steps)
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
@@ -76,5 +76,5 @@ class BestRecord:
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps to keep: the best one, and the one in the file until the file is updated."""
+    """Returns the steps of checkpoints to keep: the best one and, until the file is updated, the one that it names."""
     return {best.step for best in (self.value, self._written) if best is not None}

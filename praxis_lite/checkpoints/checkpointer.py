@@ -71,7 +71,7 @@ from praxis_lite.training.state import TrainState
 
 # Bytes that must be free on the disk before a save begins.
 _LEAST_ROOM = 1 << 14
-# The message of a process that finds a checkpoint removed.
+# What a process sends to the others if the checkpoint to read has been removed.
 _GONE = 'gone'
 
 Step = int | Literal['best'] | None
@@ -164,7 +164,7 @@ class Checkpointer:
     with self._saving():
       if self._is_broken:
         self._remove_incomplete()
-        self._retention.wait()  # The disk may have no room for old and new ones.
+        self._retention.wait()  # The disk may have no room for both the old checkpoints and the new one.
       if failed := join_by_host(gather_texts(self._reason_against_files())):
         raise CheckpointError(failed)
       if self._is_broken:
@@ -214,17 +214,17 @@ class Checkpointer:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
-    """Returns the checkpoint last given to `keep_best`, even by an earlier process; None if it is gone."""
+    """Returns the checkpoint that this or an earlier process last gave to `keep_best`; None if it no longer exists."""
     return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
-    """Keeps the best checkpoint from being removed; its save must have begun. None stops protecting any checkpoint."""
+    """Keeps the best checkpoint from being removed; its save must have begun. None keeps no best one."""
     self._best.value = best
     if best is None or not self._store.is_saving():
       self._best.write()
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps of the checkpoints that are never deleted because they are the best."""
+    """Returns the steps that are never deleted because `keep_best` or `best.json` names their checkpoints."""
     return self._best.kept_steps()
 
   def close(self) -> None:
@@ -342,7 +342,7 @@ class Checkpointer:
     return bool(self.about(step).get('variables_alone'))
 
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
-    """Returns the state of the training input saved with a checkpoint."""
+    """Returns the state of the training input saved with a checkpoint; None if `save` got None."""
     return self._read_json(step, 'inputs')['input_state']
 
   def about(self, step: Step = None) -> dict[str, Any]:
@@ -405,7 +405,10 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns the base of a step's checkpoint, which has the arrays that it leaves out; None if it has all arrays."""
+    """Returns the base of a step's checkpoint: another run's checkpoint that has the arrays which this one leaves out.
+
+    None if this one leaves out no arrays.
+    """
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 
@@ -441,7 +444,7 @@ class Checkpointer:
     """
     try:
       with contextlib.suppress(FileExistsError):
-        os.mkdir(self.directory)  # Not its parents: the run's directory exists, unless its disk is gone.
+        os.mkdir(self.directory)  # Without parents: the run's directory exists, unless its disk is gone.
       with tempfile.TemporaryFile(dir=self.directory) as file:
         file.write(bytes(_LEAST_ROOM))
       return ''
@@ -481,7 +484,7 @@ def _split_by_name(
 ) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
   """Yields parts of `entries` in which no name occurs twice."""
   while entries:
-    paths = {name: path for path, (name, _) in entries.items()}.values()  # One of each name.
+    paths = {name: path for path, (name, _) in entries.items()}.values()  # One path for each name.
     yield {path: entries[path] for path in paths}
     entries = {path: entry for path, entry in entries.items() if path not in paths}
 

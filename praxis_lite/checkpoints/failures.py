@@ -17,7 +17,7 @@ class DamagedError(CheckpointError):
 
 
 class PartedError(CheckpointError):
-  """A save failed in this process while the others wait for it. All processes must stop, unlike after other errors."""
+  """A save failed in this process while others wait for it. Unlike after other errors, all processes must stop."""
 
 
 def unreadable(folder: object, error: Exception) -> CheckpointError:

@@ -103,7 +103,8 @@ class Retention:
     self._rule = {'max_to_keep': max_to_keep, 'keep_interval_steps': keep_interval_steps}
     self._lock = threading.Lock()
     self._thread: threading.Thread | None = None
-    self._next: Sequence[int] | None = None  # Steps to remove after the current ones.
+    # The steps to remove after the current removal; None if there are none.
+    self._next: Sequence[int] | None = None
 
   def start(self, kept: Collection[int]) -> None:
     """Starts to remove the steps that need not be kept, except `kept`, and finishes removals of earlier processes.
@@ -119,7 +120,7 @@ class Retention:
     """
     for folder in self._directory.glob(f'*{INCOMPLETE}*'):
       if not folder.name.endswith(_REMOVED):
-        with contextlib.suppress(OSError):  # Another process has renamed it, or it cannot be removed now.
+        with contextlib.suppress(OSError):  # Another process has renamed the folder, or it cannot be removed now.
           take_away(folder)
     self._begin(None)
 
@@ -160,7 +161,7 @@ class Retention:
 
 
 def _remove_folders(folders: Iterable[Path]) -> None:
-  """Removes folders in parallel: a file system may need milliseconds for one, but no longer for several at once."""
+  """Removes folders in parallel: a file system may take milliseconds for one, and no longer for several at once."""
   waiting = collections.deque(folders)
 
   def remove() -> None:
@@ -205,8 +206,8 @@ def _hold_lock(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None
   """Locks a folder.
 
   Raises:
-    FileNotFoundError: it does not exist.
-    BlockingIOError: it cannot be locked exclusively now.
+    FileNotFoundError: the folder does not exist.
+    BlockingIOError: the folder cannot be locked exclusively now.
     CheckpointError: waiting for a shared lock took too long.
   """
   if sys.platform == 'win32':  # Windows has no such locks.

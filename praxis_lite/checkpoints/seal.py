@@ -64,7 +64,7 @@ def _seals_of_records(folder: Path) -> dict[str, str | None]:
 
 
 def _seal_of_state(folder: Path) -> str | None:
-  """Returns the seal that is stored among the arrays; None if there is none."""
+  """Returns the seal that is stored among the arrays of the checkpoint in `folder`; None if there is no such array."""
   try:
     array = stored_arrays(str(folder / STATE), {SEAL: None})[SEAL]
     return array.read(whole_box(array.shape)).tobytes().decode(errors='replace')

@@ -62,11 +62,11 @@ class StoredCheckpoint:
 
   @property
   def num_bytes(self) -> int:
-    """The total size of its files, in bytes."""
+    """The total size of the checkpoint's files, in bytes."""
     return sum(path.stat().st_size for path in self.folder.rglob('*') if path.is_file())
 
   def about(self) -> dict[str, Any]:
-    """Returns its record: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
+    """Returns the checkpoint's record: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
 
     Raises:
       DamagedError: the record is damaged, or belongs to another checkpoint.
@@ -80,7 +80,7 @@ class StoredCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads the whole checkpoint; returns a description of each damaged part, by name."""
+    """Reads the whole checkpoint; returns a description of each damaged part, by name; empty if none is damaged."""
     damaged: dict[str, str] = {}
     with contextlib.ExitStack() as to_release:
       try:
@@ -146,7 +146,7 @@ class StoredCheckpoint:
       target.parent.mkdir(parents=True, exist_ok=True)
       if optimizer:
         partial = target.with_name(f'{self.step}.copying')
-        remove_all(partial)  # The remains of a copy that was killed.
+        remove_all(partial)  # The remains of an earlier call that was killed.
         with being_read(self.folder):
           shutil.copytree(self.folder, partial)
           self._name_base_from(partial, target)
@@ -221,7 +221,7 @@ class ArrayDifference(NamedTuple):
 
 
 def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
-  """Returns the step of the best checkpoint that a run has recorded, or None."""
+  """Returns the step of the best checkpoint that a run has recorded; None if it has recorded none that still exists."""
   best = BestRecord(Path(job_log_dir, BEST), saved_steps(job_log_dir)).value
   return None if best is None else best.step
 

@@ -42,7 +42,7 @@ class StreamedArray(abc.ABC):
 
   @abc.abstractmethod
   def read(self, box: Box) -> np.ndarray:
-    """Returns a copy of a part."""
+    """Returns a copy of the part of the array in `box`."""
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Returns a shape for parts of a box of these sizes: as many whole rows as `part_bytes` allow, or part of a row."""
@@ -95,7 +95,7 @@ class StoredArray(StreamedArray):
     return tuple(max(1, min(size, n)) for size, n in zip(sizes, _chunk_shape(self._store)))
 
   def read(self, box: Box) -> np.ndarray:
-    """Returns a copy of a part; raises CheckpointError if the file cannot be read."""
+    """Returns a copy of the part of the array in `box`; raises CheckpointError if the file cannot be read."""
     try:
       return np.asarray(self._store[box].read().result())
     except ValueError as error:

@@ -136,7 +136,7 @@ def add_tap(values: CommandFlags, of: str, what: str = '') -> None:
 
 
 def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object, ...]:
-  """Returns the loggers of a config, and those of --track that it lacks; raises UserError if one flag names several."""
+  """Returns the loggers of a config and those of --track that it lacks; raises UserError if a flag names several."""
   for name in names:
     if ',' in name:
       each = ' '.join(f'--track={part.strip()}' for part in name.split(','))
@@ -145,7 +145,7 @@ def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object
 
 
 def add_metric(values: CommandFlags) -> None:
-  """Adds the flags of commands that compare runs."""
+  """Adds the flags that choose the metric by which a command compares runs."""
   metric = 'Metric to compare runs by; by default best_metric of their configs, or the loss of the evaluation.'
   values.add_text('metric', metric, 'eval/validation/accuracy')
   mode = 'Whether lower (min) or higher (max) is better; by default as the configs say, or the name of the metric.'

@@ -139,11 +139,12 @@ class _Sample:
     given: the prompt.
     tokenizer: the tokenizer of the run; None if it has none.
     values: the flags.
-    is_source: whether the model writes a new text for the prompt instead of continuing it; then only this is printed.
+    is_source: whether the model writes a new text for the prompt instead of continuing it; then only the new text is
+      printed.
 
   Attributes:
     given: the prompt.
-    ids: its tokens.
+    ids: the tokens of the prompt.
   """
 
   def __init__(
@@ -195,7 +196,7 @@ class _Sample:
       return
     self._stream_ids = ids
     text, self._before = self._before + self._text.add(ids, is_all=is_all), ''
-    # A model may have learned escape sequences.
+    # The text may contain escape sequences, which a model can learn.
     print(printable(text) if sys.stdout.isatty() else text, end='', flush=True)
 
 

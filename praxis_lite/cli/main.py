@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return EXIT_CODE
   except Exception as error:
-    # JAX raises this type for every failure of a program. It is compared by name, because JAX may not be imported.
+    # JAX raises these types for every failure of a program. They are compared by name: JAX may not be imported.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       failure = user_code_error(error)
       if failure is None and isinstance(error, ModuleNotFoundError) and f'{error.name}'.startswith('praxis_lite.'):
@@ -197,7 +197,7 @@ def run() -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 0  # The reader of the pipe has closed it, as in `show | head`.
+    code = 0  # The reader has closed the pipe, as in `show | head`.
     if sys.argv[1:2] == ['train']:
       stopped = 'the process that read its output has ended, so training stopped'
       code = _report_failure('train', f'{stopped}; the same command resumes from the last checkpoint')
@@ -272,7 +272,7 @@ def _written_as_flags(words: Sequence[str], values: flags.FlagValues, command: C
 
 
 def _flag_of(word: str, command: Command, free: Sequence[str]) -> str:
-  """Returns the flag that a positional argument is probably meant for; '' if unknown. `free`: flags not given yet."""
+  """Returns the flag that an argument is probably meant for; '' if unknown. `free` are the flags not given yet."""
   if word.partition(':')[0].endswith('.py') or re.fullmatch(r'\w+(\.\w+)+', word):
     return 'exp'
   if re.match(r'[\w.\[\]*]+=', word):

@@ -105,7 +105,10 @@ def _cheapest(values: flags.FlagValues) -> int:
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
-  """Searches. Returns a function to call once the live line is gone: it prints the table; True if a setting fits."""
+  """Searches; returns a function that prints the table, and returns whether a setting fits.
+
+  Call it once the live line is gone.
+  """
   table, best = search_table(job)
   sections = [table, *write_planned_experiment(job, best.overrides)]
 
@@ -168,7 +171,7 @@ def _write_page(values: flags.FlagValues, found: Plan | InferencePlan, remarks: 
 
 
 def _format_measurement(job: PlanJob, found: Plan) -> str:
-  """Records the measured step time of the run in --job_log_dir for later plans; returns its comparison as text."""
+  """Records the measured step time of the run in --job_log_dir for later plans; returns as text how it compares."""
   from praxis_lite.instruments.plan.experience import experience_file, format_measured, remember
 
   measured = read_measurement(job.values.job_log_dir)
@@ -243,7 +246,7 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
 
 
 def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
-  """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it is worse."""
+  """Compares a plan with the snapshot of --check, and writes --snapshot. Returns False if the plan is worse."""
   from praxis_lite.instruments.plan.snapshot import keep, read, regressions, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)

@@ -165,7 +165,7 @@ def training_cost(job: PlanJob, found: Plan) -> list[str]:
 
 
 def figures_of(job: PlanJob, found: Plan) -> Prediction:
-  """Returns the predictions of a plan for `--figures`, including failures and saves by the flags."""
+  """Returns the predictions of a plan for `--figures`, including the failures and saves that the flags describe."""
   from praxis_lite.cli.train_plan import predict
   from praxis_lite.instruments.plan.price import price_of
 
@@ -271,7 +271,7 @@ def read_topology(name: str, values: flags.FlagValues) -> Topology:
 
   found = apply_calibration(parse_topology(name), calibration_file())
   found = found.change_network(values.host_gigabits, values.oversubscription)
-  if values.measured:  # A measurement is compared with the plan before corrections.
+  if values.measured:  # A measurement is compared with a plan without corrections.
     return found
   mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
   return apply_experience(found, experience_file(), mode)

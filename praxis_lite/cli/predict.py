@@ -16,7 +16,7 @@ from praxis_lite.cli.predict_many import check_single, predict_flags, predict_ma
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import number_of
 
-_MANY_NUMBERS = 2_000  # The most numbers of one example that a person may want to read.
+_MANY_NUMBERS = 2_000  # A value with this many numbers is too long to read.
 
 
 def _run(values: flags.FlagValues) -> int:

@@ -144,7 +144,7 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
   settings: dict[str, Any] = {
     'step': step,
     'checkpoint': read_checkpoint_record(step_folder(job_log_dir, step), 'about').get(SEAL),
-    # The data's settings too: its tokenizer, and how it reads texts and images.
+    # This includes the settings of the data, such as its tokenizer and how it reads texts and images.
     'config': {path: remove_secrets(value) for path, value in fields.items() if not is_secret(path)},
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
     **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),

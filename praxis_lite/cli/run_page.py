@@ -18,7 +18,7 @@ if TYPE_CHECKING:
   from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.curves import MetricsTable
 
-_MOST_POINTS = 400  # of one curve
+_MOST_POINTS = 400  # The most points of a curve.
 
 
 def write_run_page(path: str, groups: Sequence[RunGroup], folder: str) -> pathlib.Path:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
   from praxis_lite.runs.records.comparing import RunGroup
   from praxis_lite.runs.records.runs import RunState
 
-# Columns that a Markdown table has if some run has a value.
+# Columns that a Markdown table has only if at least one run has a value for them.
 _FIGURES = ('step time', 'memory', 'communication, as planned')
 _MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
 _TIMES, _MEMORY = 'step / planned', 'memory / planned'
 _FIXED = ('run', 'step', 'age', 'loss', 'best', _TIMES, _MEMORY)
-# A narrow terminal leaves out the first ones of these columns to show more fields.
+# To show more fields, a narrow terminal leaves out some of these columns, in this order.
 _LESS_IMPORTANT = (_MEMORY, _TIMES, 'loss', 'age', 'step')
 _FEW_FIELDS = 3
 _is_number = re.compile(r'-|-?[\d.]+(e[+-]?\d+)?').fullmatch
@@ -98,7 +98,7 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
 
 
 def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: int) -> int:
-  """Returns how many columns of a table fit into the terminal; in a pipe, columns for a fixed number of fields."""
+  """Returns how many columns to show: as many as fit into `width`; in a pipe (None), all up to a limit."""
   if width is None:
     return min(len(rows[0]), len(_FIXED) + max(_MOST_FIELDS, needed))
   used = -2

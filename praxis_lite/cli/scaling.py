@@ -64,7 +64,7 @@ def _read_prices(values: flags.FlagValues) -> dict[str, float]:
 
 
 def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
-  """Yields a table of the runs: what they took, and how far the law is off."""
+  """Yields a table of the runs: their sizes and losses, and by how much the law misses each loss."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
   from praxis_lite.instruments.plan.compute_budget import flops_of

@@ -75,7 +75,7 @@ def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence
 
 
 def count_active_parameters(task: Config) -> int:
-  """Returns the number of a model's parameters that one token uses; `task` is the config of its task."""
+  """Returns how many parameters of the model of `task` one token uses."""
   found: int = task.instantiate().model.active_num_params
   return found
 

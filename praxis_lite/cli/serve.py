@@ -70,7 +70,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _folders_of_adapters(given: Sequence[str], served: str) -> dict[str, str]:
-  """Returns folders by the names of adapters, for 'name=folder'; `served` is the name of the model itself."""
+  """Returns the folder of each adapter by its name, from texts 'name=folder'; `served` is the name of the model."""
   found: dict[str, str] = {}
   for text in given:
     name, _, folder = text.partition('=')
@@ -90,7 +90,7 @@ def _folders_of_adapters(given: Sequence[str], served: str) -> dict[str, str]:
 def _read_adapters(
   folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str]
 ) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns the adapters of runs, or of folders that peft has written, by name."""
+  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written."""
   from praxis_lite.bridges.hf import read_adapter
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
   from praxis_lite.layers import Lora

@@ -84,7 +84,7 @@ def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 
 def _made_by(values: flags.FlagValues) -> list[str]:
-  """Returns the commands that made a run, as one text; an empty list for an experiment."""
+  """Returns a list with one text: the commands that made and resumed a run. For an experiment, the list is empty."""
   from praxis_lite.common.errors import first_lines
   from praxis_lite.runs.records.record import read_record
 

@@ -14,7 +14,7 @@ from praxis_lite.runs.records.heartbeat import Heartbeat
 from praxis_lite.runs.records.history import Attempt, RunEvent, attempts_of, read_history
 from praxis_lite.runs.records.status import Status, number_in, ratio_to_others
 
-# The page shows at most this many of the last events of each kind, and of the slowest hosts.
+# How many of the last events of each kind, and of the slowest hosts, the page shows at most.
 _MOST_EVENTS, _MOST_HOSTS = 2000, 12
 
 

@@ -30,7 +30,7 @@ def count_devices(tasks: Iterable[Config]) -> int | None:
 
   Returns None if no run needs more than one.
 
-  Raises UserError if JAX_PLATFORMS names accelerators that do not start, or the process ends in another way.
+  Raises UserError if JAX_PLATFORMS names accelerators that do not start, or the process fails for another reason.
   """
   shapes = [(*(task.ici_mesh_shape or ()), *(task.dcn_mesh_shape or ())) for task in tasks]
   if os.environ.get('JAX_PLATFORMS', '') in ('', 'cpu') and all(size == 1 for shape in shapes for size in shape):

@@ -120,7 +120,7 @@ def run_search(values: flags.FlagValues) -> int:
 
 
 def _wait_for_orphans(search: Search, folder: Path) -> None:
-  """Waits until the processes that a killed search left behind have ended; their trials then resume, and end."""
+  """Waits until the processes that a killed search left behind have ended, so that their trials can resume."""
   from praxis_lite.runs.records.run_config import is_held
 
   for number, trial in enumerate(search.trials):
@@ -132,7 +132,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
 
 
 def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields a name and overrides for each end of each range, to check them before anything is trained."""
+  """Yields (name, overrides) of points that together have all ends of the ranges, to check before training."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]

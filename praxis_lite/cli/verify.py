@@ -35,7 +35,7 @@ _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
 def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
-  """Whether a training run is long and uses several devices. JAX may start to count them only if it `is_alone`."""
+  """Whether a training run is long and uses several devices; starts JAX to count them only if it `is_alone`."""
   steps = config.train.num_train_steps
   is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A value that is not an integer is reported later.
   if not is_alone and -1 in (config.ici_mesh_shape or ()):
@@ -44,7 +44,7 @@ def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
 
 
 def _assumed_sizes(config: Config[SingleTask], most: int) -> dict[str, int]:
-  """Returns the mesh sizes of an experiment; for a size of -1, those of about 8 devices, at least 2 along its axis."""
+  """Returns the mesh sizes of an experiment; if one is -1, the mesh has about 8 devices, at least 2 along this axis."""
   others = -math.prod(config.ici_mesh_shape or ()) * math.prod(config.dcn_mesh_shape or ())
   return config.instantiate().mesh_sizes(max(min(8, most) // others, 2) * others if others > 0 else None)
 

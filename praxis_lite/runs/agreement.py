@@ -40,7 +40,7 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.scoring import score_rows
 from praxis_lite.runs.trained import TrainedModel
 
-LogProbs = Sequence[np.ndarray]  # Masked arrays if a way skips tokens.
+LogProbs = Sequence[np.ndarray]  # [n] for each text of n tokens; a masked array if a way skips tokens.
 PAGE_SIZE = 8  # Cache slots in a page: so few that short texts take several pages.
 
 
@@ -189,7 +189,7 @@ class Agreement:
   # ---------------------------------------------------------------- computing
 
   def score(self, model: TrainedModel) -> LogProbs:
-    """Returns the log-probabilities of an evaluation pass."""
+    """Returns the log-probabilities that an evaluation of `model` computes for the texts."""
     return self.score_with(
       lambda batch: model._run_by_rows(model.tasks, batch, lambda task: task.score_step).predictions
     )
@@ -200,7 +200,7 @@ class Agreement:
     return [score.log_probs for score in scores]
 
   def score_training(self, model: TrainedModel) -> LogProbs:
-    """Returns the log-probabilities of a training step, or else of evaluation; then `note` says why."""
+    """Returns the log-probabilities of a training step, or of evaluation if that is impossible; `note` says why."""
 
     def run(batch: Rows) -> dict[str, np.ndarray]:
       predictions: dict[str, np.ndarray] = model._run_by_rows(
@@ -232,7 +232,7 @@ class Agreement:
     (batch,) = batches
     contexts = [[0]] * len(self.texts.contexts) if self.limits.start_id is not None else self.texts.contexts
     lengths = [len(context) + len(more) - 1 for context, more in zip(contexts, self.texts.continuations)]
-    rows = np.argsort(np.argsort(lengths, kind='stable'))  # Scores are computed in order of length.
+    rows = np.argsort(np.argsort(lengths, kind='stable'))  # The rows of `batch` are in order of length.
     width = batch['ids'].shape[1]
     return {
       name: x[rows, : max(lengths)] if x.shape[1:] == (width,) and 'source' not in name else x[rows]
@@ -240,7 +240,7 @@ class Agreement:
     }
 
   def values_in_one_pass(self, model: TrainedModel) -> dict[str, PointValues]:
-    """Returns the values between the layers of a pass over the texts, on the mesh of a model."""
+    """Returns the values between the layers in one pass of a model over all texts, on its mesh."""
     return values_on_mesh(model, self.batch())
 
   def _values_in_decoding(self, model: TrainedModel, can_go_back: bool, chunk: int | None) -> dict[str, PointValues]:
@@ -327,7 +327,7 @@ def _check_finite(log_probs: LogProbs, where: str) -> None:
 
 
 def _perturb(stored: NestedDict, seed: int) -> NestedDict:
-  """Returns variables on the same devices, each number changed by one machine epsilon, up or down at random."""
+  """Returns variables on the same devices, with each number changed by one machine epsilon, up or down at random."""
 
   def change(variables: NestedDict) -> NestedDict:
     leaves, structure = jax.tree.flatten(variables)
@@ -359,7 +359,7 @@ def _compute_in_float32(task: Config) -> None:
 
 
 def _set_everywhere(task: Config, field: str, value: object) -> None:
-  """Sets a field in all configs of a model that have it; `fprop_dtype` in the model, and where it is not None."""
+  """Sets a field in all configs of a model that have it; `fprop_dtype` in `task.model`, and elsewhere if it is not None."""
   for config in nested_configs(task.model):
     if field in (field_names(config) or ()) and (field != 'fprop_dtype' or config.fprop_dtype is not None):
       setattr(config, field, value)

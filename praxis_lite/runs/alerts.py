@@ -87,7 +87,7 @@ class Alerts(Observer):
 
   def on_end(self, run: Run) -> None:
     self._step = run.step
-    if run.error is None:  # `while_called` reports an error, after all processes have saved.
+    if run.error is None:  # If there is an error, `while_called` reports it, after all processes have saved.
       self._alert('ended', f'the run ended after step {run.step} of {run.total_steps}: {run.ended_by}')
 
   def _alert(self, event: str, message: str) -> None:

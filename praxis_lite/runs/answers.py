@@ -73,7 +73,7 @@ class AnswerSampling:
     return self._takes.put_inputs(self._data.complete(batch, answers))
 
   def complete_all(self, batches: Iterable[Rows], state: Callable[[], TrainState]) -> Iterator[NestedDict]:
-    """Yields a completed batch for each step; `batches` are the input's, and `state` returns the train state."""
+    """Yields a completed batch for each step, given `batches` of the input; `state` returns the current train state."""
     for batch in batches:
       completed = self.complete(state().mdl_vars, state().step, batch)
       yield completed

@@ -41,7 +41,7 @@ from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import LEAST_SHARED, RowSlots
 
 Stream = Callable[[Any], object]
-_MOST_BY_DEFAULT = 1024  # Tokens in a row.
+_MOST_BY_DEFAULT = 1024  # The default limit of tokens in a row.
 
 
 class Request:
@@ -79,7 +79,7 @@ class Request:
     self._text, self._stops, self._stream, self._gives_text = text, stops, stream, gives_text
     self._max_tokens, self._temperature, self._top_p, self._key_data = max_tokens, temperature, top_p, key_data
     self._row = self._adapter = -1
-    self._num_given = 0  # Tokens of the prompt that were read or copied.
+    self._num_given = 0  # How many tokens of the prompt were read or copied.
 
   @property
   def text(self) -> str:
@@ -204,7 +204,7 @@ class Batcher:
     self._max_length, self._chunks_per_step = max_length, chunks_per_step
     self._slots = RowSlots(rows, reuse_prefixes)
     self._waiting = deque[Request]()
-    self._running: dict[int, Request] = {}  # By the number of the row.
+    self._running: dict[int, Request] = {}  # The request in each busy row, by the number of the row.
     self._reading: Request | None = None  # The running request whose prompt is being read.
     self._ended: list[Request] = []  # Ended requests that no step has returned yet.
     self._settings = empty_settings(rows, self._key_data)
@@ -298,7 +298,7 @@ class Batcher:
     return request
 
   def cancel(self, request: Request) -> None:
-    """Ends a request. It keeps the tokens that it has; nothing happens if it has ended already."""
+    """Ends a request, which keeps the tokens that it has; does nothing if the request has ended already."""
     if not isinstance(request, Request):
       raise UserError(f'cancel: expected a request, as submit returns it, got {type(request).__name__}')
     if request.is_done:
@@ -317,7 +317,7 @@ class Batcher:
     return self._max_length
 
   def room(self, prompt_length: int) -> int:
-    """Returns how many tokens can follow a prompt of this length; 0 or less if the prompt is too long itself."""
+    """Returns how many tokens can follow a prompt of this length; 0 or less if the prompt itself is too long."""
     if self.prompts_are_sources:
       return self._max_length if prompt_length <= self._max_length else 0
     return self._max_length - prompt_length + 1  # The last token needs no cache slot.
@@ -390,7 +390,8 @@ class Batcher:
     if self._store is not None:
       kept = self._prefixes.find(request.prompt, plan.shared)
       ids = self._slots.ids_of(plan.row)
-      is_extended = plan.source == plan.row and plan.shared == len(ids)  # Then the row's caches are not overwritten.
+      # The prompt continues all tokens of the row, so no caches are overwritten.
+      is_extended = plan.source == plan.row and plan.shared == len(ids)
       to = None if is_extended else self._prefixes.keep(ids, but=None if kept is None else kept[0])
       if to is not None:
         self._store = self._programs.keep(self._state, self._store, plan.row, to)
@@ -447,7 +448,7 @@ class Batcher:
       raise errors[0]
 
   def _tell(self, request: Request, tell: Callable[[], object]) -> Exception | None:
-    """Calls the stream of a request, which may submit and cancel requests; if it raises an error, returns that."""
+    """Calls the stream of a request, which may submit and cancel requests; returns the error it raises, or None."""
     try:
       tell()
     except Exception as error:

@@ -140,7 +140,10 @@ def calibrate_weights(
 def _sum_over_batches(
   model: TrainedModel, calibration: Calibration, taps: _InputTaps
 ) -> dict[str, dict[str, np.ndarray]]:
-  """Returns the sums and maxima at each point of the model that meets data."""
+  """Returns statistics of the inputs of weights, by point (see `layers/base/taps.py`), over all calibration batches.
+
+  The statistics are sums, maxima and, if `taps` collects it, G. Points without data are left out.
+  """
   config, wanted = model.config, calibration.dataset
   if wanted is None:
     training = (i for i, data in enumerate(config.datasets) if getattr(data, 'is_training', False))
@@ -155,7 +158,7 @@ def _sum_over_batches(
       parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
-    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A layer that is called several times.
+    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # Without the suffix of a repeated call.
     before = found.get(point)
     found[point] = (
       of_use

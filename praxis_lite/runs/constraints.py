@@ -47,7 +47,7 @@ class TextConstraint(Constraint):
     self._bits = library.numpy
 
   def __repr__(self) -> str:
-    return f'<{self._name} at {id(self)}>'  # This is part of the keys of a model's compiled programs.
+    return f'<{self._name} at {id(self)}>'  # The result is part of the keys of a model's compiled programs.
 
   def __deepcopy__(self, memo: dict[int, object]) -> TextConstraint:
     return self  # Copies of a config share it, because it is immutable.
@@ -199,7 +199,10 @@ class _LlTokenizer:
     self._longest = max(map(len, texts), default=0)
 
   def __call__(self, text: bytes) -> list[int]:
-    """Returns the tokens of a part of a text: the tokenizer's if it can encode it, else the longest that match."""
+    """Returns the tokens of a part of a text, given as bytes.
+
+    If the tokenizer cannot encode it, takes the longest token that matches, again and again, until none matches.
+    """
     with contextlib.suppress(UserError, UnicodeError):  # A part of a character, or one not in the vocabulary.
       ids = self._tokenizer.encode_documents([text])[0].ids.tolist()
       if b''.join(self._texts[i] for i in ids) == text:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from praxis_lite.common.errors import UserError
 from praxis_lite.inputs import BaseTokenizer
 
-# The length of the first segment. Later ones are at least so long, and 1 / _PART_OF_READ of what is read again.
+# The number of tokens in the first segment. Later segments have at least as many, and at least 1 / _PART_OF_READ of the
+# number of tokens that are read again.
 _LEAST_SEGMENT, _PART_OF_READ = 8, 8
-_INCOMPLETE = '\ufffd'  # Decoded for a character whose last bytes are in a later token.
+_INCOMPLETE = '\ufffd'  # What a tokenizer returns for a character whose last bytes are in a later token.
 
 # (tokens of each row, most tokens to add to each row, number that earlier calls added) -> new tokens of each row.
 Decode = Callable[[list[list[int]], list[int], int], list[list[int]]]

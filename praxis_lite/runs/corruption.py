@@ -171,7 +171,7 @@ class ReplicaWatch(Observer):
       self._begin(run)
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
-    """Compares before the state is saved; raises `GoBack` or CorruptionError if it must not be saved."""
+    """Compares the replicas before the state is saved; raises `GoBack` or CorruptionError if it must not be saved."""
     if reason in ('save', 'copy'):
       self._begin(run)
       self._finish()

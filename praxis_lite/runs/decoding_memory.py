@@ -15,7 +15,7 @@ from praxis_lite.common.figures import format_bytes
 from praxis_lite.models.base import BaseModel, PromptLimits
 from praxis_lite.models.decoding import Bucket
 
-# Bytes of one position of a row: an id of the prompt, an id of the continuation, and a log-probability.
+# Bytes of one position of a row: a prompt id, a continuation id and a log-probability.
 _BYTES_PER_TOKEN = 12
 
 

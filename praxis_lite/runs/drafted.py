@@ -26,7 +26,7 @@ def drafted_task(task: Config, draft: Config) -> Config:
   drafted, decoder = task.clone(), task.model.decoder_tpl
   is_speculative = is_decoder(task, SpeculativeSampler)
   decoder = decoder.clone() if is_speculative else to_decoder(SpeculativeSampler, decoder, Sampler)
-  decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses.
+  decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses tokens.
   drafted.model = Config(
     DraftedModel,
     model_tpl=task.model.clone(),

@@ -125,7 +125,7 @@ def run_train(
 
 
 def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:
-  """Trains until the end, or until the run has to go back: then it raises GoBack."""
+  """Trains until the run ends, and returns its result; raises GoBack if the run has to go back to a checkpoint."""
   startup = options.startup or StartupTimes()
   with contextlib.ExitStack() as stack:
     opened = stack.enter_context
@@ -193,7 +193,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- the end
     run.ended_by = _ended_by(run, stop)
-    with observers.measure('saving'):  # Here, a mirror copies the last checkpoint.
+    with observers.measure('saving'):  # At its end, a mirror copies the last checkpoint.
       for observer in observers:
         observer.on_end(run)
     if run.error is not None:

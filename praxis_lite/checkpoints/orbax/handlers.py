@@ -23,7 +23,7 @@ _RESTORED_AT_ONCE = 128 << 20
 
 
 class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
-  """Saves streamed arrays in the background, like NumPy arrays: by the first process, without a mesh."""
+  """Saves streamed arrays in the background. As with NumPy arrays, the first process writes all of them."""
 
   async def serialize(
     self,
@@ -45,7 +45,7 @@ async def _write(values: Sequence[StreamedArray], infos: Sequence[ocp.type_handl
         await _write_parts(value, info, pending)
     while pending:
       await pending.popleft()
-  finally:  # After a failed write, the others must end before the folder is removed.
+  finally:  # After a failed write, the other writes must end before the folder is removed.
     await asyncio.gather(*pending, return_exceptions=True)
 
 
@@ -53,7 +53,7 @@ async def _write_parts(
   value: StreamedArray, info: ocp.type_handlers.ParamInfo, pending: deque[ts.WriteFutures]
 ) -> None:
   part_shape = value.part_shape(value.shape)
-  # Each part is a chunk of the file, so writing one does not read another.
+  # Each part is a whole chunk of the file, so no chunk must be read to write a part of it.
   spec = ocp.type_handlers.get_json_tspec_write(
     info,
     use_ocdbt=True,
@@ -78,7 +78,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args.item)]
-    # One chunk of an array must fit. It is less than twice the array, even with the padding of the mesh that saved it.
+    # One chunk of each array must fit. A chunk is less than twice the array, even with the padding of its mesh.
     in_flight = max([_RESTORED_AT_ONCE, *(2 * size for size in sizes)])
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_types(), restore_concurrent_gb=in_flight / 1e9)
     try:

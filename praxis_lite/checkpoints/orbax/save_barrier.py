@@ -45,12 +45,14 @@ class SaveBarrier:
     self._meetings, self._has_failed = 0, False
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
-    """Waits until all processes have arrived. `key`, Orbax's name of the meeting, is ignored: the number suffices.
+    """Waits until all processes have reached the next meeting of this save.
+
+    `key`, Orbax's name of the meeting, is ignored: the numbers of the save and of the meeting identify it.
 
     Raises:
       CheckpointError: another process has failed; the message says where and why.
     """
-    error = sys.exc_info()[1]  # Orbax calls this while it handles an error.
+    error = sys.exc_info()[1]  # Not None if Orbax calls this while it handles an error.
     in_background = threading.current_thread() is not threading.main_thread()
     if in_background and isinstance(error, Exception) and not self._has_failed:
       self._has_failed = True
@@ -66,7 +68,7 @@ class SaveBarrier:
     return f'{_KEY}/{self._save}/{self._meetings + 1}'
 
   def _meet(self, timeout_ms: int) -> str:
-    """Waits for the other processes; returns which of them have failed so far, and why."""
+    """Waits for the other processes; returns which of them failed before this meeting, and why; '' if none did."""
     meeting = self._next()
     self._meetings += 1
     self._client.wait_at_barrier(meeting, timeout_ms)

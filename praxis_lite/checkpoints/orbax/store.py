@@ -48,7 +48,7 @@ class OrbaxStore:
     return step in self._manager.all_steps()
 
   def save(self, step: int, arrays: NestedDict, records: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Copies arrays to the host, then writes them and JSON records in the background; returns whether it has begun."""
+    """Copies arrays to the host, and writes them and JSON records in the background; returns whether a save began."""
     args = self._ocp.args
     items = {name: args.JsonSave(dict(record)) for name, record in records.items()}
     if self._barrier is not None:
@@ -77,12 +77,12 @@ class OrbaxStore:
     )
     args = ocp.args.PyTreeRestore(item=shapes, restore_args=restore_args, partial_restore=True)
     out = self._manager.restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
-    if isinstance(out, Exception):  # See `handlers.StateHandler`.
+    if isinstance(out, Exception):  # `handlers.StateHandler` returns errors.
       raise out
     return out
 
   def reload(self) -> None:
-    """Notices steps that others have saved, renamed or removed."""
+    """Reads the folder again, to notice steps that other processes have saved, renamed or removed."""
     self._manager.reload()
 
   def close(self) -> None:

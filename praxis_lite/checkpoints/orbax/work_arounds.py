@@ -19,7 +19,7 @@ from typing import Any
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.files import kind_of_other
 
-# Seconds until a folder that one host has created is visible to another, as on a network file system.
+# Most seconds until a folder that one host has created is visible to others, as on a network file system.
 _TO_BE_SEEN = 10.0
 
 

@@ -239,7 +239,7 @@ _last_group: dict[tuple[str, tuple[str, int], int], Any] = {}
 
 
 def _read_group(file: str, stamp: tuple[str, int], group: int, table: Any) -> Any:
-  """Returns the rows of a row group. The last one is cached, because several successive shards may read it."""
+  """Returns the rows of a row group. The last group read is cached, because successive shards may read it again."""
   key = file, stamp, group
   if key not in _last_group:
     _last_group.clear()

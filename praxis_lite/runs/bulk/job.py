@@ -30,7 +30,7 @@ class ShardJob:
   def __init__(self, ledger: Ledger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0):
     self._ledger, self._compute = ledger, compute
     self._batch_size, self._keep, self._most_bad = batch_size, keep, most_bad
-    self._kept: dict[int, dict[str, Any]] = {}  # By the number of the row.
+    self._kept: dict[int, dict[str, Any]] = {}  # The values to copy into results, by the number of the row.
     self.num_bad = 0
 
   def run(self, shards: Iterable[int], check: Callable[[], object] = lambda: None) -> None:
@@ -59,7 +59,7 @@ class ShardJob:
       self._ledger.finish(number, [results[row.number] for row in rows])
 
   def _keep_values(self, row: Row, kept: KeptValues) -> str:
-    """Stores the values of a row that its result repeats; returns what is wrong with the row, or ''."""
+    """Stores the values of a row to copy into its result; returns what is wrong with the row, '' if nothing is."""
     try:
       self._kept[row.number] = {} if row.values is None else kept.select(row.values)
     except DataError as error:

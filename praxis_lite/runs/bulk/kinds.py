@@ -93,7 +93,7 @@ def _integers(value: Any, name: str) -> list[int]:
 
 
 class _Predict:
-  """Computes predictions, or what evaluation reports for each example."""
+  """Computes the predictions for each row, or what evaluation reports for it."""
 
   def __init__(self, model: TrainedModel, what: str, keep: Collection[str]):
     self._model, self._keep = model, keep
@@ -131,7 +131,7 @@ class _Predict:
     return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in batch.items()}
 
   def _texts_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
-    """Returns texts as the first dataset of the run with texts and classes reads them."""
+    """Returns the arrays into which the first dataset of the run with texts and classes turns the texts of rows."""
     config = next((c for c in datasets_by_use(self._model) if _is_of(c, LabelledTextInput)), None)
     if config is None:
       raise ConfigError('the datasets of the run read no single texts; give arrays by name, such as {"ids": ...}')
@@ -189,7 +189,7 @@ def _pair(row: RowValues) -> tuple[Any, Any]:
 
 
 class _Prompt(NamedTuple):
-  """A prompt: its tokens, and the tokens after which its continuation is turned into text; None returns tokens."""
+  """A prompt: its tokens, and those before the continuation when it is decoded to text; None if it stays tokens."""
 
   ids: list[int]
   before: list[int] | None
@@ -213,7 +213,7 @@ def _chat(tokenizer: BaseTokenizer, messages: Any) -> list[int]:
 
 
 class _Generate:
-  """Continuations of prompts."""
+  """Computes continuations of prompts."""
 
   def __init__(self, model: TrainedModel, generation: Generation):
     self._model, self._seed, self._stop = model, generation.get('seed', 0), generation.get('stop', ())

@@ -13,7 +13,7 @@ from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import is_url, read_plain, user_path
 
 _HIDDEN = '.writing-'
-_ATTEMPTS = 8  # How often a file is written again if another process has removed its temporary file.
+_ATTEMPTS = 8  # How often writing a file is tried, because another process may remove its temporary file.
 
 
 class OutputFolder(Protocol):

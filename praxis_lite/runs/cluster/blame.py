@@ -22,7 +22,7 @@ _ENOUGH = 2
 
 
 class Evidence(NamedTuple):
-  """An observation about a place: `what` describes it, and `weight` says how much it counts."""
+  """An observation that speaks against a place: `what` describes it, and `weight` says how much it counts."""
 
   place: int
   what: str

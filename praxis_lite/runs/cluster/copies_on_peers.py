@@ -23,7 +23,7 @@ from praxis_lite.common.processes import gather_texts
 from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
 from praxis_lite.runs.cluster.peers import PeerError, Peers
 
-Judge = Callable[[EmergencyCopy], str]  # Returns why a copy cannot be used; '' if it can.
+Judge = Callable[[EmergencyCopy], str]  # Returns why a run cannot use a copy; '' if it can.
 # The most bytes of a process's list of the parts that it holds.
 _MOST_HELD = 2000
 
@@ -94,7 +94,7 @@ class CopiesOnPeers:
     return problems
 
   def _fetch(self, holder: int, step: int, save: str, copies: dict[int, EmergencyCopy], reason_against: Judge) -> str:
-    """Gets this process's part of a copy from another process; returns why it cannot be used, or ''."""
+    """Gets this process's part of a copy from another process; returns why that fails, '' if it works."""
     name = f'{step}.{self._process}'
     try:
       self._network.get(holder, name, self._folder / name)
@@ -158,7 +158,7 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
   line = [process for domain in members.values() for process in domain]
   largest = max(map(len, members.values()))
   found: list[list[int]] = [[] for _ in domains]
-  if len(line) >= (1 + count) * largest:  # Processes this far apart in line are in different domains.
+  if len(line) >= (1 + count) * largest:  # Processes that are `largest` apart in `line` are in different domains.
     for at, process in enumerate(line):
       found[process] = [line[(at + i * largest) % len(line)] for i in range(1, 1 + count)]
     return found
@@ -202,7 +202,7 @@ def folders_of_all(folder: Path) -> list[str]:
 
 
 def _list_parts(held: dict[tuple[int, int], str]) -> str:
-  """Returns a list of parts as text, `step.process:save` each: the newest that fit into `_MOST_HELD` bytes."""
+  """Returns the newest parts that fit into `_MOST_HELD` bytes as text, with `step.process:save` for each part."""
   text = ''
   for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
     longer = f'{text} {step}.{process}:{save}'

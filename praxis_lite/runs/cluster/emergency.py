@@ -108,7 +108,8 @@ class EmergencyCopies:
           remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir)
     self._writing: threading.Thread | None = None
-    self._step, self._error, self._told = 0, '', ''  # Step and local error of the last copy; last reported error.
+    # The step and the local error of the last copy, and the last reported error.
+    self._step, self._error, self._told = 0, '', ''
     self._on_peers = 0  # The step of the last copy that is on all peers.
     self._peers: CopiesOnPeers | None = None
     self.costs = ''
@@ -118,7 +119,7 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used, '' if none is newer.
 
     Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
     Removes all copies except the returned one, which is None if there is none.

@@ -230,7 +230,7 @@ class Launcher:
     return self._places[last.host] if is_known else -1
 
   def _add_evidence(self, lost: int, code: int, events: Sequence[RunEvent]) -> None:
-    """Adds the evidence of an attempt that had these events, and in which place `lost` was lost; -1 for none."""
+    """Adds the evidence of an attempt: its events, its exit code, and the place that was `lost` first, or -1."""
     self._blame.add(*recorded_evidence(events, self._places))
     if code == FAULTY_DEVICE_CODE:
       self._blame.add(*corrupt_places(self._directory.path, self._places))
@@ -242,7 +242,7 @@ class Launcher:
     return [i for i, place in enumerate(self._places) if self._blame.reasons(place)][: len(self._spares)]
 
   def _replace_places(self, blamed: Sequence[int]) -> dict[int, str]:
-    """Gives spare places to these processes; returns a description of each replacement, by the index of the process."""
+    """Gives spare places to processes; returns a description of each replacement, by the index of the process."""
     done = {}
     for i in blamed:
       place, self._places[i] = self._places[i], self._spares.pop(0)
@@ -345,7 +345,8 @@ class Launcher:
           continue
         ended[i] = 128 - code if code < 0 else code
         if self._signals and ended[i] in (0, *_STOPPED):
-          continue  # The signal was meant to end it; others may still be saving.
+          # The signal ended this host, which is no failure: begin no limit, because other hosts may still be saving.
+          continue
         if code == LostHostError.exit_code:
           limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))
         elif code != 0 and limit.at is None:
@@ -358,7 +359,7 @@ class Launcher:
         if late:
           self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
         for i in late:
-          # A host that had to be killed comes first in the dict: it counts as lost, and the others have waited for it.
+          # A host that had to be killed comes first in the dict: it counts as lost, and the other hosts waited for it.
           ended = {i: 128 + signal.SIGKILL, **ended}
         break
     return the_verdict(ended)
@@ -416,7 +417,7 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is restarted after this exit code: that of a process killed by a signal, or of LostHostError."""
+  """Whether a job is restarted after this exit code: a process was killed by a signal, or raised LostHostError."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 

@@ -109,7 +109,7 @@ class Mirror(Observer):
       self._check_same_run(remote)
     newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
     if newer:
-      forget_copies(self._directory)  # The directory's emergency copies are older.
+      forget_copies(self._directory)  # The emergency copies of this host are older than the fetched checkpoint.
     remote.fetch_files(self._directory, overwrite=bool(newer))
     damaged: list[DamagedError] = []
     for checkpoint in reversed(newer):
@@ -126,7 +126,7 @@ class Mirror(Observer):
       raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
 
   def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
-    """Fetches the best checkpoint if it is older than a step; call this first, so that the newest completes last."""
+    """Fetches the best checkpoint if it is older than a step; call this before the newest checkpoint is fetched."""
     best = remote.best_step()
     for checkpoint in remote.checkpoints():
       if checkpoint.step == best and best < older_than and not self._folder(best).exists():
@@ -195,7 +195,7 @@ class Mirror(Observer):
     seen = 0.0
     self._progress = time.monotonic()
     while not concurrent.futures.wait([done], timeout=0.5).done:
-      if self._progress != seen:  # Tells the watchdog: other hosts wait for this one.
+      if self._progress != seen:  # Tells the watchdog that this host, for which other hosts wait, makes progress.
         seen = self._progress
         note_progress('copying to the object store')
       if time.monotonic() - seen > _STALLED:

@@ -88,7 +88,7 @@ class ObjectStore:
     fs: AbstractFileSystem
     try:
       fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
-    except ImportError as error:  # Its message names the package: 'Install s3fs to access S3'.
+    except ImportError as error:  # The message names the package: 'Install s3fs to access S3'.
       told = error_summary(error).partition(': ')[2]
       package = re.search(r'[Ii]nstall (\w+)', told)
       raise ConfigError(f'{named}: {told}' + (f': pip install {package[1]}' if package else '')) from None

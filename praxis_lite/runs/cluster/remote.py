@@ -71,11 +71,11 @@ class RemoteCheckpoint:
 
   @property
   def num_bytes(self) -> int:
-    """The total size of its files, in bytes."""
+    """The total size of the checkpoint's files, in bytes."""
     return sum(file.size for file in self.files.values())
 
   def about(self) -> dict[str, Any]:
-    """Returns its record; see `StoredCheckpoint.about`."""
+    """Returns the checkpoint's record; see `StoredCheckpoint.about`."""
     records = {name: self._record(name) for name in ('about', 'inputs')}
     check_seal_of(self.url, self.step, records)
     return records['about']
@@ -86,7 +86,7 @@ class RemoteCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all files of the checkpoint; returns a description of each damaged one, by name."""
+    """Reads all files of the checkpoint; returns a description of each damaged file, by name."""
 
     def difference_of(name: str) -> str:
       try:
@@ -103,7 +103,7 @@ class RemoteCheckpoint:
     return damaged
 
   def is_that_in(self, folder: Path) -> bool:
-    """Whether this is a copy of the local checkpoint in `folder`, rather than of another save of the same step."""
+    """Whether this is a copy of the local checkpoint in `folder`, and not of another save of the same step."""
     about = record_file(folder, 'about')
     try:
       return self.files.get('about/metadata') == sum_of_file(about)
@@ -250,7 +250,7 @@ class RemoteRun:
       return None
 
   def best_step(self) -> int | None:
-    """Returns the step of the best checkpoint that the run has recorded, or None."""
+    """Returns the step of the best checkpoint that the run has recorded; None if there is none."""
     try:
       data = self._store.read(BEST)
     except DamagedError:
@@ -274,7 +274,7 @@ def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoi
 
 
 def remote_best_step(url: str) -> int | None:
-  """Returns the step of the best checkpoint that a run in an object store has recorded, or None."""
+  """Returns the step of the best checkpoint that a run in an object store has recorded; None if there is none."""
   return RemoteRun(ObjectStore(url)).best_step()
 
 

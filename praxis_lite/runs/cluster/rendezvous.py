@@ -88,7 +88,7 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
 
 def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
   for connection in connections:
-    with contextlib.suppress(OSError):  # That process has ended: JAX and the watchdog will notice.
+    with contextlib.suppress(OSError):  # The process has ended, which JAX and the watchdog will notice.
       connection.sendall(json.dumps(what).encode() + b'\n')
 
 
@@ -111,7 +111,7 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> dic
     left = deadline - time.monotonic()
     try:
       with socket.create_connection((host, port), timeout=max(left, 0.001)) as connection:
-        # Host 0 may have started later than this one, so its time ends later. It then says which hosts are missing.
+        # Host 0 may have started later than this one. Then its time ends later, and it says which hosts are missing.
         connection.settimeout(max(deadline - time.monotonic(), 0) + _PATIENCE)
         connection.sendall(json.dumps([index, name]).encode() + b'\n')
         told = json.loads(_line(connection))

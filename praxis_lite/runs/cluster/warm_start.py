@@ -49,7 +49,7 @@ class WarmProcess:
     self.returncode: int | None = None
 
   def poll(self) -> int | None:
-    """Returns the exit code, the negative number of the signal that ended it, or None while it runs."""
+    """Returns the exit code, or minus the number of the signal that ended the process; None while it runs."""
     if self.returncode is None:
       pid, status = os.waitpid(self.pid, os.WNOHANG)
       if pid:
@@ -158,7 +158,10 @@ def fork_on_request() -> None:
 
 
 def fork_orphan() -> int:
-  """Forks a process whose parent becomes the nearest ancestor that is a subreaper; returns its id, or 0 in itself."""
+  """Forks a process whose parent becomes the nearest ancestor that is a subreaper.
+
+  Returns the id of the new process; in the new process, 0.
+  """
   reader, writer = os.pipe()
   between = os.fork()
   if between:

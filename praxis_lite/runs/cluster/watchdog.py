@@ -62,7 +62,7 @@ _OF_A_PEER = ('gloo', 'nccl', 'connection', 'unavailable', 'deadline_exceeded', 
 
 @dataclasses.dataclass
 class _Host:
-  """A host as this process knows it: its name, its last beat, and when that beat arrived, by this process's clock."""
+  """What this process knows of a host: its name, its last beat, and when this beat arrived, by this process's clock."""
 
   name: str
   heard: float
@@ -70,7 +70,7 @@ class _Host:
   doing: str = 'starting'
   at: str = ''
   idle: float = 0.0
-  state: str = ''  # '', 'running', 'left', or why it has failed.
+  state: str = ''  # '', 'running', 'left', or why the host has failed.
   is_ending: bool = False  # Whether the host has reported its failure, and cleaned up.
 
   def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Watchdog:
     try:
       yield
     except GoBack:
-      raise  # Not a failure: all processes go back together, and go on.
+      raise  # No failure: all processes go back to a checkpoint together, and continue.
     except BaseException as error:
       if _is_of_a_peer(error):
         self._suspects = True
@@ -295,7 +295,7 @@ class Watchdog:
       if not self._ending.locked():
         self.give_up(f"{self._hosts[0]}, has ended, or JAX's service there has failed")
 
-    self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle_abort)  # Kept from being freed.
+    self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle_abort)  # Keeps the callback from being freed.
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._abort_handler)
 
   def _leave(self) -> None:
@@ -325,7 +325,7 @@ def the_watchdog() -> Watchdog | None:
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:
-  """Writes the stacks of all threads to the run's directory, or to stderr; returns their place as text."""
+  """Writes the stacks of all threads to the run's directory, or to stderr; returns as text where they are."""
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
