@@ -359,7 +359,10 @@ def _compute_in_float32(task: Config) -> None:
 
 
 def _set_everywhere(task: Config, field: str, value: object) -> None:
-  """Sets a field in all configs of a model that have it; `fprop_dtype` in `task.model`, and elsewhere if it is not None."""
+  """Sets a field in all configs of a model that have it.
+
+  `fprop_dtype` is set in `task.model`, and in other configs only if it is not None there.
+  """
   for config in nested_configs(task.model):
     if field in (field_names(config) or ()) and (field != 'fprop_dtype' or config.fprop_dtype is not None):
       setattr(config, field, value)

@@ -246,7 +246,8 @@ def _used_inputs(function: ExportedFunction, variables: Arrays, inputs: Arrays) 
 def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings) -> list[_Program]:
   size = _batch_dim(settings)
   cache_length = _cache_length(model, settings)
-  # The names of the caches, in the order in which JAX flattens them, and their tree; known once `prefill` is traced.
+  # When `prefill` is traced, one entry is added: the names of the caches, in the order in which JAX flattens them, and
+  # their tree.
   caches: list[tuple[list[str], Any]] = []
 
   def prefill(flat: Arrays, inputs: Arrays) -> Arrays:
@@ -318,7 +319,7 @@ def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], var
 
 
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
-  """Whether a function that cannot be traced with a symbolic batch size can be traced with a batch size of 2."""
+  """Whether a function can be traced with a batch size of 2; called if a symbolic batch size has failed."""
   known = {
     n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
   }
@@ -334,7 +335,7 @@ def _batch_dim(settings: ExportSettings) -> Any:
 
 
 def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
-  """Returns `shape` with dimension 0 replaced by the batch size of `inputs`."""
+  """Returns `shape` with its first entry replaced by the batch size of `inputs`."""
   return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 

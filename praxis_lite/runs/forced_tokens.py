@@ -29,7 +29,7 @@ from praxis_lite.runs.prompts import prompt_batch
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.experiment import ExperimentConfig
 
-LEAST_TOKENS = 4  # The fewest tokens of a text.
+LEAST_TOKENS = 4  # Texts with fewer tokens are not compared.
 
 
 class KnownTexts(NamedTuple):
@@ -200,7 +200,7 @@ def _force_row(known_NL: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Arra
 
 
 def _force_text(known_NL: np.ndarray, lengths_N: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns a logit processor that allows, in each row, only the next token of the first text that begins like it."""
+  """Returns a logit processor that allows in a row only the next token of the first text that begins like the row."""
 
   def force_text(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
     most = min(ids_BL.shape[1], known_NL.shape[1])
@@ -213,6 +213,6 @@ def _force_text(known_NL: np.ndarray, lengths_N: np.ndarray) -> Callable[[jax.Ar
 
 
 def _only(logits_BV: jax.Array, known_NL: jax.Array, number_B: jax.Array, lengths_B: jax.Array) -> jax.Array:
-  """Returns logits that are finite only for token `lengths_B` of text `number_B`, [B, V]."""
+  """Returns logits, [B, V]: in row b, 0 for token `lengths_B[b]` of text `number_B[b]`, and -inf for all others."""
   token_B = known_NL[number_B, jnp.minimum(lengths_B, known_NL.shape[1] - 1)]
   return jnp.where(jnp.arange(logits_BV.shape[1]) == token_B[:, None], 0.0, -jnp.inf)

@@ -19,7 +19,8 @@ from jax.experimental import multihost_utils
 from praxis_lite.common.figures import duration
 from praxis_lite.runs.records.status import ratio_to_others
 
-# The side of the test's square matrices, how many products it has, and how often it is timed.
+# Of the test: the side of its square matrices (on other platforms than those listed, `_SIDE`), the number of products,
+# and how often it is timed.
 _SIDES = {'cpu': 128}
 _SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
 # A host is slow if its test takes this many times as long as the median of the others, this often in a row.
@@ -31,7 +32,7 @@ class HostSpeed(NamedTuple):
 
   Attributes:
     product: seconds that the test product takes on its slowest device.
-    waited: the share of the time of steps in which it waited for input.
+    waited: the share of the time of steps in which the process waited for input.
   """
 
   product: float

@@ -18,7 +18,7 @@ from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.runs.records.moved_files import FOLDER
 
-SENTENCEPIECE_FILES = ('tokenizer.model', 'spiece.model')  # The latter belongs to T5 and mT5.
+SENTENCEPIECE_FILES = ('tokenizer.model', 'spiece.model')  # T5 and mT5 have `spiece.model`.
 HOW_TO_SET_TOKENIZER = (
   "to decode and train on text, set the one in a folder by --set 'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
   "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"

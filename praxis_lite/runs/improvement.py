@@ -36,7 +36,7 @@ class WatchedMetric(NamedTuple):
     return f'{self.split}/{self.name}'
 
   def values(self, results: Iterable[EvalResult]) -> list[tuple[int, float]]:
-    """Returns (step, value) for each evaluation of its input."""
+    """Returns (step, value) of the metric for each evaluation of its input."""
     return [(r.step, float(r.metrics.get(self.name, np.nan))) for r in results if r.split == self.split]
 
   def is_better(self, value: float, best: float | None, by: float = 0.0) -> bool:

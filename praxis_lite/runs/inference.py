@@ -113,7 +113,7 @@ def _run(programs: Sequence[InputProgram], model: TrainedModel) -> dict[str, Hos
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
     result = program.run(model.stored_variables, model.global_step)
-    assert result is not None  # It is None only if interrupted.
+    assert result is not None  # The result is None only after an interruption, which cannot happen here.
     tapped = {name: np.asarray(s.value) for name, s in result.summaries.items() if s.kind == 'scalar'}
     metrics[program.split] = {**result.metrics, **tapped}
     if is_primary_process():

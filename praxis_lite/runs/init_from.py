@@ -48,7 +48,7 @@ class _Origin(NamedTuple):
 
   Attributes:
     source: name of the array in the checkpoint; None if the seed gives the values.
-    known: the shape of the part that is copied.
+    known: the shape of the part that is copied from the checkpoint.
     grid: the grid of the checkpoint's table of positions; None if it is not resampled.
   """
 
@@ -131,7 +131,7 @@ class WarmStart:
     return jax.ShapeDtypeStruct(shape, padded.dtype, sharding=NamedSharding(self._partitioned.mesh, PartitionSpec()))
 
   def _resample(self, name: str, value: jax.Array, padded: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a variable in the shape of the state: `value` itself, or its positions resampled to another grid."""
+    """Returns a variable in the shape of the state: `value` itself or, for a table of positions, `value` resampled."""
     origin = self._origins[name]
     if origin.grid is None:
       return value

@@ -63,7 +63,7 @@ class LayerDifference(NamedTuple):
   def __str__(self) -> str:
     number = '' if self.layer is None else f', layer {self.layer} of the stack'
     where, before = self.point, ''
-    if where.endswith('.in'):  # Computations between two layers belong to their parent.
+    if where.endswith('.in'):  # What is computed between two layers belongs to their parent.
       where, _, child = where.removesuffix('.in').rpartition('.')
       before = f', before its {child}'
     return f'{where}{before}{number}, from token {self.token} of text {self.row}'
@@ -193,7 +193,7 @@ def first_layer_difference(
 
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
-  """Yields groups of points in the order of the layers: all points of a stack together, each other point by itself."""
+  """Yields groups of successive points: those in stacks of equally many layers together, each other point by itself."""
   group: list[str] = []
   for name, point in values.items():
     if group and not (

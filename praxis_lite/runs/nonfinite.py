@@ -29,7 +29,7 @@ _LIMIT = 'task.train.max_skipped_steps'
 
 
 class NonFiniteError(UserError):
-  """The loss or a gradient is not finite: in one step, if the learner is set to raise, or in too many in a row."""
+  """The loss or a gradient was not finite in a step, and the learner is set to raise; or in too many steps in a row."""
 
 
 class Hints(NamedTuple):
@@ -123,7 +123,7 @@ class SkippedSteps:
 
   @property
   def _since(self) -> int:
-    """The number of the first of the steps skipped in a row."""
+    """The number of the first step of those skipped in a row."""
     return self._step - self.in_a_row + 1
 
   def error(self, hints: Hints) -> NonFiniteError:
@@ -168,7 +168,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
     model.check_input(data, jax.tree.map(np.asarray, batch))
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
-  except Exception:  # A check in the user's code has failed; its error is less useful than the one that ends the run.
+  except Exception:  # A check in the user's code has failed. Its error is less useful than the error that ends the run.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)

@@ -179,7 +179,7 @@ class Observer:
     """Called once at the very end, even if an error ends the run."""
 
   def measure(self, activity: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager whose time counts as an activity, one of `records.goodput.ACTIVITIES`."""
+    """Returns a context manager; the time in it counts as `activity`, one of `records.goodput.ACTIVITIES`."""
     return contextlib.nullcontext()
 
   def figures(self) -> Mapping[str, float]:

@@ -96,7 +96,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
 def _batches_of_files(
   model: TrainedModel, files: Sequence[str], what: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[str]]]:
-  """Yields batches: a name of their files for messages, the batch, and for images the file of each row.
+  """Yields (name of the files for messages, batch, the file of each row for images, otherwise ()).
 
   Successive images share batches.
   """
@@ -215,7 +215,7 @@ def _has_texts(model: TrainedModel, file: str) -> bool:
 
 
 def _dataset_for(model: TrainedModel, file: str, what: str) -> Iterator[Mapping[str, Any]]:
-  """Returns the batches of a file, read by the run's first dataset that reads files; evaluation datasets come first."""
+  """Returns the batches of a file, read by the run's first dataset that reads files, preferably one for evaluation."""
   configs = datasets_by_use(model)
   for config in configs:
     field = next((name for name in ('path', 'file_pattern') if name in (field_names(config) or ())), None)

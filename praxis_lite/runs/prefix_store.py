@@ -59,11 +59,12 @@ class PrefixStore:
     return number
 
   def find(self, prompt: Sequence[int], more_than: int = 0) -> tuple[int, int] | None:
-    """Returns the slot with the longest prefix of a prompt without its last token, and the length of this prefix.
+    """Returns the slot that has the longest prefix of a prompt (without its last token), and the length of the prefix.
 
     Args:
       prompt: the tokens of the prompt.
-      more_than: the length of a prefix that is available elsewhere; if no slot has a longer one, returns None.
+      more_than: the length of a prefix that is available elsewhere; if no slot has a longer prefix, or none of at least
+        `least` tokens, returns None.
     """
     shared = [count_common(place.ids, prompt[:-1]) for place in self._places]
     best = max(range(len(shared)), key=lambda i: shared[i], default=None)

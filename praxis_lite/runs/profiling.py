@@ -111,7 +111,7 @@ class Profiler(Hook):
       self._run.line(f'no step from {self._steps.first} to {self._steps.last} was taken, so there is no profile')
 
   def _ask(self, number: int, frame: FrameType | None) -> None:
-    self._is_asked = self._steps is None  # A signal during a trace has no effect.
+    self._is_asked = self._steps is None  # A signal before the end of a trace has no effect.
 
 
 def _stop_without_trace(folder: Path) -> None:

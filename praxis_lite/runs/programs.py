@@ -42,7 +42,7 @@ from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
 from praxis_lite.training.taps import StepTaps, TappedParts, is_tapped
 from praxis_lite.training.task import DecodeParams, EvalParams, SingleTask
 
-# A batch may be padded to a size that is already compiled, if this size is at most this many times larger.
+# A batch is padded to a compiled size only if that size is at most this many times larger.
 _MOST_PADDING = 8
 
 Out = TypeVar('Out')
@@ -120,7 +120,7 @@ class TaskOnMesh:
     return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
-    """Returns the task partitioned for as many rows, or for the next larger compiled number if it is close.
+    """Returns the task partitioned for the number of `rows`, or for the next larger compiled number if that is close.
 
     The caller, or a step of the task, adds rows of zero weight.
     """
@@ -225,7 +225,7 @@ class InputProgram(Generic[Out]):
     """Called before a pass."""
 
   def _keep(self, out: Out, batch: Mapping[str, Any]) -> None:
-    """Keeps the summaries or lines of a batch's outputs."""
+    """Called after each batch; keeps what the result needs of its outputs."""
 
   def _finish(self, step: int) -> str:
     """Called at the end of a pass; returns the note of its result."""

@@ -233,7 +233,7 @@ class PromptDecoder:
     self, prompts: Sequence[Sequence[int]], settings: Sampling, stops: Sequence[int], in_segments: bool
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
-    # The number and size of decode states depend on these.
+    # The number and the size of decode states depend on these settings.
     kinds: Sampling = {'beam_size': settings.get('beam_size'), 'lookup': settings.get('lookup')}
     kinds['draft_tokens'] = settings.get('draft_tokens')
     limits, max_tokens = self._check_length(length, self.set_sampler(kinds), settings.get('max_tokens'))
@@ -246,7 +246,7 @@ class PromptDecoder:
       max_tokens = decoder.max_decode_steps
       if decoder.goes_back:
         model.check_fits(1, max_tokens)
-      if in_segments:  # What is read: a start token, and at most all tokens of the text but the last.
+      if in_segments:  # The program reads a start token, and at most all tokens of the text but the last.
         tasks = self.set_sampler(settings, stops, min(max_tokens, decoder.max_context or max_tokens))
       return _DecodeCall(tasks, None, max_tokens, decoder.stop_ids, sources=True, most=most)
     self._note_short_context(limits.context, length + max_tokens - 1)
@@ -265,7 +265,11 @@ class PromptDecoder:
     return _DecodeCall(tasks, bucket, max_tokens, as_set.stop_ids)
 
   def _check_length(self, length: int, tasks: TaskOnMesh, max_tokens: int | None) -> tuple[PromptLimits | None, int]:
-    """Returns the limits of prompts, and how many tokens may follow; raises ConfigError if a prompt is too long."""
+    """Returns the limits of prompts (None if the model has none), and how many tokens may follow a prompt.
+
+    Raises:
+      ConfigError: a prompt of `length` tokens is too long.
+    """
     limits = tasks.jax_task.model.prompt_limits()
     if limits is None:
       most = self._tasks.jax_task.model.most_prompt_tokens()

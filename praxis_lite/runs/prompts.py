@@ -213,7 +213,7 @@ class Sampling(TypedDict, total=False):
 _OF_SPECULATION = ('lookup', 'draft_tokens')
 # Settings that a `Sampler` does not have.
 OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty', 'early_stopping')
-_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Fields with another name.
+_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Their fields have other names.
 
 
 def check_decodes(task: Config) -> None:
@@ -252,7 +252,7 @@ def task_with_sampler(
   elif speculates and not is_decoder(task, SpeculativeSampler):
     decoder = task.model.decoder_tpl = to_decoder(SpeculativeSampler, decoder, Sampler)
   if settings.get('lookup') is not None:
-    decoder.own_heads = False  # Guesses come from earlier tokens instead.
+    decoder.own_heads = False  # `lookup` guesses from earlier tokens instead.
   fields = field_names(decoder)
   for name, value in {**settings, 'max_context': max_context}.items():
     if value is None:

@@ -34,7 +34,7 @@ def quantize_streamed(
   for layer in model.descendants():
     for name, stored in layer._stored.items():
       path = layer.path[len(model.path) :]
-      if isinstance(stored, RoundedWeight):  # It will be trained further, so it is only pruned.
+      if isinstance(stored, RoundedWeight):  # The weight will be trained further, so it is pruned but not rounded.
         variables[*path, name] = _Pruned({name: variables[*path, name]}, stored)
         continue
       assert isinstance(stored, QuantizedWeight)
@@ -205,7 +205,7 @@ class _OfParts(StreamedArray):
 
 
 class _Plain(_OfParts):
-  """The plain weight."""
+  """The plain weight, computed from its parts."""
 
   @property
   def dtype(self) -> np.dtype:  # type: ignore[override]
@@ -216,7 +216,7 @@ class _Plain(_OfParts):
 
 
 class _Pruned(_OfParts):
-  """The plain weight with zeros for the entries that are not kept."""
+  """The plain weight, with zeros for the entries that pruning does not keep."""
 
   @property
   def dtype(self) -> np.dtype:  # type: ignore[override]
@@ -252,7 +252,7 @@ def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
 
 
 def _outputs_within(shape: list[int], sizes: Sequence[int], first: int, most: int) -> tuple[int, ...]:
-  """Returns `shape` with the dimensions from `first` on as large as `sizes` and a total of `most` entries allow."""
+  """Returns `shape` with dimensions from `first` on as large as `sizes`, and at most `most` entries in them, allow."""
   for axis in reversed(range(first, len(sizes))):
     shape[axis] = max(1, min(sizes[axis], most))
     most //= shape[axis]

@@ -156,7 +156,7 @@ def replay_taps(
 
 
 def _describe_bins(counts: np.ndarray) -> str:
-  """Returns, as text, the upper edges and the counts of the bins of a histogram that are not empty."""
+  """Returns as text, for the bins of a histogram that are not empty, their upper edges and their counts."""
   edges = np.where(np.arange(counts.size) == counts.size // 2, 0, bin_edges())
   return ', '.join(f'to {edges[i]:.4g}: {counts[i]:.0f}' for i in np.flatnonzero(counts))
 

@@ -75,7 +75,7 @@ class ReplicaSums:
     self._program = jax.jit(lambda state: mapped(layout.fetch(state)))
 
   def compile(self) -> None:
-    """Compiles the program, so that the first call need not."""
+    """Compiles the program before the first call."""
     self._program = self._program.lower(self._shapes).compile()  # type: ignore[assignment]
 
   def __call__(self, state: TrainState) -> jax.Array:
@@ -131,7 +131,7 @@ def _sum_bits(x: jax.Array) -> jax.Array:
   """Returns the checksum of an array, a uint32 scalar."""
   words = _words(x)
   position, stride = jnp.uint32(0), 1
-  for dim in reversed(range(words.ndim)):  # Computed here, because flattening the array might copy it.
+  for dim in reversed(range(words.ndim)):  # The index is computed here, because flattening the array might copy it.
     position += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
     stride *= words.shape[dim]
   return jnp.sum(_mix(words + position * jnp.uint32(_ODD)), dtype=jnp.uint32)

@@ -71,7 +71,7 @@ def restore_model(
   """
   checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
   try:
-    checkpointer.existing_step(step)  # Raises errors before slow work.
+    checkpointer.existing_step(step)  # Raises an error, if the step is missing, before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
     tasks = TaskOnMesh.make_for_inference(task, mesh, step_taps(task, tap, trains=False) if tap else None)

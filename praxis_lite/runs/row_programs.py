@@ -140,11 +140,11 @@ class RowPrograms:
     return state, jax.tree.map(np.asarray, new)
 
   def draw_key(self, key: jax.Array) -> np.ndarray:
-    """Returns the key data with which a row draws random numbers, given the key of a call of `decode`."""
+    """Returns the key data with which a row of a batcher draws the same numbers as `decode`, called with `key`."""
     return np.asarray(self._draw_key(key, self._global_step))
 
   def draw_key_of_seed(self, seed: int) -> np.ndarray:
-    """Returns the key data with which `decode` draws with this seed, without a compilation for each seed."""
+    """Returns the key data with which `decode` draws for this seed, without a new compilation for each seed."""
     own = jax.device_put(jax.random.key(seed), self._whole)
     return self.draw_key(self._evaluation_key(own))
 
@@ -201,7 +201,7 @@ class RowPrograms:
     return shardings
 
   def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
-    """Returns a program that returns the state, and results with the shardings `others`."""
+    """Returns a jitted form of `fn`, which returns the state and further results with the shardings `others`."""
     outputs = (self._shardings, *others) if others else self._shardings
     return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
 
@@ -242,7 +242,7 @@ class RowPrograms:
 
   @property
   def _store_shardings(self) -> _State:
-    """The shardings of the store: like the state's, but rows, which may not divide evenly, are not split."""
+    """The shardings of the store: those of the state, but rows, whose number may not divide evenly, are not split."""
 
     def leave_rows_whole(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
       entries = complete_spec(sharding.spec, x.ndim)
@@ -262,7 +262,7 @@ class RowPrograms:
     return self._make_program(extend, (1,), self._whole)
 
   def _map_rows(self, change: Callable[..., jax.Array], state: _State, *others: _State) -> _State:
-    """Changes the arrays of the state that have rows by a function of (array, its dimension of rows, other arrays)."""
+    """Returns the state, each array with rows replaced by `change(array, its dimension of rows, *arrays of others)`."""
 
     def change_rows(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
       return x if axis == NO_ROWS else change(x, axis, *others)

@@ -93,7 +93,7 @@ class RowSlots:
     return TakenRow(best if best in free else self._oldest(free), best, shared[best])
 
   def note_read(self, row: int, ids: Sequence[int]) -> None:
-    """Records that these tokens were added to the caches of a row."""
+    """Records that the tokens `ids` were added to the caches of a row."""
     self._rows[row].ids += ids
 
   def release(self, row: int) -> None:

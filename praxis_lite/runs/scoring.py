@@ -28,7 +28,7 @@ from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
 from praxis_lite.runs.prompts import check_ids, encode_prompt
 
-_LEAST_LENGTH = 32  # Rows are padded to this or a larger power of two, so only a few lengths are compiled.
+_LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
 
 
 class Score(NamedTuple):
@@ -150,7 +150,7 @@ def _tokens(number: int, ids: Any) -> list[int]:
 
 
 def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-  """Returns the tokens of both texts: of the joined text, if its tokens can be split where the context ends."""
+  """Returns the tokens of both texts: those of the joined text if they can be split where the context ends."""
   before = encode_prompt(tokenizer, context, 'score: context')
   whole = encode_prompt(tokenizer, context + continuation, 'score: continuation')
   if whole[: len(before)] == before:

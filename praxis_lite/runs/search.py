@@ -33,7 +33,7 @@ _FILE = 'search.json'
 _KINDS = ('log', 'uniform', 'int', 'log_int')
 _RANGE = re.compile(r'\s*([^=\s]+)\s*=\s*(\w+)\(([^,()]+),([^,()]+)\)\s*')
 _MOST_CHECKED = 16  # A range with at most this many integers is checked completely before anything is trained.
-_FIRST_WHOLE = 4  # This many trials are never pruned, for comparison.
+_FIRST_WHOLE = 4  # The first trials, this many, are never pruned, so that others can be compared with them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +89,12 @@ class SearchRange:
     return FloatDistribution(self.low, self.high, log=self.kind == 'log')
 
   def round(self, value: Any) -> Any:
-    """Returns a drawn number, rounded to the digits that the name of a run shows, unless this would leave the range."""
+    """Returns a drawn number, rounded to the digits in the names of runs if it then still is in the range."""
     short = float(f'{value:.4g}') if isinstance(value, float) else value
     return short if self.kind == 'choice' or self.low <= short <= self.high else value
 
   def ends(self) -> tuple[Any, ...]:
-    """Returns the values to check before training: all choices, all integers if they are few, or both ends."""
+    """Returns the values to check before training: all choices, all integers if they are few, otherwise both ends."""
     if self.choices:
       return self.choices
     if self.kind not in ('int', 'log_int'):
@@ -179,7 +179,7 @@ class Search:
     self._study = optuna.create_study(sampler=sampler, pruner=pruner)
     self._asked: dict[str, tuple[int, AskedTrial]] = {}
     self._pruned: set[str] = set()
-    self._reported: dict[str, int] = {}  # The last reported step, by name of the point.
+    self._reported: dict[str, int] = {}  # The last step reported to Optuna, by the name of the point.
     for number, trial in enumerate(self.trials):
       if trial.state != 'running':
         self._study.add_trial(self._to_frozen_trial(number, trial))
@@ -241,7 +241,7 @@ class Search:
     return point
 
   def point(self, number: int) -> Point:
-    """Returns the run of a trial."""
+    """Returns the name and the overrides of the run of a trial."""
     values = self.trials[number].values
     shown = {path: str(value) for path, value in values.items()}
     return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
@@ -249,7 +249,7 @@ class Search:
   def is_hopeless(self, point: Point) -> bool:
     """Whether a running trial is worse than other trials at the same step, by the metrics that it has written.
 
-    All trials are hopeless once `end` has found that they do not have the metric.
+    Once `end` has found that the runs do not have the metric, all trials are hopeless.
     """
     if self._is_over:
       return True
@@ -332,7 +332,7 @@ class Search:
     return {path: float(share) for path, share in found.items()} if all(map(math.isfinite, found.values())) else {}
 
   def best(self) -> Trial | None:
-    """Returns the complete trial with the best result; None without one."""
+    """Returns the complete trial with the best result; None if no trial is complete."""
     done = [trial for trial in self.trials if trial.state == 'complete' and trial.reached is not None]
     return min(done, key=lambda trial: trial.reached or 0.0, default=None)
 

@@ -22,7 +22,7 @@ def draw_search(trials: Sequence[Trial], ranges: Sequence[SearchRange], shares: 
     sign: 1 if lower values of the metric are better, else -1; results of trials are multiplied by it.
   """
   drawn = [trial for trial in trials if trial.reached is not None and trial.state in _COLORS]
-  reached = sorted(trial.reached or 0.0 for trial in drawn) or [0.0]  # Smaller is better.
+  reached = sorted(trial.reached or 0.0 for trial in drawn) or [0.0]  # The smallest result is the best.
   # Without a limit, a trial that has diverged would hide the differences between all others.
   worst = min(reached[-1], reached[0] + 4 * (reached[-1 - len(reached) // 4] - reached[0]))
   low, high = sorted((sign * reached[0], sign * worst))

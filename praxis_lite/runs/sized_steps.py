@@ -26,7 +26,7 @@ class SizedSteps:
     """Compiles the steps of all sizes."""
     for task in self._tasks:
       task.train_step.compile()
-      task.untapped.train_step.compile()  # The same program, unless there are taps.
+      task.untapped.train_step.compile()  # The same program as `task.train_step`, unless there are taps.
 
   def put(self, batch: Rows) -> NestedDict:
     """Puts a host batch on the mesh, padded to the rows of the smallest step that has room for it.

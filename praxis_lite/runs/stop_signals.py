@@ -50,7 +50,7 @@ class StopSignals:
 
   @property
   def requested(self) -> bool:
-    """Whether to stop; with several processes, as they agreed when `requested_now` was last called."""
+    """Whether to stop; with several processes, what all agreed on when `requested_now` was last called."""
     return self._agreed if self._several_processes else self.received is not None
 
   def request_of_all(self) -> None:

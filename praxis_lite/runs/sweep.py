@@ -31,9 +31,9 @@ from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.records.comparing import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
-_STOP_SECONDS = 600.0  # How long processes may take to save and end after a signal.
-_ASK_SECONDS = 2.0  # Between checks whether a running point is hopeless.
-_MOST_NAME = 120  # In characters; file systems allow 255 bytes.
+_STOP_SECONDS = 600.0  # Seconds that processes have to save and end after a signal.
+_ASK_SECONDS = 2.0  # Seconds between checks whether a running point is hopeless.
+_MOST_NAME = 120  # The most characters in the name of a directory; file systems allow 255 bytes.
 
 
 class Point(NamedTuple):
@@ -203,6 +203,6 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
 
 
 def last_line(folder: Path, point: Point) -> str:
-  """Returns the last line that the process of a point has written; '' without one."""
+  """Returns the last line that the process of a point has written; '' if it has written none."""
   lines = (folder / point.name / _LOG).read_text(encoding='utf-8', errors='replace').strip().splitlines()
   return lines[-1] if lines else ''

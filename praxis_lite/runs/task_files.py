@@ -180,7 +180,10 @@ def _check_question(model: TrainedModel, question: Question, max_tokens: int) ->
 
 
 def _answers_greedily(config: ExperimentConfig, tasks: TaskOnMesh) -> tuple[ExperimentConfig, TaskOnMesh]:
-  """Returns the config and the task with a plain greedy sampler, if the model has a decoder."""
+  """Returns the config and the task with a greedy `Sampler` in place of the model's decoder.
+
+  Both are returned unchanged if the model has no decoder.
+  """
   decoder = getattr(config.task.model, 'decoder_tpl', None)
   if not isinstance(decoder, Config):
     return config, tasks
@@ -212,7 +215,7 @@ class TaskFileProgram(InputProgram[Any]):
 
   def __init__(
     self, tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, file: TaskFile, number: int
-  ):  # It has no step itself: methods of `TrainedModel` run the steps.
+  ):  # The program has no step itself: methods of `TrainedModel` run the steps.
     where = f'task.evaluate.task_files[{number}]'
     for name in ('max_tokens', 'batch_size', 'max_examples'):
       value = getattr(file, name)

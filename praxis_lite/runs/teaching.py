@@ -20,7 +20,7 @@ from praxis_lite.runs.layer_values import map_over_mesh
 from praxis_lite.runs.prompts import check_ids
 from praxis_lite.runs.trained import TrainedModel
 
-_LEAST_LENGTH = 32  # Rows are padded to this or a larger power of two, so only a few lengths are compiled.
+_LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
 
 
 class Teacher:

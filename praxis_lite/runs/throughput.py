@@ -18,8 +18,8 @@ class StartupTimes:
 
       startup = StartupTimes()
       ...
-      startup.mark('data')              # the time since then belongs to 'data' startup.report()                  #
-      'first step after 7.9 s: data 0.4, compile 2.9, ...'
+      startup.mark('data')    # the time since the start, or the last mark, belongs to 'data'
+      startup.report()        # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
   `clock` returns seconds, and can be replaced in tests; `began` is its value at the start.
   """

@@ -94,7 +94,8 @@ class TrainedModel:
 
   def __post_init__(self) -> None:
     self._tapped: dict[tuple[str, ...], TaskOnMesh] = {}
-    self._drafted: tuple[TrainedModel, TrainedModel] | None = None  # The last draft, and this model with it.
+    # The last draft model, and this model combined with it.
+    self._drafted: tuple[TrainedModel, TrainedModel] | None = None
     self._prompts = PromptDecoder(self.config.task, self.tasks, lambda: self.tokenizer, self._decode_rows)
 
   # ---------------------------------------------------------------- what it is
@@ -177,7 +178,7 @@ class TrainedModel:
     data = find_dataset(self.config.datasets, dataset)
     Datasets('evaluate', [data]).check([data], self.layer)
     result = EvalProgram(self.tasks, data, self.key).run(self.stored_variables, self.global_step)
-    assert result is not None  # It is None only if interrupted.
+    assert result is not None  # `run` returns None only if it is interrupted.
     return result.metrics
 
   @overload
@@ -464,7 +465,7 @@ class TrainedModel:
       datasets = [fill_required(config).instantiate() for config in self.config.datasets]
       return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
     except (UserError, OSError):
-      build_datasets(self.config.datasets)  # This error names the missing field of the dataset.
+      build_datasets(self.config.datasets)  # Raises an error that names the missing field of the dataset.
       raise
 
   # ---------------------------------------------------------------- inside

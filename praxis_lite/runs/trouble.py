@@ -39,7 +39,7 @@ from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import LossSpikeParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
-# Steps for which a run did not go back. Times that it did are always recorded: each of them is needed to go on.
+# With this many troubles recorded, only those for which the run went back are added: it needs them all to continue.
 _MOST_RECORDED = 1000
 # The batches of this many steps, in addition to a jump's, are remembered, because metrics are read some steps later.
 _IN_FLIGHT = 16
@@ -102,7 +102,7 @@ def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
 
 
 def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Returns the troubles for which a run has gone back, as JSON values."""
+  """Returns the records of the troubles for which a run has gone back, as JSON values."""
   return [trouble._asdict() for trouble in read_troubles(directory) if trouble.action == 'rollback']
 
 
@@ -266,7 +266,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
 def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known):
-    return  # A restart has repeated the step.
+    return  # The step is recorded already: a restart has repeated it.
   if trouble.back_to is None and len(known) >= _MOST_RECORDED:
     return
   write_lines(directory / _FILE, (one._asdict() for one in [*known, trouble]))

@@ -65,7 +65,7 @@ class HeldDirectory:
     lost = self.why_lost() if is_os_error and not isinstance(error, LostDirectoryError) else None
     if self._handle is not None:
       os.close(self._handle)
-    if lost is not None:  # The lost directory caused the OSError.
+    if lost is not None:  # The OSError was raised because the directory is lost.
       raise lost from error
     if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
       raise UserError(f'{file}: {error.strerror or error}') from error

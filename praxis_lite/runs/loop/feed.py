@@ -87,11 +87,11 @@ class Feed:
 
   @property
   def position_before(self) -> InputState:
-    """The state of the input from which the last batch was read."""
+    """The state of the input before the last batch."""
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns hints in the last batch about why its step was not finite; none with several processes."""
+    """Returns hints in the last batch about why its step was not finite; empty `Hints` with several processes."""
     if self._batch is None or jax.process_count() > 1:
       return Hints()
     return hints_in(jax.device_get(self._batch), self._data, model)

@@ -214,7 +214,7 @@ def check_configs(
         if num_devices is not None:
           with prefix_errors('task'):
             check_mesh_size(sizes, task.dcn_mesh_shape, num_devices)
-        mesh = cast(Mesh, abstract_mesh(sizes))  # Tracing needs no devices.
+        mesh = cast(Mesh, abstract_mesh(sizes))  # The mesh has no devices, because tracing needs none.
         data = to_text({name: group for name, group in config.roots().items() if name != 'task'})
         built[data] = built.get(data) or build_all(config)
         inputs = build_run_inputs(config, task, None, built[data])

@@ -40,12 +40,13 @@ def observe_start(
     for observer in others:
       stack.callback(observer.close)
       observer.open(options.on_damage)
-    watch = stack.enter_context(Watch(directory, startup.began))  # `open` may fetch files that it reads.
+    # After `open`, which may fetch files that `Watch` reads.
+    watch = stack.enter_context(Watch(directory, startup.began))
     yield Observers(watch, others)
 
 
 def _cluster_observers(settings: TrainParams, directory: Path, options: TrainOptions) -> Sequence[Observer]:
-  """Returns the observers of `runs/cluster`; none if that folder is not installed.
+  """Returns the observers of `runs/cluster`; () if that folder is not installed.
 
   Raises:
     ConfigError: the folder is not installed, but the config or an option needs it.
@@ -79,7 +80,7 @@ def attach_observers(
   stop: StopSignals,
   loggers: LoggersOfRun,
 ) -> Iterator[None]:
-  """Adds the other observers of a run, and catches signals until the block ends."""
+  """Adds to `observers` the ones that need the job, and puts all in order; catches signals until the block ends."""
   settings, options, watched = job.task.train, job.options, job.programs.watched
   on_nonfinite, first_step = job.task.learner.on_nonfinite, start.step
   describe, losses = job.inputs.training.examples_at, start.progress.losses
@@ -104,7 +105,7 @@ def attach_observers(
       trouble,  # Before the log: it must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
-      *replicas,  # Before all that save or copy the state.
+      *replicas,  # Before all observers that save or copy the state.
       saving,
       Hooks(own, stop_all, observers.measure),
       *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.

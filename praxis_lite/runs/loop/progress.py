@@ -25,7 +25,7 @@ from praxis_lite.runs.improvement import Watched
 from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter, read_results
 from praxis_lite.runs.trouble import restore_rollbacks
 
-ValuesByStep = dict[int, float]  # NaN where a value was not a number.
+ValuesByStep = dict[int, float]  # NaN for a value that was not a number.
 
 
 class Progress(NamedTuple):

@@ -92,10 +92,10 @@ class Saving(Observer):
       self._checkpointer.wait_until_complete()
     except CheckpointError:
       self._is_good = False
-    gather_texts('')  # From here on, no process writes to this directory.
+    gather_texts('')  # After this meeting, no process writes to this directory.
     if is_primary_process():
       _remove_save(directory, Path(self._checkpointer.directory), self._step, 0.0 if self._is_good else _LATE_S)
-    gather_texts('')  # From here on, all processes see the same files.
+    gather_texts('')  # After this meeting, all processes see the same files.
 
   def save_elsewhere(
     self, directory: Path, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict
@@ -110,7 +110,7 @@ class Saving(Observer):
     return {'speed/save_stall_seconds': stalled} if stalled else {}
 
   def _tolerate(self, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns; if it raises CheckpointError, reports that and returns None."""
+    """Returns what `call` returns; if it raises CheckpointError, reports the error and returns None."""
     try:
       return call()
     except PartedError:
@@ -215,7 +215,7 @@ class RunSaver:
     try:
       if lost.moved_to is not None:
         self.writer.move(lost.moved_to)
-      for observer in self.observers:  # This writes the metrics of the last steps.
+      for observer in self.observers:  # `on_pause` writes the metrics of the last steps.
         observer.on_pause(run, 'rescue')
     except OSError as error:  # Only one process writes metrics. It must go on, because all processes save together.
       unwritten = f'; the metrics of its last steps could not be written: {error}'

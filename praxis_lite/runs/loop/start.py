@@ -102,7 +102,7 @@ def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) ->
 def _base_of_checkpoints(
   job: TrainJob, checkpointer: Checkpointer, is_restored: bool, warm_start: WarmStart | None
 ) -> tuple[Base | None, str]:
-  """Returns the base whose arrays this run's checkpoints leave out, or None, and a line about it, or ''."""
+  """Returns the base whose arrays this run's checkpoints leave out, and a line about it; (None, '') without a base."""
   if not job.task.train.init_from.store_changes_only:
     return None, ''
   if is_restored:

@@ -146,7 +146,7 @@ class TrainLog(Observer):
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:
   """Returns the number of floating-point operations in a training step; None if a device's peak rate is unknown."""
-  # Counting needs a trace, so it is done only if a peak rate is known.
+  # Counting needs a trace, so it is done only if the peak rate of all devices is known.
   if not all(map(peak_flops, partitioned.mesh.devices.flat)):
     return None
 

@@ -107,7 +107,7 @@ class TrainingLoop:
 
   def run_due(self, run: Run) -> None:
     """Saves, evaluates and decodes if that is due now; raises LostDirectoryError if the directory is lost."""
-    if jax.process_count() == 1:  # With several processes, `_pause` checks, in all of them together.
+    if jax.process_count() == 1:  # With several processes, `_pause` checks this in all of them together.
       self.directory.check()
     settings, job = self.job.task.train, self.job
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
@@ -146,7 +146,7 @@ class TrainingLoop:
     except DeterminismError as error:
       if self.job.options.on_corruption == 'fail':
         raise
-      # Either result may be wrong, so no device is known to be at fault.
+      # Either of the two results may be wrong, so no device is known to be at fault.
       found = Corruption(number - 1, number, error.what, devices=(), is_voted=False)
       raise self.job.corruption.answer(found) from None
 
@@ -161,7 +161,7 @@ class TrainingLoop:
         yield batch
 
   def _is_within_batch(self, run: Run) -> bool:
-    """Whether the next step uses the same batch again. Until it does not, the run cannot save or stop."""
+    """Whether the next step uses the same batch again; then the run can neither save nor stop now."""
     answers = self.job.programs.answers
     return answers is not None and run.step % answers.steps_per_batch != 0
 
@@ -186,7 +186,7 @@ class TrainingLoop:
     return is_stopped or self.observers.failure(is_over=False) is not None
 
   def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
-    """Evaluates or decodes all inputs for which this was not yet done at this step."""
+    """Evaluates or decodes the inputs for which this was not done at this step yet, until a signal ends the run."""
     self.directory.check()
     for observer in self.observers:
       observer.on_pause(run, 'evaluate')

@@ -29,7 +29,8 @@ from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
 
-# Errors of a launch whose config, mesh or model does not fit the run. It must change nothing, not even heartbeats.
+# Errors of a launch whose config, mesh or model does not fit the run. Such a launch must change nothing, not even
+# heartbeats.
 _REFUSALS = (ConfigError, ShardingError, OtherModelError)
 
 
@@ -89,7 +90,7 @@ class Watch(Observer):
       self._restored = run.step, (self._directory / CHECKPOINTS / str(run.step)).stat().st_mtime
     if (earlier := self._earlier) is not None:
       self._goodput.resume(earlier.goodput, run.step)
-      if earlier.saved_step == run.step and earlier.saved is not None:  # A copied checkpoint has a later file time.
+      if earlier.saved_step == run.step and earlier.saved is not None:  # Files of a copied checkpoint are newer.
         self._restored = earlier.saved_step, earlier.saved
     self._file.start()
     self._note('started', run.step, about=started_event(run.step, jax.process_count(), self._earlier))
@@ -170,7 +171,7 @@ class Watch(Observer):
     step, total_steps, saved_step, saved = beat.step, beat.total_steps, beat.saved_step, beat.saved
     if run is not None:
       step = run.step
-      # If the config asks for fewer steps than were taken, this launch takes no step, and the number is not recorded.
+      # If the config has fewer steps than were taken, this launch takes no step, and does not record `total_steps`.
       total_steps = beat.total_steps if run.step > run.total_steps else run.total_steps
       saved_step, saved = run.last_save or self._restored or (None, None)
     return Heartbeat(

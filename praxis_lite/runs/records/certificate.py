@@ -26,8 +26,8 @@ from praxis_lite.runs.records.record import read_record
 PLAN_FILE = 'plan.json'
 _FIRST_LINES = 2  # The first lines of a log include one-time work.
 _FORMAT = 1
-_SHORT_SECONDS = 0.01  # In shorter steps, the host may be slower than the device.
-_LITTLE_MEMORY = 2**28  # In bytes. GPU libraries alone take a few hundred MiB.
+_SHORT_SECONDS = 0.01  # Shorter steps may take longer than planned, because the host may be slower than the device.
+_LITTLE_MEMORY = 2**28  # Less memory, in bytes, is not compared: GPU libraries alone take a few hundred MiB.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ def format_certificate(certificate: Certificate) -> str:
 
 
 def format_communication(predicted: Prediction) -> str:
-  """Returns the planned share of waits for communication, and the bytes that a device sends; '' if it sends none."""
+  """Returns the planned share of waits for communication, and the bytes that a device sends; '' if there are none."""
   sent = predicted.fast_bytes + predicted.network_bytes
   if not sent:
     return ''

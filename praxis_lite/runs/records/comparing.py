@@ -76,7 +76,7 @@ def group_runs(
     )
     comparable = [r._replace(fields={p: v for p, v in r.fields.items() if p in shared}) for r in alone]
     title = 'other runs, one of each experiment' if groups else 'runs of different experiments'
-    order = 'name' if sort == 'best' and metric is None else sort  # Their losses are not comparable.
+    order = 'name' if sort == 'best' and metric is None else sort  # The losses of these runs are not comparable.
     group = _make_group(title, comparable, *_metric_of(runs, alone, metric, mode), order, columns)
     values = [
       {
@@ -85,13 +85,13 @@ def group_runs(
       }
       for run, own in zip(group.runs, group.values)
     ]
-    names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # Comes first.
+    names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # The learning rate comes first.
     groups.append(group._replace(columns=['experiment', *names], values=values))
   return groups
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs; an experiment recorded only by its file gets its full name, if `runs` has only one of the file."""
+  """Yields the runs; an experiment recorded only by its file gets its full name if `runs` has just one for the file."""
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
@@ -106,7 +106,7 @@ def _title(run: RunState) -> str:
 def _metric_of(
   runs: Sequence[RunState], group: Sequence[RunState], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
-  """Returns the metric and mode of a group; if the group lacks the requested metric, those for all runs."""
+  """Returns the metric and mode of a group; if it lacks the requested metric, the metric and mode for all runs."""
   try:
     return metric_to_compare(group, metric, mode)
   except UserError:
@@ -196,7 +196,7 @@ def _add_ends(metrics: Sequence[str]) -> list[str]:
 
 
 def _metrics(run: RunState, name: str) -> list[str]:
-  """Returns the metrics with a full name or an end of it; only those of evaluations if there are some."""
+  """Returns the metrics of a run whose name is or ends with `name`; only evaluation metrics if there are some."""
   found = [name] if name in run.metrics else [metric for metric in run.metrics if metric.endswith(f'/{name}')]
   return sorted([metric for metric in found if metric.startswith('eval/')] or found)
 
@@ -212,7 +212,7 @@ def _paths(run: RunState, name: str) -> list[str]:
 
 
 def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
-  """Returns the columns for a name: the name itself, or if it means different fields in a run, one column for each."""
+  """Returns the columns for a name: the name itself or, if fields of a run match it and differ, one for each field."""
   if all(len(_different_values(run, name)) < 2 for run in runs):
     return [name]
   paths = sorted(dict.fromkeys(path for run in runs for path in _paths(run, name)), key=_importance)

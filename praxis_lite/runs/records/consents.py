@@ -60,14 +60,14 @@ def give_consent(record: str, files: Iterable[str]) -> None:
   known = before | {file: list(dict.fromkeys(before.get(file, []) + value)) for file, value in now.items()}
   with contextlib.suppress(OSError):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder)  # Its mode gives access only to the user.
+    handle, name = tempfile.mkstemp(dir=folder)  # The mode of the file gives access only to the user.
     with open(handle, 'w', encoding='utf-8') as file:
       json.dump({'files': known}, file)
     os.replace(name, folder / f'{record}.json')
 
 
 def renew_consent(record: str) -> None:
-  """Records the present content of those files of a consent that this process loaded, because the user named them."""
+  """Records the present content of the files of a consent that this process imported, because the user named them."""
   changed = [file for file, is_same in consented_files(record).items() if not is_same]
   if changed:  # Resolving the files of thousands of modules takes a while.
     loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}
@@ -95,7 +95,7 @@ def _folder() -> Path | None:
 
 
 def _read(record: str) -> dict[str, list[str]]:
-  """Returns the files of a consent with their digests; {} if there are none, or others could have written it."""
+  """Returns the files of a consent with their digests; {} if there is no consent, or others could have written it."""
   folder = _folder()
   if folder is None:
     return {}

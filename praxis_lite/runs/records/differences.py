@@ -17,7 +17,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> list[str]:
-  """Returns a line about how a config differs from the recorded one; [] if it does not, or if there is no record."""
+  """Returns a line about how a config differs from the recorded one; [] if they are equal or there is no record."""
   with contextlib.suppress(UserError):
     if changes := diff_texts(read_record(job_log_dir).text, to_text(config.roots()) + '\n', folded=True):
       return [f'the config differs from the recorded one: {"; ".join(first_lines(changes, most=4))}']
@@ -35,7 +35,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
       section = 'task.train.learner' if error.only_learner else 'task.model'
       lines = _deciding(diff_texts(record.text, to_text(config.roots()), folded=True), section)
       remedy = _differing_config(lines) if lines else _differing_code(record)
-      with contextlib.suppress(UserError):  # Lines that differ even without --exp and --set.
+      with contextlib.suppress(UserError):  # These lines differ even without --exp and --set.
         of_code = diff_texts(record.text, to_text(record.config.roots()), folded=True)
         remedy = _differing_classes(lines) if lines and set(lines) <= set(of_code) else remedy
       error.args = (f'{error.difference}. {remedy}',)

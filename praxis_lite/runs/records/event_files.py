@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_IMAGES = 4
 _NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'  # tensorboardX lets this module open files whose path has this prefix.
+_PATIENT = 'praxis_lite_patient'  # The prefix of paths that tensorboardX lets this module open.
 
 
 class EventFile:
@@ -91,7 +91,7 @@ class EventFile:
 
 
 def _summary_of_bins(name: str, counts: np.ndarray) -> Summary:
-  """Returns the summary of a histogram without the empty bins at its ends; its sums use the middle of each bin."""
+  """Returns a histogram without the empty bins at its ends; its sums assume values in the middle of their bins."""
   from tensorboardX import summary
 
   right = bin_edges()

@@ -47,7 +47,7 @@ class Goodput:
     self._lock = threading.Lock()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
     self._marks: dict[int, float] = {}  # The productive seconds before each checkpoint, by step.
-    self._copies: dict[int, float] = {}  # The same for emergency copies.
+    self._copies: dict[int, float] = {}  # The productive seconds before each emergency copy, by step.
     self._activities = ['starting']
     self._began = self._since = clock() if began is None else began
 
@@ -65,7 +65,7 @@ class Goodput:
       self._marks = marks
 
   def train(self) -> None:
-    """Counts time that no activity claims as productive from now on."""
+    """From now on, counts as productive the time that no activity claims."""
     self._change(lambda: self._activities.__setitem__(0, 'productive'))
 
   @contextlib.contextmanager
@@ -78,7 +78,7 @@ class Goodput:
       self._change(self._activities.pop)
 
   def mark(self, step: int, *, is_copy: bool = False) -> None:
-    """Records that a checkpoint or emergency copy of `step` is being saved: a restart from it loses no earlier time."""
+    """Records that a checkpoint or emergency copy of `step` is saved now: a restart from it loses no earlier time."""
     marks, most = (self._copies, _MAX_COPIES) if is_copy else (self._marks, _MAX_MARKS)
     marks[step] = self.seconds()['productive']
     for old in sorted(marks)[:-most]:

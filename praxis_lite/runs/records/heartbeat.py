@@ -105,7 +105,7 @@ class HeartbeatFile:
           replace_file(folder / self._name, self._before)
 
   def _stop_thread(self) -> bool:
-    """Stops the thread; returns whether there was one and it has ended."""
+    """Stops the thread; returns whether a thread was running and has ended."""
     if self._thread is None:
       return False
     self._stop.set()

@@ -144,7 +144,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
       known = _Beat(beat.time, beat.started, beat.step, beat.ended, seconds_of(beat.goodput))
     known = known or _Beat(began.time, 0.0, 0, '', spent)
     total = known.seconds
-    # Until a later process trains, its heartbeat repeats the step and the seconds of the previous attempt.
+    # Until a new process trains, its heartbeat repeats the step and the seconds of the previous attempt.
     is_own = known.began <= began.time
     times = [event.time for event in own if event.kind not in ('lost', 'replaced', 'restarted')]
     ended = max([known.time if is_own else 0.0, began.time, *times])

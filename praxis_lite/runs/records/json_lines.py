@@ -42,7 +42,10 @@ def append_line(path: Path, value: Any, most_bytes: int) -> None:
 
 
 def _before_next(path: Path, most_bytes: int) -> bytes:
-  """Returns a newline if the last line of a file is incomplete, otherwise nothing; shortens a file that is too long."""
+  """Returns the bytes to write before a new line: a newline if the last line is incomplete, otherwise b''.
+
+  Drops the older half of a file of more than `most_bytes`.
+  """
   with open_plain(path) as file:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))

@@ -30,7 +30,7 @@ class Launch:
     command: the command line.
     seed: the seed of the run.
     step: the step at which it began.
-    mesh: the size of each mesh axis, or None.
+    mesh: the size of each mesh axis; None if it is unknown.
     devices: the number and kind of the devices, such as '8 cpu'.
     versions: the versions of Python and of the relevant packages, by name.
     sources: the known source trees: `path`, and for a git work tree `commit` and `clean`.

@@ -28,7 +28,7 @@ from praxis_lite.common.foreign_text import printable
 from praxis_lite.layers.base.call import Summary
 from praxis_lite.runs.records.event_files import EventFile
 
-Record = dict[str, Any]  # A line of metrics.jsonl.
+Record = dict[str, Any]  # The object in a line of metrics.jsonl.
 HostMetrics = dict[str, float | np.ndarray]  # Scalars are Python floats, which print plainly.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # How many steps are dispatched before the metrics of the oldest are read. This keeps devices busy and bounds memory.
@@ -139,7 +139,7 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
-    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that are in no event file yet.
+    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # The records that are in no event file yet.
     self.num_lines = 0
     if enabled:
       path = self._folder.path / _RECORDS
@@ -201,7 +201,7 @@ class SummaryWriter:
   def _add_events(self) -> OSError | None:
     """Writes pending records to event files, in order; returns the error if some cannot be written."""
     waiting, self._without_file = self._without_file, []
-    failed: dict[str, OSError] = {}  # The events by split.
+    failed: dict[str, OSError] = {}  # The error of each split whose events could not be written.
     for record, others in waiting:
       split = record['split']
       try:
@@ -297,7 +297,7 @@ def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
       record = None
     if _is_record(record):
       yield line, record
-    elif line.strip() and number < len(lines):  # The last line may still be being written.
+    elif line.strip() and number < len(lines):  # The last line may be incomplete, because it is still being written.
       damaged.append(number)
   if damaged and path not in _reported:
     _reported.add(path)

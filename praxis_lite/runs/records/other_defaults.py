@@ -54,7 +54,7 @@ class OtherDefaults(NamedTuple):
 
 _WITHOUT_EFFECT = ('None', 'False', '0', '0.0', "''", '()', '[]', '{}')  # Defaults that usually turn a feature off.
 _NO_NEWS = (*_WITHOUT_EFFECT, repr(REQUIRED))
-# Fields that have no effect if all of these other fields are None.
+# For a field, the other fields: if all of them are None, it has no effect.
 _NEEDED_BY = {
   'train.best_metric_mode': ('train.best_metric', 'train.early_stopping.patience'),
   'train.early_stopping.mode': ('train.early_stopping.patience',),

@@ -116,13 +116,13 @@ class RunRecord:
     try:
       roots, other = decode(dict(self._encoded), modules, self._edited)
     except UntrustedError:
-      registry.load_all()  # The user's experiments import the modules they need.
+      registry.load_all()  # Imports the user's experiments, and with them the modules that they need.
       modules += map(registry.load_module, sorted(self.consented_files()))
       roots, other = decode(dict(self._encoded), modules, self._edited)
     return roots if isinstance(roots, dict) else {}, other
 
   def consented_files(self) -> set[str]:
-    """Returns this user's files that the run names and that are unchanged; none if another user trained the run."""
+    """Returns this user's files that the run names and that are unchanged; empty if another user trained the run."""
     return {file for file, is_same in consented_files(self._digest).items() if is_same}
 
   def files_changed_since_training(self) -> list[str]:

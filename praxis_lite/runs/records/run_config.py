@@ -149,7 +149,7 @@ def held_for_training(path: Path) -> Iterator[None]:
     os.close(directory)
 
 
-_WAITS = (0.01, 0.05)  # `is_held` may hold the lock for a moment.
+_WAITS = (0.01, 0.05)  # Seconds between tries to lock: `is_held` may hold the lock for a moment.
 
 
 def is_held(path: Path) -> bool:

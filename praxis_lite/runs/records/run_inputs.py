@@ -189,7 +189,7 @@ def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
-  """Prepends the path of an input's config to errors raised inside; if they begin with one of `labels`, replaces it."""
+  """Prepends the path of an input's config to an error raised in the block, or replaces a label that it begins with."""
   try:
     yield
   except UserError as error:
@@ -199,7 +199,7 @@ def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
 
 
 def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config, in which each tokenizer without a vocabulary gets the one that the run in `job_log_dir` keeps.
+  """Returns the config, with the vocabulary that the run in `job_log_dir` keeps in each tokenizer without a vocabulary.
 
   Returns the config itself if there is no such tokenizer, or no such run.
 
@@ -235,7 +235,7 @@ def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike
 
 
 def keep_vocabulary(vocabulary: str | None, directory: Path) -> None:
-  """Writes the vocabulary of the run; None writes nothing."""
+  """Writes the vocabulary of the run to `directory`; does nothing if it is None."""
   if vocabulary is not None:
     replace_file(directory / _VOCABULARY, json.dumps({'vocabulary': vocabulary}, ensure_ascii=False))
 

@@ -94,7 +94,7 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def runs_near(directory: str | os.PathLike[str]) -> str:
-  """Returns the end of a message that helps to find a run near a directory that is not a run; '' without help.
+  """Returns the end of a message that helps to find a run near a directory that is not a run; '' if there is none.
 
   The directory may contain runs, be inside a run or next to one, or be a checkpoint from Hugging Face.
   """
@@ -152,7 +152,7 @@ def _experiment_in(command: str) -> str:
   """Returns the experiment that a command line names, such as 'mine.Points' for dir/mine.py:Points; '' without one."""
   found = re.search(r"--?exp(?:=|\s+)'?([^\s']+)", command)
   folder, _, name = found[1].rpartition('/') if found else ('', '', '')
-  if folder and not re.search(r'\.py(:|$)', name):  # This would be the directory of another run.
+  if folder and not re.search(r'\.py(:|$)', name):  # The name would be the directory of another run.
     return ''
   return re.sub(r'\.py(?=:|$)', '', name).replace(':', '.')
 

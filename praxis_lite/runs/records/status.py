@@ -12,7 +12,7 @@ from praxis_lite.common.figures import duration, number_of, short_number
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
 
-# The states of a process, the worst first, and how many processes at most get a line each.
+# The states of a process, the worst first, and the most processes that get a line each.
 _ORDER = ('dead', 'silent', 'ended', 'alive')
 _MOST_SHOWN = 16
 
@@ -101,7 +101,7 @@ def _life(alive: str, beat: Heartbeat, now: float) -> str:
   if alive == 'dead':
     return f'dead: {who} has disappeared; its last sign of life was {when}'
   doing = ACTIVITIES.get(beat.doing, beat.doing)
-  if beat.doing_for >= 1:  # Shorter times mean little, because steps and waits for input alternate.
+  if beat.doing_for >= 1:  # A shorter time means little, because steps and waits for input alternate.
     doing += f' for {duration(beat.doing_for)}'
   if alive == 'silent':
     return f'silent: {who} exists, but gives no sign of life; the last was {when}: {doing}'

@@ -17,7 +17,7 @@ _HARMLESS = (
   *('-c', 'core.fsmonitor=false', '-c', 'core.hooksPath=/dev/null', '-c', 'core.pager=cat'),
   *('-c', 'submodule.recurse=false', '-c', 'diff.external=', '-c', 'core.sshCommand=false', '-c', 'core.askPass='),
 )
-# Forbids all transports. These would run programs to fetch objects that a partial clone lacks.
+# Forbids all transports, which would run programs to fetch objects that a partial clone lacks.
 _NO_TRANSPORT = {'GIT_ALLOW_PROTOCOL': 'none', 'GIT_NO_LAZY_FETCH': '1', 'GIT_TERMINAL_PROMPT': '0'}
 _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
@@ -29,7 +29,7 @@ def read_work_tree(folder: str) -> dict[str, Any] | None:
 
 
 def _is_clean(folder: str) -> bool | None:
-  """Whether the files equal the commit. A touched file with a filter, such as one in LFS, counts as changed."""
+  """Whether the files equal the commit; None if unknown. A touched file with a filter, as in LFS, counts as changed."""
   configured = _git(folder, 'config', '--list', '--name-only', '-z')
   if configured is None:
     return None

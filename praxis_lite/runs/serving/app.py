@@ -172,7 +172,7 @@ class _Routes:
         await work.accept(deadline)
         return _Stream(work, deadline)
       return await _unless_gone(request, work.whole(deadline))
-    except BaseException:  # Includes cancellation of this task.
+    except BaseException:  # BaseException includes the cancellation of this task.
       work.cancel()
       raise
 
@@ -185,7 +185,7 @@ class _Work:
     loop = asyncio.get_running_loop()
 
     def send(event: Event) -> None:
-      with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
+      with contextlib.suppress(RuntimeError):  # The loop is closed, so nobody waits for the event.
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     try:
@@ -300,7 +300,7 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
 
 
 async def _unless_gone(request: Request, reply: Any) -> Response:
-  """Returns the result of a coroutine; cancels it and raises RequestError if the client disconnects."""
+  """Returns the result of the coroutine `reply`; cancels it and raises RequestError if the client disconnects."""
   work, gone = asyncio.ensure_future(reply), asyncio.ensure_future(_wait_until_gone(request))
   try:
     await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -54,7 +54,7 @@ NOTHING = NewTokensEvent([], [], [])
 
 
 class EndEvent(NamedTuple):
-  """The last event of a request; `reason` is one of the constants of this module, or says why the engine failed."""
+  """The last event of a request; `reason` is STOPPED, LENGTH or CANCELLED, or says why the engine failed."""
 
   reason: str
 
@@ -106,7 +106,7 @@ class Engine:
     self._calls = queue.SimpleQueue[Callable[[], object]]()
     self._lock = threading.Lock()
     self._tickets = set[Ticket]()  # The open requests.
-    self._by_request: dict[Request, Ticket] = {}  # Used only by the thread.
+    self._by_request: dict[Request, Ticket] = {}  # Only the thread uses this dict.
     self._is_stopping = False
     self.num_accepted = self.num_busy = self.num_refused = self.num_cancelled = self.num_ended = 0
     self.failure: BaseException | None = None

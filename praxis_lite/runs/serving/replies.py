@@ -15,8 +15,8 @@ from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.serving.engine import NewTokensEvent
 
 DONE = b'data: [DONE]\n\n'
-_INCOMPLETE = '\ufffd'  # Decoded for bytes whose character has more bytes in other tokens.
-_MOST_PARTS = 8  # A character has at most this many tokens.
+_INCOMPLETE = '\ufffd'  # What a tokenizer returns for a part of a character.
+_MOST_PARTS = 8  # The most tokens of a character.
 _LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
 
 
@@ -68,7 +68,7 @@ class Replies:
     return {**self._about, 'object': kind, 'choices': [choice], 'usage': usage.to_json()}
 
   def start(self) -> bytes:
-    """Returns the event before the first piece, or b''."""
+    """Returns the event before the first piece; b'' if there is none."""
     return self._event([self._choice({'role': 'assistant', 'content': ''}, None, None)]) if self._is_chat else b''
 
   def piece(self, text: str, piece: NewTokensEvent) -> bytes:
@@ -116,7 +116,7 @@ class Replies:
     return self._bytes[token] if 0 <= token < len(self._bytes) else b''
 
   def _name(self, token: int) -> str:
-    """Returns the text of a token; for a part of a character, its bytes, which tell it apart from other parts."""
+    """Returns the text of a token; its bytes if it is a part of a character; its id if neither is known."""
     name = '' if self._tokenizer is None else self._tokenizer.decode([token])
     if name and _INCOMPLETE not in name:
       return name
@@ -125,7 +125,7 @@ class Replies:
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
-    """Returns where the text of the next token begins, in characters; for a part of a character, where that begins."""
+    """Returns the number of characters before the text of `token`, the next one; a part counts as its character."""
     offset = self._num_characters
     if self._tokenizer is not None:
       text = self._tokenizer.decode(ids := [*self._incomplete, token])

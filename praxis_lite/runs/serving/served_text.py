@@ -26,7 +26,7 @@ class ServedText:
     self._num_sent = 0
 
   def add(self, ids: Sequence[int], *, is_all: bool) -> str:
-    """Returns the new text. Characters that may be the beginning of a stop text are held back until this is decided.
+    """Returns the new text. Characters that may be the beginning of a stop text are held back until that is known.
 
     Args:
       ids: all tokens of the continuation so far.

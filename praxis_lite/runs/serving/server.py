@@ -25,9 +25,9 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs.serving.app import Served, make_app
 from praxis_lite.runs.serving.engine import Engine
 
-_OTHER_CONNECTIONS = 64  # For /health, /metrics, and clients that get a 429.
+_OTHER_CONNECTIONS = 64  # Connections besides requests: for /health, /metrics, and clients that get a 429.
 _HEADERS_S = 30.0  # The longest time in which the headers of a request must arrive.
-_STOP_S = 60.0  # Longer than any step of the batcher.
+_STOP_S = 60.0  # Seconds to wait for the engine to end; longer than any step of the batcher.
 
 
 def serve(
@@ -100,7 +100,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
 
   @property
   def is_idle(self) -> bool:
-    """Whether no request is in progress: its headers are incomplete, or it was answered before its body has ended."""
+    """Whether no request is in progress: the headers are incomplete, or the answer was sent before the body ended."""
     is_answered = self.cycle is not None and self.cycle.response_complete
     return self.conn.their_state is h11.IDLE or is_answered
 
@@ -125,7 +125,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
     self._end_timer()
 
   def _watch(self) -> None:
-    """Starts or stops the timer of idle time; a part of the headers does not restart it."""
+    """Starts or stops the timer of idle time; a part of the headers does not restart the timer."""
     if not self.is_idle:
       self._end_timer()
     elif self._timer is None and not self.transport.is_closing():
