@@ -54,7 +54,7 @@ class Base(NamedTuple):
 
 
 def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
-  """Returns the base named in `about`, the record of the checkpoint in `folder`; None if none is. Reads no file."""
+  """Returns the base of the checkpoint in `folder`, from its record `about`; None if it has no base. Reads no file."""
   record = about.get(BASE)
   if record is None:
     return None

@@ -80,7 +80,7 @@ class StoredCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads the whole checkpoint; returns a description of each damaged part, by name; empty if none is damaged."""
+    """Reads the whole checkpoint; returns descriptions of its damaged parts, by name; empty without damage."""
     damaged: dict[str, str] = {}
     with contextlib.ExitStack() as to_release:
       try:

@@ -145,7 +145,7 @@ def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object
 
 
 def add_metric(values: CommandFlags) -> None:
-  """Adds the flags that choose the metric by which a command compares runs."""
+  """Adds the flags for the metric that compares runs."""
   metric = 'Metric to compare runs by; by default best_metric of their configs, or the loss of the evaluation.'
   values.add_text('metric', metric, 'eval/validation/accuracy')
   mode = 'Whether lower (min) or higher (max) is better; by default as the configs say, or the name of the metric.'

@@ -133,7 +133,7 @@ def change_model(model: TrainedModel, change: Callable[[Config], object]) -> Tra
 def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArray]:
   """Returns the log-probabilities of each continuation, [n], that `decode` reports; its batch also has a filler row.
 
-  Where it drew another token, the entry is masked.
+  An entry is masked if `decode` drew another token than the known one.
   """
   limits = model.layer.score_limits()
   assert limits is not None
@@ -153,7 +153,7 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArr
 def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: int = 8) -> list[np.ma.MaskedArray]:
   """Returns the log-probabilities of each continuation, [n], that a batcher reports.
 
-  Where it drew another token, the entry is masked.
+  An entry is masked if the batcher drew another token than the known one.
 
   Args:
     model, texts: the model, and the texts that it continues.

@@ -222,7 +222,8 @@ def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., An
 
 def _taps(seen: dict[str, str], surroundings: Surroundings) -> Taps:
   def values_wanted(name: str) -> tuple[str, ...]:
-    return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)  # These would make all experts compute all tokens.
+    # A tap on rows of experts would make all experts compute all tokens.
+    return () if name.endswith((ROWS, HIDDEN_ROWS)) else (ARRAY,)
 
   return Taps(values_wanted, seen, manual_axes=surroundings.manual_axes, wants_inputs=True)
 

@@ -252,7 +252,7 @@ def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
 
 
 def _outputs_within(shape: list[int], sizes: Sequence[int], first: int, most: int) -> tuple[int, ...]:
-  """Returns `shape` with dimensions from `first` on as large as `sizes`, and at most `most` entries in them, allow."""
+  """Returns `shape` with dimensions from `first` on enlarged up to `sizes`, with at most `most` entries in them."""
   for axis in reversed(range(first, len(sizes))):
     shape[axis] = max(1, min(sizes[axis], most))
     most //= shape[axis]

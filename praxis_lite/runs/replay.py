@@ -212,7 +212,7 @@ def _repeat_until(
   devices: Sequence[jax.Device] | None = None,
   tap: Sequence[str] | str = (),
 ) -> _Replay:
-  """Restores the last checkpoint before a step, and takes the steps up to this step, without taps."""
+  """Restores the last checkpoint before `step`, takes the steps before it without taps, and returns the run there."""
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')

@@ -247,7 +247,7 @@ class Search:
     return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
 
   def is_hopeless(self, point: Point) -> bool:
-    """Whether a running trial is worse than other trials at the same step, by the metrics that it has written.
+    """Whether a running trial was worse than the median of other trials at a step, by the metrics that it has written.
 
     Once `end` has found that the runs do not have the metric, all trials are hopeless.
     """

@@ -101,7 +101,10 @@ class Throughput:
     self._rows.append(rows)
 
   def rates(self, step: int) -> Rates | None:
-    """Returns the speeds of the steps up to `step` since the last call or restart; None if there were none."""
+    """Returns the speeds of the steps up to `step` since the last call or restart.
+
+    None if this is the first call, without a restart before, or if no step was taken.
+    """
     now = self._clock()
     before, self._mark = self._mark, (step, now)
     rows, self._rows = self._rows, []

@@ -46,7 +46,7 @@ class KeptValues:
     self._kinds: dict[str, str] = {}
 
   def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a row to keep; raises DataError if one of them cannot be written."""
+    """Returns the values of a row to keep, by name, except missing ones; raises DataError if one cannot be written."""
     kept = {name: values[name] for name in self._keep if name in values}
     for name, value in kept.items():
       if self._format == 'jsonl':

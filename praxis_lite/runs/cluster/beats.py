@@ -103,7 +103,7 @@ class Beats:
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:
-    """Returns why another process has given up; '' if none has, or if all processes are in one group."""
+    """Returns why another process has given up; '' if none has, or there is one group, or no answer."""
     if self._is_all:
       return ''
     try:
@@ -112,7 +112,10 @@ class Beats:
       return ''
 
   def tell(self, verdict: str) -> None:
-    """Writes why this process gives up, so the processes of all groups end. The first verdict is kept."""
+    """Writes why this process gives up, so the processes of all groups end; does nothing if there is one group.
+
+    If several processes give up, the first verdict is kept.
+    """
     if not self._is_all:
       with contextlib.suppress(Exception):
         self._client.key_value_set(_VERDICT, verdict)

@@ -119,7 +119,7 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes, and why newer ones are not used, '' if none is newer.
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used ('' without any).
 
     Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
     Removes all copies except the returned one, which is None if there is none.
@@ -226,7 +226,7 @@ class EmergencyCopies:
     return ''
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
-    """Removes the files of some steps, including those of other processes, which may have run on this host before."""
+    """Removes the files of unwanted steps, even those of other processes, which may have run on this host before."""
     for folder in self._folders:
       for step, file in files_in(folder):
         if is_unwanted(step):

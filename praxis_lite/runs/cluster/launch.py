@@ -324,7 +324,7 @@ class Launcher:
     )
 
   def _watch(self) -> Ended:
-    """Waits until all processes have ended; kills those that take too long after a failure or a signal."""
+    """Waits until all processes have ended, and returns how; kills those that are late after a failure or a signal."""
     ended: dict[int, int] = {}
     passed, limit = 0, _Limit()
     stop_limit = _Limit()

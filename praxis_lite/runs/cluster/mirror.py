@@ -243,7 +243,7 @@ class Mirror(Observer):
         yield step
 
   def _steps_to_keep(self, steps: set[int]) -> set[int]:
-    """Returns those of `steps` that stay in the store."""
+    """Returns the steps in `steps` whose checkpoints stay in the store."""
     best = BestRecord(self._directory / BEST, steps).kept_steps()
     rule = {'max_to_keep': self._max_to_keep, 'keep_interval_steps': self._keep_interval_steps}
     return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}

@@ -163,7 +163,7 @@ class RemoteRun:
     self._between = between
     self.incomplete: set[int] = set()
     self._known: dict[int, RemoteCheckpoint] = {}
-    self._copied: dict[str, tuple[int, int]] = {}  # Sizes and times of the files when they were last copied.
+    self._copied: dict[str, tuple[int, int]] = {}  # The size and time of each file when it was last copied.
 
   def checkpoints(self) -> list[RemoteCheckpoint]:
     """Returns the complete checkpoints, in order."""

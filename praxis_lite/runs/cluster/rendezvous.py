@@ -96,7 +96,7 @@ def _listening(port: int, count: int, deadline: float) -> socket.socket:
   """Returns a socket that listens on all interfaces; waits while an earlier process of the job uses the port."""
   while True:
     try:
-      # For IPv4 and IPv6 if possible, like JAX's service.
+      # Listens for IPv4 and IPv6 if possible, like JAX's service.
       if socket.has_dualstack_ipv6():
         return socket.create_server(('', port), family=socket.AF_INET6, backlog=count, dualstack_ipv6=True)
       return socket.create_server(('', port), backlog=count)

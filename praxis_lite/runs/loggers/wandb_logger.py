@@ -36,7 +36,7 @@ class WandbLogger(Logger):
   def save(self, step: int, folder: Path) -> None:
     import wandb
 
-    name = re.sub(r'[^A-Za-z0-9_.-]', '-', f'checkpoint-{self._run.id}')  # Other characters are refused.
+    name = re.sub(r'[^A-Za-z0-9_.-]', '-', f'checkpoint-{self._run.id}')  # W&B refuses other characters.
     artifact = wandb.Artifact(name, type='model', metadata={'step': step})
     artifact.add_dir(str(folder))
     self._run.log_artifact(artifact, aliases=[f'step-{step}', 'latest'])

@@ -97,7 +97,7 @@ def make_app(engine: Engine, served: Served) -> Starlette:
 
 
 class _Door:
-  """Refuses requests to other hosts, and requests beyond `most_requests`."""
+  """Refuses requests that name a host not in `Served.hosts`, and requests beyond `most_requests`."""
 
   def __init__(self, app: ASGIApp, served: Served):
     self._app, self._served = app, served

@@ -80,7 +80,7 @@ def _check_base(arrays: dict[Path, StreamedArray], served: TrainedModel, model: 
 
 
 def _common(a: np.dtype, b: np.dtype) -> np.dtype | None:
-  """Returns the dtype in which to compare values of two dtypes, of which one was cast to the other; None if unknown."""
+  """Returns the dtype in which to compare arrays of two dtypes; None if neither can be cast to the other."""
   if a == b:
     return a
   are_floats = jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating)
