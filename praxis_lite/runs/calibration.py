@@ -158,7 +158,7 @@ def _sum_over_batches(
       parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
-    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # Without the suffix of a repeated call.
+    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A repeated call has a suffix.
     before = found.get(point)
     found[point] = (
       of_use
@@ -189,7 +189,7 @@ class _InputTaps(StepTaps):
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    del probed, share  # Only taps on gradients use these.
+    del probed, share  # Only taps on gradients use these arguments.
 
     def names_wanted(name: str) -> Sequence[str]:
       return ('inputs',) if name in self.points else ()

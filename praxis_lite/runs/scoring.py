@@ -150,7 +150,10 @@ def _tokens(number: int, ids: Any) -> list[int]:
 
 
 def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-  """Returns the tokens of both texts: those of the joined text if they can be split where the context ends."""
+  """Returns the tokens of both texts: those of the joined text if they can be split where the context ends.
+
+  Otherwise returns the tokens of each text by itself.
+  """
   before = encode_prompt(tokenizer, context, 'score: context')
   whole = encode_prompt(tokenizer, context + continuation, 'score: continuation')
   if whole[: len(before)] == before:

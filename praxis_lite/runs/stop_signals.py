@@ -81,7 +81,7 @@ class StopSignals:
     text = f'{self.received}: finishing the step and saving; a second signal ends the run immediately\n'
     if os.isatty(2):
       text = f'\n{text}\n'  # The progress bar redraws the last two lines.
-    # Not print: a handler may interrupt another print, and buffered files are not re-entrant.
+    # Not `print`, because the handler may interrupt another `print`, and buffered files are not re-entrant.
     os.write(2, text.encode())
     if self._several_processes:
       os.kill(os.getpid(), signal.SIGTERM)

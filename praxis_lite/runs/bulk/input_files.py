@@ -191,7 +191,7 @@ def _row_of_line(number: int, where: str, line: bytes, is_text: bool) -> Row:
     if is_text:
       return Row(number, where, {'text': line.removesuffix(b'\r').decode()})
     values = parse_json_line(line)
-  except ValueError as error:  # This includes bytes that are not UTF-8.
+  except ValueError as error:  # A ValueError is raised for bytes that are not UTF-8, too.
     return Row(number, where, None, f'is not {"UTF-8 text" if is_text else "JSON"}: {error}')
   if not isinstance(values, dict):
     return Row(number, where, None, f'expected an object, got {type(values).__name__}')

@@ -242,7 +242,7 @@ class _Generate:
     if tokenizer is None:
       raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')
     if name == 'messages':
-      return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer is a new text.
+      return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer is decoded without its prompt.
     _check_text(row, name)
     ids = _not_empty(encode_prompt(tokenizer, value, name), name)
     return _Prompt(ids, [] if self._model.layer.prompts_are_sources else ids)

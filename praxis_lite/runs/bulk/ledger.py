@@ -106,7 +106,7 @@ class Ledger:
     read = _read_lines if self._format == 'jsonl' else _read_table
     try:
       return read(data)
-    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises these, too.
+    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises these errors, too.
       where = f'{self.output}/{self._name(number)}'
       raise DataError(f'{where} is damaged: {first_line(error)}; remove the file, and start again') from None
 

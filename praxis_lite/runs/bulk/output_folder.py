@@ -70,7 +70,7 @@ class LocalFolder:
           os.fchmod(file.fileno(), 0o644)
         put(temporary, self._path / name)
         break
-      except FileNotFoundError:  # Another process writes this file, too, and has removed ours.
+      except FileNotFoundError:  # Another process writes this file, too, and has removed `temporary`.
         if attempt == _ATTEMPTS - 1:
           raise
       except BaseException:

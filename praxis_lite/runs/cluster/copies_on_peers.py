@@ -131,7 +131,8 @@ def join_peers(
     )
   receivers = receivers_of(domains, count)
   received = Counter(peer for of_one in receivers for peer in of_one)
-  # Up to three copies: one that is on all peers, one that is not, and one being written. Other folders have two.
+  # The first folder has up to three copies: one that is on all peers, one that is not, and one being written. Other
+  # folders have two.
   kept = [3 * (1 + received[process]) for process in range(len(folders))]
   most = max(kept)
   costs = (

@@ -165,7 +165,7 @@ class EmergencyCopies:
     """
     said = self.settle()
     if self._process == 0 and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # Restarts need this file to find copies; the next copy retries.
+      with contextlib.suppress(OSError):  # Restarts find copies by this file; the next copy tries again.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     record = {**self._about, **snapshot._asdict(), 'start': self._start}
     shards = shards_of(record.pop('state'))

@@ -114,7 +114,7 @@ class _RunDirectory:
     if self.path is None or self._about is None:
       return False
     try:
-      return os.stat(self.path).st_ino != self._about.st_ino  # The device may change if it is mounted again.
+      return os.stat(self.path).st_ino != self._about.st_ino  # The device number may change in a new mount.
     except (FileNotFoundError, NotADirectoryError):
       return True
     except OSError:

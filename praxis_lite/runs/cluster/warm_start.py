@@ -103,7 +103,7 @@ class WarmStarter:
     """
     message = json.dumps(dict(environment)).encode()
     prctl = ctypes.CDLL(None).prctl
-    if prctl(_SET_CHILD_SUBREAPER, 1):  # The kernels of some container sandboxes lack this.
+    if prctl(_SET_CHILD_SUBREAPER, 1):  # The kernels of some container sandboxes lack subreapers.
       raise OSError('the kernel does not let a process adopt others')
     reader, writer = os.pipe()
     try:

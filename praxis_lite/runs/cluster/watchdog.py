@@ -276,7 +276,7 @@ class Watchdog:
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
     else:
       if self.directory is not None and self._index == (1 if reason.startswith(self._hosts[0].name) else 0):
-        note_event(self.directory, 'lost', text=reason)  # One of the remaining processes records it for all.
+        note_event(self.directory, 'lost', text=reason)  # One of the remaining processes records the loss for all.
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.

@@ -54,7 +54,7 @@ class OtherDefaults(NamedTuple):
 
 _WITHOUT_EFFECT = ('None', 'False', '0', '0.0', "''", '()', '[]', '{}')  # Defaults that usually turn a feature off.
 _NO_NEWS = (*_WITHOUT_EFFECT, repr(REQUIRED))
-# For a field, the other fields: if all of them are None, it has no effect.
+# Maps a field to other fields; the field has no effect if all of these are None.
 _NEEDED_BY = {
   'train.best_metric_mode': ('train.best_metric', 'train.early_stopping.patience'),
   'train.early_stopping.mode': ('train.early_stopping.patience',),
