@@ -52,7 +52,7 @@ class Way(NamedTuple):
     compute: returns an array [n] for each continuation, with the log-probabilities of its n tokens. Masked tokens are
       not compared.
     values: returns the values between the layers, by point; None if the way cannot record them.
-    is_exact: whether it computes in float32, whatever the dtype of the model.
+    is_exact: whether the way computes in float32, whatever the dtype of the model.
     cache_dtype: the dtype of its caches; None if it is the dtype in which the way computes.
   """
 
@@ -72,7 +72,7 @@ class WayResult(NamedTuple):
     difference: the largest difference of log-probabilities, in nats; infinity if one is not finite.
     tolerance: the largest difference that counts as equal; None if the way is shown but not checked.
     first: (text, index) of the first token that differs; None if none does.
-    layer: the first layer that differs, in words.
+    layer: the first layer that differs, in words, or why no layer is named; '' if no token differs.
     problem: why the way was not compared; '' if it was.
   """
 
@@ -100,13 +100,13 @@ class Agreement:
     limits: the limits on the batches that the model can score.
     model, exact: the model without label smoothing and with room for all tokens in its experts, in its own dtype and in
       float32.
-    drops_tokens: whether experts of the user's model skip tokens beyond their capacity; those of `model` skip none.
+    drops_tokens: whether experts of the user's model skip tokens beyond their capacity; `model` skips no tokens.
     dtype: the name of the dtype in which the model computes.
     note: how the reference differs from the training step; '' if it does not.
     reference, exact_reference: the log-probabilities of each continuation in the training step, in `dtype` and in
       float32.
     rounding: the largest change of a log-probability from computing in bfloat16 instead of float32, in nats.
-    rounding_of_dtype: the same for `dtype`.
+    rounding_of_dtype: the same change, from computing in `dtype`.
     sensitivity: the largest change of a log-probability when weights change by a rounding error of float32, in nats.
 
   Raises:
@@ -284,7 +284,7 @@ class Agreement:
     return compared._replace(first=(row, start + token), layer=self._layer(way))
 
   def _layer(self, way: Way) -> str:
-    """Returns the first layer of a way that differs from the reference, in words."""
+    """Returns, in words, the first layer of a way that differs from the reference, or why no layer is named."""
     if way.values is None:
       return 'its layers cannot be compared'
     reference = self.values_in_one_pass(self.exact if way.is_exact else self.model)

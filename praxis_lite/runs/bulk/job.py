@@ -19,7 +19,7 @@ class ShardJob:
   Args:
     ledger: the work.
     compute: returns the results of the rows of a batch.
-    batch_size: how many rows it gets at most.
+    batch_size: the largest number of rows in a batch.
     keep: the names of the values of a row that are copied into its result.
     most_bad: how many rows may be bad; with more, the job fails.
 

@@ -59,7 +59,7 @@ def make_compute(
   Args:
     model: the model.
     what: one of `KINDS`.
-    batch_size: how many rows it gets at most.
+    batch_size: the largest number of rows that the function gets.
     generation: settings of 'generate'; 'teach' takes its `top_k`.
     keep: names of values that are not passed to the model, unless the examples of the run have arrays of these names.
   """

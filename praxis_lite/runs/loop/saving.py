@@ -47,7 +47,7 @@ class Saving(Observer):
     self._checkpointer = checkpointer
     self._true_shapes = true_shapes
     self._line = line
-    self._step, self._is_good = 0, True  # The last save: its step, and whether it has not failed.
+    self._step, self._is_good = 0, True  # The step of the last save, and whether the save is good so far.
     self._stalled = 0.0
 
   def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
