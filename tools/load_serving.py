@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 WAIT_S = 300.0
@@ -72,13 +72,14 @@ def text_of(answer: bytes, is_stream: bool) -> str:
   return ''.join(part['choices'][0]['text'] for part in parts)
 
 
-def leave_early(port: int, body: bytes, *, is_stream: bool) -> None:
-  """Sends a request and closes the connection, in a stream after its first bytes."""
+def leave_early(port: int, body: bytes, *, is_stream: bool, wait: Callable[[], object] = lambda: None) -> None:
+  """Sends a request and closes the connection, after the first bytes of a stream; before it closes it, calls `wait`."""
   connection = http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT_S)
   with contextlib.closing(connection):
     connection.request('POST', '/v1/completions', body, {'content-type': 'application/json'})
     if is_stream:
       connection.getresponse().read(10)
+    wait()
 
 
 class Load:

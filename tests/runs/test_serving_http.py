@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 import pathlib
@@ -211,6 +212,12 @@ def test_other_routes(server):
   assert not is_loopback('0.0.0.0') and not is_loopback('example.com')
 
 
+def wait_until(condition):
+  until = time.monotonic() + WAIT_S
+  while not condition() and time.monotonic() < until:
+    time.sleep(0.02)
+
+
 def test_clients_that_leave_free_their_places():
   server = Running(ByteTokenizer(), max_length=4000, rows=1, most_waiting=1)
   server.slow_down()
@@ -219,18 +226,16 @@ def test_clients_that_leave_free_their_places():
     for is_stream in (True, False):
       before = server.engine.num_cancelled
       body = long if not is_stream else long[:-1] + b', "stream": true}'
-      load_serving.leave_early(server.port, body, is_stream=is_stream)
-      until = time.monotonic() + WAIT_S
-      while server.engine.num_cancelled == before and time.monotonic() < until:
-        time.sleep(0.02)
+      # A connection that is closed earlier may never become a request.
+      wait = functools.partial(wait_until, lambda: server.engine.num_open)
+      load_serving.leave_early(server.port, body, is_stream=is_stream, wait=wait)
+      wait_until(lambda before=before: server.engine.num_cancelled > before)
       assert server.engine.num_cancelled == before + 1 and not server.engine.num_open
     server.slow_down(stop=True)
     held = [http.client.HTTPConnection('127.0.0.1', server.port, timeout=WAIT_S) for _ in range(2)]
     for connection in held:
       connection.request('POST', '/v1/completions', long, {'content-type': 'application/json'})
-    until = time.monotonic() + WAIT_S
-    while server.engine.num_open < 2 and time.monotonic() < until:
-      time.sleep(0.02)
+    wait_until(lambda: server.engine.num_open == 2)
     status, headers, body = server.post(ASKED)
     assert status == 429 and headers['retry-after'] == '1' and 'all 2 places' in json.loads(body)['error']['message']
     assert json.loads(body)['error']['type'] == 'rate_limit_error'
