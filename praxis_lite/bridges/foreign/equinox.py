@@ -105,7 +105,7 @@ class EquinoxLayer(ForeignLayer):
     )
 
   def _build(self, key: jax.Array) -> tuple[Any, Any]:
-    """Returns the module and its state, which has no arrays if the module has none."""
+    """Returns the module and its `eqx.nn.State`; a module without state gets an empty one."""
     eqx = self.import_library()
     return eqx.nn.make_with_state(self.build_module)(key=key)
 

@@ -7,8 +7,8 @@ A subclass knows one library. It answers three questions, in which each variable
     draw(key)                 what are their initial values?
     run(values, args, ...)    what does the module return, and what are the new values of variables it updates itself?
 
-The variables become those of a tree of `Variables` layers, so all that places, saves, trains and explains variables
-treats them like others. Nothing of the library is kept in a checkpoint.
+The variables become those of a tree of `Variables` layers, so they are split, saved, trained and
+explained like the variables of other layers. Nothing of the library is kept in a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams
 
 VariableValues = dict[Path, jax.Array]
 
-# For error messages: what to use for a class of each package.
+# The end of the error message about a class of another package, by the package.
 _LAYER_OF = {
   'flax.linen': 'use LinenLayer',
   'flax.nnx': 'use NnxLayer',
@@ -50,7 +50,7 @@ class ForeignVariable(NamedTuple):
 
   Attributes:
     shape, dtype: shape and dtype of its value.
-    trainable: whether gradients change it. Otherwise the module updates it in training.
+    trainable: True if the optimizer trains the variable, False if the module itself updates it in training.
     split: the split in the module's own metadata, one mesh or logical axis per dimension; None if it has none.
   """
 
@@ -99,7 +99,8 @@ class Variables(Layer):
       self.update_var(path[0], value)
 
 
-# Common names of a module's argument for training or evaluation, and the field of `ExampleInputs` that names it.
+# The field of `ExampleInputs` that sets the name of a module's argument for training or evaluation, by common names of
+# that argument.
 _MODE_ARGUMENTS = {
   **dict.fromkeys(('train', 'training', 'is_training'), 'train_argument'),
   **dict.fromkeys(('deterministic', 'use_running_average', 'eval', 'inference'), 'eval_argument'),
@@ -134,7 +135,7 @@ class ForeignLayer(Layer):
     with self._named_errors('cannot be built'):
       self._declared = self.declare()
     if not self._declared:
-      return  # For example, an activation function or dropout.
+      return  # Such as an activation function or dropout.
     splits = self._splits()
     weights = {path: self._to_weight(path, variable, splits.get(path)) for path, variable in self._declared.items()}
     self._check_names(weights)
@@ -261,7 +262,7 @@ class ForeignLayer(Layer):
       return self.draw(key)
 
   def _splits(self) -> dict[Path, DeclaredSplit]:
-    """Returns the split of each variable that has one."""
+    """Returns the declared splits by path; leaves out variables that neither a pattern nor metadata split."""
     field, found = f'{self.path_name}.variable_splits', {}
     matched: set[int] = set()
     for path, variable in self._declared.items():

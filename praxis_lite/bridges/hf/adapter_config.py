@@ -59,7 +59,7 @@ def kind_in_folder(folder: str | os.PathLike[str]) -> type[Adapter]:
 
 
 def kind_of_network(network: Layer) -> AdapterKind:
-  """Returns the kind of all adapters of a network; raises ConfigError if there are several."""
+  """Returns the kind of the adapters of a network, which must have some; raises ConfigError if their kinds differ."""
   adapted = [layer for layer in network.descendants() if isinstance(layer, AdaptedLayer)]
   kinds = [next(kind for kind in KINDS if isinstance(layer, kind.layer)) for layer in adapted]
   for layer, kind in zip(adapted, kinds):
@@ -178,13 +178,16 @@ def adapters_of(
   modules: Mapping[AdaptableWeight, Sequence[str]],
   config: Mapping[str, Any],
 ) -> Iterator[Config]:
-  """Yields the configs of the adapters in a file; raises ConfigError if there is no such adapter.
+  """Yields the configs of our adapters that equal those in a file.
 
   Args:
     kind, config: the kind of all adapters, and the content of adapter_config.json.
     shapes: for each weight with an adapter, the shape of the adapter's first part.
     names: for each of these weights, the path of its layer.
     modules: for each of these weights, the names of the modules that have it.
+
+  Raises:
+    ConfigError: IA3 of experts or of tables of embeddings; or ranks or alphas that differ within one layer.
   """
   if 'scale' in kind.parts:
     if of_others := [modules[w][0] for w in shapes if w.name or w.is_table]:
@@ -219,7 +222,7 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns alpha of a weight; `alpha_pattern` may override `lora_alpha` for some modules."""
+  """Returns the alpha of the modules with a weight; raises ConfigError if `alpha_pattern` gives them different ones."""
   patterns = config.get('alpha_pattern')
   own = [*patterns.items()] if isinstance(patterns, dict) else []
   alphas = {

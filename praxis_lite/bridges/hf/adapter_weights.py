@@ -46,7 +46,7 @@ class AdaptableWeight(NamedTuple):
     pair: the row of the family's table.
     rank_in: number of its dimensions that are inputs, in one layer and for one expert.
     is_table: whether it is a table of embeddings.
-    scales_inputs: whether factors of IA3 belong to its inputs.
+    scales_inputs: whether its adapter is an IA3 that scales its inputs, not its outputs.
   """
 
   layer: Path
@@ -105,7 +105,7 @@ def _letters(dims: Iterable[str]) -> set[str]:
 
 
 def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[AdaptableWeight]:
-  """Yields the weights that can have an adapter."""
+  """Yields the weights of layers in `Lora.adapted` that have a row in the family's table."""
   rows = {pair.ours: pair for pair in family.table_of(family.part_of(model.abstract_init()))}
   for layer in network.descendants():
     kind, path = _kind(layer), layer.path[len(network.path) :]
@@ -131,7 +131,7 @@ def layer_at(network: Layer, path: Path) -> Layer:
 
 
 def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns, by path, the pieces of the adapters' variables."""
+  """Returns the pieces of the variables of these weights' adapters, by path; skips parts that are not declared."""
   chosen = [(w, part) for w in weights for part in PARTS if node_at(declared, w.path_of(part)) is not None]
   paths = {w.path_of(part) for w, part in chosen}
   table = [w.pair_of(part) for w, part in chosen]

@@ -1,4 +1,4 @@
-"""Ways of a model that has been exported: read again by praxis_lite, and computed by transformers.
+"""Compares a model with its export, which praxis_lite reads again, and with which transformers computes.
 
 PyTorch may be installed for another Python, so transformers runs in a separate process, whose script
 (`transformers_process.py`) does not import this package. Everything is computed in float32; transformers runs on the
@@ -31,7 +31,7 @@ from praxis_lite.runs.forced_tokens import KnownTexts
 from praxis_lite.runs.layer_values import PointValues, values_in_one_pass
 from praxis_lite.runs.trained import TrainedModel
 
-_MOST_SECONDS = 900.0  # For transformers to load a model and to compute.
+_MOST_SECONDS = 900.0  # The time limit of the process of transformers.
 
 
 def agree(
@@ -70,7 +70,7 @@ def agree(
       export(model, folder)
     except UserError as error:
       why = first_line(error)
-      is_unknown = 'none of the families' in why  # The message names them all.
+      is_unknown = 'none of the families' in why  # The message lists all families, so it is long.
       short = 'no model of transformers computes the same; export-hf names the differences'
       note(WayResult('exported', problem=short if is_unknown else why))
     else:
@@ -128,7 +128,7 @@ def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
     if not blocks or len(hidden[0]) - 1 != len(expected[blocks].values):
       raise UserError('the blocks of the two models are not the same')
     found = np.ma.masked_all_like(expected[blocks].values)
-    for row, states in enumerate(hidden):  # The last of the states comes after the final norm, so it is left out.
+    for row, states in enumerate(hidden):  # Leaves out the embedding and the last state, after the final norm.
       found[:-1, row, : states.shape[1]] = states[1:-1]
     return {blocks: PointValues(found, True)}
 

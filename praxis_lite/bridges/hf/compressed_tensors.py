@@ -48,7 +48,7 @@ class CompressedTensors:
 
   Attributes:
     declared: dtype and shape of each tensor, by name.
-    tensor: (name) -> the tensor.
+    tensor: a function that returns a tensor, given its name.
     quantization: the field `quantization_config` of config.json.
   """
 
@@ -75,7 +75,8 @@ def compress_tensors(
     dtype: dtype of the plain tensors and of the scales; None keeps the dtypes that they have.
 
   Raises:
-    ConfigError: compressed-tensors has no such format, or its groups cannot be those of the run.
+    ConfigError: compressed-tensors cannot store the format or the groups of a weight, or weights of different formats
+      share a tensor.
   """
   plain, tensor = tensors_to_write(variables, found, dtype)
   parts: dict[str, Callable[[str], np.ndarray]] = {}
@@ -160,7 +161,7 @@ def _check_form(form: WeightFormat, shape: tuple[int, ...], name: str) -> None:
 
 
 def _one_of_group(spread_OI: np.ndarray, count: int, name: str) -> np.ndarray:
-  """Returns one value for each of `count` groups, [O, count]; `spread_OI` repeats it for all inputs of the group."""
+  """Returns the value of each of `count` groups of inputs, [O, count], which `spread_OI` repeats for each input."""
   groups = spread_OI.reshape(len(spread_OI), count, -1)
   if (groups != groups[..., :1]).any():
     raise ConfigError(f'task.model.quantized: the inputs of a group of {name} are not adjacent in that tensor')
@@ -198,7 +199,7 @@ def _describe(forms: Mapping[str, WeightFormat], ignored: list[str]) -> dict[str
 
 
 def pack(q: np.ndarray, bits: int) -> np.ndarray:
-  """Returns int32 [M, ceil(N bits / 32)] for integers [M, N] from -2^(bits - 1) on."""
+  """Returns integers [M, N], each -2^(bits - 1) ... 2^(bits - 1) - 1, as int32 [M, ceil(N bits / 32)]."""
   in_word = 32 // bits
   shifted = (q.astype(np.int64) + 2 ** (bits - 1)).astype(np.uint32)
   padded = np.pad(shifted, ((0, 0), (0, -q.shape[1] % in_word))).reshape(len(q), -1, in_word)
@@ -206,7 +207,7 @@ def pack(q: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int, num: int) -> np.ndarray:
-  """Returns int32 [M, num], the integers in `packed` [M, ...]."""
+  """Inverts `pack`: returns the first `num` integers of each of the M rows of `packed`, int32 [M, num]."""
   words = packed.view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
   q = (words & np.uint32(2**bits - 1)).reshape(len(packed), -1)[:, :num]
   return q.astype(np.int32) - 2 ** (bits - 1)
@@ -234,7 +235,7 @@ class PackedTensor(NamedTuple):
     return self.scale.dtype
 
   def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part; reads all inputs of the outputs in that part."""
+    """Returns a copy of a part; reads whole rows, with all inputs of an output."""
     rows, columns = (slice(*i.indices(size)[:2]) for i, size in zip(index, self.shape))
     whole = slice(0, None)
     stored = self.values.read_integers((rows, whole))

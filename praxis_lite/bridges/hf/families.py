@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES
 
 
 def family_of(hf: HfConfig) -> Family:
-  """Returns the family of a checkpoint; raises ConfigError, which lists the families, if there is none."""
+  """Returns the family of a checkpoint; raises ConfigError if its type, head or quantization is not supported."""
   model_type = hf['model_type']
   if not isinstance(model_type, str) or model_type not in FAMILIES:
     # No family is proposed: models of similar names, such as gemma and gemma3, differ.
@@ -212,7 +212,7 @@ _COMPLETE_BELOW = (
   TransformerBlock,
   VisionTransformer,
   PatchDecoder,
-)  # Layers that fill in fields below them.
+)  # Layers that set the fields `_COMPLETED_BELOW` of layers below them.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 
@@ -238,5 +238,5 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
       here, there = ours.logit_scale, theirs.logit_scale
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
-  for pair in _pairs(ours, theirs):  # If only one model has a layer, fields of its parent differ, compared above.
+  for pair in _pairs(ours, theirs):  # A layer that only one model has is a difference in a field of its parent.
     yield from _differences(*pair)

@@ -41,7 +41,7 @@ class Family:
 
   @property
   def head(self) -> str:
-    """The name of the softmax's table if it is not shared; if it is, some checkpoints still have a copy of it."""
+    """The name of the softmax's tensor. If it shares the embedding's table, only some checkpoints have this copy."""
     return 'lm_head.weight'
 
   def prefix_in(self, hf: HfConfig) -> str:
@@ -61,7 +61,7 @@ class Family:
     return {}
 
   def network_in(self, model: BaseModel) -> Layer | None:
-    """Returns the part of a model whose variables a checkpoint holds; None if the model has no such part."""
+    """Returns the layer of a model whose variables a checkpoint holds; None if the model has no such layer."""
     return getattr(model, 'lm', None)
 
   def part_of(self, variables: NestedDict) -> NestedDict:
@@ -116,7 +116,7 @@ class Family:
     return self.table('embedding' not in weights)
 
   def table(self, tied: bool) -> list[Pair]:
-    """Returns the table that maps tensors to variables; `tied` says whether softmax and embedding share theirs."""
+    """Returns the table that maps tensors to variables; `tied` says whether softmax and embedding share a tensor."""
     raise NotImplementedError
 
 

@@ -98,7 +98,7 @@ def split_experts(
 def _pair_of(
   stored: Mapping[str, StoredTensor], prefix: str, inputs: int, outputs: int, experts: int
 ) -> tuple[StoredTensor, StoredTensor] | None:
-  """Returns A and B of the parameter with these numbers of inputs and outputs; None if it has no adapter."""
+  """Returns A and B of an adapter for these numbers of inputs and outputs; None if the file has none that fits."""
   for place in _PLACES:
     a, b = (stored.get(f'{prefix}{place}lora_{x}.weight') for x in 'AB')
     if a is None or b is None:

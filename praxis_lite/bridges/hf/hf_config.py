@@ -60,7 +60,7 @@ class HfConfig:
     raise ConfigError(f'{self.where}: {name} is missing')
 
   def size(self, name: str, most: int = 2**31 - 1, least: int = 1) -> int:
-    """Returns an integer from `least` to `most`; raises ConfigError if the value is not one."""
+    """Returns the value of a field; raises ConfigError unless it is an integer from `least` to `most`."""
     value = self[name]
     if type(value) is not int or value < least:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least {least}')
@@ -69,21 +69,21 @@ class HfConfig:
     return value
 
   def check_ids(self, names: str, *ids: object) -> None:
-    """Raises ConfigError unless `ids`, the values of the fields in `names`, are ids of tokens."""
+    """Raises ConfigError, which says `names`, unless all `ids` are integers from 0 to vocab_size - 1."""
     for value in ids:
       if type(value) is not int or not 0 <= value < self.size('vocab_size'):
         most = self.size('vocab_size')
         raise ConfigError(f'{self.where}: {names} gives {value!r}; expected an id below vocab_size = {most}')
 
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
-    """Returns the number `name`, from `of` if it is given; raises ConfigError if it is not a finite number."""
+    """Returns the field `name` of `of`, by default of config.json; raises ConfigError if it is not a finite number."""
     value = self[name] if of is None else of[name]
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
     return float(value)
 
   def must_be(self, name: str, *accepted: object) -> None:
-    """Raises ConfigError unless the value is one of `accepted`, which our layers support."""
+    """Raises ConfigError if config.json has the field, with a value that is not in `accepted`."""
     value = self.values.get(name, accepted[0])
     if value not in accepted:
       shown = ' or '.join(json.dumps(a) for a in accepted)

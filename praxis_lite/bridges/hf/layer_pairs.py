@@ -12,7 +12,7 @@ def shapes_by_name(weights: NestedDict) -> dict[str, tuple[int, ...]]:
 
 
 def table_pairs(theirs: str, tied: bool) -> list[Pair]:
-  """Returns the pair of the embedding table, the tensor `theirs`, and of the softmax if it has a separate table."""
+  """Returns the pairs of embedding and softmax: one if they share the tensor `theirs`, otherwise one for each."""
   if tied:
     return [Pair(theirs, 'softmax.w')]
   return [Pair(theirs, 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]

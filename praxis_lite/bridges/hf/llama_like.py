@@ -132,7 +132,7 @@ class LlamaLike(Family):
     rates_h, scaling = tensor.read_all().astype(np.float32), hf.rotary().scaling_tpl
     unscaled = hf.rotary().set(name='rotary', dims=dims, scaling_tpl=None)
     either = [unscaled.clone().set(scaling_tpl=s).instantiate().rates_h for s in (None, scaling)]
-    # Stored in 16 bits, rates have relative errors of 1/256, and slow ones larger errors.
+    # Rates in 16 bits have relative errors of up to 1/256; the smallest rates have larger ones.
     return any(rates_h.shape == e.shape and np.allclose(rates_h, e, rtol=1e-2, atol=1e-7) for e in either)
 
   def shared_values(self, lm: TransformerLm, ff: FeedForward | MoeFeedForward) -> Values:

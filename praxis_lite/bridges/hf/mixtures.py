@@ -46,7 +46,7 @@ class Mixture(LlamaLike):
     return super().values(lm) | self.values_of_experts(cast(MoeFeedForward, blocks_of(lm)[0].ff))
 
   def values_of_experts(self, ff: MoeFeedForward) -> Values:
-    """Returns the values of config.json for a mixture; the inverse of `Mixture.experts`."""
+    """Inverts `experts`: returns the values of config.json for a mixture."""
     values: Values = {self.num_experts_fields[0]: ff.num_experts, 'num_experts_per_tok': ff.num_experts_per_token}
     if self.renormalize_field is not None:
       values[self.renormalize_field] = ff.router.renormalize

@@ -144,7 +144,7 @@ def read_adapter(
   names = {weight: path_name((*network.path, *weight.layer)[len(base.path) :]) for weight in shapes}
   with prefix_errors(str(folder)):
     with_adapters = add_adapters(remove_adapters(model), *adapters_of(kind, shapes, names, modules, config))
-  layers = {weight.layer for weight in shapes}  # Such layers of experts adapt all weights, even those not in the file.
+  layers = {weight.layer for weight in shapes}  # An expert layer adapts all of its weights, or none.
   built = with_adapters.instantiate()
   adapted = [w for w in weights_below(family.network_in(built) or built, family, built) if w.layer in layers]
   declared_there = family.part_of(built.abstract_init())
@@ -201,7 +201,7 @@ def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict
 
 
 def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns the norms |W| over the inputs, one for each output, float32 [*stack, *O].
+  """Returns the norm |W| over the inputs of each output, float32 [*stack, *O].
 
   Args:
     weight: W.
@@ -253,7 +253,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) -> set[str]:
-  """Returns the names of the base's embedding tables in the file, which peft writes next to their adapters."""
+  """Returns the names that peft gives to copies of embedding tables with adapters; checks the shapes of the copies."""
   found = set()
   for weight, names in modules.items():
     shape = tuple(node_at(declared, weight.weight_path).full_shape)
@@ -269,7 +269,7 @@ def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) ->
 
 
 def _read(of_variable: Sequence[Piece], stored: Stored, shape: tuple[int, ...], otherwise: ArrayLike) -> np.ndarray:
-  """Returns a variable, float32, which is `otherwise` for layers of a stack that have no adapter."""
+  """Returns a variable in float32, with the value `otherwise` for layers of a stack that have no adapter."""
   value = np.array(np.broadcast_to(np.asarray(otherwise, np.float32), shape))
   for piece in of_variable:
     tensor = stored.get(piece.name)

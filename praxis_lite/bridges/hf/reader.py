@@ -100,7 +100,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
 
 
 def _leave_out(tensors: dict[str, Tensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
-  """Removes tensors; returns a line about it, or () if there are none."""
+  """Removes the tensors `names` from `tensors`; returns one line that names them, or () if `names` is empty."""
   for name in names:
     del tensors[name]
   if not names:

@@ -374,7 +374,7 @@ def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
 
 
 def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
-  """Copies those of the files `names` that exist; returns their names."""
+  """Copies the files `names` that exist in `source`; returns the names of the copied files."""
   present = [name for name in names if os.path.isfile(os.path.join(source, name))]
   for name in present:
     shutil.copyfile(os.path.join(source, name), target / name)

@@ -85,7 +85,7 @@ class TwoTowers(WholeModelFamily):
   def _part(self, hf: HfConfig, name: str) -> HfConfig:
     """Returns the part `name` of config.json, such as `text_config`."""
     values: dict[str, Any] = {}
-    for field in (name, f'{name}_dict'):  # Old files have both, and the second takes precedence.
+    for field in (name, f'{name}_dict'):  # Old files have both; values of the second replace those of the first.
       found = hf.values.get(field) or {}
       if not isinstance(found, dict):
         raise ConfigError(f'{hf.where}: {field} = {found!r}; expected a JSON object')

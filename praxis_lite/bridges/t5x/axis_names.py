@@ -24,7 +24,7 @@ Tree = TypeVar('Tree')
 
 
 class AxisNames(tuple[Any, ...]):
-  """The names of an array's axes: `AxisNames('embed', 'mlp')`. It is a tuple, but a leaf of trees."""
+  """The names of an array's axes: `AxisNames('embed', 'mlp')`. JAX treats this tuple as a leaf of a tree."""
 
   def __new__(cls, *names: object) -> Self:
     return super().__new__(cls, names)
@@ -45,7 +45,7 @@ class _Boxed:
 
 
 def remove_boxes(train_state: Any) -> Any:
-  """Returns a train state without Flax boxes: boxed variables become declarations, other boxes their arrays."""
+  """Returns a train state without Flax boxes: boxed variables become declarations, and other boxes arrays."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x
@@ -113,13 +113,13 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
 def state_axis_names(
   train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: KeptNames
 ) -> TrainState[AxisNames]:
-  """Returns the names of the arrays of a train state.
+  """Returns the train state with the `AxisNames` of each array in its place.
 
   Args:
     train_state: declarations in `mdl_vars`, shapes elsewhere; a state for inference lacks optimizer state and averages.
     params: overrides for `mdl_vars`; slots and averages inherit them.
     state: overrides for other paths, such as 'opt_states/0/v_row/.*'.
-    kept: the names kept by slots that do not have the shape of their variable.
+    kept: returns the axis names that a slot keeps if its shape differs from that of its variable; see `KeptNames`.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
@@ -138,13 +138,13 @@ def slot_axis_names(
 ) -> Tree:
   """Returns the AxisNames of the arrays of an optimizer's state.
 
-  A slot with the shape of its parameter inherits its names. Any other slot, factored or a counter, has only the kept
-  names, so it is replicated unless an override names its axes.
+  A slot with the shape of its parameter inherits the parameter's names. Any other slot, factored or a counter, gets
+  only the names that `kept` returns for it. All its other axes are replicated, unless an override names them.
 
   Args:
     params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
-    kept: the names kept by slots of another shape.
+    kept: see `state_axis_names`; by default, such slots keep no names.
   """
   names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 

@@ -3,18 +3,21 @@
 These meshes have the axes ('data', 'model'), or ('replica', 'data', 'model') if they join several slices. The devices
 are always a parameter; they may be `DescribedDevice`s, which need not exist.
 
-Devices that share a row of 'model' exchange activations in every layer. So on hardware whose devices form a torus, each
-row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all devices. Tiles are
-ordered along 'data', and the devices in a tile along 'model'. Both orders are row-major, except that the devices of one
-host must form a contiguous block of the mesh, because each host feeds and stores one block of the data. So tiles are
-ordered host by host. Along each side, with g devices in the slice, m in the submesh and l on a host:
+Devices in the same row of the mesh, along 'model', exchange activations in every layer. So on hardware whose devices
+form a torus, each row is a compact box of chips, the model-parallel submesh, and the submeshes tile the box of all
+devices. Tiles are ordered along 'data', and the devices in a tile along 'model'. Both orders are row-major, except that
+the devices of one host must form a contiguous block of the mesh, because each host feeds and stores one block of the
+data. So tiles are ordered host by host. Along each side, with g devices in the slice, m in the submesh and l on a host:
 
     m >= l, whole hosts in a tile:    g = (g / m tiles)              * (m / l hosts) * (l devices)
     m <  l, several tiles on a host:  g = (g / l hosts) * (l / m tiles)              * (m devices)
 
-The mesh orders devices by the first factors of all sides, then by the second factors, and so on. If the submesh spans a
-whole side of the torus, or a whole plane, and hosts are flat, it is enough to let z vary more slowly than x or y. Then
-hosts are contiguous, and submeshes remain whole rings, on which collectives are faster.
+The mesh orders devices by the first factors of all sides, then by the second factors, and so on.
+
+Tiling host by host is not needed if each host has only one chip along z, and the submesh has all cores of its chips and
+spans the whole side x or y, or the whole plane xz or yz. Then devices are ordered with z varying more slowly than y (or
+x). This alone makes the devices of each host contiguous, and submeshes remain whole rings, on which collectives are
+faster.
 
 The vocabulary and the default submeshes come from T5X (Roberts et al., 2022).
 """
@@ -73,9 +76,9 @@ Submesh: TypeAlias = Sequence[int] | None  # Sides of the box of devices in one 
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
-  """Returns the sides of the box from the origin to `last_device`, which has coordinates and a core.
+  """Returns the sides (x, y, z, core) of the box from the origin to `last_device`, if it has coordinates.
 
-  Without coordinates, the box is (number of hosts, devices per host) of `devices`, by default of all devices.
+  Otherwise, returns (number of hosts, devices per host) of `devices`, by default of all devices.
   """
   coords = _torus_coords(last_device)
   if coords is not None:
@@ -84,9 +87,9 @@ def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | Non
 
 
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
-  """Returns the place of a device: (x, y, z, core) on a TPU, otherwise (host, index on the host).
+  """Returns (x, y, z, core) of a device with coordinates, and otherwise (host, index on the host).
 
-  `local_device_count` is the number of devices of each host; by default, of this process.
+  `local_device_count` is the number of devices on each host; by default, the number on this host.
   """
   coords = _torus_coords(device)
   if coords is not None:
@@ -273,7 +276,7 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
-  """Returns an order of the sides with z slower than y or x; None unless the submesh spans a full side or plane."""
+  """Returns the order of sides with z slower than y or x, if the submesh allows it (see above); None otherwise."""
   (gx, gy, gz, gc), (mx, my, mz, mc) = whole, part
   if mc != gc:
     return None
@@ -285,7 +288,7 @@ def _z_major(whole: Sides, part: Sides) -> Sides | None:
 
 
 def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
-  """Returns the factors of one side: (hosts along 'data', devices along 'data', the same two along 'model')."""
+  """Returns the factors of one side: (tiles or hosts, tiles on a host, hosts in a tile, devices)."""
   if part >= host and part % host == 0:
     return whole // part, 1, part // host, host
   if part < host and host % part == 0 and whole % host == 0:
@@ -307,7 +310,7 @@ def _torus_coords(device: Device) -> Sides | None:
 
 
 def _hosts(devices: Sequence[Device]) -> tuple[int, int]:
-  """Returns the number of hosts, and of devices per host."""
+  """Returns (hosts, devices per host); raises ShardingError if hosts have different numbers of devices."""
   sizes = collections.Counter(d.process_index for d in devices)
   if len(set(sizes.values())) != 1:
     raise ShardingError(f'hosts must have equally many devices; they have {list(sizes.values())}')
