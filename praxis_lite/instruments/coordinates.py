@@ -58,7 +58,7 @@ class Scaling(NamedTuple):
   slope_of_change: float
 
   def trouble(self, tolerance: float) -> str:
-    """Returns 'not finite', 'grows', or 'change grows' if an exponent is above the tolerance, and else ''."""
+    """Returns 'not finite', 'grows' or 'change grows' if an exponent is above the tolerance; '' if all is well."""
     if not all(np.isfinite([*self.sizes, *self.changes])):
       return 'not finite'
     if self.slope > tolerance:

@@ -220,7 +220,7 @@ def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
 
 
 def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator[Problem]:
-  """Yields a problem for each pattern of the strategy that decides no variable."""
+  """Yields a problem for each pattern of the strategy that decides the split of no variable."""
   placements = leaves_by_path(place_task_variables(jax_task, sizes))
   strategy = jax_task.strategy or ()
   by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}
@@ -286,7 +286,7 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> Iterator
 
 
 def _far_positions(model: BaseModel, inputs_struct: Mapping[str, object]) -> Iterator[Problem]:
-  """Yields a problem for each table of positions that is shorter than the rows, whose segments may still fit."""
+  """Yields a warning for each table of positions that is shorter than a row; the segments of a row may still fit."""
   for name, limit in model.position_limits().items():
     length = getattr(inputs_struct.get(name), 'shape', (0, 0))[1]
     if length > limit.num_positions:
@@ -328,7 +328,7 @@ def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each matrix product for which an operand has to be moved; see `contractions.py`."""
+  """Returns a problem for each matrix product that needs an operand to be moved; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
   splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
   for i, path in enumerate(leaves_by_path(step.task.state_shapes)):

@@ -27,7 +27,7 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 
 DimAxes = tuple[str, ...]
 
-# Operations whose result is split like those operands that have its shape.
+# Operations whose result is split like the operands with the shape of the result.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 
@@ -165,7 +165,7 @@ class _Walker:
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
-      # One operand is split further. Each device slices the other, unless that axis splits another dimension of it.
+      # If more axes split one operand, each device slices the other, unless an extra axis splits another of its dims.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:

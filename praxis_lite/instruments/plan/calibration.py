@@ -116,7 +116,7 @@ def _measure(
   seconds: float,
   report: Callable[[str], object],
 ) -> Iterator[tuple[str, float]]:
-  """Yields names and values of fields of `Efficiency`; `perfect` is the target with an efficiency of 1."""
+  """Yields (name, measured value) of fields of `Efficiency`; `perfect` is the target with all shares set to 1."""
   with jax.default_device(devices[0]):
     report('products of matrices')
     taken = _time(_product, _normal(0, matrix), _normal(1, matrix) / matrix**0.5, seconds=seconds)

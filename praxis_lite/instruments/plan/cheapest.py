@@ -107,7 +107,7 @@ class Option:
 
   @property
   def factors(self) -> TimeFactors | None:
-    """The least and the largest quotient of real and planned time, and so of money; None if not known."""
+    """The range of the quotient of real and planned time, which is also that of money; None if not known."""
     known, tokens = time_factors(self.topology, self.is_compiled), self.tokens_range
     if tokens == (1.0, 1.0):
       return known
@@ -115,7 +115,7 @@ class Option:
     return TimeFactors(least * tokens[0], largest * tokens[1])
 
   def largest(self, value: float) -> float:
-    """Returns the most that a planned time or price may become, by the errors of earlier plans and of the tokens."""
+    """Returns a planned time or price times the largest of `factors`; unchanged if `factors` is None."""
     return value * (self.factors.largest if self.factors else 1.0)
 
   def is_beaten_by(self, other: Option) -> bool:
@@ -350,7 +350,7 @@ class _Search:
   # ---------------------------------------------------------------- what is compiled
 
   def _promising(self) -> list[Option]:
-    """Returns all options, ordered by how much a better estimate of them helps the decision."""
+    """Returns all options, first those that are most useful to compile before the decision."""
     ordered = order_options([*self._options().values()], self.goal)
     if self.goal.budget is not None or self.goal.seconds is not None or not ordered:
       return ordered
@@ -416,5 +416,5 @@ class _Search:
 
 
 def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-  """Returns the last of the overrides of each field."""
+  """Returns the overrides without those that a later override of the same field replaces."""
   return tuple({line.partition('=')[0]: line for line in overrides}.values())

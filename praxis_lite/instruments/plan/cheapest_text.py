@@ -63,7 +63,7 @@ def _range(form: Callable[[float], str], value: float, option: Option) -> str:
 
 
 def most_text(form: Callable[[float], str], option: Option, value: float) -> str:
-  """Returns the most that a planned time or price may become, as `form` formats it."""
+  """Returns `option.largest(value)` as text, formatted by `form` if it is finite."""
   largest = option.largest(value)
   return _NO_LIMIT if math.isinf(largest) else form(largest)
 
@@ -84,7 +84,7 @@ def setting_text(option: Option) -> str:
 
 
 def format_reached(option: Option, goal: Goal) -> str:
-  """Returns 'yes' if an option surely reaches the goal, 'as planned' if it may miss it, or 'no, 1.3 x'."""
+  """Returns 'yes', 'as planned' if only the planned time and price reach the goal, or 'no, 1.3 x' (the `excess`)."""
   if (missed := excess(option, goal)) > 1:
     return f'no, {missed:.3g} x'
   return 'yes' if excess(option, goal, at_most=True) <= 1 else 'as planned'

@@ -44,7 +44,7 @@ _PARTITIONER = '[SPMD] Involuntary full rematerialization'
 # The part of a compiler's error that says how much memory a refused step needs: 'Used 33.5G of 15.75G hbm'.
 _USED = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
-_MOST_SHOWN = 400  # Characters of a compiler's error.
+_MOST_SHOWN = 400  # Characters of a compiler's error that messages show.
 _CUDNN_VERSION = 91000  # The same version as in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these variables, the compilers look for TPUs or GPUs on this machine.
@@ -279,8 +279,8 @@ def _compile(
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
   # Since JAX 0.11, it asks the GPU for the scratch memory of CUB's sort. XLA's own sort replaces it.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},
-  # Triton's kernels for products take over the transposition of an operand. On a GPU, the autotuner skips blocks
-  # that do not fit; without one, blocks of 64 rows are fixed, and do not fit 512 x 197 rows. cuBLAS replaces them.
+  # Triton's kernels for products also transpose operands. On a GPU, the autotuner skips blocks that do not fit.
+  # Without a GPU, blocks always have 64 rows, which do not fit 512 x 197 rows. cuBLAS replaces these kernels.
   'output tile sizes': {'xla_gpu_enable_triton_gemm': False},
 }
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from praxis_lite.instruments.plan.scaling_law import FinishedRun, FittedLaw, ScalingLaw
 
-OPERATIONS = 6.0  # For a parameter and a token: two forward, four backward.
+OPERATIONS = 6.0  # Per parameter and token: two forward, four backward.
 
 Range = tuple[float, float]
 

@@ -72,7 +72,7 @@ def _shared_rest(mesh: dict[str, int], rest: str, task: Config) -> tuple[dict[st
   if other is None:
     return mesh, ''
   changed = dict(mesh)
-  with contextlib.suppress(UserError):  # Of a task that cannot be built, or does not fit this mesh, a plan tells more.
+  with contextlib.suppress(UserError):  # The plan reports errors of the task.
     weights = parameter_table(task.instantiate(), mesh)
     largest = max((math.prod(weight.shape) for weight in weights), default=0)
     large = [weight for weight in weights if 8 * math.prod(weight.shape) > largest]

@@ -49,7 +49,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.training.task import SingleTask
 
-_ROUNDS, _MOST_ROWS = 3, 1 << 20  # Of the search for the largest number of rows.
+_ROUNDS, _MOST_ROWS = 3, 1 << 20  # Limits of the search for the largest number of rows.
 
 
 class Requests(NamedTuple):

@@ -84,7 +84,7 @@ class Buffer:
 
 
 class Peak(NamedTuple):
-  """The largest number of bytes that are live at a time, and their buffers."""
+  """The largest number of bytes that are live at a time, and the buffers that are live then."""
 
   bytes: int = 0
   buffers: tuple[Buffer, ...] = ()
@@ -164,7 +164,7 @@ class BlockMemory:
     self._values[result] = self._values[other]
 
   def peak(self) -> Peak:
-    """Returns the largest number of live bytes, and their buffers, without the arguments."""
+    """Returns the peak of the block, without its arguments."""
     change = [0] * (self._at + 3)
     ends = {b: b.last_use + 1 for b in self._buffers}
     for buffer, result in self._reused.items():
@@ -187,7 +187,7 @@ class BlockMemory:
         held[0].name, held[0].loop = f'{name}/{operation_name(passed.owner)}', name
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """Returns the memory that a result needs, and the bytes that computing it moves if it becomes a fusion, or 0."""
+    """Returns the memory that a result needs, and the bytes that it moves if it becomes a fusion; otherwise 0."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -207,7 +207,7 @@ class BlockMemory:
     if not stored and not self._is_stored(op, result, fused.moved, size):
       return fused, 0
     moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
-    if result in self._returned:  # The caller holds its memory.
+    if result in self._returned:  # The result of the block: the caller holds its memory.
       return _Value((), {result: size}), moved
     name = f'{self._within}/{operation_name(op)}'
     stored_as = result if (cast := _only_cast(op)) is None else cast.results[0]
@@ -251,7 +251,7 @@ def _readers(value: ir.Value) -> Iterator[ir.Operation]:
 
 
 def _only_cast(product: ir.Operation) -> ir.Operation | None:
-  """Returns the cast to a smaller dtype that alone reads a product; None if there is none."""
+  """Returns the only reader of a product if this is a cast to a smaller dtype; None otherwise."""
   if product.name not in PRODUCTS:
     return None
   readers = list(_readers(product.results[0]))
@@ -262,7 +262,7 @@ def _only_cast(product: ir.Operation) -> ir.Operation | None:
 
 
 def _is_written_by_product(op: ir.Operation) -> bool:
-  """Whether an operation is the cast of a product that nothing else reads."""
+  """Whether an operation is the cast that `_only_cast` returns for a product."""
   if op.name != 'stablehlo.convert':
     return False
   value = op.operands[0]

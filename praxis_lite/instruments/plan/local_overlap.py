@@ -32,7 +32,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, except the last one, which XLA replaces all by."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last one. XLA runs only one for all."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])

@@ -156,7 +156,7 @@ class _Reader:
     self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
-    # By the flag of `xla_flags.DEFAULTS`, which keeps what is passed on between the two iterations that it merges.
+    # A flag in `xla_flags.DEFAULTS` merges two iterations, so values that the first passes to the second are live, too.
     self._merges_iterations = not on_tpu and math.prod(sizes.mesh.values()) > 1
 
   def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:
@@ -207,7 +207,7 @@ class _Reader:
     return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
 
   def _passed_on(self, body: ir.Block, name: str) -> list[Buffer]:
-    """Returns what an iteration of a loop passes on and the next one changes, except arrays filled part by part."""
+    """Returns buffers of the state that changes in each iteration of a loop, except arrays filled part by part."""
     *_, last = body.operations
     carried = [
       passed

@@ -334,7 +334,7 @@ class _Liveness:
       return buffer
 
     if opcode.endswith('-start') and not isinstance(instruction.shape, HloArray) and len(used) == 1:
-      return (used[0], *map(new, instruction.shape[1:]))  # The result contains the operand as well.
+      return (used[0], *map(new, instruction.shape[1:]))  # The result is a tuple that begins with the operand.
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:

@@ -289,7 +289,7 @@ class _Planner:
     return abstract_mesh(self._mesh, *self._devices())
 
   def _devices(self) -> tuple[str, str | None]:
-    """Returns the devices' platform, and JAX's name of their kind, which is None except for GPUs."""
+    """Returns the devices' platform, and JAX's name of their kind for GPUs; None for others."""
     target = self._topology.target
     return target.kind, target.cuda.name if target.cuda else None
 

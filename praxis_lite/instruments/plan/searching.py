@@ -33,12 +33,13 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
 _MOST_PROMISING = 5  # The search ends when all neighbours of this many best settings are estimated.
-# XLA recomputes more when more than `_NEARLY_FULL` of memory is filled: estimates grow up to `_FULL` times.
+# XLA recomputes more if more than the share `_NEARLY_FULL` of memory is filled. Estimated times then grow, up to
+# `_FULL` times if all of it is filled.
 _NEARLY_FULL, _FULL = 0.85, 1.25
-# The share of the time limit for estimates, and the number of estimates to make even if they take longer.
+# The share of the time limit that estimates may take, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
-# Compiled, settings took down to this share of their estimates; see `docs/planning-figures.md`.
+# The least time of a compiled setting, divided by its estimate; see `docs/planning-figures.md`.
 _LEAST_OF_ESTIMATE = 0.92
 
 
@@ -197,7 +198,7 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting; None if another setting is the same program, as an 'auto' and its choice are.
+    """Returns an estimate of a setting; None if another setting gives the same program ('auto' and its choice).
 
     For an invalid setting, returns None; with `must`, raises the error.
     """
@@ -266,8 +267,8 @@ class _Search:
 class Correction:
   """Corrects estimates of operations, collectives and temporaries by the ratios of compiled programs to estimates.
 
-  The ratios for a setting come from the compiled settings that differ from it in the fewest knobs other than the first,
-  the mesh, and of these from those on the same mesh.
+  The ratios for a setting come from the nearest compiled settings. These differ from it in the fewest knobs, without
+  the mesh, which is the first knob; of equally near settings, those on the same mesh are taken.
   """
 
   def __init__(self) -> None:
@@ -292,9 +293,10 @@ class Correction:
     return seconds * _recomputing(peak / estimate.memory.capacity), peak
 
   def least(self, estimate: Plan, setting: Setting = ()) -> float:
-    """Returns the seconds that a step may take, if its estimate is as much too long as estimates have been.
+    """Returns the least seconds that a step may take, by the largest known error of estimates.
 
-    Without a compiled setting that differs only in its mesh, the estimate may need no correction.
+    If no compiled setting differs only in its mesh, the correction may be wrong, so this uses the shorter of the
+    corrected and the uncorrected time.
     """
     seconds, peak = self(estimate, setting)
     if all(other[1:] != setting[1:] for other, _, _ in self._pairs):
@@ -317,7 +319,7 @@ def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns how many times as long a step takes if this share of the memory is filled."""
+  """Returns the factor, at least 1, by which a step takes longer if this share of the memory is filled."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 

@@ -128,7 +128,7 @@ def gpu_target_config(target: Target) -> str:
     'threads_per_warp': 32,
     'shared_memory_per_block': 48 << 10,
     'shared_memory_per_core': cuda.shared_memory,
-    'shared_memory_per_block_optin': cuda.shared_memory - 1024,  # A block may use all but 1 KiB.
+    'shared_memory_per_block_optin': cuda.shared_memory - 1024,  # CUDA reserves 1 KiB.
     'threads_per_core_limit': cuda.threads,
     'core_count': cuda.cores,
     'fpus_per_core': cuda.units,

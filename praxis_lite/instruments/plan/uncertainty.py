@@ -18,14 +18,14 @@ class TimeFactors(NamedTuple):
 _ONE_HOST_OF_GPUS = TimeFactors(0.98, 1.35)
 _HOSTS_OF_GPUS = TimeFactors(0.98, 1.57)
 _TPU = TimeFactors(0.98, 1.27)
-# Times in plans of compiled programs, divided by the times in plans of the same steps by formulas.
+# For the same step, the time in the plan of the compiled program, divided by the time in the plan by formulas.
 _FORMULAS = TimeFactors(0.88, 1.67)
 
 
 def time_factors(topology: Topology, is_compiled: bool) -> TimeFactors | None:
   """Returns the known errors of plans for these chips.
 
-  If several runs on this kind of chip were measured, these are the errors of their plans. None means that the errors
+  If several runs on this kind of chip were measured, these are the errors of their plans. Returns None if the errors
   are not known: if only one run was measured, for calibrated chips, and for simulated devices.
   """
   target, runs = topology.target, topology.experience

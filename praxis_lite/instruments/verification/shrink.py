@@ -299,7 +299,7 @@ def _kinds_of_layers(small: SmallTask) -> set[str] | None:
     return {
       re.sub(r'(?<!rest_)(?<!\d)\d+', '0', layer.path_name) for layer in small.config.instantiate().model.descendants()
     }
-  except Exception:  # As in `_is_valid`.
+  except Exception:  # A model may raise any error; see `_is_valid`.
     return None
 
 
