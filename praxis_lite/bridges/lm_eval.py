@@ -139,7 +139,7 @@ class RunLM(LM):
       )
     return self.tokenizer.chat_prompt(chat_history)
 
-  # ---------------------------------------------------------------- how
+  # ---------------------------------------------------------------- calls of the model
 
   def _score(self, contexts: list[Any], continuations: list[Any]) -> list[tuple[float, bool]]:
     scores = self.model.score(contexts, continuations, batch_size=self.batch_size)
@@ -159,7 +159,7 @@ class RunLM(LM):
     return until, {name: float(x) if name == 'temperature' else x for name, x in settings.items()}
 
   def _fit(self, context: str, max_tokens: int) -> list[int]:
-    """Returns the tokens of a context; drops the first ones if context and answer together are too long."""
+    """Returns the last tokens of a context, at most as many as the model can see together with the answer."""
     tokens = encode_prompt(self.tokenizer, context)
     if self._context is None:
       return tokens

@@ -109,7 +109,7 @@ def _leave_out(tensors: dict[str, Tensor], names: Sequence[str], folder: str) ->
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-  """Whether two tensors have the same shape and values; reads a block of rows at a time."""
+  """Whether two tensors, which are not scalars, have the same shape and values; reads a block of rows at a time."""
   if one.shape != other.shape or not one.shape:
     return False
   rows = max(1, BLOCK_BYTES // max(1, one.dtype.itemsize * math.prod(one.shape[1:])))

@@ -78,7 +78,7 @@ class T5(Family):
       )
     proj, is_gated = activation_name(ff.activation, where), isinstance(ff, GatedFeedForward)
     if is_gated:
-      if ff.activation == 'gelu':  # transformers reads 'gated-gelu' as its approximation.
+      if ff.activation == 'gelu':  # transformers reads 'gated-gelu' as the tanh approximation.
         raise ConfigError(f"{where}: with gates, T5 has 'gelu_tanh' but not 'gelu'")
       proj = _GATED + ('gelu' if ff.activation == 'gelu_tanh' else proj)
     return {
@@ -142,7 +142,7 @@ def _feed_forward(hf: HfConfig) -> tuple[bool, str]:
   value = hf['feed_forward_proj']
   is_gated = isinstance(value, str) and value.startswith(_GATED)
   name = value.removeprefix(_GATED) if is_gated else value
-  if is_gated and name == 'gelu':  # transformers reads it as the approximation.
+  if is_gated and name == 'gelu':  # transformers reads 'gated-gelu' as the tanh approximation.
     name = 'gelu_new'
   return is_gated, HfConfig({'feed_forward_proj': name}, hf.where).activation('feed_forward_proj')
 

@@ -143,7 +143,7 @@ class View:
     return self._ours(_part(split, (slice(*self._bounds(extent, whole)) for extent in self._extents)))
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns a view of `split`, which has a dimension for each extent, with the variable's dimensions."""
+    """Returns `split`, an array with one dimension for each extent, as a view with the variable's dimensions."""
     axes = [extent.axis for extent in self._extents]
     whole = _part(split, (0 if axis is None else slice(None) for axis in axes))
     kept = [axis for axis in axes if axis is not None]
@@ -174,7 +174,7 @@ class View:
 
 
 def _part(x: np.ndarray, index: Iterable[int | slice]) -> np.ndarray:
-  """Returns a part of an array as a view, even if it is a single number."""
+  """Returns x[index] as a view, even if this is a single number."""
   at: Any = (*index, ...)
   return x[at]
 

@@ -119,7 +119,7 @@ class Explanation:
 
   @property
   def constrained(self) -> bool:
-    """Whether the split is declared. False if the compiler decides it, or if each device has its own array."""
+    """Whether the split is declared. False if the compiler decides all of it, or if each device has its own array."""
     return not self.per_device and not (self.dims and all(d.free for d in self.dims))
 
   @property
@@ -185,7 +185,7 @@ class Explanation:
 
   @property
   def why(self) -> str:
-    """What decided the split dimensions; if no dimension is split, what decided the last one."""
+    """What decided the split dimensions, or, if there are none, the last dimension; for a scalar, its first remark."""
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 

@@ -22,7 +22,7 @@ LocalShape = tuple[int, ...]
 def explain_compiled(
   activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
 ) -> list[Explanation]:
-  """Returns explanations of activations, with the shape that each device holds in a compiled program."""
+  """Returns activations with the shape that each device holds in a program; unchanged if no shape is found."""
   results: dict[str, collections.Counter[LocalShape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:

@@ -78,7 +78,7 @@ def remember(file: Path, plan: Plan, measured: Measurement) -> None:
 
 
 def is_typical(plan: Plan, measured: Measurement) -> bool:
-  """Whether a run tells something about the chip: it has many steps, which are long and not far from the plan."""
+  """Whether later plans may learn from a run: it has many steps, which are not too short and not far from the plan."""
   if not plan.is_time_known or measured.num_steps < _FEWEST_STEPS or plan.step_seconds < _SHORTEST_STEP:
     return False
   return 1 / _FARTHEST < measured.step_seconds / plan.step_seconds < _FARTHEST

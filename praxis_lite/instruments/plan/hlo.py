@@ -298,7 +298,7 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
 
 
 def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
-  """Returns the result and the opcode of a half of an asynchronous fusion as if it ran in order.
+  """Returns result and opcode of the start or the end of an asynchronous fusion, as if the fusion ran in order.
 
   XLA for GPUs runs some fusions on separate streams, `((operands), result, u32[]) fusion-start(...)`. They compete for
   memory bandwidth with the operations that run at the same time, so plans assume that this saves no time.
@@ -327,7 +327,7 @@ def channel_of(instruction: Instruction) -> str:
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
-  """Returns the groups of devices in which a collective communicates; pairs (from, to) for a collective-permute."""
+  """Returns the groups of a collective (one of all devices if it names none), or pairs (from, to) of a permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
     return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))

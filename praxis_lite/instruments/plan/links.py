@@ -155,7 +155,7 @@ class Links:
 
 
 def _unlike(groups: DeviceGroups, places: np.ndarray) -> list[tuple[int, ...]]:
-  """Returns one group of each shape, which is the coordinates of its members relative to the lowest ones."""
+  """Returns one of the groups whose members have the same coordinates relative to the lowest ones, for each shape."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:
     at = places[list(group)]

@@ -185,7 +185,7 @@ def bytes_on_each(tree: Any) -> int:
 
 
 def _hlo_name(dtype: Any) -> str:
-  """Returns 'bf16' for bfloat16, 's32' for int32."""
+  """Returns XLA's name of a dtype, such as 'bf16' or 's32'; 'key' for random keys."""
   if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
     return 'key'
   return dtype.name.replace('float', 'f').replace('uint', 'u').replace('int', 's')

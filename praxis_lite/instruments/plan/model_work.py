@@ -66,7 +66,7 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
 
 
 def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
-  """Returns how often the layer at `path` is repeated: the stack size of the nearest weights below or around it."""
+  """Returns how often a layer is repeated: the stack size of the nearest weights below or around it, by default 1."""
   for length in range(len(path), 0, -1):
     near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
     if near is not None:

@@ -59,7 +59,7 @@ def _slow_path(
 
 
 def _transposes(instruction: Instruction, computation: Computation, program: CompiledProgram) -> bool:
-  """Whether an instruction copies an array with its dims in another order."""
+  """Whether an instruction writes an array with its dims in another order in memory, also inside a fusion."""
   if instruction.opcode == 'fusion':
     inside = (inner for called in program.called_computations(instruction) for inner in called.instructions)
     return any(inner.opcode == 'transpose' for inner in inside)

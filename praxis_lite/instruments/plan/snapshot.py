@@ -34,7 +34,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class GrowthLimits:
-  """Allowed relative increases of memory and sent bytes. A new collective may send up to `sent` / 50 of all bytes."""
+  """Allowed relative increases of memory and sent bytes. A new collective may send `sent` / 50 of all sent bytes."""
 
   memory: float = 0.05
   sent: float = 0.05

@@ -36,7 +36,8 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# Extrapolation is uncertain, so these limit the factor from the largest size to the next, and the number of sizes.
+# Extrapolation is uncertain, so these limit the quotient of one estimated size and the largest before it, and the
+# number of sizes.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
@@ -300,7 +301,10 @@ def _size(change: Change) -> int:
 
 
 def _interpolate(sizes: dict[int, float], capacity: float) -> int:
-  """Returns the size that fills `capacity`, by a line through the two sizes whose memory is nearest to it."""
+  """Returns the size that fills `capacity`, by a line through the two sizes with the nearest memory.
+
+  If this line does not rise, returns the larger of the two sizes.
+  """
   (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
   slope = (at_b - at_a) / (b - a)
   return int(a + (capacity - at_a) / slope) if slope > 0 else max(a, b)

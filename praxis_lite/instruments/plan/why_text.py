@@ -58,7 +58,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
 
 
 def _declared_by(found: Iterable[Communication], width: int | None) -> str:
-  """Returns the fields of some collectives. With a `width`, returns only the first one, cut at its start."""
+  """Returns the fields that declare some collectives. With a `width`, shows only the first one, cut at its start."""
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
   if width is None or not fields:
     return ', '.join(fields) or '-'

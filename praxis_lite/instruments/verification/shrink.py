@@ -149,7 +149,7 @@ def small_task(
 
 
 def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-  """Returns the stages of the small task: `mesh` divides their number evenly iff `real` divides the real number."""
+  """Returns the stages of the small task. `mesh` splits them evenly iff `real` splits the real stages evenly."""
   S = stages.number
   parts, few = (math.prod(sizes[axis] for axis in stages.axes) for sizes in (real, mesh))
   small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)

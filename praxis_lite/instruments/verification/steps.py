@@ -279,9 +279,10 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 
 
 def decode_inputs(inputs: NestedDict) -> NestedDict:
-  """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt.
+  """Returns the shapes of a batch to decode, given those of a training batch: the first half of `ids` is the prompt.
 
-  If the batch has parts, such as the answers of pairs, this uses the first part with `ids`.
+  If the batch has parts, such as the answers of pairs, this uses the first part with `ids`. A batch without `ids` stays
+  as it is.
   """
   parts = (inputs, *(part for part in inputs.values() if isinstance(part, dict)))
   inputs = next((part for part in parts if 'ids' in part), inputs)

@@ -391,7 +391,7 @@ class _Comparison:
 
 
 class _Verdict(NamedTuple):
-  """The errors of the results that are wrong on the mesh, remarks on them, and references without and with noise."""
+  """Errors of the results that are wrong on the mesh, remarks on them, and the reference, without and with noise."""
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
