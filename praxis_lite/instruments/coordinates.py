@@ -218,7 +218,7 @@ class _Sizes(NamedTuple):
 
 
 def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, _Sizes], float]:
-  """Returns the sizes of the results of all layers, and the mean loss of the last step."""
+  """Returns the sizes of layers' results of rank 2 or more, by path, and the mean loss of the last step over seeds."""
   model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
   jit = functools.partial(jax.jit, compiler_options=quick_options(platform()))
 

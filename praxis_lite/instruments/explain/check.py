@@ -257,7 +257,7 @@ def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Probl
 def _find_replicated(
   variables: Sequence[Explanation], slots: Sequence[Explanation], limits: WarningLimits
 ) -> Iterator[Problem]:
-  """Yields a problem for each large replicated weight, and for each large replicated slot without a weight."""
+  """Yields a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
       continue

@@ -318,7 +318,10 @@ class _Search:
       self._estimate(setting.offer, setting.overrides, _MOST_ESTIMATES)
 
   def _estimate(self, offer: Offer, before: tuple[str, ...], number: int) -> bool:
-    """Estimates `number` settings on an offer, starting with the overrides `before`; returns whether any fits."""
+    """Estimates `number` settings on an offer, starting with the overrides `before`.
+
+    Returns whether any of them fits; True also if their times are not known.
+    """
     name, config = offer.topology.name, self.config.change(before)
     self.report(f'estimating {name}, {self._estimates} settings so far')
     found = search(config.explained, config.inputs, offer.topology, verify=0, estimates=number, lowered=self._lowered)

@@ -234,7 +234,7 @@ class Why:
   def find_replicated(
     self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
   ) -> list[Cause]:
-    """Returns causes for layers whose work devices along idle mesh axes repeat, by the FLOPs of the program.
+    """Returns causes for layers whose work is repeated by devices along idle mesh axes, by the FLOPs of the program.
 
     Args:
       operations, num_devices: the operations of one device, and the number of devices.
