@@ -159,7 +159,7 @@ class RunLM(LM):
     return until, {name: float(x) if name == 'temperature' else x for name, x in settings.items()}
 
   def _fit(self, context: str, max_tokens: int) -> list[int]:
-    """Returns the last tokens of a context, at most as many as the model can see together with the answer."""
+    """Returns the tokens of a context, without the first ones if the model cannot see context and answer together."""
     tokens = encode_prompt(self.tokenizer, context)
     if self._context is None:
       return tokens

@@ -91,7 +91,7 @@ class LocalChunker:
     return self._number(self._flatten(mesh_axes))
 
   def get_replica_id(self, mesh_axes: str | SpecLike) -> int:
-    """Returns the host's number among the hosts with the same part, counted over the axes that split nothing."""
+    """Returns the host's number, row-major, among the hosts with the same part of an array split over these axes."""
     used = self._flatten(mesh_axes)
     return self._number([axis for axis in self.num_chunks if axis not in used])
 

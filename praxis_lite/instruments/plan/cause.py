@@ -50,7 +50,7 @@ class Cause:
 
   @property
   def expected(self) -> bool:
-    """Whether it follows from the declarations, and so is no surprise."""
+    """Whether the communication or work follows from the declarations; if not, it is a surprise."""
     return self.reason.expected
 
   def __str__(self) -> str:

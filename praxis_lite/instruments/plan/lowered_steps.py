@@ -78,7 +78,7 @@ class LoweredSteps:
     self._steps: list[tuple[StepKey, LoweredStep]] = []
 
   def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
-    """Returns the step of a key, which `lower` makes if it is new. With the key None, the step is not kept."""
+    """Returns the step of a key; if the key is new, calls `lower` to make it. If the key is None, does not keep it."""
     known = None if key is None else next((step for other, step in self._steps if key.is_same_step(other)), None)
     if known is not None:
       return known
