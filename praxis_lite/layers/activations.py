@@ -52,7 +52,7 @@ def get_activation(name: str, where: str = 'activation') -> ActivationFunction:
 
 
 class Activation(Layer):
-  """y = f(x), for chains of layers such as `Sequential`; other layers have a field for their activation.
+  """A layer that computes y = f(x), for chains such as `Sequential`; other layers have a field for their activation.
 
   Attributes:
     activation: name of f, a key of `ACTIVATIONS`.

@@ -48,7 +48,8 @@ from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# The most cache slots that a single token reads at once on accelerators: there, operations cost more than slots.
+# On accelerators, a single token reads at most this many cache slots at once: an operation more costs more time than
+# empty slots that are read.
 _MOST_SLOTS = 4096
 # Fields that cross attention does not support.
 _OF_ONE_SEQUENCE = (
@@ -280,7 +281,7 @@ class MultiHeadAttention(AttentionHeads):
     mask: AttentionMask,
     first_BTKH: jax.Array | None = None,
   ) -> jax.Array:
-    """Appends these tokens to the cache, and stores it; returns the results of attention, [B, T, N, H]."""
+    """Stores the cache with these tokens appended; returns the results of attention, [B, T, N, H]."""
     heads = self._mix_values(self._project(x_BTD, x_BTD, pos_BT), first_BTKH)
     context_BTNH, cache = cached.extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
@@ -298,7 +299,7 @@ class MultiHeadAttention(AttentionHeads):
     return self._attend(heads, mask, pos_RT, None, None, gate_BTNH=self._gate(x_RTD))
 
   def _entries_of(self, x_BTD: jax.Array, pos_BT: jax.Array, heads: QueryKeyValue) -> tuple[jax.Array, jax.Array]:
-    """Returns what the cache stores of these tokens: keys and values."""
+    """Returns the entries that the cache stores for these tokens: keys and values."""
     return heads[1:]
 
   def _cached_attention(self, logit_bias: LogitBias | None = None, sinks: jax.Array | None = None) -> CachedAttention:
@@ -321,7 +322,7 @@ class MultiHeadAttention(AttentionHeads):
     )
 
   def _cache_kernel_split(self, num_rows: int | None) -> tuple[RowSplit | None, str]:
-    """Returns how a kernel that reads the cache is mapped over the mesh; and why it cannot be, or ''."""
+    """Returns the split of a kernel that reads the cache, and why the kernel cannot run; see `cache_kernel_split`."""
     if self.implementation not in ('auto', 'splash'):
       return None, f"is chosen by 'auto' and 'splash', and {self.path_name}.implementation is {self.implementation!r}"
     mapping = self._cache_mapping()
@@ -332,7 +333,7 @@ class MultiHeadAttention(AttentionHeads):
     keep_cache(self, cache, self._cache_mapping())
 
   def _cache_mapping(self) -> SplitDimsMapping | str:
-    """Returns how vectors of a cache, [B, S, K, H], are split."""
+    """Returns the mapping of a cache's vectors, [B, S, K, H], or the name of the field with the mapping."""
     return 'blkh'
 
   # ---------------------------------------------------------------- parts
@@ -344,7 +345,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Divides the smaller model's factor of logits by the growth of H, unless this model has another `scale`."""
+    """Sets `scale` to the smaller model's scale, divided by the growth of H, unless the fields of both differ."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer

@@ -162,7 +162,7 @@ class AttentionHeads(Layer):
     return self._split_heads((query_BTNH, key_BSKH, value_BSKH), split)
 
   def _mix_values(self, heads: QueryKeyValue, first_BSKH: jax.Array | None) -> QueryKeyValue:
-    """Returns queries, keys and values; the first layer's values are mixed into them if there is a `value_residual`."""
+    """Returns queries, keys and values; with a `value_residual`, the first layer's values are mixed into the values."""
     if self.value_residual_tpl is None:
       return heads
     if first_BSKH is None:

@@ -21,17 +21,17 @@ T = TypeVar('T')
 class Queries(NamedTuple):
   """I blocks of queries.
 
-  `at` is the index of each query in its row; -1 is padding. The fields after it may be None if they are not needed.
+  `at` is the index of each query in its row; -1 marks padding. `pos` and `seeds` may be None.
   """
 
   x: jax.Array  # [I, B, K, G, Q, H]
   at: Array  # [I, Q]
-  pos: jax.Array | None = None  # [I, B or 1, Q]; None means the index.
-  seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, of dropout.
+  pos: jax.Array | None = None  # [I, B or 1, Q]; None means that positions are `at`.
+  seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, seeds of dropout; None without dropout.
 
 
 class Keys(NamedTuple):
-  """J blocks of keys and values; see `Queries`."""
+  """J blocks of keys and values; see `Queries` for `at` and `pos`."""
 
   k: jax.Array  # [J, B, K, S, H]
   v: jax.Array  # [J, B, K, S, H]
@@ -51,9 +51,10 @@ def put_block(blocks: T, block: T, i: jax.Array) -> T:
 
 @functools.cache
 def _put_entry(dim: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns `dynamic_update_index_in_dim` for `dim`; under `vmap`, with an index that is not batched, it stays one.
+  """Returns a function that puts an entry at an index of dimension `dim`, also under `vmap` with an unbatched index.
 
-  JAX would make it a scatter, which the partitioner cannot split in a `shard_map` over only some mesh axes.
+  There, JAX would make a `dynamic_update_index_in_dim` a scatter, which the partitioner cannot split in a `shard_map`
+  over only some mesh axes.
   """
 
   @jax.custom_batching.custom_vmap
@@ -140,7 +141,7 @@ def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
 
 
 def block_indices(length: int, size: int) -> np.ndarray:
-  """Returns the indices of a row, cut into blocks: [I, size], with -1 beyond the end of the row."""
+  """Returns the indices 0 to length - 1, cut into blocks: [I, size], with -1 after the last index."""
   index = np.arange(-(-length // size) * size, dtype=np.int32).reshape(-1, size)
   return np.where(index < length, index, -1)
 

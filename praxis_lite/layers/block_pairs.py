@@ -28,7 +28,7 @@ class BlockPairs(NamedTuple):
 
   table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
   used: int | jax.Array
-  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if there can be none.
+  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if no pair can be.
   masked: bool = True  # Whether a pair may be partly masked.
   expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
 
@@ -71,13 +71,13 @@ def needed_pairs(
 
 
 def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
-  """Returns the number of pairs of blocks that the mask does not empty because of their indices, [I, Q] and [J, S]."""
+  """Returns how many pairs of blocks are not empty because of the indices `query_at`, [I, Q], and `key_at`, [J, S]."""
   needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
   return int(np.sum(needed))
 
 
 def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns which pairs of blocks are needed by their indices, [I, J] bool; and what the mask knows about them."""
+  """Returns [I, J] bool, False for pairs of blocks that are empty because of indices; and `mask.some_allowed(at)`."""
   exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
   return exists if allowed.by_index is None else exists & allowed.by_index, allowed
 
@@ -88,6 +88,6 @@ def _block_ranges(query_at: Array, key_at: Array, all_rows: bool) -> BlockRanges
 
 
 def _index_range(index: Array) -> tuple[Array, Array]:
-  """Returns the least and greatest index of each block. A block of padding gets a range that overlaps with no other."""
+  """Returns the least and greatest index of each block; for a block of only padding, `_NO_KEY` and -1."""
   xp: Any = np if isinstance(index, np.ndarray) else jnp
   return xp.where(index >= 0, index, _NO_KEY).min(axis=-1), xp.where(index >= 0, index, -1).max(axis=-1)

@@ -40,7 +40,7 @@ MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
 class OffsetBias(Protocol):
-  """A bias on logits by the positions of queries and keys; hashable. See `positions.BucketedBias`."""
+  """A hashable function from positions of queries and keys to a bias of logits, such as `positions.BucketedBias`."""
 
   def __call__(self, params: Any, query_pos: jax.Array, key_pos: jax.Array, /) -> jax.Array:
     """Returns [B, N, Q, S] for positions [B, Q] and [B, S], or [1, N, Q, S] for [1, Q] and [1, S]."""
@@ -49,7 +49,7 @@ class OffsetBias(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-  """How products of queries and keys become probabilities."""
+  """The hyperparameters that turn products of queries and keys into probabilities."""
 
   scale: float  # Factor of the products.
   soft_cap: float | None = None  # Bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
@@ -143,7 +143,7 @@ def finish_sums(sums: Sums, sinks: jax.Array | None = None) -> tuple[jax.Array, 
 
 
 def group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
-  """Returns sinks as [K, G, 1], which broadcasts to sums of queries."""
+  """Returns sinks as [K, G, 1], which broadcasts to [I, B, K, G, Q]; None without sinks."""
   return None if sinks_N is None else sinks_N.reshape(num_kv_heads, -1, 1)
 
 
@@ -178,7 +178,7 @@ def sum_sink_gradients(
 
 
 def zero_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
-  """Returns the initial gradients."""
+  """Returns gradients that are zero."""
   x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, sum_dtype(a)), (queries.x, keys.k, keys.v, bias))
   return Gradients(x, k, v, bias)
 
@@ -213,7 +213,7 @@ def add_gradients(
 def _compute_gradients(
   formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys, of: BackwardInputs
 ) -> Gradients:
-  """Returns the gradients of one pair of blocks, and of the parameters of the bias."""
+  """Returns what one pair of blocks adds to the gradients."""
   logits, slope = _compute_logits(formula, mask, bias, query, key)
   probs = jnp.exp(logits - of.lse[..., None])
   kept = _dropout(formula, query, key)
@@ -229,12 +229,12 @@ def _compute_gradients(
 
 
 def _skip_empty(pairs: BlockPairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
-  """Returns `attend(*args)`, or `leave(*args)` for a pair that is empty because of data."""
+  """Returns `leave(*args)` if pair n is empty because of data; otherwise `attend(*args)`."""
   return attend(*args) if pairs.flags is None else jax.lax.cond(pairs.flags[n], attend, leave, *args)
 
 
 def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
-  """Runs `sums = add(n, sums)` for each pair n, and returns the sums."""
+  """Runs `sums = add(n, sums)` for each pair n, and returns the last sums."""
 
   def body(n: jax.Array, sums: T) -> T:
     # JAX moves computations on constants out of a scan over layers. If n did not depend on the sums, JAX would
@@ -289,7 +289,7 @@ def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogi
 
 
 def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:
-  """Returns the factors of the probabilities: 0, or 1 / (1 - rate)."""
+  """Returns the factors of the probabilities, [B, K, G, Q, S], 0 or 1 / (1 - rate); 1.0 without dropout."""
   if query.seeds is None:
     return 1.0
   return dropout_factors(query.seeds, jnp.asarray(key.at), formula.dropout_rate)

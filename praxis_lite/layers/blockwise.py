@@ -53,7 +53,7 @@ from praxis_lite.sharding.constraints import manual_axes
 from praxis_lite.sharding.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
-_MOST_LOGITS = 2**25  # For one pair of blocks, in all rows and heads: 128 MiB.
+_MOST_LOGITS = 2**25  # The most logits of one pair of blocks, in all rows and heads: 128 MiB.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +73,13 @@ class RowSplit:
   stage_axes: tuple[str, ...] = ()
 
   def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
-    """Repeats kv heads, so that each device gets whole groups of query heads with their own kv head."""
+    """Returns [B, S, K', H], with each kv head repeated so often that the devices along `head_axes` divide K'."""
     sizes, K = jax.sharding.get_abstract_mesh().shape, x_BSKH.shape[2]
     repeats = math.lcm(K, math.prod(sizes[axis] for axis in self.head_axes)) // K
     return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH
 
   def map_rows(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool) -> Any:
-    """Returns the forward or backward pass mapped over the devices."""
+    """Returns `fn`, the forward or backward pass, mapped over the devices."""
     rows, head = axes_to_entry(self.batch_axes), axes_to_entry(self.head_axes)
     specs = argument_specs(heads, integers, rows, None, head)
     queries, lse = specs[0].query, PartitionSpec(None, rows, head)
@@ -88,7 +88,11 @@ class RowSplit:
     return self._map(fn, specs, (queries, lse))
 
   def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Returns `fn` mapped over the axes that no enclosing `shard_map` maps; in stages, also over their `vmap`."""
+    """Returns `fn` in a `shard_map` over the mesh axes that no enclosing `shard_map` has.
+
+    In the stages of a pipeline, which are mapped by `vmap`, `stage_axes` also split the stages, and each device runs
+    its own in turn.
+    """
     axes = {*jax.sharding.get_abstract_mesh().axis_names} - manual_axes()
     shard = functools.partial(jax.shard_map, axis_names=axes, check_vma=False)
     if not self.stage_axes:

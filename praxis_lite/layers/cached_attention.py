@@ -33,9 +33,10 @@ from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.sharding.mesh import platform
 
 T = TypeVar('T')
-_KERNEL_FROM = 256  # The fewest slots of a cache with which the kernel is used.
-_KERNEL_DTYPES = 'bfloat16', 'float32', 'int8', 'float8_e4m3fn', 'float8_e5m2'  # Of entries; of queries, the first two.
-_MOST_KERNEL_QUERIES = 128  # The most queries of a kv head if the kernel computes several tokens.
+_KERNEL_FROM = 256  # The kernel is used for caches of at least this many slots.
+# Dtypes of entries that the kernel takes; queries have one of the first two.
+_KERNEL_DTYPES = 'bfloat16', 'float32', 'int8', 'float8_e4m3fn', 'float8_e5m2'
+_MOST_KERNEL_QUERIES = 128  # The most queries of a kv head for which the kernel computes several tokens.
 _MOST_LOGITS = 2**26  # The most float32 logits that several tokens may have at once if `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
@@ -44,7 +45,7 @@ PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queri
 class CachedAttention:
   """How an attention layer stores and reads its cache."""
 
-  dtype: DTypeLike  # Of the entries; int8 stores a scale for each vector.
+  dtype: DTypeLike  # The dtype of cached vectors; with int8, the cache also stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
   # The most slots that a single token reads at once, if more than `page_size`. Several tokens may read as many if they
@@ -54,7 +55,8 @@ class CachedAttention:
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
   sinks: jax.Array | None = None  # [N], see `dot_product_attention`.
   has_values: bool = True  # False if the keys are also the values, and stored only once.
-  # (number of rows, or None) -> how the mesh splits a kernel; and why the kernel cannot run, or ''.
+  # (number of rows, or None if unknown) -> the split of the kernel and an obstacle; see
+  # `AttentionMesh.cache_kernel_split`.
   kernel_split: Callable[[int | None], tuple[RowSplit | None, str]] = lambda rows: (None, '')
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
@@ -63,7 +65,8 @@ class CachedAttention:
     if self.window is not None:
       slots = min(max_len, self.window)
     elif self.page_size is not None and max_len > self.page_size:
-      pages = -(-max_len // max(self.most_slots, self.page_size))  # For a single token; each has several prompt pages.
+      # The pages that a single token reads. Each consists of one or several pages that a prompt reads.
+      pages = -(-max_len // max(self.most_slots, self.page_size))
       slots = -(-max_len // (pages * self.page_size)) * pages * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
     no_token = jnp.full((batch_size, slots), -1, jnp.int32)
@@ -151,14 +154,14 @@ class CachedAttention:
     return self.kernel_split(num_rows)[1]
 
   def describe(self, dtype: DTypeLike, num_slots: int) -> str:
-    """Returns how the next token attends to a cache, on TPUs; the arguments are the same as for `kernel_obstacle`."""
+    """Returns in words how, on TPUs, the next token attends to a cache with queries of this dtype."""
     obstacle = self.kernel_obstacle(dtype, min(num_slots, self.window or num_slots))
     return f'in plain JAX, because its kernel {obstacle}' if obstacle else 'a kernel for each token'
 
   def _extend(
     self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask, pages: float | None = None
   ) -> tuple[jax.Array, KVCache]:
-    """Like `extend`, for tokens that are read at once; see `_attend_by_page` for `pages`."""
+    """Does what `extend` does, for tokens that fit into one step; see `_attend_by_page` for `pages`."""
     if self.window is None or cache.is_placed:
       cache = append_tokens(cache, new)
       return self._attend(query_BTNH, new.pos, cache, mask, pages), cache
@@ -184,14 +187,17 @@ class CachedAttention:
     return self._attend_by_page(query_BTNH, pos_BT, cache, mask, page, pages or cache.num_slots / page)
 
   def _page(self, query_BTNH: jax.Array, slots: int) -> int:
-    """Returns how many slots are read at once, a divisor of `slots`; a prompt reads at most a page, to limit logits."""
+    """Returns how many slots are read at once, a divisor of `slots`.
+
+    Several tokens read at most a page, to limit their logits, unless these are few; see `_fits_at_once`.
+    """
     if self.page_size is None or slots <= self.page_size or self._fits_at_once(query_BTNH, slots):
       return slots
     most = max(self.most_slots, self.page_size) if query_BTNH.shape[1] == 1 else self.page_size
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
-    """Whether the logits are few enough to compute at once. In a loop, a GPU would wait for the host each iteration."""
+    """Whether logits are few enough to compute at once; in a loop, a GPU waits for the host in each iteration."""
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
@@ -231,7 +237,7 @@ class CachedAttention:
   def _attend_by_page(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
   ) -> jax.Array:
-    """Computes attention with an online softmax over the pages with tokens; plans assume that these are `pages`."""
+    """Returns attention, [B, T, N, H], by online softmax over pages with tokens; plans assume `pages` of them."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
@@ -262,9 +268,9 @@ def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -
 def _scan_pages(
   step: Callable[[T, tuple[Any, ...]], tuple[T, jax.Array]], carry: T, arrays: tuple[Any, ...], page: int
 ) -> tuple[T, jax.Array]:
-  """Runs `step` for each page of arrays [B, T, ...]; returns the carry, and the results [B, T, ...].
+  """Runs `step` for each page of `page` tokens of arrays [B, T, ...]; returns the last carry and results [B, T, ...].
 
-  The first page may be shorter than the others.
+  The first page is shorter if `page` does not divide T.
   """
 
   def to_pages(x: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ from praxis_lite.layers.masks import (
 
 
 class ChunkMemory(AttentionMask):
-  """Allows the keys from `memory` positions before the query's chunk onward, even those after the query."""
+  """Allows all keys that are at most `memory` positions before the query's chunk, even those after the query."""
 
   chunk: int
   memory: int
@@ -51,7 +51,7 @@ class ChunkMemory(AttentionMask):
 
 
 class _PositionsFrom(AttentionMask):
-  """Allows keys whose position is at least `first_BT`, the limit of the query."""
+  """Allows keys whose position is at least the query's entry of `first_BT`."""
 
   first_BT: jax.Array = query_array()
   key_pos_BS: jax.Array = key_array()

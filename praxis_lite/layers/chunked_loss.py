@@ -2,7 +2,8 @@
 
     for each chunk of C classes                         forward: a running log-sum-exp
       logits = x w[:, chunk] + b[chunk]
-      m, s   = max(m, max(logits)), s exp(m - m') + sum(exp(logits - m'))
+      m'     = max(m, max(logits))
+      m, s   = m', s exp(m - m') + sum(exp(logits - m'))
     log normalizer = m + log s
 
     for each chunk of C classes                         backward: the logits are computed again
@@ -56,7 +57,7 @@ _AUTO_LEAST = 1024
 
 
 class CrossEntropy(NamedTuple):
-  """The cross entropy of labels, and other values computed from their logits."""
+  """The cross entropy of labels, and other values computed from the same logits."""
 
   xent: jax.Array  # [...] float32, in nats; NaN if the label is not in [0, V).
   log_normalizer: jax.Array  # [...] float32.
@@ -68,7 +69,7 @@ class ClassChunks:
   """How classes are cut into chunks, and how logits are processed."""
 
   num_classes: int  # V.
-  chunk_size: int  # C, at most K.
+  chunk_size: int  # Classes of a chunk; cut down to K in `size`.
   axes: tuple[str, ...] = ()  # Mesh axes that split the classes.
   dims_axes: tuple[str, ...] = ()  # Mesh axes that split dimension D of w.
   rows: tuple[object, ...] | None = None  # How the leading dimensions of logits are split; None leaves it to XLA.
@@ -103,7 +104,7 @@ class ClassChunks:
     return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
 
   def cut_into_parts(self, weights: jax.Array, axis: int) -> jax.Array:
-    """Cuts an axis of classes [V] into [S, K], padded with zeros, and moves S, which devices split, to the front."""
+    """Returns `weights` with its axis of V classes padded with zeros and cut into [S, K], and S moved to the front."""
     shape = [*weights.shape]
     shape[axis] = self.num_parts * self.part_size
     padded = pad_to(weights, tuple(shape))
@@ -113,21 +114,21 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
-    """Whether each device may hold w, as parts, and its gradient with D gathered: both are small next to the logits."""
+    """Whether w, cut into parts, is small compared to the logits, so that devices may gather its D."""
     if not self.dims_axes:
       return True
     own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
     return w.size // self.num_parts * w.dtype.itemsize <= own_rows * self.part_size
 
   def row_parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of parts of each dimension of rows on the mesh; () if it splits nothing, or one unevenly."""
+    """Returns how many parts the mesh cuts each dimension of rows into; () if it cuts none, or one unevenly."""
     parts = tuple(_num_parts(unmapped_mesh_axes(entry)) for entry in self.rows or ())
     return parts if any(n > 1 for n in parts) and not any(size % n for size, n in zip(shape, parts)) else ()
 
   def split(self, x: jax.Array, *dims: object) -> jax.Array:
-    """Constrains an array that begins with the leading dimensions of the logits, if `rows` says how these are split.
+    """Constrains an array with the leading dimensions of the logits to be split by `rows`, unless `rows` is None.
 
-    `dims` are entries of a spec, one per dimension; `...` stands for the leading ones.
+    `dims` are entries of a spec, one per dimension; `...` stands for the leading dimensions.
     """
     if self.rows is None:
       return x
@@ -164,7 +165,7 @@ def usual_chunk_size(part_size: int) -> int:
 
 
 def unmapped_mesh_axes(entry: object) -> tuple[str, ...]:
-  """Returns the axes in an entry of a spec over which the ambient mesh splits arrays; () without a mesh."""
+  """Returns the axes in an entry of a spec that the ambient mesh has and no `shard_map` maps; () without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in spec_axes(entry) if axis in mesh.axis_names and axis not in manual_axes())
 
@@ -299,7 +300,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 class _OwnRows(NamedTuple):
-  """Gradients of w from each device's rows, [P..., S, D, C] or [P..., S, C, D]; `parts`, [P...], are `row_parts`."""
+  """Computes gradients of w from each device's rows, [*P, S, D, C] or [*P, S, C, D]; `parts`, P, are `row_parts`."""
 
   chunks: ClassChunks
   parts: tuple[int, ...]
@@ -328,7 +329,7 @@ class _OwnRows(NamedTuple):
     return with_sharding_constraint(_add_up(dw, self.rank), self.chunks.spec) if self.parts else dw
 
   def _cut(self, x: jax.Array, *others: object) -> jax.Array:
-    """Cuts each dimension of rows into (parts, rows of a part); `others` is the spec of the other dimensions."""
+    """Returns x, each dimension of rows cut into (parts, rows of a part); `others` are specs of other dimensions."""
     sizes = [size for whole, parts in zip(x.shape, self.parts) for size in (parts, whole // parts)]
     spec = [entry for of_rows in self.chunks.rows or () for entry in (of_rows, None)]
     return with_sharding_constraint(x.reshape(*sizes, *x.shape[self.rank :]), PartitionSpec(*spec, *others))
@@ -340,12 +341,12 @@ def _add_up(parts: jax.Array, rank: int) -> jax.Array:
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Returns each chunk's first class and its first class that is in no earlier chunk, counted from the part's start."""
+  """Returns each chunk's first class, and its first class that no earlier chunk has, counted from the part's start."""
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 
 def _layout(chunks: ClassChunks) -> tuple[int, str]:
-  """Returns the dimension of w, cut into parts, that holds the classes, and the einsum letters of its dimensions."""
+  """Returns which dimension of w, cut into parts, is the classes, and the einsum letters of w's dimensions."""
   return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 

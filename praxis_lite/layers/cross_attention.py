@@ -90,7 +90,7 @@ class CrossAttention(MultiHeadAttention):
     return self._output(context_BTNH, self._gate(x_BTD))
 
   def _attention_to_each(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
-    """Returns how much the targets attend to each source token, averaged over heads, summed over targets, [B, S]."""
+    """Returns the probability of each source token, averaged over heads and summed over targets, [B, S]."""
     key_BSKH, _ = cache.read(query_BTNH.dtype)
     is_source_B11S = (cache.pos >= 0)[:, None, None, :]
     probs_BKGTS = attention_probs(query_BTNH, key_BSKH, is_source_B11S, None, self._sinks(), self._spec())
@@ -99,7 +99,7 @@ class CrossAttention(MultiHeadAttention):
 
 
 def place_targets(state: NestedDict, num_slots: int) -> NestedDict:
-  """Returns the state with the caches of targets placed, see `place_caches`; caches of sources stay as they are."""
+  """Returns the state with placed caches of targets (see `place_caches`); caches of sources stay as they are."""
   return place_caches(state, num_slots, _CHILD)
 
 

@@ -34,7 +34,7 @@ class CtcHypotheses(NamedTuple):
 
 
 class _Beam(NamedTuple):
-  """Prefixes, [B, K, L], with their lengths and the log probabilities of their paths by last symbol, all [B, K]."""
+  """Prefixes, [B, K, L], their lengths, [B, K], and log probabilities of their paths by last symbol, [B, K]."""
 
   ids: jax.Array
   lengths: jax.Array

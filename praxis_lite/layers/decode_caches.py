@@ -95,12 +95,12 @@ class StackedCaches:
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Splits the state of the loop, or the state after an iteration, into the arrays of caches and all others."""
+    """Returns the arrays of caches in the state of the loop, or after an iteration, and all other arrays."""
     arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 
   def turn_state(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
-    """Returns the decode state of the layer in one iteration, which contains the caches of all layers."""
+    """Returns the decode state of the layer of iteration `turn`; it contains the stacked caches of all layers."""
     state = merge(others, arrays)
     for place in self._places:
       state = insert(state, (*place, 'turn'), turn)

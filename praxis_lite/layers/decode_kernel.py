@@ -34,17 +34,18 @@ from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import axes_to_entry
 
 LANES = 128
-_MOST_SLOTS, _MOST_BYTES = 1024, 2**20  # Of a page, and of its keys: four such arrays are on the chip.
-_MOST_QUERIES = 2**17  # Numbers that are on the chip at once.
+# Of a page: the most slots, and the most bytes of its keys. The chip holds four arrays as large as these keys.
+_MOST_SLOTS, _MOST_BYTES = 1024, 2**20
+_MOST_QUERIES = 2**17  # The most entries of queries that the chip holds at once.
 
 
 class _Arrays(NamedTuple):
-  """The arguments of the kernel; None for those that a layer does not have."""
+  """The arguments of the kernel; an argument that a layer does not have is None."""
 
-  query: Any  # [B, K, Q, H]; query g T + t is that of token t in head g of the group.
+  query: Any  # [B, K, Q, H]; query g T + t belongs to token t and to head g of the group.
   key: Any  # [L, B, K, S, H]
   value: Any  # [L, B, K, S, V]; None if the values are the keys.
-  key_scale: Any  # [L, B, K, S], of int8 entries.
+  key_scale: Any  # [L, B, K, S]; None unless entries are int8.
   value_scale: Any
   bias: Any  # [B or 1, K, Q, S]
   sinks: Any  # [K, Q, 1]
@@ -119,10 +120,10 @@ def attend_by_kernel(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
-  """Returns [B, K, Q, V]."""
+  """Returns the results of attention, [B, K, Q, V]."""
   (B, K, Q, H), (_, T, S) = arrays.query.shape, arrays.seen.shape
   V = H if arrays.value is None else arrays.value.shape[4]
-  # A product of float32 is computed from parts of its operands, which take as much room again.
+  # A product of float32 is computed from parts of its operands, which take as much memory as the operands.
   itemsize = 8 if arrays.query.dtype == jnp.float32 else max(arrays.key.dtype.itemsize, arrays.query.dtype.itemsize)
   slot_bytes = max(max(H, V) * itemsize, 0 if arrays.bias is None else 4 * Q)
   C = _heads_at_once(K, slot_bytes, Q * max(H, V), has_scales=arrays.key_scale is not None)
@@ -140,9 +141,9 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
     return pl.BlockSpec((None, C, Q, dims), lambda b, c, i, *_: (b, c, 0, 0))
 
   def page_spec(lead: Callable[[Any, Any, Any], tuple[Any, ...]], *dims: int | None) -> pl.BlockSpec:
-    """A page of an array with these dimensions, where -1 stands for the slots, and None is a single index.
+    """Returns the spec of one page of an array: `dims` are block sizes, -1 for the slots, None for a single index.
 
-    `lead(layer, b, c)` are the indices of the first dimensions; those of others are 0.
+    `lead(layer, b, c)` returns the block indices of the first dimensions; the other dimensions except slots have 0.
     """
 
     def index(b: Any, c: Any, i: Any, layer: Any, first: Any, end: Any) -> tuple[Any, ...]:
@@ -200,7 +201,7 @@ def _attend_jvp(formula: Formula, primals: tuple[_Arrays], tangents: tuple[_Arra
 
 
 def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
-  """Returns what the kernel returns, with all logits at once."""
+  """Returns the result of `_attend`, computed in plain JAX from all logits at once."""
   (B, K, Q, _), T, dtype = arrays.query.shape, arrays.seen.shape[1], arrays.query.dtype
 
   def vectors(entries: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -227,7 +228,7 @@ def _bound(formula: Formula, products: jax.Array) -> jax.Array:
 
 
 def _has_slots_last(dims: int) -> bool:
-  """Whether TPUs store vectors of so many dims with the slots as the last dimension."""
+  """Whether TPUs store a cache of vectors with this many dims with the slots as the last dimension."""
   return dims % LANES != 0
 
 
@@ -240,8 +241,8 @@ def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales:
 
   Args:
     num_heads: K.
-    slot_bytes: of a slot of one head.
-    queries: Q H, numbers of one head.
+    slot_bytes: bytes of a slot of one head.
+    queries: entries of the queries of one kv head.
     has_scales: whether the heads of a page are a dimension of tiles; then they are all, or a multiple of 8.
   """
   most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
@@ -282,7 +283,7 @@ def _kernel(
       query_QH = of.query[c]
       key = of.key[c].astype(query_QH.dtype)
       value = key if of.value is None else of.value[c].astype(query_QH.dtype)
-      if num_slots % P:  # Behind the end of the cache there may be anything, also what is not finite.
+      if num_slots % P:  # After the end of the cache, memory may hold anything, even values that are not finite.
         slot = (first[b] + i) * P + jax.lax.broadcasted_iota(jnp.int32, value.shape, _has_slots_last(V))
         value = jnp.where(slot < num_slots, value, jnp.zeros_like(value))
       products_QP = _product(query_QH, key, int(not _has_slots_last(H)))

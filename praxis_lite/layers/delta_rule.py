@@ -106,7 +106,7 @@ def scan_delta_rule(
 
 
 def _prepare(tokens: DeltaTokens) -> _Chunk:
-  """Returns the parts of a chunk that do not depend on the state."""
+  """Returns what can be computed from a chunk's tokens without the state before it."""
   value_BMNH, decay_BLN, rate_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   L, N, dtype, sums = *value_BMNH.shape[1:3], value_BMNH.dtype, sum_dtype(value_BMNH)
   decay = ChunkDecay.compute(decay_BLN, starts_BL)

@@ -196,7 +196,7 @@ class DiagonalSsm(Mixer):
 
 def _convolve(u_BTNH: jax.Array, kernel_TNHK: jax.Array) -> jax.Array:
   T = u_BTNH.shape[1]
-  size = 2 * T  # With as many zeros as there are tokens, the end of a row does not reach its beginning.
+  size = 2 * T  # FFTs convolve in a circle: with T zeros, the end of a row does not affect its beginning.
   u_BFNK, kernel_FNHK = jnp.fft.rfft(u_BTNH, size, axis=1), jnp.fft.rfft(kernel_TNHK, size, axis=0)
   return jnp.fft.irfft(jnp.einsum('BFNK,FNHK->BFNH', u_BFNK, kernel_FNHK), size, axis=1)[:, :T]
 

@@ -65,7 +65,7 @@ class DifferentialAttention(MultiHeadAttention):
     return AttentionSpec(self.logit_scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _scale_queries(self, query_BTNH: jax.Array) -> jax.Array:
-    """Returns [B, T, N, 2 H]: queries of a first softmax, followed by zeros, or of a second one, preceded by zeros."""
+    """Returns [B, T, N, 2 H]: H zeros after a query of the first softmax, and before a query of the second."""
     B, T, N, H = query_BTNH.shape
     query_BTM2G1H = super()._scale_queries(query_BTNH).reshape(B, T, self._kv_heads[0], 2, -1, 1, H)
     half_212 = jnp.eye(2, dtype=query_BTNH.dtype)[:, None, :, None]

@@ -32,11 +32,11 @@ SCHEDULES = ('cosine', 'linear', 'flow')
 PREDICTIONS = ('epsilon', 'v', 'velocity')
 SAMPLERS = ('ddim', 'ancestral', 'euler', 'heun')
 _BETAS = (0.1, 20.0)
-_TINY = 1e-4  # The least divisor of estimates: they are divided by the larger of this and alpha.
+_TINY = 1e-4  # The least divisor of estimates of x, which are divided by alpha if it is larger.
 
 
 def check_process(schedule: str, prediction: str, where: str) -> None:
-  """Raises ConfigError, which names `where`, if the schedule or the prediction is unknown, or they do not fit."""
+  """Raises ConfigError, which names `where`, if the schedule or the prediction is unknown, or both do not fit."""
   check_choice(f'{where}.schedule', schedule, SCHEDULES)
   check_choice(f'{where}.prediction', prediction, PREDICTIONS)
   fitting = {'v': ('cosine', 'linear'), 'velocity': ('flow',)}.get(prediction, SCHEDULES)

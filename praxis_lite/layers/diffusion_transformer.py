@@ -55,7 +55,7 @@ class TimeEmbedding(Layer):
     self.create_child('out', self.linear_tpl.clone(input_dims=self.dims, output_dims=self.dims))
 
   def __call__(self, t_B: jax.Array) -> jax.Array:
-    """Returns [B, D] for times from 0 to 1."""
+    """Returns embeddings [B, D] of times from 0 to 1."""
     count = self.num_sinusoids // 2
     rates = jnp.exp(-math.log(10_000) * jnp.arange(count, dtype=jnp.float32) / count)
     angles = 1000 * t_B.astype(jnp.float32)[:, None] * rates

@@ -39,17 +39,17 @@ class DispatchPlan(NamedTuple):
 
   @property
   def token_of_slot(self) -> jax.Array:
-    """[M] int32; N if the slot is empty."""
+    """The token whose choice is in each slot, [M] int32; N if the slot is empty."""
     return self.choice_of_slot if self.slot_of_choice is None else self.choice_of_slot // self.slot_of_choice.shape[1]
 
   def has_slot(self) -> jax.Array:
-    """[N, K] bool, whether the choice has a slot."""
+    """Returns [N, K] bool, whether the choice has a slot."""
     if self.slot_of_choice is None:
       raise ValueError('the plan does not list the choices of tokens')
     return self.slot_of_choice < self.choice_of_slot.size
 
   def choices_to_slots(self, of_choices_NK: jax.Array, empty: int = 0) -> jax.Array:
-    """Returns [M]: the value of the choice in each slot; `empty` for empty slots."""
+    """Returns [M]: for each slot, the value that its choice has in `of_choices_NK`; `empty` for empty slots."""
     return of_choices_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=empty)
 
 
@@ -135,7 +135,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 class _ByExpert(NamedTuple):
-  """Choices in order of priority: the first choices of all tokens, then the second ones, and so on."""
+  """Choices in order of priority: the first choices of all tokens, then all second choices, and so on."""
 
   experts: jax.Array  # [K N] int32.
   rank: jax.Array  # [K N] int32, the place of each choice in the order by expert.
@@ -152,7 +152,7 @@ def _sort_by_expert(experts_NK: jax.Array, num_experts: int) -> _ByExpert:
 
 
 def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> DispatchPlan:
-  """Returns the plan of choices in order of priority, each with its slot if there is room."""
+  """Returns the plan in which each choice, in order of priority, gets its `slot` if `fits`, and none otherwise."""
   slot_of_choice = jnp.where(fits, slot, num_slots).reshape(k, num_tokens).T
   numbers = jnp.arange(num_tokens * k, dtype=jnp.int32)
   empty = jnp.full(num_slots, num_tokens * k, jnp.int32)

@@ -43,12 +43,12 @@ class DoraLayer(LoraLayer):
     self.create_variable('dora_magnitude', weight)
 
   def _scale_output(self, y: jax.Array) -> jax.Array:
-    """In a call: returns the layer's output, given its output `y` with LoRA only."""
+    """In a call: returns the layer's output, given `y`, which is its output without the factors of DoRA."""
     bias = self.theta.b if 'b' in self._weights else jnp.zeros((), y.dtype)
     return ((y - bias) * self._factor() + bias).astype(y.dtype)
 
   def _factor(self) -> jax.Array:
-    """In a call: returns the factor of each output, [*O]."""
+    """In a call: returns (1 + m) |W| / |W + s A B|, [*O]."""
     w, magnitude = self.theta.w, self.theta.dora_magnitude
     return output_factors(w, self.lora.weight(), magnitude, magnitude.ndim)[(0,) * (w.ndim - magnitude.ndim)]
 

@@ -180,7 +180,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
 
 
 def many_logits(platform: str) -> int:
-  """Returns the least number of logits of a head for which 'auto' does not choose dense attention."""
+  """Returns from how many logits of a head 'auto' prefers other methods to dense attention."""
   return _MANY_LOGITS_ON_CPU if platform == 'cpu' else _MANY_LOGITS
 
 
@@ -423,7 +423,7 @@ def attention_entropy(
 
 
 def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-  """Returns the probabilities of the keys. Without a sink, the probabilities of a query sum to 1."""
+  """Returns the probabilities of the keys, which sum to 1 for each query without a sink, and to less with one."""
   sinks_KG1 = group_sinks(sinks_N, logits_BKGTS.shape[1])
   if sinks_KG1 is None:
     return jax.nn.softmax(logits_BKGTS, axis=-1)

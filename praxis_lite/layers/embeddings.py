@@ -99,7 +99,8 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
     return layer.shard(scale_vectors(lookup_rows(table_VD, ids, style)), field)
   # This table is not communicated, so it may be in float32, and so the gradients of all ids are summed in float32.
   table_VD = layer.shard(to_sum_dtype(layer._read_weight('w', None)), wt)
-  own_ids = with_sharding_constraint(ids, exchange.of_own_ids)  # Otherwise, XLA might gather what ids come from.
+  # Without this constraint, XLA might gather the arrays from which the ids are computed.
+  own_ids = with_sharding_constraint(ids, exchange.of_own_ids)
   y = lookup_rows(table_VD, with_sharding_constraint(own_ids, exchange.of_ids)).astype(layer.fprop_dtype)
   y = with_sharding_constraint(y, exchange.of_vectors)
   sent = Exchange('exchange of looked-up vectors', _TABLE, exchange.axes, by_compiler=True, kinds=('all-to-all',))

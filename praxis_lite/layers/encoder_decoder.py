@@ -321,7 +321,7 @@ class TransformerEncoderDecoder(Layer):
     ids_BT: jax.Array,
     pos_BT: jax.Array | None,
   ) -> jax.Array:
-    """Returns what a stack, 'encoder' or 'decoder', reads, [B, T, D]."""
+    """Returns the inputs of a stack, 'encoder' or 'decoder', for these ids, [B, T, D]."""
     x_BTD = look_up(ids_BT)
     if self.position_tpl is not None:
       pos_BT = jnp.arange(ids_BT.shape[1])[None] if pos_BT is None else pos_BT
@@ -331,7 +331,7 @@ class TransformerEncoderDecoder(Layer):
     return self.shard(self.embedding_dropout(x_BTD))
 
   def _bias(self, stack: str, length: int) -> dict[str, Any]:
-    """Returns the argument of a stack, 'encoder' or 'decoder', for the bias of its self-attention."""
+    """Returns keyword arguments for a stack, 'encoder' or 'decoder': `logit_bias`; {} without a relative bias."""
     if self.relative_bias_tpl is None:
       return {}
     in_blocks = any(_attends_in_blocks(block.attention) for block in _blocks(getattr(self, stack)))
@@ -381,5 +381,5 @@ def _attends_in_blocks(attention: MultiHeadAttention) -> bool:
 
 
 def _blocks(stack: Layer) -> Iterator[TransformerBlock]:
-  """Yields the blocks of a stack, and a repeated block once."""
+  """Yields each block of a stack; a block that is repeated, only once."""
   return (layer for layer in stack.descendants() if isinstance(layer, TransformerBlock))

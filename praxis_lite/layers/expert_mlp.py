@@ -50,7 +50,7 @@ class ExpertMlp:
     return self.multiply(weights, product, self.compute_hidden(weights, product, rows), 'down')
 
   def compute_hidden(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
-    """Returns the inputs of the weights `down`, [..., F]; the arguments are the same as for a call."""
+    """Returns the rows that the weights `down` multiply, [..., F]; the arguments are the same as for `__call__`."""
     multiply = functools.partial(self.multiply, weights, product)
     fn, limit = get_activation(self.activation), self.hidden_limit
     up = checkpoint_name(multiply(rows, 'up'), 'ffn_up')

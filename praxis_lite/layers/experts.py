@@ -40,7 +40,7 @@ from praxis_lite.sharding.specs import all_axes, spec_axes
 ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 
-# The dimension of F in the variables that have it.
+# For each variable with hidden dims F: which dimension they are.
 _HIDDEN_DIM = {
   **{'gate': 2, 'up': 2, 'down': 1, 'gate_bias': 1, 'up_bias': 1},
   **{'gate_lora_b': 2, 'up_lora_b': 2, 'down_lora_a': 1},
@@ -63,13 +63,13 @@ class ExpertSplit:
 
   @property
   def parts(self) -> int:
-    """Inside `shard_map`: returns P."""
+    """Inside `shard_map`: returns P, the number of devices that split the experts."""
     return jax.lax.axis_size(self.expert) if self.expert else 1
 
   def gather_weight(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inside `shard_map`: gathers a weight of true shape `shape`, except along its experts and hidden dims.
+    """Inside `shard_map`: returns a weight, gathered except along its experts and hidden dims, without padding.
 
-    In the backward pass, its gradient is summed and scattered.
+    `shape` is its shape before padding. In the backward pass, its gradient is summed and scattered.
     """
     hidden = _HIDDEN_DIM.get(name)
     for dim, entry in enumerate(self.weights[name] if self.axes else ()):
@@ -83,11 +83,11 @@ class ExpertSplit:
 class DeviceExperts(NamedTuple):
   """The experts of a device."""
 
-  mlp: ExpertFn  # Computes outputs for rows, [E / P, R, D] or [M, D], with a product by weights [E / P, ...].
+  mlp: ExpertFn  # Returns outputs for rows, [E / P, R, D] or [M, D]; its product multiplies by weights [E / P, ...].
   num_experts: int  # E, including the padding of the last device.
   split: ExpertSplit  # How experts are split.
   grouped_matmul: str = 'auto'  # How rows that are sorted by expert are multiplied; see `choose_grouped_matmul`.
-  stage_axes: tuple[str, ...] = ()  # In the stages of a pipeline, the mesh axes that split them, evenly.
+  stage_axes: tuple[str, ...] = ()  # The mesh axes that split the pipeline's stages around the layer, evenly.
 
   def grouped_product(self, sizes: jax.Array) -> RowProduct:
     """Returns the function that multiplies rows [M, I], sorted by expert; `sizes` are the rows of each expert."""
@@ -150,7 +150,7 @@ def dropless(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
-  """Returns floats `x`, of shape `true`, padded with zeros to `shape`, because a `shard_map` takes equal parts.
+  """Returns floating `x`, of shape `true`, padded with zeros to `shape`, because a `shard_map` needs equal parts.
 
   The gradient is a slice. JAX's own rule would make it a pad that crops, for which the guards would gather the array.
   """
@@ -170,9 +170,9 @@ pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_outputs(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Inside `shard_map` without `check_vma`: sums an output over axes that do not split it.
+  """Inside `shard_map` without `check_vma`: returns the sum of an output over `axes`, which do not split the sum.
 
-  Each device gets an equal share of the gradient of such an output; JAX's own rule would sum these by communication.
+  Each device gets an equal share of the sum's gradient. JAX's own rule would sum these shares by communication.
   """
   return jax.lax.psum(x, axes)
 
@@ -188,7 +188,7 @@ def keep_on_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
-  """Returns the products of rows [E, R, I]."""
+  """A `RowProduct` for rows [E, R, I] and weights [E, I, O]: returns [E, R, O]."""
   outputs = jnp.einsum('eri,eio->ero', rows, weights)
   return outputs if biases is None else outputs + biases[:, None]
 

@@ -83,7 +83,8 @@ def _quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
 def _dot(
   a: Quantized, b: Quantized, contracting: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
 ) -> jax.Array:
-  # Devices add up their parts of a product in its dtype. The range of float16 is too small; bfloat16 has float32's.
+  # Devices add up their parts of a product in the product's dtype. Float16 has too small a range for this; bfloat16 has
+  # the range of float32.
   summed = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
   product = jax.lax.dot_general(a[0], b[0], (contracting, ((), ())), preferred_element_type=summed)
   return (product * (a[1] * b[1])).astype(dtype)

@@ -24,12 +24,12 @@ import numpy as np
 
 from praxis_lite.layers.weight_formats import WeightFormat
 
-_DAMPING = 0.01  # Relative to the mean of the diagonal, as in the paper.
-_BLOCK = 128  # Inputs after which the errors are spread over all remaining inputs.
+_DAMPING = 0.01  # A fraction of the mean of G's diagonal, as in the paper.
+_BLOCK = 128  # Errors are spread over inputs outside of their block only after each block of this many inputs.
 
 
 class Compensation(NamedTuple):
-  """How the error of each input is spread over later ones.
+  """How the error of each input is spread over the inputs that are rounded later.
 
   Attributes:
     order: [I] int32, the inputs in the order of rounding.
@@ -41,7 +41,7 @@ class Compensation(NamedTuple):
 
 
 def compensation(gram_II: np.ndarray) -> Compensation:
-  """Returns how errors are spread, for G [I, I]; it is computed in float64."""
+  """Returns how errors are spread, given G, [I, I]; computes in float64."""
   gram = np.array(gram_II, np.float64)
   diagonal = np.diag(gram).copy()
   is_used = diagonal > 0
@@ -68,7 +68,7 @@ def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> 
 
 
 def _choose_in_order(form: WeightFormat, arrays: list[jax.Array | None], upper_II: jax.Array) -> jax.Array:
-  """Returns the values, [I, O] int32, for a weight, its scales and zero points, [I, O], in the order of rounding."""
+  """Returns rounded values, [I, O] int32; `arrays` are weight, scales and zero points, [I, O] in order of rounding."""
   size = upper_II.shape[0]
   block, missing = min(_BLOCK, size), -size % min(_BLOCK, size)
   w_IO, scale_IO, zero_IO = (

@@ -71,7 +71,7 @@ def sum_outer_products(left_MK: jax.Array, right_MN: jax.Array, sizes_G: jax.Arr
 
 
 class _Table(NamedTuple):
-  """For each tile of rows, int32: its group, its first row, and the end of the rows of its group."""
+  """For each tile of rows, int32: its group, its first row, and the index after the last row of its group."""
 
   group: jax.Array
   start: jax.Array
@@ -79,7 +79,7 @@ class _Table(NamedTuple):
 
 
 def _table_of_tiles(starts: jax.Array, ends: jax.Array, size: int, most: int) -> _Table:
-  """Returns a table of `most` tiles of `size` rows, first the tiles of all groups, and then empty ones."""
+  """Returns a table of `most` tiles of `size` rows: first the tiles of all groups, then tiles without rows."""
   counts = -(-(ends - starts) // size)
   last = jnp.cumsum(counts)
   tile = jnp.arange(most, dtype=jnp.int32)
@@ -140,10 +140,10 @@ def _sum_tile(left: Any, right: Any, start: Any, end: Any, out: Any, *, tiles: T
 
 
 def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the row and the column of a program in a grid of tiles.
+  """Returns the row and the column of the tile that a program computes, in a grid of rows x columns tiles.
 
-  Programs run in their order, some hundred at a time. `_TILES_TOGETHER` tiles of rows times all columns follow each
-  other, column by column, so that what programs read at the same time is in the cache of the chip.
+  Programs run in order, some hundred at a time. Each `_TILES_TOGETHER` rows of tiles are computed column by column, so
+  that programs that run together read the same operands, from the cache of the chip.
   """
   several, rest = jnp.divmod(program, _TILES_TOGETHER * columns)
   height = jnp.minimum(rows - several * _TILES_TOGETHER, _TILES_TOGETHER)
@@ -190,7 +190,7 @@ def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int
 
 
 def _call(kernel: Any, out: jax.ShapeDtypeStruct, programs: int, tiles: Tiles) -> Any:
-  """Returns a function that runs a kernel; on a CPU, it is interpreted."""
+  """Returns a function that runs a kernel; on CPUs, Pallas interprets the kernel."""
   return pl.pallas_call(
     kernel,
     out,

@@ -184,7 +184,7 @@ def grouped_matmul(
 
 
 class _Block(NamedTuple):
-  """R rows, beginning at `start`; those from `first` to before `end` belong to the block's group."""
+  """R consecutive rows from index `start` on; the rows with indices in [first, end) belong to the block's group."""
 
   start: jax.Array  # All are int32.
   first: jax.Array
@@ -192,16 +192,16 @@ class _Block(NamedTuple):
   rows: int
 
   def belongs(self) -> jax.Array:
-    """Returns [R, 1] bool: whether a row belongs to the group."""
+    """Returns [R, 1] bool, whether each row belongs to the group."""
     row = self.start + jnp.arange(self.rows)[:, None]
     return (row >= self.first) & (row < self.end)
 
 
 class _Groups(NamedTuple):
-  """The groups of V products with M rows each; groups and rows are numbered through all products."""
+  """The groups of V products with M rows each; indices of groups and of rows run through all products."""
 
   sizes: jax.Array  # int32
-  ends: jax.Array  # int32, the end of the rows of each group.
+  ends: jax.Array  # int32, the index after the last row of each group.
   num_rows: int  # V M.
   rows: int  # R, the number of rows of a block.
 
@@ -218,24 +218,25 @@ class _Groups(NamedTuple):
     return -(-self.sizes // self.rows)
 
   def block(self, group: jax.Array, place: jax.Array) -> _Block:
-    """Returns a block of a group. The last blocks begin earlier than needed, so that all have R rows."""
+    """Returns block number `place` of a group. Near the end of all rows, it begins earlier, so as to have R rows."""
     first = self.ends[group] - self.sizes[group] + self.rows * place
     return _Block(jnp.minimum(first, self.num_rows - self.rows), first, self.ends[group], self.rows)
 
   def loop_over_groups(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any) -> Any:
-    """Runs `body(group, its number of blocks, carry)` for each group that has rows."""
+    """Runs `carry = body(group, number of its blocks, carry)` for each group with rows; returns the last carry."""
     with_rows, counts = jnp.argsort(self.sizes == 0, stable=True).astype(jnp.int32), self.counts()
     number = jnp.sum(self.sizes > 0)
     return jax.lax.fori_loop(0, number, lambda i, carry: body(with_rows[i], counts[with_rows[i]], carry), init)
 
   def loop_over_blocks(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any, V: int) -> Any:
-    """Runs `body(group, place in the group, carry)` as often as V products may need at most, whatever their groups.
+    """Runs `carry = body(group, number of the block in the group, carry)` for each block; returns the last carry.
 
-    The iterations that these groups do not need come last, with places after the end of the last group.
+    The number of iterations is the most that V products can need, whatever the sizes of their groups. Iterations that
+    these groups do not need come last, with numbers of blocks after the end of the last group.
     """
     counts = self.counts()
     ends, M, G = jnp.cumsum(counts), self.num_rows // V, len(counts) // V
-    filled = min(M, G)  # Groups of n rows need (n - 1) // rows + 1 blocks, and most in sum if no group is empty.
+    filled = min(M, G)  # A group of n rows needs (n - 1) // rows + 1 blocks; the sum is largest without empty groups.
     most = V * ((M - filled) // self.rows + filled)
     block = jnp.arange(most, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(block[:, None] >= ends, axis=1, dtype=jnp.int32), V * G - 1)
@@ -350,7 +351,7 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 
 
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
-  """Runs `run`. A `vmap` of it makes V larger, so that its loops run one after the other and not in lockstep."""
+  """Returns the result of `run`. Under `vmap`, V grows, so that loops run one after another, not in lockstep."""
 
   @custom_vmap
   def folding(*arrays: jax.Array) -> jax.Array:

@@ -126,7 +126,7 @@ class GroupedMixer(Mixer):
     self.create_variable(name, weight)
 
   def _check_steps(self, field: str, low: float, high: float, are_right: bool) -> None:
-    """Raises a `ConfigError` about `field`, the least and the largest step, unless `are_right`."""
+    """Raises a `ConfigError` about `field`, whose value is (low, high), unless `are_right`."""
     if not are_right:
       raise ConfigError(
         f'{self.path_name}.{field}: expected two numbers, the least and the largest step, got {(low, high)}'
@@ -135,7 +135,7 @@ class GroupedMixer(Mixer):
   def _read(
     self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns values, keys and queries."""
+    """Returns values, [B, T, N, H], keys and queries, [B, T, G, S]; with positions, of the next tokens in decoding."""
 
     def read(proj: Projection, conv: CausalConv) -> jax.Array:
       x = proj(x_BTD)

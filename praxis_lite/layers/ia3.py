@@ -53,7 +53,7 @@ class Ia3Layer(AdaptedLayer):
     self.create_variable('ia3_scale', weight)
 
   def _scale_call(self, compute: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `compute(x)` with the factors, where `compute` is the call of the frozen layer."""
+    """Returns `compute(x)` with inputs or outputs multiplied by the factors; `compute` calls the frozen layer."""
     if self.surroundings.without_adapters:
       return compute(x)
     if self.ia3_of_inputs:

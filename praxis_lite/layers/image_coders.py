@@ -140,7 +140,7 @@ class ImageDecoder(Layer):
 
 
 def to_pixels(x_BHWC: jax.Array, size: int) -> jax.Array:
-  """Returns [B, size H, size W, C / size^2]: the channels of an entry become size x size pixels."""
+  """Returns [B, size H, size W, C / size^2]: the channels of each position become size x size pixels."""
   B, H, W, C = x_BHWC.shape
   x = x_BHWC.reshape(B, H, W, size, size, C // size**2)
   return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H * size, W * size, -1)
@@ -154,7 +154,7 @@ def to_patches(x_BHWC: jax.Array, size: int) -> jax.Array:
 
 
 def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int) -> None:
-  """Raises ConfigError if images [B, H, W, C] do not have these channels, or cannot be halved so often."""
+  """Raises ConfigError unless images, [B, H, W, C], have C = `channels`, and H and W can be halved `halvings` times."""
   if len(shape) != 4 or shape[-1] != channels or any(size % 2**halvings for size in shape[1:3]):
     remedy = f'; set image_channels = {shape[-1]} of the encoder' if len(shape) == 4 and shape[-1] != channels else ''
     raise ConfigError(

@@ -95,7 +95,7 @@ def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
 
 def _boxes(key: jax.Array, share_B: jax.Array, height: int, width: int) -> jax.Array:
   """Returns bool [B, h, w]: boxes of 1 - share of the area around random centers, cropped to the image."""
-  middles_B2 = jax.random.uniform(key, (*share_B.shape, 2))  # The numbers of a row do not depend on later rows.
+  middles_B2 = jax.random.uniform(key, (*share_B.shape, 2))  # A row's numbers do not depend on later rows.
   half_B = jnp.sqrt(1 - share_B) / 2
 
   def inside(middle_B: jax.Array, size: int) -> jax.Array:

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 _LARGEST = 127
-_MOST_SUMMED = 1 << 17  # So many products of integers from -128 to 127 and from -127 to 127 fit into int32 when summed.
+# int32 holds the sum of this many products of an integer from -128 to 127 and one from -127 to 127.
+_MOST_SUMMED = 1 << 17
 T = TypeVar('T')
 
 

@@ -77,7 +77,7 @@ class KVCache(NamedTuple):
     return jax.tree.map(take, self._replace(slot=None, turn=None))
 
   def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values of slots, [B, S, K, H], in `dtype`."""
+    """Returns the keys and values in all slots, both [B, S, K, H], in `dtype`."""
 
     def vectors(entries: jax.Array, scale: jax.Array | None) -> jax.Array:
       scaled = entries if scale is None else entries * scale[..., None]
@@ -97,7 +97,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """The number of first slots of this layer that may hold tokens to which the last ones attend."""
+    """The number of first slots of this layer that hold all tokens to which the last tokens may attend, in any row."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 
@@ -109,7 +109,7 @@ def check_cache_dtype(path: str, dtype: DTypeLike | None) -> None:
 
 
 def to_entries(key_BTKH: jax.Array, value_BTKH: jax.Array | None, pos_BT: jax.Array, dtype: DTypeLike) -> KVCache:
-  """Returns tokens as a cache of this dtype stores them; if `value_BTKH` is None, the keys are the values."""
+  """Returns tokens as entries of a cache of this dtype; if `value_BTKH` is None, the cache reads keys as values."""
 
   def entries(vectors_BTKH: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return _quantize(vectors_BTKH) if jnp.dtype(dtype) == jnp.int8 else (vectors_BTKH.astype(dtype), None)
@@ -133,7 +133,7 @@ def append_tokens(cache: KVCache, new: KVCache) -> KVCache:
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
   if cache.is_placed:
-    seen_B = jnp.max(new.pos, axis=1) + 1  # 0 for a row of padding, which attends to nothing.
+    seen_B = jnp.max(new.pos, axis=1) + 1  # 0 for a row that has only padding, and so attends to nothing.
     return write_to_ring(cache, new)._replace(slot=seen_B if turn is None else cache.slot.at[turn].set(seen_B))
   slot = cache.slot if turn is None else cache.slot[turn]
   taken: jax.Array | int = 1

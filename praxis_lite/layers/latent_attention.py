@@ -126,7 +126,7 @@ class LatentAttention(MultiHeadAttention):
     return jnp.concatenate([plain_BTNh, self.rotary(turned_BTNP, pos_BT)], axis=-1)
 
   def _parts(self, query_BTNH: jax.Array) -> list[jax.Array]:
-    """Returns the dims of queries without positions, and the rotary dims."""
+    """Returns two parts of queries: [B, T, N, H - P], and the rotary dims, [B, T, N, P]."""
     return jnp.split(query_BTNH, [query_BTNH.shape[-1] - self.rotary_dims], axis=-1)
 
   def _latents(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> tuple[jax.Array, jax.Array]:

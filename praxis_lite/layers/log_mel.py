@@ -136,7 +136,7 @@ class LogMel(Layer):
     real_BTF, imaginary_BTF = jnp.split(parts_BTX, 2, axis=-1)
     spectrum_BTF = jnp.square(real_BTF) + jnp.square(imaginary_BTF)
     if self.power != 2:
-      # The gradient of a root at 0 is infinite.
+      # The derivative of the square root is infinite at 0.
       is_zero_BTF = spectrum_BTF == 0
       spectrum_BTF = jnp.where(is_zero_BTF, 0, jnp.where(is_zero_BTF, 1, spectrum_BTF) ** (self.power / 2))
     filters_FM = mel_filters(

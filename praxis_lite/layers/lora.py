@@ -42,11 +42,11 @@ class Adapter(LayerPatterns):
       tables of embeddings.
   """
 
-  # What can have this adapter, for messages.
+  # In words, the layers that can have this adapter; used in messages.
   adaptable: ClassVar[str] = 'linear layers, projections, experts and tables of embeddings'
-  # Classes of layers that can have this adapter, and the classes of the same layers with it.
+  # For each class of layers that can have this adapter: the class of such a layer with the adapter.
   adapted: ClassVar[Mapping[type[Layer], type[Layer]]] = {}
-  # Classes of layers that get it only if a regex matches them.
+  # Classes of layers that get the adapter only if a regex of `layers` matches the layer's path.
   only_if_named: ClassVar[frozenset[type[Layer]]] = frozenset({Embedding})
 
   @property
@@ -55,7 +55,7 @@ class Adapter(LayerPatterns):
     return {}
 
   def is_for(self, name: str, config: Config) -> bool:
-    """Whether the layer of this path and config gets this adapter."""
+    """Whether the layer with this path, `name`, and this config gets this adapter."""
     kind = target(config)
     if kind not in self.adapted:
       return False
@@ -68,7 +68,7 @@ class Adapter(LayerPatterns):
     raise NotImplementedError
 
   def adapt_at(self, name: str, config: Config) -> Config:
-    """Like `adapt`, for adapters that depend on the layer's path below the model."""
+    """Returns the result of `adapt`; override it if the adapter depends on `name`, the layer's path below the model."""
     del name
     return self.adapt(config)
 
@@ -96,7 +96,7 @@ class AdaptedLayer(Layer):
     raise NotImplementedError
 
   def weight_shape(self, name: str) -> tuple[int, ...]:
-    """Returns the shape of a weight, without dimensions of layers that repeat this one."""
+    """Returns the declared shape of a weight, without the dimensions that a repeating layer adds."""
     return tuple(self._weights[name].shape)
 
   def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:

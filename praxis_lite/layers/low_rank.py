@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns a mapping with further dimensions in front, which are not split."""
+  """Returns a mapping with one more dimension in front, which is not split, if `num_before` is not 0."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))

@@ -85,14 +85,14 @@ _parent: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_l
 
 
 class ChildEdits(Protocol):
-  """Edits of all layers below a layer: of their configs, before they are built, and of how their weights are stored."""
+  """Edits of all layers below a layer: they change configs before layers are built, and how weights are stored."""
 
   def edit(self, path: Path, config: Config) -> Config:
-    """Returns the config to build the layer at `path` from, which is `config` itself or an edited copy."""
+    """Returns the config from which the layer at `path` is built: `config` itself, or an edited copy."""
     ...
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
-    """Returns how a weight of a layer is stored; None stores it as it is declared."""
+    """Returns how a weight of a layer is stored; None if it is stored as it is declared."""
     ...
 
   def check(self) -> None:
@@ -120,7 +120,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   # Whether `__call__` takes the keyword `paddings`, [B, T], which is nonzero for padding tokens.
   takes_paddings: ClassVar[bool] = False
-  # By name of an argument of a call: the value that marks a padding token or row.
+  # For arguments of a call, by name: the value that marks a padding token or row.
   marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
 
   name: str = ''
@@ -434,7 +434,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     return outputs, frame.side_outputs()
 
   def _check_shapes(self, variables: NestedDict) -> None:
-    if manual_axes():  # Inside a `shard_map` of the user, variables are parts.
+    if manual_axes():  # Inside a user's `shard_map`, each device has only its part of a variable.
       return
     for path, shape in self._declared_shapes.items():
       given = getattr(node_at(variables, path), 'shape', shape)

@@ -142,7 +142,7 @@ class Facts:
     return None
 
   def position_grids(self) -> Mapping[str, PositionGrid]:
-    """Returns the grids of learned positions below this layer, by the paths of their tables from here, as `position.w`.
+    """Returns the grids of learned positions below this layer, by the table's path from this layer, e.g. `position.w`.
 
     A warm start resamples such a table if the table of the other run has another grid.
     """
@@ -165,5 +165,5 @@ class Facts:
 
 
 def double_or_halve(count: int, most: int = 64) -> list[int]:
-  """Returns the neighbours of a number of microbatches: half if it is even, and twice if it is below `most`."""
+  """Returns numbers of microbatches to try: half of `count` if it is even, and its double if it is below `most`."""
   return [*([count // 2] if count % 2 == 0 else []), *([count * 2] if count < most else [])]

@@ -44,20 +44,20 @@ class InCall:
 
   @property
   def variables(self) -> NestedDict:
-    """In a call: the subtree of the variables that belongs to this layer, as `apply` takes it."""
+    """In a call: this layer's subtree of the variables, in the form that `apply` takes."""
     return self._frame().variable(self._path) or {}
 
   @property
   def theta(self) -> Theta:
-    """In a call: this layer's own variables as attributes, in `fprop_dtype` unless marked KEEP_FLOAT32."""
+    """In a call: this layer's own variables, as attributes; see `_read_dtype` for the dtypes."""
     return Theta(self)
 
   def _read_dtype(self, weight: WeightHParams) -> DTypeLike | None:
-    """Returns the dtype in which `theta` gives a floating variable; None keeps its own."""
+    """Returns the dtype to which `theta` casts a floating variable; None if `theta` does not cast it."""
     return None if WeightHParamsCollection.KEEP_FLOAT32 in weight.collections else self.fprop_dtype
 
   def _read_weight(self, name: str, dtype: DTypeLike | None) -> jax.Array:
-    """In a call: returns a weight of this layer, in `dtype` if it is a floating one; None keeps its own dtype."""
+    """In a call: returns a weight of this layer, cast to `dtype` if the weight is floating and `dtype` is not None."""
     if (stored := self._stored.get(name)) is not None:
       return stored.read(self._read_parts(name), dtype)
     return self._read_variable(name, dtype)
@@ -213,7 +213,7 @@ class InCall:
     return self._frame().read_cache(self._path) or {}
 
   def _frame_for(self, what: str, name: str, values: object) -> call.Frame:
-    """Returns the frame that collects these values; raises ConfigError if they exist only inside a transform in it."""
+    """Returns the frame that collects these values; raises ConfigError if an inner transform of JAX traces them."""
     frame = self._frame()
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)) and frame.trace != current_trace():
       raise ConfigError(

@@ -34,7 +34,7 @@ class Scoped(Protocol):
 
 def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a method that runs in a named scope with its input sharded, except when its own layer calls it."""
-  first = (*inspect.signature(method).parameters, '')[1]  # The parameter after self; '' if there is none.
+  first = (*inspect.signature(method).parameters, '')[1]  # The name of the parameter after self, or ''.
 
   @functools.wraps(method)
   def run(self: Scoped, *args: Any, **kwargs: Any) -> Any:

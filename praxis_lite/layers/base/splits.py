@@ -112,7 +112,7 @@ class MappedSplits(InCall):
     remark: str = '',
     exchange: Exchange | None = None,
   ) -> jax.Array:
-    """Constrains `x`, and notifies the listener of the call."""
+    """Returns `x`, constrained to `placement` unless it is None; notifies the listener of the call."""
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:
       manual = frame.surroundings.manual_axes
@@ -126,7 +126,7 @@ class MappedSplits(InCall):
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
   def _resolve_axes(self, field: str) -> tuple[str, ...]:
-    """Returns the mesh axes of a field that is one entry of a mapping; () for None, or if no mesh axes have names."""
+    """Returns the mesh axes in a field that holds one entry of a mapping; () if it is None or the mesh has no names."""
     entry = getattr(self, field)
     placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)
     return () if placement is None else tuple(all_axes(placement.spec))

@@ -25,11 +25,11 @@ class StoredWeight(Protocol):
 
   @property
   def parts(self) -> Mapping[str, WeightHParams]:
-    """The declarations of the layer's variables that hold it, by name."""
+    """The declarations of the variables that store the weight, by name."""
     ...
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns the values of `parts`, given the weight; layers that repeat this one may stack them."""
+    """Returns the values of `parts`, given the weight; `w` and the values may be stacked over repeated layers."""
     ...
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:

@@ -26,7 +26,7 @@ _PART_KINDS = frozenset(PartKind)
 
 
 def part_kind(summary: Summary) -> PartKind | None:
-  """Returns how parts of a statistic combine; None for other summaries."""
+  """Returns how a summary that is a part of a statistic combines with other parts; None for other summaries."""
   return PartKind(summary.kind) if summary.kind in _PART_KINDS else None
 
 

@@ -40,9 +40,9 @@ from praxis_lite.common.statistics import compute_parts, kind_of_part
 from praxis_lite.common.trees import Path, path_name
 from praxis_lite.layers.base.summaries import Summary
 
-# A name among the variables that no layer can declare.
+# The first part of the names of edits among variables; no layer can declare a variable with such a name.
 EDIT = '~edit'
-# The kind of a summary that is a tapped value itself.
+# The kind of a summary that holds a whole tapped value.
 ARRAY = 'array'
 # The suffix of a point that is the gradient with respect to another one.
 GRADIENT = '.grad'
@@ -100,7 +100,7 @@ class Taps:
   share: jax.Array | None = None
 
   def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
-    """Returns the taps for a pipeline's microbatch, given its `real`, and its `real_rows`, False for copied rows."""
+    """Returns the taps for a microbatch; `real` is False for padding, and `real_rows` for copied rows."""
     if real is None:
       real = real_rows
     elif real_rows is not None:
@@ -108,7 +108,7 @@ class Taps:
     return dataclasses.replace(self, real=real, in_pipeline=True)
 
   def listen(self, frame: TappedCall, name: str, x: jax.Array) -> None:
-    """Adds what is wanted of a point to the summaries of a frame."""
+    """Adds what taps want to know of `x`, the value of the point `name`, to the summaries of a frame."""
     wanted = self.wanted(name)
     real, problem = self._check(frame, wanted, name, x)
     if not problem:
@@ -158,7 +158,10 @@ class Taps:
     return ''
 
   def _entries_that_count(self, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Returns a mask of the entries that count, which broadcasts to x (None: all); and why it is unknown, or ''."""
+    """Returns a mask of the entries of x that count, or None; and why the mask is unknown, or ''.
+
+    The mask broadcasts to x. If both are empty, all entries count.
+    """
     real = self.real
     if real is None:
       return None, ''
@@ -213,7 +216,7 @@ def _reports(x: jax.Array, real: jax.Array | None, wanted: Sequence[str], label:
 def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, wanted: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x. The gradient with respect to `probe` is what is wanted of x's gradient times `share`."""
+  """Returns x. In the backward pass, the gradient with respect to `probe` is what is `wanted` of x's gradient, times `share`."""
   del probe, real, share, wanted
   return x
 
@@ -284,12 +287,12 @@ def _apply(edit: dict[str, jax.Array], x: jax.Array, name: str) -> jax.Array:
 
 
 def raw_name(part: str, statistics: Sequence[str], label: str) -> str:
-  """Returns the name of a summary with a part of some statistics."""
+  """Returns the name of a summary that holds one part of some statistics of the value `label`."""
   return f'tap:{part}:{",".join(statistics)}:{label}'
 
 
 def read_raw_name(name: str) -> tuple[str, tuple[str, ...], str] | None:
-  """Returns (part, statistics, label) of a name that `raw_name` made; None for other names."""
+  """Returns the arguments (part, statistics, label) from which `raw_name` made a name; None for other names."""
   if not name.startswith('tap:'):
     return None
   _, part, statistics, label = name.split(':', 3)
