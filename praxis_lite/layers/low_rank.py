@@ -111,7 +111,7 @@ class LowRankUpdate(Layer):
         f'{self.path_name}: {len(rows_B)} rows have an adapter, and the layer is called with an array of {x.shape}; '
         'several adapters need rows as the first dimension'
       )
-    # A number that is neither -1 nor the number of an adapter gives NaN.
+    # A number that is neither -1 nor an adapter's gives NaN.
     number_B = jnp.where(rows_B < 0, jnp.where(rows_B == -1, 0, len(self.theta.a)), rows_B)
     a_of_rows, b_of_rows = (jnp.take(w, number_B, axis=0, mode='fill') for w in (self.theta.a, self.theta.b))
     factor_B = jnp.where(rows_B < 0, 0, self.scale).astype(x.dtype)
@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns a mapping with one more dimension in front, which is not split, if `num_before` is not 0."""
+  """Returns a mapping with a dimension of adapters, which is not split, in front if `num_before` is not 0."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))

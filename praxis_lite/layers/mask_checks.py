@@ -19,7 +19,8 @@ from praxis_lite.common.errors import ConfigError, first_line
 from praxis_lite.common.mistakes import is_about_arrays
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, BlockRanges, FunctionMask, Known, mask_leaves
 
-# Numbers of queries and keys to try `allows` with. They differ, so that the shape of a result tells them apart.
+# The numbers of queries and keys with which `allows` is tried. They differ, so that the shape of a result shows which
+# dimension is which.
 _QUERIES, _KEYS = 5, 3
 
 
@@ -50,7 +51,7 @@ def _check_arrays(leaf: AttentionMask, expected: dict[str, tuple[int, ...]]) -> 
 
 
 def _try_methods(leaf: AttentionMask, batch: int) -> None:
-  """Tries `allows` and `some_allowed` with the shapes of small arrays."""
+  """Calls `allows` and `some_allowed` with abstract arrays of small shapes."""
   name = type(leaf).__name__
   results: list[Any] = []
 

@@ -52,7 +52,7 @@ def choose_patches(noise_BT: jax.Array, count: int) -> SeenPatches:
 
 
 def take_tokens(x_BTD: jax.Array, numbers_BK: jax.Array) -> jax.Array:
-  """Returns the tokens [B, K, D] with these numbers."""
+  """Returns the tokens with these numbers, from 0 to T - 1, [B, K, D]."""
   return jnp.take_along_axis(x_BTD, numbers_BK[..., None], axis=1)
 
 

@@ -123,18 +123,18 @@ class AttentionMask(abc.ABC):
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:
-    """Returns in which pairs of blocks some query attends to some key; other pairs may be True too.
+    """Returns True for each pair of blocks in which some query attends to some key, and perhaps for other pairs.
 
     Here and in `some_masked`, the arrays of this mask are in blocks: [I, B, Q, ...], [J, B, S, ...], and [B, ...].
     """
     return Known()
 
   def some_masked(self, at: BlockRanges) -> Known:
-    """Returns in which pairs of blocks some query does not attend to some key; other pairs may be True too."""
+    """Returns True for each pair of blocks in which some query does not see some key, and perhaps for other pairs."""
     return Known()
 
   def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:
-    """Returns the mask with mapped arrays: the functions `query`, `key` and `row` map the arrays of these kinds."""
+    """Returns the mask with mapped arrays: `query=f` applies f to each query array; so do `key` and `row` for theirs."""
     changes = {}
     for field in dataclasses.fields(self):
       value, kind = getattr(self, field.name), field.metadata.get('per')
@@ -145,7 +145,7 @@ class AttentionMask(abc.ABC):
     return dataclasses.replace(self, **changes)
 
   def arrays(self, *kinds: str) -> list[jax.Array]:
-    """Returns the arrays of these kinds: 'query', 'key', 'row'."""
+    """Returns the mask's arrays of the given kinds, which are 'query', 'key' or 'row'."""
     found: list[jax.Array] = []
 
     def collect(x: jax.Array) -> jax.Array:
@@ -156,7 +156,7 @@ class AttentionMask(abc.ABC):
     return found
 
   def replace_arrays(self, kind: str, arrays: Iterable[Any]) -> Self:
-    """Returns the mask with its arrays of a kind replaced by `arrays`, in order."""
+    """Returns the mask with its arrays of a kind replaced by `arrays`, in the order of the method `arrays`."""
     following = iter(arrays)
     return self.map_arrays(**{kind: lambda _: next(following)})
 
@@ -303,7 +303,7 @@ class Prefix(AttentionMask):
 
 
 class Segments(AttentionMask):
-  """Allows keys with the query's own segment id, int32; so padding, which has segment 0, attends to padding."""
+  """Allows keys with the query's segment id, int32. So a padding token, whose id is 0, attends only to padding."""
 
   ids_BT: jax.Array = query_array()
   key_ids_BS: jax.Array = key_array()
@@ -404,9 +404,9 @@ Visibility = make_mask
 
 
 def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None]:
-  """Splits a mask into the part that depends only on offsets, and the rest, which is None if there is no rest.
+  """Returns two masks whose conjunction is `mask`: an `OffsetMask`, and all other parts, or None without others.
 
-  This is for kernels that support causal masks and windows directly.
+  Kernels support causal masks and windows, which are offset masks, directly.
   """
   first, *others = _parts(And, mask)
   if not isinstance(first, OffsetMask):
@@ -415,7 +415,7 @@ def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None
 
 
 def mask_leaves(mask: AttentionMask) -> Iterator[AttentionMask]:
-  """Yields the masks that a composed mask consists of."""
+  """Yields all masks in `mask` that are not composed of others; the mask itself if it is not composed."""
   if isinstance(mask, And | Or):
     for part in mask.parts:
       yield from mask_leaves(part)
@@ -458,7 +458,7 @@ def _intersect(a: OffsetMask, b: OffsetMask) -> OffsetMask:
 
 
 def _is_within(index: Array, start: Array, distance: int | None) -> Array | None:
-  """Whether an index is at most `distance` after `start`; None if there is no limit."""
+  """Returns whether an index is at most `distance` after `start`; None if `distance` is None."""
   if distance is None:
     return None
   return index - start < distance + 1 if distance else index <= start

@@ -36,8 +36,9 @@ class Mixer(Layer):
   """
 
   causal: ClassVar[bool] = True
-  _passes_states: ClassVar[bool] = False  # Whether it scans the parts of a split length separately.
-  _state_split: ClassVar[tuple[int | None, ...]] = (0, 2)  # The dimensions of `blnh` that the state is split like.
+  _passes_states: ClassVar[bool] = False  # Whether the mixer scans the parts of a split length separately.
+  # For each dimension of the state, the dimension of `blnh` with the same split.
+  _state_split: ClassVar[tuple[int | None, ...]] = (0, 2)
 
   input_dims: int = REQUIRED
 
@@ -93,7 +94,7 @@ class Mixer(Layer):
     return self.mix(x_BTD, None, pos_BT)
 
   def mix(self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None) -> jax.Array:
-    """Returns [B, T, D] for whole rows, or with positions, for the next tokens of rows that have a decode state."""
+    """Returns [B, T, D] for whole rows if `pos_BT` is None; otherwise for the next tokens, from the decode state."""
     raise NotImplementedError
 
   def _keep(self, state: jax.Array) -> None:
@@ -118,7 +119,7 @@ class Mixer(Layer):
     return math.prod(sizes.get(axis, 1) for axis in self._length_axes() if axis not in manual)
 
   def _shard_parts(self, x: jax.Array, letters: tuple[str, ...]) -> jax.Array:
-    """Splits an array as `blnh` says; `letters` name its dimensions: B rows, P parts of the length, N heads."""
+    """Constrains an array by `blnh`; `letters` name its dimensions: B rows, P parts of the length, N heads, '' other."""
     places = {'B': 0, 'P': 1, 'N': 2, '': None}
     return self.shard(x, pick_entries(self.activation_split_dims_mapping.blnh, *(places[letter] for letter in letters)))
 
@@ -131,5 +132,5 @@ class Mixer(Layer):
 
 
 def pick_entries(split: SplitDimsMapping, *dims: int | None) -> SplitDimsMapping:
-  """Returns a mapping with these entries of another one, and None for None; returns None without a mapping."""
+  """Returns a mapping with the entries of `split` at `dims`, and None for a dim None; None without a mapping."""
   return split.pick(*dims) if isinstance(split, DeclaredSplit) else None

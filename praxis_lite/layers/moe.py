@@ -11,14 +11,15 @@ Dispatch, from tokens to experts:
 Expert parallelism: experts are split over a mesh axis, and tokens are exchanged by all-to-alls, in a `shard_map` over
 the axes that split tokens and weights:
 
-    dispatch        [E, n, D] of this device's tokens
-    all-to-all      [E / P, P n, D] of all devices' tokens, for this device's experts
+    capacity    [E, n, D] of this device's tokens  ->  [E / P, P n, D] of all devices' tokens, for this device's experts
+    dropless    [P, n, D], rows for each device    ->  [P, n, D], rows from each device, then sorted by expert
     experts, all-to-all back, combine
 
 The other dims of the weights may be split too. If F is split, each device computes its part of the hidden layer, and
 outputs are summed. If D is split, or any dim over an axis that splits tokens, weights are gathered before their use.
 
-B batch, T length, D model dims, F hidden dims, E experts, K experts per token, C capacity, P parts of the expert axis.
+B batch, T length, D model dims, F hidden dims, E experts, K experts per token, C capacity, P parts of the expert axis,
+n slots on one device, of an expert (capacity) or for a device (dropless).
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ from praxis_lite.sharding.padding import pad_to, padded_shape
 from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import DeclaredSplit, WeightHParams, WeightInit
 
-# Points for taps: the inputs of the products of all experts, [B, T, E, ...].
+# Names of points for taps: the inputs of all experts' products, [B, T, E, ...].
 ROWS, HIDDEN_ROWS = 'rows_of_experts', 'hidden_rows_of_experts'
-# The exchange has room for at least this number of rows for each device: fewer would save little.
+# The exchange has slots for at least this number of rows for each device, because fewer slots would save little.
 _FEW_ROWS = 128
-# With at least this many devices, an exchange with room for all tokens wastes more than it is worth.
+# With at least this many devices, an exchange with slots for all tokens costs more than it gains.
 _MANY_DEVICES = 4
 
 
@@ -82,8 +83,8 @@ class ExpertOutputs(NamedTuple):
   """The results of experts for this device's tokens."""
 
   y: jax.Array  # [B, T, D].
-  load: jax.Array  # [B, 1, E] float32, number of tokens of a row that chose the expert, or that the expert chose.
-  dropped: jax.Array  # [B, 1] float32, number of these choices without a slot, or of tokens that no expert chose.
+  load: jax.Array  # [B, 1, E] float32, number of the row's tokens that chose the expert, or that the expert chose.
+  dropped: jax.Array  # [B, 1] float32, number of tokens' choices without a slot, or of tokens that no expert chose.
 
 
 class MoeWeightSplit(FeedForwardWeightSplit):
@@ -309,7 +310,7 @@ class MoeFeedForward(Layer):
   # ---------------------------------------------------------------- experts
 
   def _experts(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> ExpertOutputs:
-    """Runs `_run_on_device`, on a mesh for each device's part of tokens and weights."""
+    """Returns the result of `_run_on_device`; on a mesh, each device runs it for its part of tokens and weights."""
     theta, sizes = self.theta, unmapped_axes()
     weights = {name: getattr(theta, name) for name in self._weights}
     bias_E = self.router.selection_bias
@@ -336,7 +337,7 @@ class MoeFeedForward(Layer):
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
   def _stage_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that split the stages of a pipeline around this layer; () if they split them unevenly."""
+    """Returns the mesh axes that split the stages of a pipeline around this layer; () if none do, or not evenly."""
     return (self._stages and self._stages.even_axes(sizes)) or ()
 
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
@@ -391,7 +392,7 @@ class MoeFeedForward(Layer):
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
 
   def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns the inputs of the weights `down`, [B, T, E, F], like `_rows`; all experts compute all tokens."""
+    """Returns the inputs of `down`, [B, T, E, F]: zeros as in `_rows`, but experts compute all tokens."""
     theta, (B, T, D) = self.theta, x_BTD.shape
     rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
     hidden_ENF = self._mlp().compute_hidden(

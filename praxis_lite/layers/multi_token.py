@@ -120,7 +120,7 @@ class MultiTokenPrediction(Layer):
 
   @property
   def is_used(self) -> bool:
-    """In a call: whether there are losses to add."""
+    """In a call: whether this layer's losses are used, which is always so in training."""
     return self.in_evaluation or not self.do_eval
 
   def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, **block: Any) -> tuple[jax.Array, ...]:
@@ -155,7 +155,7 @@ class MultiTokenPrediction(Layer):
     weights_BT = jnp.ones(labels_BT.shape, jnp.float32) if weights_BT is None else weights_BT
     for k, hidden_BTD in enumerate(hidden, start=1):
       xent_BT = softmax.compute_xent(hidden_BTD, _shift(labels_BT, -k))
-      # From here on, entries belong to the place of the label in `labels_BT`.
+      # From here on, entry t belongs to the label `labels_BT[:, t]`.
       is_counted_BT = jnp.broadcast_to(jnp.arange(labels_BT.shape[1]) >= k, labels_BT.shape)
       if segment_ids is not None:
         is_counted_BT &= _shift(segment_ids, k) == segment_ids
@@ -173,7 +173,7 @@ class MultiTokenPrediction(Layer):
 
 
 def _shift(x: jax.Array, count: int) -> jax.Array:
-  """Returns x[:, t - count] at each place t of [B, T, ...], and zeros where there is no such place."""
+  """Returns [B, T, ...] with x[:, t - count] as entry t, or zeros if t - count is not in [0, T)."""
   T = x.shape[1]
   zeros = jnp.zeros((x.shape[0], min(abs(count), T), *x.shape[2:]), x.dtype)
   if count < 0:

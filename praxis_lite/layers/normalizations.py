@@ -207,7 +207,7 @@ class BatchNorm(Norm):
 
 
 def normalize_rows(norm: Norm, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-  """Returns norm(x), [B, ..., D]; only norms over the batch use `weights`, the weights of the rows, [B]."""
+  """Returns norm(x), [B, ..., D]; `weights`, [B], are the weights of rows, which only batch norms use."""
   return norm(x, weights) if isinstance(norm, BatchNorm) else norm(x)
 
 

@@ -65,7 +65,7 @@ from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping, Weight
 
 T = TypeVar('T')
 
-# The input of stages without a microbatch. Tests make it NaN.
+# The value of inputs of stages without a microbatch. Tests set it to NaN.
 BUBBLE = 0.0
 
 
@@ -320,7 +320,7 @@ class Pipelined(Repeat):
       remat_stage=functools.partial(self._add_remat, rounds=schedule.rounds if trains else 1),
     )
     run = map_over_rows(ticks.run, axes)
-    # Each stage has its own copy, so that gradients are masked before they are summed over stages.
+    # Each stage gets a copy of its own, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
     of_updates = held if others else None
@@ -344,7 +344,7 @@ class Pipelined(Repeat):
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
     named: Layer = self.layers
-    while isinstance(named, Repeat):  # A `Repeat` takes *args; the layer that it repeats names them.
+    while isinstance(named, Repeat):  # A `Repeat` takes *args; its layer has their names.
       named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
     for layer in self.layers.descendants():
@@ -397,7 +397,7 @@ class Pipelined(Repeat):
 
     def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
       name = path_name((*self.layers.path, *path))
-      if path not in weights:  # An array that a tool adds to the variables; each stage has its own part of it.
+      if path not in weights:  # An array that a tool adds to the variables; each stage gets its own part.
         return self._constrain_to_stages(self._to_stages(x))
       own = weights[path].full_split_dims_mapping
       if weights[path].tensor_split_dims_mapping is None:
@@ -411,7 +411,7 @@ class Pipelined(Repeat):
     return map_with_path(place_in_stages, variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
-    """Converts [layers, ...], or [R, P, ...], to [S, R, c, ...]."""
+    """Returns [S, R, c, ...] for [layers, ...], or with more than one round, for [R, P, ...]."""
     S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
     if R == 1:
       x = x[None]
@@ -426,7 +426,7 @@ class Pipelined(Repeat):
     return x[0] if R == 1 else x
 
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
-    """Returns a summary with an entry per layer, [layers, ...], from that of ticks and stages, [ticks, S, c, ...]."""
+    """Returns a summary with an entry per layer, [layers, ...], given one for all ticks, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     if (kind := part_kind(summary)) is not None:
       return Summary(self._combine_parts(kind, x, places.real, places.round), summary.kind)
@@ -507,5 +507,5 @@ _MOVES = {
 
 
 def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
-  """A policy of `jax.checkpoint` that keeps all results but those of moves and casts."""
+  """A policy of `jax.checkpoint`: returns whether a result is kept, which is so except for moves and casts."""
   return primitive.name not in _MOVES

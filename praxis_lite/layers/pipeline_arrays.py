@@ -31,7 +31,7 @@ class Stacks(NamedTuple):
   gradients: Any
 
   def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
-    """Returns the entries at an index, and the `gradients` for the next read; no gradient flows if `real` is False."""
+    """Returns the entries at an index, and `gradients` for the next `read`; no gradient flows if `real` is False."""
 
     def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
       return (entry_at(value, index), None) if gradient is None else _read(value, gradient, index, real)
@@ -67,7 +67,7 @@ def batch(x: jax.Array) -> jax.Array:
 
 
 def take_last(queue: jax.Array) -> jax.Array:
-  """Returns entry S - 1 of dimension 0, computed as a sum, so it costs one all-reduce if the dimension is split."""
+  """Returns the last entry of dimension 0, computed as a sum, which is one all-reduce if the dimension is split."""
   is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
   return jnp.sum(where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
 
@@ -79,7 +79,8 @@ def broadcast_to_stages(x: jax.Array, S: int) -> jax.Array:
 def may_have_gradient(x: Any) -> bool:
   """Whether a gradient may flow through a leaf.
 
-  No gradient flows through a value that is not a tracer. It is passed on unchanged, so that layers can read it.
+  No gradient flows through a value that is not a tracer. Such a value is passed on unchanged, so that layers can read
+  it.
   """
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -95,7 +96,7 @@ def mask_gradients(real: jax.Array, tree: _TreeT) -> _TreeT:
 
 @jax.custom_vjp
 def _mark_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
-  """In a `vmap` over stages, gives each stage its own copy of x; `stage` is the number of the stage."""
+  """In a `vmap` over stages, returns a copy of x for each stage; `stage` is the number of the stage."""
   return jnp.where(stage >= 0, x, x)
 
 
@@ -103,7 +104,7 @@ _mark_stage.defvjp(lambda stage, x: (_mark_stage(stage, x), None), lambda _, gra
 
 
 def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Array:
-  """In a `vmap` over stages, returns a weight from outside of the pipeline so that a bubble gives it no gradient."""
+  """In a `vmap` over stages, returns a weight from outside of the pipeline; no gradient flows if `real` is False."""
   return _mask(real, _mark_stage(stage, weight)) if may_have_gradient(weight) else weight
 
 
@@ -124,7 +125,7 @@ def where(condition: jax.Array, x: _TreeT, y: _TreeT) -> _TreeT:
 
 
 def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Like `jnp.where`, with a condition that has only the first dimensions."""
+  """Returns `jnp.where(condition, x, y)`, with a condition that has only the first dimensions of x and y."""
   return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
 
 
@@ -137,7 +138,7 @@ _select.defvjp(
 
 
 def unzip(fn: Callable[..., tuple[Any, Any]], tree: _TreeT, *trees: object) -> tuple[_TreeT, _TreeT]:
-  """Like `jax.tree.map` for a function that returns pairs; returns a tree of the first values and one of the second."""
+  """Maps trees by a function that returns pairs; returns a tree of the first values, and a tree of the second ones."""
   structure: Any = jax.tree.structure(tree)
   pairs = [fn(*xs) for xs in zip(*map(structure.flatten_up_to, (tree, *trees)))]
   first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
@@ -147,7 +148,7 @@ def unzip(fn: Callable[..., tuple[Any, Any]], tree: _TreeT, *trees: object) -> t
 def entry_at(stack: _TreeT, index: jax.Array) -> _TreeT:
   """Returns the entry of each array at an index of dimension 0.
 
-  If there is only one entry, JAX then knows that the result does not depend on the index.
+  An array with only one entry is not indexed, so that the result does not depend on the index.
   """
   return jax.tree.map(
     lambda x: x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack
@@ -199,9 +200,9 @@ _shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient
 
 
 def take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns entry `index` of dimension 1, and the queue.
+  """Returns entry `index` of dimension 1, and the unchanged queue, which callers use from then on.
 
-  In the backward pass, the gradient of the entry is added to the gradient of the returned queue, in place.
+  In the backward pass, the gradient of the entry is added in place to the gradient of the returned queue.
   """
   return _take_float(queue, index) if is_float(queue) else (_take(queue, index), queue)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import DataError
 from praxis_lite.layers.pipeline_arrays import mask_gradients, may_have_gradient, microbatches
 
-# The argument that says which rows and tokens count in taps; layers do not receive it.
+# The name of the argument that marks the rows and tokens that count in taps; layers do not receive it.
 TAPPED_ROWS = '~tapped_rows'
 
 
@@ -144,13 +144,13 @@ class SideInputs:
 
 
 def argument_names(method: Callable[..., object]) -> list[str]:
-  """Returns the names of the positional arguments of a method after the first one."""
+  """Returns the names of a method's positional arguments without the first one."""
   kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
   return [p.name for p in inspect.signature(method).parameters.values() if p.kind in kinds][1:]
 
 
 def _names_on(path: Sequence[Any], names: Sequence[str]) -> list[str]:
-  """Returns the names on the path of an array in (args, kwargs), the innermost first."""
+  """Returns the names of the arguments, fields and keys on the path of an array in (args, kwargs), innermost first."""
   top, *below = (getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', None))) for entry in path[1:])
   if isinstance(top, int):
     top = names[top] if top < len(names) else None

@@ -37,7 +37,7 @@ class Reported(NamedTuple):
 
 
 class TickResults(NamedTuple):
-  """The queue, non-trainable variables and caches after all ticks, what stages did in each, and what layers report."""
+  """The queue, non-trainable variables and caches after all ticks; what stages did in each tick; layers' reports."""
 
   queue: Any
   others: NestedDict
@@ -47,7 +47,7 @@ class TickResults(NamedTuple):
 
 
 def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
-  """Maps a function that runs all ticks over mesh axes with `shard_map`: each device has its own rows of a microbatch.
+  """Returns `run`, which runs all ticks, in a `shard_map` over `axes`: each device has its own rows of a microbatch.
 
   Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """
@@ -83,7 +83,7 @@ def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...
 def mean_over_microbatches(
   values: jax.Array, weights: jax.Array, places: Place, num_counted: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the weighted mean of values [ticks, S, c, ...] over the microbatches that count, and its weight.
+  """Returns the weighted mean of values [ticks, S, c, ...] over the microbatches that count, and the mean's weight.
 
   The weight is the total weight divided by `num_counted`, the number of microbatches that count.
   """

@@ -50,16 +50,16 @@ class PipelineSchedule(NamedTuple):
 
   @property
   def bubble_fraction(self) -> float:
-    """Share of the ticks in which a stage waits: (S - 1) / (M + S - 1), or (S - 1) / (R M + S - 1) if S divides M."""
+    """Share of ticks in which a stage waits; (S - 1) / (R M + S - 1) if R = 1 or S divides M."""
     return 1 - self.rounds * self.num_microbatches / self.num_ticks
 
   def microbatch(self, tick: IntT, stage: IntT | int) -> IntT:
-    """Returns the microbatch of a stage in a tick; outside of [0, M) if the stage waits."""
+    """Returns the number of the microbatch of a stage in a tick; it is not in [0, M) if the stage waits."""
     behind = tick - stage
     return self.num_stages * (behind // (self.rounds * self.num_stages)) + behind % self.num_stages
 
   def round(self, tick: IntT, stage: IntT | int) -> IntT:
-    """Returns the number of times that the microbatch of a stage has passed it before."""
+    """Returns the round, 0 to R - 1, of the microbatch of a stage: how often that stage has computed it before."""
     return (tick - stage) % (self.rounds * self.num_stages) // self.num_stages
 
   def work(self) -> tuple[np.ndarray, np.ndarray]:

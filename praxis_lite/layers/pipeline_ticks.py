@@ -37,7 +37,7 @@ T = TypeVar('T')
 
 
 class _TickState(NamedTuple):
-  """What a tick passes to the next one."""
+  """The arrays that a tick passes to the next tick."""
 
   carried: Any  # The result of each stage, a tree of arrays [S, mb, ...].
   queue: Any  # The microbatches, [S, M, mb, ...]: stage 0 reads new ones, stage S - 1 writes finished ones.

@@ -22,11 +22,11 @@ class PositionLimit(NamedTuple):
 
   @property
   def num_positions(self) -> int:
-    """How many tokens a segment may have."""
+    """The most tokens that a segment may have."""
     return self.max_len - self.first
 
   def check(self, needed: int, what: str) -> None:
-    """Raises a `ConfigError` if there are fewer than `needed` positions; `what` is the message's name for `needed`."""
+    """Raises a `ConfigError` if there are fewer than `needed` positions; `what` describes `needed` in the message."""
     if needed > self.num_positions:
       less = f', less first_position = {self.first},' if self.first else ''
       raise ConfigError(

@@ -133,7 +133,7 @@ class LearnedPositions(Layer):
 
 
 def is_position_table(template: Config | None) -> bool:
-  """Whether a template describes a table of positions, as `LearnedPositions` does; None does not."""
+  """Whether a template is for a table of learned positions, such as `LearnedPositions`; False for None."""
   kind = None if template is None else target(template)
   return isinstance(kind, type) and issubclass(kind, LearnedPositions)
 
@@ -157,7 +157,7 @@ class LinearRotaryScaling(Configurable):
     return 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:
-    """Returns the rates of the longer context."""
+    """Returns the rates to use for the longer context, [h], given the original rates, [h]."""
     return rates_h / self.factor
 
 
@@ -278,12 +278,12 @@ class RotaryPositions(Layer):
 
   @property
   def _turned(self) -> int:
-    """How many dims of a head are rotated."""
+    """The number of dims of a head that are rotated."""
     return self.dims
 
   @property
   def rates_h(self) -> np.ndarray:
-    """The angle of each pair of dims at position 1, [h] float64."""
+    """The angle of each pair of dims at position 1, in radians, [h] float64."""
     half = self._turned // 2
     rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
     return rates_h if self.scaling is None else self.scaling(rates_h)

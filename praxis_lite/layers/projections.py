@@ -64,7 +64,7 @@ class Projection(Layer):
     return self.shard(y)
 
   def weight(self) -> jax.Array:
-    """In a call: returns the weight, [*in_shape, *out_shape], for callers that multiply by it in another order."""
+    """In a call: returns the weight, [*in_shape, *out_shape], for callers that contract other dimensions of it."""
     return self.theta.w
 
 

@@ -195,7 +195,7 @@ class QuantizedWeight:
     return self.name_parts(quantize(self.format, w), jnp.ones(self.input_scale_shape(w.shape)))
 
   def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
-    """Returns the parts that `WeightFormat.quantize` returns, and the input scales, by the names of their variables."""
+    """Returns `parts`, the result of `WeightFormat.quantize`, and the input scales, by the names of variables."""
     scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
     return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
 
@@ -219,9 +219,9 @@ class QuantizedWeight:
     return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns arrays of the weight's shape: 'integers', from -2^(b-1) on for b bits, their 'scale', and any 'zero'.
+    """Returns arrays of the weight's shape: 'integers', at least -2^(b-1) for b bits, 'scale' and, with zeros, 'zero'.
 
-    'zero' is the integer that stands for 0.
+    'zero' is the integer that represents 0.
     """
     return self.format.spread(self._parts_by_kind(parts), self._num_last)
 
@@ -236,7 +236,7 @@ class QuantizedWeight:
     return self.name + SUFFIXES[kind]
 
   def _part(self, kind: str, shape: tuple[int, ...], dtype: DTypeLike) -> WeightHParams:
-    """Returns the declaration of a part, split like the weight, except along dimensions of size 1."""
+    """Returns the declaration of the part `kind`, split like the weight except along dimensions of size 1."""
     split = self.weight.tensor_split_dims_mapping
     if split is not None:
       whole = DeclaredSplit.make(split, self.weight.mapping_field)

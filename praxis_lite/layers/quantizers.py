@@ -27,8 +27,8 @@ from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, Weight
 
 UPDATES = ('ema', 'gradient')
 _HIGHEST = jax.lax.Precision.HIGHEST
-_LEAST_COUNT = 1e-12  # The least number that the sum of the vectors of a code is divided by.
-_MOST_COUNTED = 1 << 16  # The usage of codes is not counted if there are more codes than this.
+_LEAST_COUNT = 1e-12  # The sum of the vectors of a code is divided by at least this number.
+_MOST_COUNTED = 1 << 16  # With more codes than this, the usage of codes is not counted.
 
 
 class QuantizedVectors(NamedTuple):
@@ -62,7 +62,7 @@ class Quantizer(Layer):
 
   @property
   def num_codes_per_group(self) -> int:
-    """V."""
+    """V, the number of codes of a group."""
     raise NotImplementedError
 
   def __call__(self, z: jax.Array, paddings: jax.Array | None = None) -> QuantizedVectors:
@@ -194,7 +194,7 @@ class _CodebookQuantizer(Quantizer):
     return self.shard(joined.astype(self.fprop_dtype))
 
   def _codebook(self) -> jax.Array:
-    """Returns the codebook [G, V, E] as vectors are compared with it."""
+    """Returns the codebook, [G, V, E], in the form in which it is compared with vectors."""
     return self.theta.codebook
 
 
@@ -305,8 +305,9 @@ class VectorQuantizer(_CodebookQuantizer):
 def split_codes(counts_GV: jax.Array, codebook_GVE: jax.Array, share: float) -> tuple[jax.Array, jax.Array]:
   """Returns counts and codebook in which the least used codes are near copies of the most used ones.
 
-  The least used code becomes a copy of the most used one, the second least used of the second most used, and so on. In
-  each pair, the first count must be below `share` times the mean count, and the second must not.
+  Codes are paired: the least used with the most used, the second least used with the second most used, and so on. If
+  the count of the rarer code is below `share` times the mean count, and the count of the other is not, the rarer one
+  becomes a near copy of the other, and each gets half of the other's count. All other pairs stay as they are.
   """
   V, E = codebook_GVE.shape[1:]
   by_count = jnp.argsort(-counts_GV, axis=-1)
@@ -330,11 +331,13 @@ class RandomVectorQuantizer(_CodebookQuantizer):
 
       code = argmax_v  unit(z W_g) . unit(codebook_gv)
 
-  There is no gradient. The returned vectors are entries of the codebook, so D of `QuantizedVectors` is G * E.
+  There is no gradient. The returned vectors are entries of the codebook, so `QuantizedVectors.vectors` is
+  [..., G * E], not [..., D].
 
   Attributes:
     code_dims: E; each group projects all D dims to E.
-    weight_split_dims_mapping: `wt`, [G, V, E], of the codebook; the projection [G, D, E] is split as its dims 0 and 2.
+    weight_split_dims_mapping: `wt`, [G, V, E], of the codebook; dims G and E of the projection, [G, D, E], are split in
+      the same way, and D is not split.
   """
 
   code_dims: int = REQUIRED

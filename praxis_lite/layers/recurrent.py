@@ -25,7 +25,7 @@ from praxis_lite.layers.state_space import segment_starts
 
 
 class _Tokens(NamedTuple):
-  """What the scan reads of each token, [B, T, ...]."""
+  """The arrays that the scan reads, with an entry for each token, [B, T, ...]."""
 
   projected: jax.Array
   starts: jax.Array | None
@@ -185,7 +185,7 @@ class Recurrent(Mixer):
     if is_padding is None and T % size:
       is_padding = jnp.zeros((B, T), bool)
     chunks = jax.tree.map(cut, tokens._replace(is_padding=None))
-    if is_padding is not None:  # The tokens that fill up the last chunk are padding.
+    if is_padding is not None:  # Tokens that are added to fill the last chunk are padding.
       chunks = chunks._replace(is_padding=~cut(~is_padding))
 
     def read_chunk(state: CellState, chunk: _Tokens) -> tuple[CellState, jax.Array]:

@@ -57,14 +57,14 @@ def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
 
 
 def _also_grouped(policy: Callable[..., bool]) -> Callable[..., bool]:
-  """Returns a policy that keeps grouped products too, which JAX sees as loops and not as products."""
+  """Returns a policy that keeps what `policy` keeps, and grouped products, which `policy` sees as loops."""
   return lambda primitive, *args, **params: (
     policy(primitive, *args, **params) or _tag(primitive, params) == GROUPED_PRODUCT
   )
 
 
 def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
-  """Returns the tag of the results of a primitive; None if they have none."""
+  """Returns the tag of the results of a primitive; None if they are not tagged."""
   if primitive.name.startswith(_FUSED_ATTENTION):
     return _CONTEXT
   return str(params['name']) if primitive.name == 'name' else None
@@ -83,7 +83,7 @@ _SEARCHED = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
 
 
 def other_policies(policy: str) -> list[str]:
-  """Returns the policies that a search tries in place of this one."""
+  """Returns the policies that a search tries in place of `policy`."""
   return [other for other in _SEARCHED if other != policy]
 
 

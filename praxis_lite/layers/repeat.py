@@ -62,7 +62,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of the first layers and of the pattern of a stack, such as a `Repeat` or the config of one."""
+  """Returns the configs of a stack's first layers and of its pattern; a stack is a layer, such as a `Repeat`, or config."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 
@@ -199,7 +199,7 @@ class Repeat(Layer):
     return self.num_layers <= (_MOST_UNROLLED if fits_twice else _MOST_DECODED_UNROLLED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
-    """Returns the layer's variables, unstacked into an entry for each repetition number if decoding uses no loop.
+    """Returns the layer's variables; if decoding uses no loop, unstacked into an entry for each repetition, by number.
 
     Decoding accepts both unstacked variables and stacks. A loop of decoding calls should use unstacked ones: XLA does
     not move slices of stacks out of the loop, so slicing would copy all weights in each iteration.
@@ -245,7 +245,7 @@ class Repeat(Layer):
 
     def body(kind: int, layer: Layer, in_scan: bool) -> Callable[..., tuple[T, SideOutputs]]:
       def one(carry: T, variables: NestedDict, state: NestedDict, number: jax.Array | int) -> tuple[T, SideOutputs]:
-        # A key from which nothing is drawn is dead code, so layers without randomness need no condition.
+        # Layers without randomness need no condition: XLA removes a key that is not used.
         layer_key = None if key is None else jax.random.fold_in(key, number)
         inputs = () if carry is None else (carry,)
         return layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
@@ -289,7 +289,7 @@ class Repeat(Layer):
 
 
 def unstack_for_decoding(layer: Layer, variables: NestedDict) -> NestedDict:
-  """Returns a layer's variables, with those of each `Repeat` in it unstacked; see `Repeat.unstack_for_decoding`."""
+  """Returns a layer's variables after `Repeat.unstack_for_decoding` of each `Repeat` in it."""
   if isinstance(layer, Repeat):
     return layer.unstack_for_decoding(variables)
   return {

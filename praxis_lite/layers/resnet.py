@@ -214,7 +214,7 @@ class ResNet(Layer):
 
 
 def check_stages(layer: Layer, dims: tuple[int, ...], depths: tuple[int, ...]) -> None:
-  """Raises ConfigError unless there are as many `stage_dims` as `stage_depths`, at least one, and all are positive."""
+  """Raises ConfigError unless `dims` and `depths` have the same length, at least 1, and all entries are positive."""
   if not dims or min(dims) < 1:
     raise ConfigError(f'{layer.path_name}.stage_dims: expected numbers of at least 1, one for each stage; got {dims}')
   if len(dims) != len(depths) or min(depths) < 1:

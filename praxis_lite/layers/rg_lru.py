@@ -38,7 +38,7 @@ from praxis_lite.layers.state_space import segment_starts
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams
 
 _SHARPNESS = 8.0
-_LEAST_DECAY, _MOST_DECAY = 0.9, 0.999  # The range of a at first, for a forget gate of 1 / 8.
+_LEAST_DECAY, _MOST_DECAY = 0.9, 0.999  # The range of initial values of a, for a forget gate of 1 / 8.
 _LARGEST_SLOPE = 1000.0
 
 
@@ -172,7 +172,7 @@ class RgLru(Mixer):
 
 @jax.custom_jvp
 def _sqrt(x: jax.Array) -> jax.Array:
-  """Returns the square root, with a slope of at most 1,000; at 0 it would be infinite."""
+  """Returns the square root; its gradient uses a slope of at most 1,000, because the slope at 0 is infinite."""
   return jnp.sqrt(x)
 
 

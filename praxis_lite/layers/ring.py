@@ -145,7 +145,7 @@ def _unpack_keys(
 
 
 def _send(plan: SequencePlan, tree: T, by: int) -> T:
-  """Sends the arrays of each device to the device `by` after it in the ring."""
+  """Returns the arrays of the device `by` before this one in the ring; each device sends its own, `tree`."""
   if by % plan.devices == 0:
     return tree
   pairs = [(d, (d + by) % plan.devices) for d in range(plan.devices)]

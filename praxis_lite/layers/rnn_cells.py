@@ -33,7 +33,7 @@ Weights = dict[str, jax.Array]
 
 
 class CellActivationSplit(ActivationSplit):
-  """`gates`: the gates' part that depends on inputs, computed for all tokens at once, [B, T, G, H]."""
+  """`gates`: the part of the gates that depends only on inputs, computed for all tokens at once, [B, T, G, H]."""
 
   out: None = None
   gates: SplitDimsMapping = None
@@ -68,7 +68,7 @@ class RnnCell(Layer):
 
   @property
   def hidden_size(self) -> int:
-    """H."""
+    """H, the dims of the state."""
     return self.num_output_nodes
 
   def setup(self) -> None:
@@ -94,7 +94,7 @@ class RnnCell(Layer):
     self.create_variable(name, weight)
 
   def state_sizes(self) -> dict[str, int]:
-    """Returns the number of dims of each array of a state."""
+    """Returns the number of dims of each array of a state, by name."""
     return {'m': self.num_output_nodes}
 
   def init_states(self, batch_size: int) -> CellState:

@@ -94,8 +94,8 @@ def _keep_groups(scores: jax.Array, num_groups: int, num_kept: int) -> jax.Array
 
 
 def choose_tokens(scores: jax.Array, real: jax.Array, capacity: int, weight_scale: float = 1.0) -> ExpertChoice:
-  """Returns the C tokens of each expert, for scores [..., T, E]; other arguments as in `choose_experts`."""
-  scores = jnp.where(real[..., None], scores, -1.0)  # Less than all scores, so padding is chosen last.
+  """Returns the C = `capacity` tokens of each expert, for scores [..., T, E]; `real` [..., T] is False for padding."""
+  scores = jnp.where(real[..., None], scores, -1.0)  # Less than any score, so padding is chosen last.
   weights, tokens = jax.lax.top_k(jnp.swapaxes(scores, -1, -2), capacity)
   chosen = weights >= 0
   return ExpertChoice(jnp.where(chosen, tokens, scores.shape[-2]), jnp.where(chosen, weight_scale * weights, 0.0))
@@ -223,7 +223,7 @@ class Router(Layer):
     num_choices = jnp.sum(load_E)
 
     def mean(values: jax.Array) -> jax.Array:
-      """The mean over tokens, of [B, T] or [B, T, E]."""
+      """Returns the mean of values [B, T] or [B, T, E] over the real tokens of all devices."""
       mask = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
       return total(jnp.sum(jnp.where(mask, values, 0.0), axis=(0, 1))) / jnp.maximum(num_tokens, 1.0)
 
@@ -237,7 +237,7 @@ class Router(Layer):
       balance = mean(jnp.sum(of_token * share, axis=-1))
       self.add_aux_loss('load_balance', balance, weight=self.load_balance_loss_weight)
     if self.bias_update_rate and not self.do_eval:
-      below_mean = jnp.sign(num_choices - E * load_E)  # Whole numbers, so it is exactly zero if balanced.
+      below_mean = jnp.sign(num_choices - E * load_E)  # Exactly 0 for the mean load, because both terms are integers.
       self.update_var('bias', self.theta.bias + self.bias_update_rate * below_mean)
     offered = num_choices if self.choice == 'token' else num_tokens
     self.add_summary('fraction_dropped', total(jnp.sum(dropped)) / jnp.maximum(offered, 1.0))

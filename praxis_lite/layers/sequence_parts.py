@@ -59,7 +59,7 @@ class SequenceSplit:
 
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-  """The static properties of a call."""
+  """The static properties of a call of attention to split sequences."""
 
   split: SequenceSplit
   query_len: int  # T, without padding.
@@ -100,7 +100,7 @@ class SequencePlan:
     return multiple_of(even_block_size(self.run_len(length), self.block_size), self.lanes)
 
   def indices(self, length: int, device: jax.Array | int) -> Array:
-    """Returns the indices in the sequence that a device has, [blocks, block_len]; -1 is padding.
+    """Returns the indices of the sequence elements on a device, [blocks, block_len]; -1 marks padding.
 
     Returns a NumPy array if `device` is an int.
     """
@@ -116,7 +116,7 @@ class SequencePlan:
     return xp.where((offset < true) & (index < length), index, -1).reshape(-1, size).astype(np.int32)
 
   def mean_pairs(self, mask: AttentionMask) -> float:
-    """Returns the mean number of pairs of blocks that a device computes with the keys of one device of the ring."""
+    """Returns how many pairs of blocks a device computes per step of the ring: the mean over devices and steps."""
     steps = range(self.first, self.last + 1)
     queries, keys = (
       [self.indices(length, device) for device in range(self.devices)] for length in (self.query_len, self.key_len)
@@ -125,13 +125,13 @@ class SequencePlan:
     return sum(count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
   def exchange(self, half: jax.Array) -> jax.Array:
-    """Swaps `half` between devices that are equally far from the two ends of the sequence."""
+    """Returns the `half` of the device that is as far from the sequence's end as this device is from its beginning."""
     return jax.lax.ppermute(half, self.split.axis, [(d, self.devices - 1 - d) for d in range(self.devices)])
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
     """Returns `fn`, a forward or backward pass, mapped over the devices.
 
-    With `keeps`, the forward pass also returns lse, the logarithms of the softmax's denominators.
+    If `keeps`, the forward pass also returns lse, the logarithms of the softmax's denominators.
     """
     rows, head = axes_to_entry(self.split.batch_axes), axes_to_entry(self.split.head_axes)
     specs = argument_specs(heads, integers, rows, self.split.axis, head)

@@ -57,7 +57,7 @@ class Sequential(Layer):
 
 
 def _taken_by(layer: Layer, names: dict[str, Any]) -> list[str]:
-  """Returns the given names that are arguments of a layer's call."""
+  """Returns which of `names` are arguments of a layer's `__call__`."""
   parameters = inspect.signature(type(layer).__call__).parameters
   takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
   return [name for name in names if takes_all or name in parameters]

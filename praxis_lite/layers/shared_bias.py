@@ -36,7 +36,7 @@ def building_with_shared_bias(is_shared: bool = True) -> Iterator[None]:
 
 
 def is_bias_shared() -> bool:
-  """Whether an attention layer that is being built gets a shared bias in each call."""
+  """Whether attention layers that are built now get a shared bias in each call."""
   return _is_shared.get()
 
 

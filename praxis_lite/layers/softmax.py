@@ -134,7 +134,7 @@ class ClassLogits(Layer):
     return weight, None if wt is None else wt[-1:]
 
   def _features(self, x: jax.Array) -> jax.Array:
-    """Returns the vectors [..., D] that are multiplied by `w`."""
+    """Returns the vectors that are multiplied by `w`, [..., D], computed from inputs, [..., D]."""
     return x.astype(self.fprop_dtype)
 
   def _project(self, x: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ class FullSoftmax(ClassLogits):
     return self._compute(x, class_ids)[0].xent
 
   def _compute(self, x: jax.Array, class_ids: jax.Array) -> tuple[SoftmaxOutput, jax.Array]:
-    """Returns the cross entropy, and the log normalizer, [...]; see `cross_entropy`."""
+    """Returns the `SoftmaxOutput`, and the log normalizers, [...]; see `cross_entropy`."""
     chunks = self._chunks(class_ids)
     if chunks is None:
       logits = self.get_logits(x)
@@ -222,7 +222,7 @@ class FullSoftmax(ClassLogits):
     return SoftmaxOutput(xent, correct, None), log_normalizer
 
   def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
-    """Returns how the cross entropy of these labels cuts the classes into chunks; None if it does not."""
+    """Returns how classes are cut into chunks for the cross entropy of these labels; None if they are not cut."""
     if self.chunk_size is None:
       return None
     if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks do not support overridden logits.

@@ -61,7 +61,7 @@ class SpectrumAugmenter(Layer):
 
   def _draw_masks(self, size: int, count: int, length_B: jax.Array, most_B: jax.Array) -> jax.Array:
     """Returns bool [B, size], True inside of `count` masks of at most `most_B` entries, among the first `length_B`."""
-    # Rows are dimension 0, so that rows that only fill up a batch change no draws of other rows.
+    # Rows are dimension 0, so that rows added to fill a batch do not change the draws of other rows.
     u_B2C = jax.random.uniform(self.next_prng_key(), (len(length_B), 2, count), jnp.float32)
     # The minimum is needed because u * n, with u < 1 and n an integer, may round up to n in float32.
     width_BC = jnp.minimum(jnp.floor(u_B2C[:, 0] * (most_B[:, None] + 1)), most_B[:, None])

@@ -91,7 +91,7 @@ class MaskParts(NamedTuple):
   paddings: list[Paddings]
 
   def compare(self) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Returns the function that compares positions of queries with indices of keys; None if all pairs are allowed."""
+    """Returns (positions of queries, indices of keys) -> whether each pair is allowed; None if all pairs are."""
     behind, ahead = self.offsets.behind, 0 if self.prefix else self.offsets.ahead
     return None if behind is None and ahead is None else functools.partial(_is_within, behind, ahead)
 
@@ -125,7 +125,7 @@ def mask_obstacle(mask: AttentionMask, query_len: int, key_len: int) -> str:
 
 
 def sort_parts(mask: AttentionMask) -> MaskParts | str:
-  """Returns the parts of a mask, or why the kernels cannot apply it."""
+  """Returns the parts of a mask; if the kernels cannot apply it, the reason, as the end of a sentence."""
   offsets, others = split_offsets(mask)
   found = MaskParts(offsets, None, None, [])
   for part in others.parts if isinstance(others, And) else () if others is None else (others,):
@@ -206,7 +206,7 @@ attend_by_splash.defvjp(_forward, _backward)
 
 
 def forward_rows(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, jax.Array]:
-  """Returns `splash_forward` of each row of the batch."""
+  """Returns the results of `splash_forward`, stacked over the rows of the batch."""
   forward = jax.vmap(lambda *arrays: splash_forward(call, SplashArrays(*arrays)), in_axes=_rows(arrays))
   # If rematerialization keeps the results, the backward pass does not need this call again. JAX removes unneeded calls
   # of jitted functions, but not of kernels.
@@ -216,7 +216,7 @@ def forward_rows(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, jax
 def backward_rows(
   call: SplashCall, arrays: SplashArrays, out_BNTH: jax.Array, lse_BNT: jax.Array, do_BNTH: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns `splash_backward` of each row of the batch."""
+  """Returns the results of `splash_backward`, stacked over the rows of the batch."""
   backward = jax.vmap(
     lambda results, *arrays: splash_backward(call, SplashArrays(*arrays), *results), in_axes=(0, *_rows(arrays))
   )
@@ -307,7 +307,9 @@ def _is_within(behind: int | None, ahead: int | None, query: jax.Array, key: jax
 
 
 def _met_blocks(meet_IJ: np.ndarray) -> BlockTable:
-  """Returns the numbers of the blocks that each block meets, [1, I, W], W the most that any meets.
+  """Returns, for each of I blocks, the indices of the blocks that it meets, and which entries are used.
+
+  `meet_IJ` is True for blocks that meet. Both arrays are [1, I, W], with W the most blocks that one block meets.
 
   Unused entries repeat the last used one, so that the kernel fetches nothing for them.
   """
@@ -321,7 +323,7 @@ def _met_blocks(meet_IJ: np.ndarray) -> BlockTable:
 
 
 def _padded_ids(parts: MaskParts, heads: Heads, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array] | None:
-  """Returns ids of queries [B, T] and of keys [B, S]; None if the mask needs none."""
+  """Returns ids of queries, [B, T], and of keys, [B, S], for padded lengths; None if the mask needs no ids."""
   (B, T), S = heads.query.shape[:2], heads.key.shape[1]
   sees_padding = lengths[1] > S and (parts.prefix is None and parts.offsets.ahead != 0)
   if parts.segments is None and not parts.paddings and not sees_padding:

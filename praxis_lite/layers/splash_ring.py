@@ -31,7 +31,7 @@ from praxis_lite.layers.sequence_parts import SequencePlan, heads_to_runs, join_
 from praxis_lite.layers.splash import NO_KEY, MaskParts, backward_rows, forward_rows, sort_parts
 from praxis_lite.sharding.mesh import platform
 
-_NEVER = 2**30  # The index of padding when the smallest index of a block is computed.
+_NEVER = 2**30  # Stands for the index of padding where the smallest index of a block is computed.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -127,13 +127,13 @@ class _Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Queries:
-  """The queries of a device."""
+  """The queries of a device, and the arrays of the mask that belong to them."""
 
   plan: SequencePlan
   parts: MaskParts
   soft_cap: float | None
   x_BNLH: jax.Array
-  pos: jax.Array  # [L] or [B, L]; what is compared with the indices of keys.
+  pos: jax.Array  # [L] or [B, L]; compared with the indices of keys.
   ids_BL: jax.Array | None
 
   def meet(self, keys: _Keys, offset: jax.Array) -> Iterator[tuple[SplashCall, SplashArrays]]:

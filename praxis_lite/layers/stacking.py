@@ -42,7 +42,7 @@ class StackingOverTime(Layer):
 
   @property
   def window_size(self) -> int:
-    """W."""
+    """W, the frames of a window."""
     return self.left_context + 1 + self.right_context
 
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:

@@ -16,7 +16,7 @@ class Stages(NamedTuple):
   axes: tuple[str, ...]
 
   def even_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns those of `axes` that a mesh of these sizes has; None if they do not split the stages evenly."""
+    """Returns the entries of `axes` that a mesh of these sizes has; None if they do not split the stages evenly."""
     axes = tuple(axis for axis in self.axes if axis in sizes)
     return None if self.number % math.prod(sizes[axis] for axis in axes) else axes
 
@@ -26,7 +26,7 @@ _stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_
 
 @contextlib.contextmanager
 def building_stages(stages: Stages) -> Iterator[None]:
-  """Tells the layers that are built inside the block that they are mapped over stages, which the compiler splits."""
+  """Inside the block, layers that are built know `stages`, over which they will be mapped."""
   outer = _stages.get()  # Nested stages count as 1 stage, which no axis splits, so that no kernel is mapped over them.
   token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
   try:

@@ -25,7 +25,7 @@ from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
 
-# Splits an array over the mesh, given a letter for each dimension.
+# Constrains an array to be split over the mesh, given a letter for each dimension.
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
@@ -83,7 +83,7 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
     query,
     None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
   )
-  # H columns of zeros, from which the part's own states come; and a unit matrix, from which kept_p comes.
+  # The first states are H columns of zeros, which become the part's own state, and a unit matrix, which becomes kept_p.
   first_SC = jnp.concatenate([jnp.zeros((S, H), sums), jnp.eye(S, dtype=sums)], axis=1)
   first_BNSC = jnp.broadcast_to(first_SC, (len(tokens.value), N, *first_SC.shape))
   scan = jax.vmap(lambda part: scan_delta_rule(part, first_BNSC, chunk), in_axes=1, out_axes=1)

@@ -111,7 +111,7 @@ class ChunkDecay(NamedTuple):
 
   @classmethod
   def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:
-    """Returns the factors for decays as in `StateTokens`, and the tokens at which segments start."""
+    """Returns the factors of a chunk; for the arguments, see `decay` and `starts` in `StateTokens`."""
     total_BLN = jnp.cumsum(decay_BLN, axis=1)
     last_BN = total_BLN[:, -1]
     visible_BLM = jnp.tri(decay_BLN.shape[1], dtype=bool)[None]
@@ -130,7 +130,7 @@ class ChunkDecay(NamedTuple):
 
 
 def _read_chunk(state_BNHS: jax.Array, tokens: StateTokens) -> tuple[jax.Array, jax.Array]:
-  """Returns the state after a chunk, and the outputs in it."""
+  """Returns the state after a chunk, [B, N, H, S], and the chunk's outputs, [B, L, N, H]."""
   value_BMNH, decay_BLN, key_BMGS, query_BLGS, starts_BL = tokens
   N, dtype, sums = value_BMNH.shape[2], value_BMNH.dtype, sum_dtype(value_BMNH)
   decay = ChunkDecay.compute(decay_BLN, starts_BL)
@@ -148,7 +148,7 @@ def _read_chunk(state_BNHS: jax.Array, tokens: StateTokens) -> tuple[jax.Array, 
 
 
 def expand_groups(x: jax.Array, axis: int, num_heads: int) -> jax.Array:
-  """Repeats the groups along `axis`, one for each head; broadcasts if there is only one group."""
+  """Returns `x` with each group along `axis` repeated for its heads, so that `axis` has size `num_heads`."""
   groups = x.shape[axis]
   if groups == 1:
     return jnp.broadcast_to(x, (*x.shape[:axis], num_heads, *x.shape[axis + 1 :]))

@@ -181,7 +181,7 @@ class ConvSubsampling(Layer):
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     shapes = [(3, 3, i, o) for i, o in itertools.pairwise((1, *self.channels))]
-    # The convolutions' own padding would depend on whether the number of frames is even.
+    # With 'SAME' padding, the result would depend on whether the number of frames is even.
     convs = [self.conv_tpl.clone(filter_shape=shape, strides=(2, 2), padding='VALID') for shape in shapes]
     self.create_children('conv', templates=convs)
     frequencies = self.input_dims

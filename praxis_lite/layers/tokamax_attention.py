@@ -34,10 +34,10 @@ from praxis_lite.layers.tokamax_target import INSTALL, is_installed, tokamax_for
 from praxis_lite.sharding.mesh import device_kind
 from praxis_lite.sharding.padding import pad_to
 
-# The most dims of a head: True for chips with at least 164 KiB of shared memory per multiprocessor, False for 100 KiB.
+# The most dims of a head, by whether the chip has at least 164 KiB of shared memory per multiprocessor.
 _MOST_DIMS = {True: 256, False: 128}
 ATTENTION_KERNEL = 'attention_kernel_'  # Prefix of the names of functions that call kernels; see `_jit_with_flops`.
-_BLOCK = 128  # Lengths are padded to multiples of it; all blocks of the kernels divide it.
+_BLOCK = 128  # Lengths are padded to multiples of this, which all block lengths of the kernels divide.
 _OPERATIONS = 'tokamax._src.ops.attention'
 # Matrix products in a forward and in a backward pass; the latter computes the logits and their gradients twice.
 _PRODUCTS, _BACKWARD_PRODUCTS = 2, 7
@@ -90,7 +90,7 @@ def tokamax_attention(
 
 
 def kernel_flops(name: str) -> tuple[float, int] | None:
-  """Returns the FLOPs of each kernel call, and the number of calls, in a function named by `_jit_with_flops`.
+  """Returns, from a name made by `_jit_with_flops`, the FLOPs of each kernel call and the number of calls.
 
   Returns None for other names.
   """
@@ -146,7 +146,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the results of the forward kernel as if each head had one more key, with the value 0; see `add_sinks`."""
+  """Returns `out_BTNH` and `stats`, changed as if each head had one more key, with value 0 and logit `sinks`."""
   if sinks is None:
     return out_BTNH, stats
   top_BNT, total_BNT = stats
@@ -156,7 +156,7 @@ def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -
 
 
 def _jit_with_flops(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
-  """Returns `fn` jitted under a name with the FLOPs and the number of its kernel calls, for readers of programs."""
+  """Returns `fn` jitted, under a name that tells its kernel calls and the FLOPs of each; see `kernel_flops`."""
 
   def call(*arrays: jax.Array) -> Any:
     return fn(*arrays)
@@ -177,7 +177,7 @@ class _Kernels(NamedTuple):
 
 
 class _Call(NamedTuple):
-  """A call of the forward and backward kernels for these arguments."""
+  """The static arguments and the mask of a call of the forward and backward kernels."""
 
   kernels: _Kernels
   formula: Formula
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
     return cls(_kernels(), formula, (T, S), B * N * H, offsets, mask)
 
   def forward(self, *heads: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, and the maximum and the sum of the softmax, [2, B, N, T]; T in whole blocks."""
+    """Returns the output, [B, T, N, H], and the softmax's maxima and sums, [2, B, N, T]; T includes padding."""
     with tokamax_for_mesh():
       out, stats = self.kernels.operation(*map(_to_blocks, heads), **self._options(), return_residuals=True)
     return out, jnp.stack(stats)
@@ -211,7 +211,7 @@ class _Call(NamedTuple):
     return found['q'], found['k'], found['v']
 
   def flops(self, products: int, *, backward: bool) -> float:
-    """Returns the FLOPs of products of pairs of blocks that the kernels compute."""
+    """Returns the FLOPs of `products` matrix products for all pairs of blocks that the kernels compute."""
     offsets = self.offsets
     if backward:  # The backward kernels skip only blocks that a causal mask makes empty.
       offsets = Band(None, 0) if offsets.ahead == 0 else Band()
@@ -226,7 +226,7 @@ class _Call(NamedTuple):
     }
 
   def _mask(self) -> Any:
-    """Returns the mask as the kernels take it. Padded queries attend to a key, so that all numbers are finite."""
+    """Returns tokamax's `Mask`. Queries of padding attend to some key, so that all results are finite."""
     (T, S), (behind, ahead) = self.lengths, (self.offsets.behind, self.offsets.ahead)
     index = jnp.arange(-(-T // _BLOCK) * _BLOCK, dtype=jnp.int32)
     # The kernels derive the end of a causal range from the indices, and need no array for it.
@@ -263,7 +263,7 @@ def _kernels() -> _Kernels:
 @functools.cache
 def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
   """Returns why no call of the kernels can be traced for the chips of the ambient mesh; '' if one can."""
-  del chip, capability  # Keys of the cache: what is traced depends on them.
+  del chip, capability  # They are only keys of the cache, because the trace depends on them.
   shape: Any = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
   heads = Heads(shape, shape, shape)
   formula = Formula(scale=1.0)

@@ -24,7 +24,7 @@ from praxis_lite.sharding.mesh import device_kind
 
 INSTALL = 'install praxis_lite[kernels]'
 _flags_lock = threading.RLock()
-_CORES = 128  # Number of multiprocessors, if the chip does not say it.
+_CORES = 128  # The assumed number of multiprocessors, if that of the chip is not known.
 
 
 def is_installed() -> bool:
@@ -34,7 +34,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def tokamax_for_mesh() -> Iterator[Any]:
-  """Yields tokamax; inside the block, it compiles for the chip of the ambient mesh instead of this machine's.
+  """Yields tokamax; inside the block, tokamax compiles for the chip of the ambient mesh, not for this machine's chip.
 
   tokamax logs a warning for each shape that is not tuned for a chip; inside the block, these warnings are dropped.
   """
@@ -69,7 +69,7 @@ def _parsed_flags() -> Iterator[None]:
 
 
 class _Chip(NamedTuple):
-  """The attributes of a device that tokamax reads."""
+  """Stands for a device: the attributes of a device that tokamax reads."""
 
   platform: str
   device_kind: str

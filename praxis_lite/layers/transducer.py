@@ -59,7 +59,7 @@ class LabelNetwork(Layer):
     return self.shard(self.recurrent(self.embedding(ids_BU)))
 
   def init_decode_state(self, batch_size: int) -> None:
-    """Allocates the state of rows without labels."""
+    """Allocates the state of `batch_size` rows in which no label has been read."""
     self.recurrent.init_decode_state(batch_size, 1)
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:

@@ -87,7 +87,7 @@ class TransformerBlock(Layer):
       self.create_child('residual', self.residual_tpl)
 
   def _set_sizes(self, name: str, **sizes: object) -> Config:
-    """Returns a template with its sizes set; raises a `ConfigError` if its layer does not declare them."""
+    """Returns the template in field `name` with `sizes` set; raises a `ConfigError` if its layer lacks such fields."""
     config: Config = getattr(self, name)
     known = field_names(config)
     lacks = [size for size in sizes if known is not None and size not in known]

@@ -208,7 +208,7 @@ class TransformerLm(Layer):
   def extend_with_hidden(
     self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, *prefix: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Like `extend_step`, but also returns the input of the softmax at each token, [B, T, D], for `extend_further`."""
+    """Returns the result of `extend_step`, and the softmax's input at each token, [B, T, D], for `extend_further`."""
     hidden_BTD = self._normalize(self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix))
     return logits_at(last_B, hidden_BTD, self.softmax.get_logits), hidden_BTD
 
@@ -245,13 +245,13 @@ class TransformerLm(Layer):
 
   @property
   def max_positions(self) -> int | None:
-    """How many positions the model has; None for any number."""
+    """The most positions that a segment can have; None means any number."""
     limit = self.position_limit
     return None if limit is None else limit.num_positions
 
   @property
   def position_limit(self) -> PositionLimit | None:
-    """How many positions the model has, and the field that sets this number; None for any number."""
+    """The most positions that a segment can have, and the field that says so; None means any number."""
     return limit_of_table(f'{self.path_name}.position_tpl', None if self.position_tpl is None else self.position)
 
   def _check_length(self, length: int) -> None:
@@ -259,14 +259,14 @@ class TransformerLm(Layer):
 
 
 def logits_at(last_B: jax.Array, x_BTD: jax.Array, get_logits: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """Returns the logits of token `last_B` of each row, [B, V]; or [B, N, V] of N tokens of each row, [B, N]."""
+  """Returns the logits of token `last_B` of each row, [B, V]; or [B, N, V] if `last_B` is [B, N], N tokens of a row."""
   last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
   logits_BNV = get_logits(jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1))
   return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]
 
 
 def shared_look_up(path: str, softmax: FullSoftmax) -> Callable[[jax.Array], jax.Array]:
-  """Returns how a model without an `embedding_tpl` embeds ids, [B, T] to [B, T, D]: by the table of its softmax.
+  """Returns a function that looks up ids [B, T] in the table of the softmax, for a model without an `embedding_tpl`.
 
   Raises:
     ConfigError: the softmax has no table to share; the message names the model by its path.

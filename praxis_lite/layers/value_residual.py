@@ -65,7 +65,7 @@ def mixes_values(block: Config) -> bool:
 
 
 def remove_value_residual(block: Config) -> Config:
-  """Returns the config of a block, changed so that it does not mix its values, as for the first block."""
+  """Returns the config of a block without its value residual, as the first block needs it."""
   block = block.clone()
   if mixes_values(block):
     block.attention_tpl.value_residual_tpl = None

@@ -138,7 +138,7 @@ class VisionTransformer(Layer):
 
   @property
   def num_tokens(self) -> int:
-    """T: the patches, and the class token."""
+    """T, the number of patches plus 1 if there is a class token."""
     return self.grid[0] * self.grid[1] + self.class_token
 
   @property
@@ -159,7 +159,7 @@ class VisionTransformer(Layer):
     return self.pool(self.encode(image_BhwC))
 
   def encode(self, image_BhwC: jax.Array) -> jax.Array:
-    """Returns the states of the tokens, [B, T, D]; that of the class token is the first.
+    """Returns the states of the tokens, [B, T, D]; the class token comes first.
 
     Raises:
       ConfigError: the images have another size.

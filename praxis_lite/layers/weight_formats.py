@@ -152,7 +152,7 @@ class WeightFormat:
     return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._stored_zero
 
   def restore_values(self, q: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """Returns the float32 numbers that stored values q stand for; the opposite of `round_values`."""
+    """Returns the float32 entries that stored values q represent; the inverse of `round_values`, up to rounding."""
     if self.name == 'nf4':
       return _nf4_values(q) * scale
     return (q.astype(jnp.float32) - (self._stored_zero if zero is None else zero.astype(jnp.float32))) * scale
@@ -237,7 +237,7 @@ class WeightFormat:
     return trained + jax.lax.stop_gradient(rounded - trained)
 
   def prune(self, w: jax.Array) -> jax.Array:
-    """Returns a weight with zeros in place of the entries that are not kept."""
+    """Returns a weight with zeros in place of the entries that the format does not keep."""
     if self.kept is None:
       return w
     n, m = self.kept
@@ -272,7 +272,7 @@ class WeightFormat:
     return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)
 
   def _range(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the smallest and the largest w, or |w| without zero points, that each scale covers."""
+    """Returns the least and the largest entry that each scale covers; without zero points, of |w| instead of w."""
     last = groups.ndim - self.num_outputs - 1
     first = last if self.group_size is not None else last - self.num_inputs
     axes = tuple(range(first, last + 1))
@@ -295,7 +295,7 @@ class WeightFormat:
     return jnp.where(scale > 0, scale, 1).astype(jnp.float32)
 
   def _spread(self, scale: jax.Array, num_last: int) -> jax.Array:
-    """Returns scales [..., groups, *O] in a shape that broadcasts with weights [..., I, *O]."""
+    """Returns scales [..., groups, *O] such that they broadcast with weights [..., I, *O]; I is `num_last`."""
     axis = self.group_axis(scale.ndim)
     if self.group_size is None or scale.shape[axis] == 1:
       return scale
@@ -341,5 +341,5 @@ quantize = jax.jit(WeightFormat.quantize, static_argnums=0)
 
 
 def _nf4_values(q: jax.Array) -> jax.Array:
-  """Returns c[q]."""
+  """Returns c[q], the values of NF4 at the indices q, float32."""
   return jnp.asarray(NF4, jnp.float32).at[q].get(mode='promise_in_bounds')
