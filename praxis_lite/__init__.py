@@ -1,4 +1,4 @@
-"""praxis_lite: layer parameters for JAX, and training on any mesh.
+"""praxis_lite: a framework for JAX, to declare layers and how their arrays are split, and to train them on any mesh.
 
 The names that most experiments need can be imported from here. Each is loaded when it is first used, so that the
 command line starts at once.

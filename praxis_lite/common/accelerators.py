@@ -79,7 +79,7 @@ class Accelerator:
   cuda: Cuda | None = None
 
   def peak(self, dtype: str) -> float:
-    """Returns the operations per second of a JAX device for operands of a dtype; unlisted dtypes count as float32."""
+    """Returns a JAX device's peak for operands of a dtype, in operations per second; for unlisted dtypes, float32's."""
     return self.peaks.get(dtype, self.peaks['f32']) / self.devices_per_chip
 
   @property
@@ -308,7 +308,10 @@ def bf16_peak_of(device_kind: str) -> float | None:
 
 
 def _match(device_kind: str) -> tuple[str, str] | None:
-  """Returns the longest matching kind, and the name of its accelerator or ''. 'TPU v5 lite' also matches 'tpu v5'."""
+  """Returns the longest known kind that matches `device_kind`, and its accelerator's name or ''; None if none does.
+
+  A kind matches if each of its words begins a word of `device_kind`: 'TPU v5 lite' also matches 'tpu v5'.
+  """
   words = device_kind.lower().replace('-', ' ').split()
   kinds = dict.fromkeys(_PEAKS_ALONE, '')
   kinds |= {kind: found.name for found in ACCELERATORS.values() for kind in found.device_kinds}

@@ -86,11 +86,11 @@ class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
 
 
-FAULTY_DEVICE_CODE = 76  # The exit code of a run that must not be restarted on the same devices.
+FAULTY_DEVICE_CODE = 76  # A process exits with this code if its run must not be restarted on the same devices.
 
 
 class LostHostError(UserError):
-  """Another process of the run has died, hangs or never started. The run may be restarted from its last checkpoint."""
+  """Another process of the run died, hangs or never started. The run may be restarted from its last checkpoint."""
 
   exit_code = 75  # EX_TEMPFAIL in sysexits.h: a failure after which one may try again.
 
@@ -135,7 +135,7 @@ def check_range(
   above: float | None = None,
   below: float | None = None,
 ) -> None:
-  """Raises a RangeError that names the field `where`, if `value` or one of its entries is out of range; None is not."""
+  """Raises a RangeError that names the field `where` if `value`, or an entry of it, is out of range; None never is."""
   values = value if isinstance(value, Sequence) else [] if value is None else [value]
   limits = [
     *([] if least is None else [(f'at least {least}', lambda x: x >= least)]),

@@ -133,7 +133,7 @@ def plain_dtype(name: object) -> np.dtype:
 
 
 def kind_of_other(path: str | os.PathLike[str]) -> str:
-  """Returns what is at the path instead of a file, such as 'a named pipe'; '' if it is a file, or nothing is there."""
+  """Returns what is at the path if it is no file, such as 'a named pipe'; '' if a file, or nothing, is at the path."""
   try:
     return _kind(os.stat(path).st_mode)
   except OSError:
@@ -157,7 +157,7 @@ def open_plain(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def open_plain_to_write(path: str | os.PathLike[str], *, append: bool = False) -> io.FileIO:
-  """Opens a file to write it, without a buffer; otherwise like `open_plain`."""
+  """Opens a file to write it, without a buffer; never blocks, and raises the errors of `open_plain`."""
   return open(path, 'ab' if append else 'wb', buffering=0, opener=_open_without_waiting)
 
 
@@ -283,7 +283,7 @@ class KnownFolder:
     self._about = os.stat(path)
 
   def is_elsewhere(self) -> bool:
-    """Whether the folder is no longer at its path; also False if its storage cannot be reached."""
+    """Whether the folder is no longer at its path; False also if its storage cannot be reached."""
     try:
       return not os.path.samestat(os.stat(self.path), self._about)
     except (FileNotFoundError, NotADirectoryError):
@@ -301,7 +301,7 @@ class KnownFolder:
     return folder
 
   def replace_file(self, name: str, text: str) -> None:
-    """Writes a file in the folder like the function `replace_file`; raises OSError if it cannot be written."""
+    """Writes the file `name` in the folder atomically; raises OSError if it cannot be written."""
     self._check()
     replace_file(self.path / name, text)
 

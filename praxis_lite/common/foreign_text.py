@@ -66,7 +66,7 @@ def is_secret(path: str) -> bool:
 
 
 def has_lost_secret(text: str) -> bool:
-  """Whether a secret was removed from a URL."""
+  """Whether `text` contains a URL from which a secret was removed."""
   return '://' in text and (f'{LEFT_OUT}@' in text or f'={LEFT_OUT}' in text)
 
 

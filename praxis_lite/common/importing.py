@@ -102,7 +102,7 @@ def _describe(error: Exception) -> str:
 
 
 def _perhaps_meant(error: Exception) -> str:
-  """Returns a suggestion for the name that an exception is about, like Python's below a traceback; '' if none fits."""
+  """Returns a suggestion for the misspelt or old name that an exception is about; '' if no known name is close."""
   name = getattr(error, 'name', None)
   if isinstance(error, ModuleNotFoundError) and name is not None and current_name(name) != name:
     return f' It is {current_name(name)} now'
@@ -127,7 +127,7 @@ def short_path(path: str) -> str:
 
 
 def _where(error: Exception) -> str:
-  """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
+  """Returns `file:line` of the last line of the user's code that ran, or else of any code; '' if no line is known."""
   if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith('<'):
     return f'{short_path(error.filename)}:{error.lineno}'  # Its traceback has only frames of the compiler.
   for file, line in _user_lines(error)[-1:] or ([] if isinstance(error, SyntaxError) else _lines(error)[-1:]):
@@ -136,7 +136,7 @@ def _where(error: Exception) -> str:
 
 
 def _lines(error: Exception) -> list[tuple[str, int]]:
-  """Returns (file, line) of each call that an exception passed through, the innermost last."""
+  """Returns (file, line) of each call in the traceback of an exception, the innermost last."""
   frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   return [(file, line) for file, line in frames if not file.startswith('<')]
 

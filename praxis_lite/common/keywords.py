@@ -20,9 +20,10 @@ class UnknownKeywordError(ConfigError, TypeError):
 def name_unknown_keywords(
   function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = ()
 ) -> Callable[P, R]:
-  """Returns the function, which now raises an `UnknownKeywordError` with the nearest name for an unknown keyword.
+  """Returns `function` with a check of its keywords: an unknown one raises `UnknownKeywordError`.
 
-  For the keywords in `of_elsewhere`, the error says `elsewhere`, where they are set.
+  The error suggests the nearest known name. If the unknown one is in `of_elsewhere`, the error instead says that it is
+  set for all calls, by `<elsewhere>(name=...)`.
   """
   known = [name for name in inspect.signature(function).parameters if name != 'self']
 

@@ -126,7 +126,7 @@ class _Place(NamedTuple):
 
   @property
   def is_about_arrays(self) -> bool:
-    """Whether this line is in a package or module whose errors are about the arrays it was called with."""
+    """Whether this line is in an array library, whose errors are about the arrays it was called with."""
     module = str(self.frame.f_globals.get('__name__', ''))
     return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 
@@ -214,7 +214,7 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
   layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
   for new, old in (map(int, sizes), map(int, reversed(sizes))) if sizes else ():
     shapes = [tuple(shape) for shape in weights.values() if old in shape]
-    if 'broadcast' in what:  # The sizes may be those of other arrays.
+    if 'broadcast' in what:  # Perhaps of other arrays.
       shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
     if not shapes:
       continue
@@ -243,7 +243,7 @@ def _field_of_size(layer: object, size: int) -> tuple[str, int | tuple[int, ...]
   fields = {name: getattr(layer, name, None) for name in names}
   found = {name: value for name, value in fields.items() if value == size}
   found |= {n: v for n, v in fields.items() if n == 'filter_shape' and isinstance(v, tuple) and v[-2] == size}
-  if len(found) > 1:  # The size of an input is in question, not that of the output.
+  if len(found) > 1:  # The wrong size is that of an input, not of the output.
     found = {name: value for name, value in found.items() if name.startswith('in')}
   return next(iter(found.items())) if len(found) == 1 else None
 
@@ -265,7 +265,7 @@ def name_method(layer: object, path: str, method: str) -> str:
 
 
 def missing_return_hint(method: Callable[..., object]) -> str:
-  """Returns the end of a message about a method that returned None, from the verb on: its fault, and where it is."""
+  """Returns the end of a message whose subject is a method that returned None: what it did, and where its code is."""
   return f'returned None; does it lack a return? {defined_at(method)}'
 
 
@@ -306,7 +306,7 @@ def _missing_entry(error: KeyError, place: _Place) -> str | None:
 
 
 def _describe_non_array(error: AttributeError, own: list[_Place]) -> str | None:
-  """Returns a message about a dict, list or tuple that a layer's code uses like an array; None if there is none."""
+  """Returns a message if a layer's code uses a dict, list or tuple like an array; None for other errors."""
   value = error.obj
   if not isinstance(value, dict | list | tuple) or not hasattr(jax.Array, error.name or ''):
     return None
@@ -318,7 +318,7 @@ def _describe_non_array(error: AttributeError, own: list[_Place]) -> str | None:
 
 
 def _not_callable(kind: str, place: _Place) -> str | None:
-  """Returns what to do about an object of class `kind` that a layer's code calls; None if it is not an attribute."""
+  """Returns what to do if a layer's code calls an attribute of class `kind`, which is no layer; None if unknown."""
   attributes = getattr(place.frame.f_locals.get('self'), '__dict__', {})
   for name, value in attributes.items():
     if not re.search(rf'\bself\.{name}\b', place.code):

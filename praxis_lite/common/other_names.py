@@ -41,7 +41,7 @@ _OTHER_NAMES = {
   'mdl': 'model tensor tp mp',
   'data': 'fsdp dp batch',
 }
-OUR_NAMES: dict[str, list[str]] = {}  # Our names by the other name, which may stand for several of ours.
+OUR_NAMES: dict[str, list[str]] = {}  # For each name elsewhere: our names for it.
 for _ours, _theirs in _OTHER_NAMES.items():
   for _name in _theirs.split():
     OUR_NAMES.setdefault(_name, []).append(_ours)

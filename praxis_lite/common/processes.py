@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import service_client
 
-# How many bytes of a text each process sends to the others, by default.
+# The most bytes of a text that each process sends to the others, by default.
 _TEXT_BYTES = 400
 # The longest wait that JAX's service allows: 24 days.
 _LONGEST_WAIT_MS = 2**31 - 1
@@ -57,7 +57,7 @@ def join_by_host(texts: list[str]) -> str:
 
 
 def meet_others() -> None:
-  """Waits until all processes of the run have called this equally often; with one process, returns immediately.
+  """Waits until all processes have called this as often as this process has; with one process, returns immediately.
 
   The first collective of a program connects the processes, and XLA waits only some seconds for it. Processes may need
   different times to compile or read, so they meet before it. A watchdog notices a process that does not come.
@@ -73,5 +73,5 @@ def note_progress(doing: str) -> None:
 
 
 def last_progress() -> tuple[str, float]:
-  """Returns what the main thread noted last, and when, by `time.monotonic`."""
+  """Returns what the main thread noted last, and when: seconds of `time.monotonic`."""
   return _progress[-1]

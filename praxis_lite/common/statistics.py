@@ -31,7 +31,7 @@ _MOST_COUNTED = 2**31 - 1  # The most entries that an int32 can count.
 
 
 class PartKind(enum.StrEnum):
-  """How parts of a statistic combine."""
+  """The ways in which parts of a statistic combine."""
 
   SUM = 'sum'
   MAX = 'max'
@@ -55,7 +55,7 @@ class PartKind(enum.StrEnum):
     return jax.lax.pmax(x, axes) if self is PartKind.MAX else jax.lax.pmin(x, axes)
 
   def neutral(self, x: jax.Array) -> jax.Array:
-    """Returns an array like x whose values change no result."""
+    """Returns an array with the shape and dtype of x; combining parts with it does not change them."""
     return jnp.full_like(x, {PartKind.MAX: -jnp.inf, PartKind.MIN: jnp.inf}.get(self, 0))
 
   def combine_on_host(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -69,7 +69,7 @@ class PartKind(enum.StrEnum):
 
 
 def _combine_moments(x: Any, total: Callable[[Any], Any], xp: Any = jnp) -> Any:
-  """Returns moments [..., 3] of several parts together (Chan et al., 1979); `total` sums over the parts."""
+  """Returns the moments, [..., 3], of all parts in x together (Chan et al., 1979); `total` sums over the parts."""
   n, mean, squares = x[..., 0], x[..., 1], x[..., 2]
   of_all = total(n)
   center = total(n * mean) / xp.maximum(of_all, 1)
@@ -103,7 +103,7 @@ _KINDS['moments'] = PartKind.MOMENTS
 
 
 def kind_of_part(part: str) -> PartKind:
-  """Returns how parts of this name combine."""
+  """Returns how parts with this name combine."""
   return _KINDS.get(part, PartKind.SUM)
 
 

@@ -49,7 +49,7 @@ def path_matches(pattern: str, path: Path) -> bool:
 
 
 def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
-  """Returns a suggestion for a regex that matches none of `names` as a whole, as the end of a message."""
+  """Returns the end of a message about a regex that matches no whole name in `names`, with a suggestion."""
   names, inner = list(names), f'({pattern})' if '|' in pattern else pattern
   for match, wider in ((re.match, f'{inner}.*'), (re.search, f'.*{inner}.*')):
     if any((found := match(pattern, name)) and found[0] for name in names):
@@ -66,7 +66,7 @@ def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool] | None = None) -
 def map_with_path(
   fn: Callable[..., object], tree: object, *trees: object, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-  """Like `jax.tree.map`, for a function whose first argument is the path of the leaf."""
+  """Maps leaves by `fn(path, leaf, *leaves of the other trees)`, like `jax.tree.map`."""
   return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_names(path), *xs), tree, *trees, is_leaf=is_leaf)
 
 

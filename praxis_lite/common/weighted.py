@@ -54,7 +54,7 @@ def mean_of_means(means: jax.Array, weights: jax.Array) -> WeightedScalar:
 
 
 def mean_over_devices(metrics: Mapping[str, WeightedScalar], axes: Sequence[str]) -> WeightedScalars:
-  """Inside `shard_map`: returns each pair over all devices along `axes`, using one all-reduce.
+  """Inside `shard_map`: returns each pair combined over the devices along `axes`, by one all-reduce.
 
   Means may be arrays; the shape of their weights is the same, or its leading dimensions.
   """

@@ -16,9 +16,9 @@ This takes one more product of x and w than a loss of whole logits. The operands
 the log-sum-exp and dx are in float32. Sums of dw and dx over devices are in their own dtypes, as in other layers.
 
 If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
-of every part. So no step moves logits or weights along that axis: the only communication is of the maxima and sums
-[...], once after the loop, and of dx. If the chunks do not divide a part evenly, the last one begins earlier, and the
-repeated classes count once.
+of every part. So no step moves logits or weights over the mesh axes that split the classes: the only communication is
+of the maxima and sums, [...], once after the loop, and of dx. If the chunks do not divide a part evenly, the last one
+begins earlier, and the repeated classes count once.
 
 If a mesh splits the rows, each device adds up a dw of its own rows, and these are summed once after the loop. If it
 splits D of w too (fully sharded), one collective gathers w before the loop, and both passes share the result. But if w

@@ -123,18 +123,18 @@ class AttentionMask(abc.ABC):
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:
-    """Returns True for each pair of blocks in which some query attends to some key, and perhaps for other pairs.
+    """Returns the pairs of blocks in which some query attends to some key; other pairs may be among them.
 
     Here and in `some_masked`, the arrays of this mask are in blocks: [I, B, Q, ...], [J, B, S, ...], and [B, ...].
     """
     return Known()
 
   def some_masked(self, at: BlockRanges) -> Known:
-    """Returns True for each pair of blocks in which some query does not see some key, and perhaps for other pairs."""
+    """Returns the pairs of blocks in which some query does not attend to some key; other pairs may be among them."""
     return Known()
 
   def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:
-    """Returns the mask with mapped arrays: `query=f` applies f to each query array; so do `key` and `row` for theirs."""
+    """Returns the mask with each array replaced by f(array), where `query=f`, `key=f` or `row=f` is for its kind."""
     changes = {}
     for field in dataclasses.fields(self):
       value, kind = getattr(self, field.name), field.metadata.get('per')

@@ -119,7 +119,7 @@ class Mixer(Layer):
     return math.prod(sizes.get(axis, 1) for axis in self._length_axes() if axis not in manual)
 
   def _shard_parts(self, x: jax.Array, letters: tuple[str, ...]) -> jax.Array:
-    """Constrains an array by `blnh`; `letters` name its dimensions: B rows, P parts of the length, N heads, '' other."""
+    """Constrains an array by `blnh`; `letters` name its dimensions: B rows, P parts of a row, N heads, '' others."""
     places = {'B': 0, 'P': 1, 'N': 2, '': None}
     return self.shard(x, pick_entries(self.activation_split_dims_mapping.blnh, *(places[letter] for letter in letters)))
 

@@ -62,7 +62,8 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of a stack's first layers and of its pattern; a stack is a layer, such as a `Repeat`, or config."""
+  """Returns the configs of a stack's first layers and of its pattern; a stack is a `Repeat`, or another layer or config
+  with such fields."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
 

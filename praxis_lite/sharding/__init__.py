@@ -1,4 +1,4 @@
-"""Where arrays are stored on a mesh, as a pure function of declarations and mesh sizes.
+"""Decides how arrays are split over the devices of a mesh, by pure functions of declarations and mesh sizes.
 
 This package does not depend on steps, learners or models.
 """

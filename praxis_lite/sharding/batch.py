@@ -85,7 +85,7 @@ def check_batch(batch: object, expected: object) -> None:
 
 
 def is_on_device(batch: object, expected: object) -> bool:
-  """Whether a batch consists of JAX arrays that have the padded shapes of `expected`."""
+  """Whether a batch has the leaves and shapes of `expected`, the padded global batch, and all are JAX arrays."""
   have, want = _arrays_by_name(batch), _arrays_by_name(expected)
   return list(have) == list(want) and all(
     isinstance(x, jax.Array) and x.shape == want[name].shape for name, x in have.items()

@@ -60,12 +60,12 @@ class BatchRows(NamedTuple):
     return with_sharding_constraint(x, PartitionSpec())[self.examples]
 
   def _take(self, x: jax.Array) -> jax.Array:
-    x = self._split_longest(x, self.axes)[self.examples]  # Local, because the rows are not split at this point.
+    x = self._split_longest(x, self.axes)[self.examples]  # No communication: rows are not split here.
     # The change to the split inside the step is made in two parts; for a single one, XLA would gather whole arrays.
     return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
   def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Splits the longest dimension other than the rows, if there is one, and leaves the rows whole."""
+    """Returns x with its longest dimension after dimension 0 split over `axes`; no other dimension is split."""
     longest = 1 + int(np.argmax(x.shape[1:])) if x.ndim > 1 else None
     return with_sharding_constraint(x, PartitionSpec(*(axes if dim == longest else None for dim in range(x.ndim))))
 

@@ -119,7 +119,7 @@ def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
 
 
 def current_axis_rules() -> tuple[LogicalAxisRule, ...]:
-  """Returns the current rules; none by default."""
+  """Returns the current rules; () outside of `axis_rules`."""
   return _rules.get()
 
 

@@ -165,7 +165,9 @@ class ShardedParam:
   shape: tuple[int, ...]
 
   def gather(self, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns the whole parameter, in `dtype` if it is given; gradients are averaged over the axes, and scattered."""
+    """Returns the whole parameter, in `dtype` if given. In the backward pass, its gradient is averaged over `axes` and
+    scattered.
+    """
     return cast(jax.Array, self.gather_over(None, dtype))
 
   def gather_over(self, over: MeshAxes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
@@ -308,7 +310,7 @@ def to_axes(axis: str | Sequence[str]) -> MeshAxes:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_parts(x: jax.Array, axis: str) -> jax.Array:
-  """Inside `shard_map`: returns x, which is equal on all devices along the axis; sums its gradient over them."""
+  """Inside `shard_map`: returns x, which is equal on all devices along `axis`, over which its gradient is summed."""
   del axis
   return x
 

@@ -39,7 +39,7 @@ class FanGrowth(NamedTuple):
 
 
 def fan_growth(weight: WeightHParams) -> FanGrowth:
-  """Returns how the fans of a weight have grown; both are 1 without a smaller model."""
+  """Returns the growth of a weight's fans compared with the smaller model; 1 and 1 if there is no smaller model."""
   if weight.growth is None or weight.growth.base_shape == weight.shape:
     return FanGrowth(1.0, 1.0)
   axes_in, axes_out = _fan_axes(weight)
@@ -50,7 +50,7 @@ def fan_growth(weight: WeightHParams) -> FanGrowth:
 
 
 def fan_sizes(weight: WeightHParams) -> tuple[tuple[int, int], tuple[int, int]]:
-  """Returns the sizes (fan in, fan out) of a weight, and those of the smaller model."""
+  """Returns (fan in, fan out) of a weight, and (fan in, fan out) of the same weight in the smaller model."""
   shapes = (weight.shape, weight.shape if weight.growth is None else weight.growth.base_shape)
   axes_in, axes_out = _fan_axes(weight)
   here, there = ((math.prod(s[a] for a in axes_in), math.prod(s[a] for a in axes_out)) for s in shapes)
@@ -58,12 +58,12 @@ def fan_sizes(weight: WeightHParams) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def update_ratio(weight: WeightHParams) -> float:
-  """Returns the ratio of the size of an entry of the update to that in the smaller model."""
+  """Returns the typical size of an entry of the weight's update, divided by that size in the smaller model."""
   return depth_ratio(weight) / fan_growth(weight).fan_in
 
 
 def init_ratio(weight: WeightHParams) -> float:
-  """Returns the ratio of the standard deviation of the initial values to that in the smaller model."""
+  """Returns the standard deviation of initial values, divided by their standard deviation in the smaller model."""
   fans = fan_growth(weight)
   return {'hidden': fans.fan_in**-0.5, 'output': 1 / fans.fan_in}.get(fans.kind, 1.0)
 
@@ -90,7 +90,7 @@ def grow_weight(weight: WeightHParams, base: WeightHParams, depth: float, depth_
 
 
 def _fan_axes(weight: WeightHParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns the axes of inputs and of outputs; a table of embeddings has its ids as inputs."""
+  """Returns the axes of a weight's inputs and of its outputs; in a table of embeddings, ids are inputs."""
   rank = len(weight.shape)
   if weight.fan_in_axes is not None and weight.fan_out_axes is not None:
     inputs, outputs = (tuple(axis % rank for axis in axes) for axes in (weight.fan_in_axes, weight.fan_out_axes))

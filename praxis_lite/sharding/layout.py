@@ -85,7 +85,7 @@ class StateLayout(NamedTuple):
     def read(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> AnyArray:
       if is_prng_key(x):
         return x
-      if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Other hosts have parts of it.
+      if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Parts are on other hosts.
         x = multihost_utils.process_allgather(x, tiled=True)
       # A copy: NumPy would share the memory of a CPU device, and a step may write its result there.
       return np.array(slice_to(np.asarray(x), true))
@@ -93,7 +93,7 @@ class StateLayout(NamedTuple):
     return self._map_stored(read, tree)
 
   def to_mesh(self, tree: T) -> T:
-    """The inverse of `to_host`: puts some or all arrays of this layout on the mesh, from the host or any device."""
+    """The inverse of `to_host`: puts some or all arrays of this layout, from the host or any device, on the mesh."""
 
     def put(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
       if is_prng_key(x):
@@ -106,7 +106,7 @@ class StateLayout(NamedTuple):
     return self._map_stored(put, tree)
 
   def _map_stored(self, fn: Callable[..., AnyArray], tree: T) -> T:
-    """Maps a function of an array, its stored and its true shape over some or all arrays of this layout."""
+    """Returns `fn(array, stored shape, true shape)` for some or all arrays of this layout."""
     padded, true = (leaves_by_path(shapes) for shapes in (self.padded_shapes, self.unpadded_shapes))
 
     def check_and_map(path: Path, x: AnyArray) -> AnyArray:
@@ -121,7 +121,7 @@ class StateLayout(NamedTuple):
     return map_with_path(check_and_map, tree)
 
   def _constrain_padded(self, tree: T) -> T:
-    """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
+    """Constrains padded arrays to their stored sharding, so that slices and pads need no communication."""
 
     def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
       return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, to_device_memory(sharding))

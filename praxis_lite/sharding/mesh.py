@@ -60,7 +60,7 @@ def create_device_mesh(
     array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
-  else:  # Treats each prod(ici) consecutive devices as a slice; along each axis, slices are outermost.
+  else:  # Each prod(ici) consecutive devices count as a slice; along each axis, slices vary slowest.
     blocks, rank = np.array(devices).reshape((*dcn, *ici)), len(ici)
     array = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)]).reshape([*shape.values()])
   return auto_mesh(array, names)
@@ -130,7 +130,7 @@ def fill_mesh_shape(
   given = f'ici_mesh_shape = {shape!r}'
   if shape.count(-1) > 1:
     raise ShardingError(f'{given}: only one size may be -1, for the rest of the devices')
-  # The sizes without the -1 are checked here, because the rest follows from them.
+  # The sizes other than -1 are checked here, because the size in place of -1 follows from them.
   others = mesh_sizes([1 if size == -1 else size for size in shape], dcn_mesh_shape, mesh_axis_names)
   if num_devices is None:
     start_devices()
@@ -186,7 +186,7 @@ def device_kind() -> str:
 def ask_device(question: Callable[[str], T]) -> T:
   """Returns `question(kind)` for the kind of the ambient mesh's devices; see `device_kind`.
 
-  `have_same_answers` asks it again for other devices, so it must be a function at the top level of a module.
+  `have_same_answers` calls `question` again for other kinds, so it must be a function at the top level of a module.
   """
   _QUESTIONS.setdefault(question)
   device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]
@@ -212,9 +212,9 @@ def _memory_of(kind: str) -> float:
 
 
 def have_same_answers(kind: str, other: str) -> bool:
-  """Whether all questions that were asked so far have the same answers for two kinds of devices of one platform.
+  """Whether all questions asked by `ask_device` so far have the same answers for two kinds of devices of a platform.
 
-  Then a program that was traced for one of them is also right for the other.
+  If so, a program that was traced for one kind is also right for the other.
   """
   return kind == other or all(question(kind) == question(other) for question in _QUESTIONS)
 

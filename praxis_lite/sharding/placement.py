@@ -56,7 +56,7 @@ def place_variables(
     matched = first_match(path, parsed)
     if any(named) and not any(op.for_named for op in (matched[1] if matched else ())):
       return declared
-    # The strategy decides everything except the declared mesh axes.
+    # The strategy decides all dimensions except those with declared mesh axes.
     given = (None if by_name else entry for by_name, entry in zip(named, declared.spec))
     start = dataclasses.replace(declared, spec=PartitionSpec(*given))
     with prefix_errors('task.strategy'):

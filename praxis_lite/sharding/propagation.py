@@ -21,7 +21,7 @@ _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
 _COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
 _RESHAPE = 'stablehlo.reshape'
-_HIDDEN = 'stablehlo.custom_call'  # Replaces a reshape while it is hidden.
+_HIDDEN = 'stablehlo.custom_call'  # The operation that replaces a hidden reshape.
 _NUMBER = 'praxis_lite.site'  # The attribute that identifies an operation in a copy.
 
 
@@ -35,7 +35,7 @@ class Axis(NamedTuple):
 
 # The axes that split each dimension of an array, major first; axes of size 1 are left out.
 ArraySplit = tuple[tuple[Axis, ...], ...]
-# The same for a constraint; None leaves a dimension to XLA.
+# The axes that a constraint gives to each dimension; None leaves a dimension to XLA.
 _Constraint = tuple[tuple[Axis, ...] | None, ...]
 
 
@@ -64,7 +64,7 @@ class Site:
     self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
-    self._callers = callers  # The call of each function.
+    self._callers = callers  # For each function, by name, the operation that calls it.
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
     self.is_mapped = bool(manual)
 
@@ -74,7 +74,7 @@ class Site:
     return _name(self.op, self._callers)
 
   def mend(self, what: str) -> bool:
-    """Records a change to the operands; returns False if it was made before."""
+    """Records a change to the operands, `what`; returns False if it has been recorded before."""
     if what in self.mended:
       return False
     self.mended.append(what)
@@ -112,7 +112,7 @@ class Site:
     return sdy.ShardingConstraintOp(value, self._sharding(split))
 
   def _constrain(self, number: int, split: _Constraint, afterwards: _Constraint) -> None:
-    """Constrains an array; for a result, also its split after the operation."""
+    """Constrains an array to `split`; if the array is a result, constrains it to `afterwards` after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
         constraint = self.insert_constraint(self.op.operands[number], split)
@@ -179,7 +179,7 @@ class Propagation:
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
       shapes: dict[ir.Type, tuple[int, ...]] = {}
-      manual: dict[object, set[str]] = {}  # By the operation around an operation.
+      manual: dict[object, set[str]] = {}  # Keys are the operations around operations.
       for op in found:
         if op.name not in names:
           continue
@@ -219,13 +219,13 @@ class Propagation:
     ]
 
   def _find_copies(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
-    """Yields the sites with their copies among `ops`; other operations have been inserted by guards."""
+    """Yields each site and its copy among `ops`. Operations without a site, which guards inserted, are skipped."""
     for op in ops:
       if _NUMBER in op.attributes:
         yield self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value], op
 
   def _read(self, site: Site, values: Iterable[ir.Value], known: dict[ir.Value, ArraySplit]) -> tuple[ArraySplit, ...]:
-    """Returns the splits of values of a propagated program, and adds them to `known`."""
+    """Returns the splits of `values` in a propagated program; adds them to `known`."""
     splits = []
     for value, shape in zip(values, site.shapes):
       if value not in known:
@@ -248,7 +248,7 @@ def _shape(type_: ir.Type, known: dict[ir.Type, tuple[int, ...]]) -> tuple[int, 
 
 
 def _sources(op: ir.Operation) -> Iterator[ir.Value]:
-  """Yields the operands of an operation; if Shardy has resharded one for it, the array that it resharded."""
+  """Yields the operands of an operation; in place of an operand that Shardy resharded, the array before the reshard."""
   for value in op.operands:
     owner = value.owner
     yield value if isinstance(owner, ir.Block) or owner.name != 'sdy.reshard' else owner.operands[0]
@@ -286,7 +286,7 @@ def split_of(value: ir.Value, sizes: Mapping[str, int]) -> ArraySplit:
 
 
 def is_closed(constraint: ir.Operation) -> bool:
-  """Returns whether a constraint says how each dimension is split, and leaves none to XLA."""
+  """Whether a constraint determines how every dimension is split, and leaves no dimension to XLA."""
   dims = sdy.TensorShardingAttr(constraint.attributes['sharding']).dimension_shardings
   return all(sdy.DimensionShardingAttr(dim).is_closed for dim in dims)
 
@@ -314,7 +314,7 @@ def _enclosing(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> Iterato
 
 
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
-  """Returns the name of an operation, preceded by the names of the calls that it is in."""
+  """Returns the name of an operation, preceded by the names of the calls that enclose it."""
   calls = [outer for outer in _enclosing(op, callers) if outer.name == 'func.call']
   return '/'.join(operation_name(one) for one in (*reversed(calls), op))
 
@@ -328,7 +328,7 @@ def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
 def inline_calls(module: ir.Operation, named: bool = True) -> None:
   """Replaces all calls by the bodies of their functions, as XLA does before it propagates.
 
-  If `named`, the names of operations include those of the calls that they were in.
+  If `named`, the name of an operation then begins with the names of the calls that enclosed it.
   """
   functions, done = functions_of(module), set()
 
@@ -358,7 +358,7 @@ def inline_calls(module: ir.Operation, named: bool = True) -> None:
 
 
 def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
-  """Turns broadcasts that only add dimensions of size 1 into reshapes, as XLA does: Shardy propagates these earlier."""
+  """Turns broadcasts that only add dimensions of size 1 into reshapes, as XLA does. Shardy propagates these earlier."""
   for op in operations(module, {'stablehlo.broadcast_in_dim'}):
     (before,), (after,) = op.operands, op.results
     if math.prod(before.type.shape) == math.prod(after.type.shape):
@@ -384,14 +384,14 @@ def _hide(reshapes: Iterable[ir.Operation]) -> None:
 
 
 def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
-  """Whether axes split a dimension that a reshape merges from several others, and do not split each of these evenly.
+  """Whether axes split a dimension that a reshape merges or divides, and do not split its parts evenly.
 
   An example is a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
   """
   values = (*reshape.operands, *reshape.results)
   ends = {end for x in values for end in itertools.accumulate(x.type.shape[::-1], operator.mul)}
   for value in values:
-    below = 1  # The size of everything minor to a dimension.
+    below = 1  # The product of the sizes of all dimensions minor to this one.
     for size, axes in zip(value.type.shape[::-1], split_of(value, sizes)[::-1]):
       bounds = [size * below, *sorted((n for n in ends if below < n < size * below), reverse=True), below]
       if axes and not _divide_evenly([*itertools.pairwise(bounds)], axes):
@@ -453,7 +453,7 @@ def operations(root: ir.Operation, names: Collection[str] | None = None) -> list
 def _sharding_of(
   value: ir.Value, lists: dict[ir.Attribute, Sequence[ir.Attribute]] | None = None
 ) -> ir.Attribute | None:
-  """Returns the sharding of a value of a propagated program; None if it is replicated. `lists` caches attributes."""
+  """Returns the sharding of a value in a propagated program; None if the value is replicated. `lists` is a cache."""
   lists = {} if lists is None else lists
   owner = value.owner
   if isinstance(owner, ir.Block):

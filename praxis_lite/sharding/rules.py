@@ -64,7 +64,7 @@ def standard_logical_axis_rules(
     )
   embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
   of_embed = tuple(('embed', axis) for axis in embed)
-  return (  # In the order of T5X, where 'embed' is last only if it is split.
+  return (  # In T5X's order, where 'embed' comes last only if it is split.
     *(override_rules or ()),
     *(('batch', 'data'), ('vocab', 'model')),
     *(of_embed if embed == (None,) else ()),
@@ -168,14 +168,14 @@ def resolve(
 
 
 def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[str | None, ...]:
-  """Returns the entries of a mapping that are logical names with a rule; None for the other entries."""
+  """Returns one entry per dimension: the entry of the mapping if it is a logical name with a rule, otherwise None."""
   logical = {name for name, _ in rules}
   return tuple(entry if isinstance(entry, str) and entry in logical else None for entry in entries)
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
-  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does."""
-  # The earlier one has the same name, and needs only mesh axes that the later one needs too.
+  """Returns indices (rule, earlier rule) for each rule that never has an effect, because the earlier one applies."""
+  # A rule is shadowed by an earlier rule of the same name that needs only mesh axes that the later rule needs too.
   found = []
   for later, (name, axes) in enumerate(rules):
     for earlier, (other, other_axes) in enumerate(rules[:later]):

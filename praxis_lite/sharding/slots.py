@@ -118,7 +118,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> SlotDims:
-  """Returns the parameter's dimension for each dimension of a slot, judging by sizes; None if unknown or of size 1."""
+  """Returns, for each dimension of a slot, the parameter's dimension that has its size; None if unknown, or size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
@@ -130,7 +130,10 @@ def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) ->
 
 
 def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-  """Returns the dimensions that optax's factored RMS keeps: `v_row` loses the largest, `v_col` the second largest."""
+  """Returns the parameter's dimensions that a slot of optax's factored RMS keeps; None if `path` is no such slot.
+
+  `v_row` lacks the largest dimension, `v_col` the second largest.
+  """
   if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
     return None
   order = np.argsort(shape)
@@ -149,7 +152,10 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, SlotDims]:
-  """Returns for each slot the parameter dimensions that it comes from, found by `init_fn` on all-distinct sizes."""
+  """Returns the parameter dimensions of each slot's dimensions, found by tracing `init_fn` with distinct sizes.
+
+  Returns {} if `init_fn` fails for such sizes.
+  """
   # Dimension i of size d becomes d * k + i, with k above any rank. So the order of sizes, on which factoring may
   # depend, stays the same, ties go to the later dimension, and equal sizes of dimension 0, over which `init_fn` may be
   # mapped, stay equal.
@@ -161,7 +167,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
   probes = jax.tree.map(distinct, params_struct)
   try:
     state = jax.eval_shape(init_fn, probes)
-  except Exception:  # It may depend on the true sizes, and raise anything for others: then only true shapes are used.
+  except Exception:  # `init_fn` may need the true sizes, and raise anything.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
   axes: dict[Path, SlotDims] = {}
@@ -174,7 +180,10 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
-  """Returns `dims` if they explain the slot's true shape: an optimizer may treat distinct sizes in another way."""
+  """Returns `dims` if they explain the slot's true shape, otherwise None.
+
+  They may not, because an optimizer may treat distinct sizes in another way.
+  """
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None
   used = [d for d in dims if d is not None]

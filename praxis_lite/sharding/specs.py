@@ -52,7 +52,7 @@ class Placement:
   pattern: str | None = None
 
   def to_stored(self) -> Placement:
-    """Returns the placement of a stored array, which the compiler cannot place: UNCONSTRAINED becomes None."""
+    """Returns this placement for a stored array. The compiler places no stored array: UNCONSTRAINED becomes None."""
     why = tuple(
       f'{why} is UNCONSTRAINED, so the stored array is replicated' if entry is UNCONSTRAINED else why
       for entry, why in zip(self.spec, self.why)
@@ -171,7 +171,7 @@ def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> A
 def infer_partition_spec_based_on_rank_fn(
   mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: HasShape
 ) -> PartitionSpec | None:
-  """Returns the spec that `place_by_rank` gives to `x`; None does not constrain it."""
+  """Returns the spec that `place_by_rank` gives to `x`; None if `x` is not constrained."""
   placement = place_by_rank(mapping_dict, mesh_names, x)
   return None if placement is None else placement.spec
 

@@ -112,7 +112,7 @@ class ParsedOp(NamedTuple):
   for_named: bool
 
 
-# By name: the function that makes the op, and whether the op acts on logical names.
+# For each op, by name: the function that makes the op, and whether the op acts on logical names.
 _OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
 
 
@@ -317,7 +317,7 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
 def explain_sharding(
   params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None
 ) -> Any:
-  """Like `infer_sharding`, with a `Placement` for each variable."""
+  """Returns what `infer_sharding` returns, with a `Placement` in place of each spec."""
   parsed, sizes = parse_strategy(strategy), axis_sizes(mesh)
 
   def place(path: Path, leaf: Any) -> Placement:
@@ -327,14 +327,14 @@ def explain_sharding(
 
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
-  """Returns the indices of the patterns that decide no variable: they match none, or earlier ones match first."""
+  """Returns the indices of the patterns that decide no variable, because they match none, or an earlier one matches."""
   numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
   used = [first_match(path, numbered) for path in leaves_by_path(params, is_leaf=is_named_box)]
   return [i for pattern, i in numbered if (pattern, i) not in used]
 
 
 def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedOp]]]:
-  """Returns [(pattern, ops)]."""
+  """Returns the pairs (pattern, ops) of a strategy, with parsed ops; raises an error if an op is not valid."""
   for pair in strategy:
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
       raise ShardingError(f'a strategy is a list of pairs (pattern, ops), such as (".*", "replicate"); not {pair!r}')
@@ -347,7 +347,7 @@ def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | 
 
 
 def to_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
-  """Describes an array, a shape with a dtype, a weight declaration, or an array in a Flax box."""
+  """Returns the `Variable` for an array, a shape with a dtype, a weight declaration, or an array in a Flax box."""
   if is_named_box(leaf):
     names, x = leaf.names, leaf.value
     # A factored slot is in the box of its parameter, but has fewer axes.

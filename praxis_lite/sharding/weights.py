@@ -92,7 +92,7 @@ NO_DECAY_FLOAT32 = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION, Weigh
 
 _DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
 _SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
-# The distribution and the scaling of each method.
+# For each method: its distribution, and its scaling.
 _METHODS = {
   'constant': ('constant', ''),
   'xavier': ('uniform', '_xavier'),
@@ -409,7 +409,7 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
 
 
 def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:
-  """Returns the factor of an initializer's scale that depends on the shape of the weight."""
+  """Returns the factor, by which an initializer's scale is multiplied, that depends on the weight's shape."""
   shape = weight.shape
   fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
   return {
@@ -440,7 +440,7 @@ def init_magnitude(weight: WeightHParams) -> float | None:
 
 
 def _delta_orthogonal(key: jax.Array, shape: Sequence[int], scale: float, dtype: DTypeLike) -> jax.Array:
-  """Returns zeros [..., I, O] with a scaled orthogonal matrix [I, O] at the middle of the other dimensions."""
+  """Returns [..., I, O]: a scaled orthogonal matrix at the middle of the leading dimensions, and zeros elsewhere."""
   *window, inputs, outputs = shape
   orthogonal = jax.nn.initializers.orthogonal(scale * math.sqrt(max(inputs / outputs, 1)))
   matrix = orthogonal(key, (inputs, outputs), jnp.promote_types(dtype, jnp.float32))  # Decompositions need float32.

@@ -29,7 +29,7 @@ Flag = bool | int | str
 # For steps on several devices.
 DEFAULTS: Mapping[str, Mapping[str, Flag]] = {
   'gpu': {
-    # In older versions, the other flags have no effect without this one.
+    # In older versions of XLA, the flags below have no effect without this one.
     'xla_gpu_enable_latency_hiding_scheduler': True,
     # The collectives of a layer in a loop begin in the iteration before, or end in the next one.
     'xla_gpu_enable_pipelined_all_gather': True,
@@ -77,7 +77,7 @@ class XlaFlags(NamedTuple):
 
 
 NO_FLAGS = XlaFlags()
-# XLA's message if it does not know a flag, or rejects its value.
+# XLA's messages about a flag that it does not know, and about a value that it rejects.
 _REFUSED = re.compile(r"INVALID_ARGUMENT: (?:No such compile option: '|While setting option )(\w+)")
 
 

@@ -96,13 +96,13 @@ class Config(fdl.Config[T], Generic[T]):
       self._fill_defaults()
 
   def _fill_defaults(self) -> None:
-    """Sets each unset field with a default factory to a new default, so that it is always in `__arguments__`."""
+    """Sets each unset field that has a default factory to a new default, which `__arguments__` then holds."""
     made = {name: make() for name, make in _default_factories(target(self)) if name not in self.__arguments__}
     self.__arguments__.update(made)
     note_edit(self, *made)
 
   def __eq__(self, other: object) -> bool:
-    """Whether both would make the same call, including defaults."""
+    """Whether both configs would make the same call, with defaults for fields that are not set."""
     # This takes one pass; the number of Fiddle's own passes grows with the depth.
     if self is other:
       return True
@@ -183,8 +183,8 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 
 
 def _missing_hint(build: Any, field: str) -> str:
-  """Returns the end of a message about a field without a value: what its class says about it in `_how_to_set`, or how
-  to declare it if it may have been meant as a child; '' otherwise.
+  """Returns the end of a message about a field without a value: how to set it, if `build._how_to_set` tells, or how to
+  declare it, if it may be meant as a child; otherwise ''.
   """
   hint = field_type_hints(build).get(field)
   if field in (told := getattr(build, '_how_to_set', {})):
@@ -246,7 +246,7 @@ def config_values(config: Config) -> dict[str | int, Any]:
 
 
 def fill_required(config: Config) -> Config:
-  """Returns a copy in which missing required values, such as the path of a file to read, become a placeholder."""
+  """Returns a copy of `config` in which required values that are missing, such as paths of files, are placeholders."""
   config = config.clone()
   for name, value in config_values(config).items():
     if not isinstance(name, str) or name == 'batch_size':
@@ -306,7 +306,7 @@ def shown_key(key: str | int) -> str:
 
 
 def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
-  """Returns the annotations of the fields of a config's target that can be resolved."""
+  """Returns the annotations of the fields of a config's target, without annotations that cannot be resolved."""
   if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
     annotated: list[Any] = list(fn_or_cls.__mro__)
   else:

@@ -64,7 +64,7 @@ class Configurable:
   """
 
   _set_up_in = '__post_init__'  # The method that messages tell users to define.
-  _config_path = ''  # The path of its configs in messages, for a class whose configs always have the same path.
+  _config_path = ''  # The path of this class's configs in messages, if all its configs have the same path.
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)

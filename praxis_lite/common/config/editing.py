@@ -26,7 +26,7 @@ class CodePlace(NamedTuple):
 
 
 def place_of_edit(config: fdl.Config | None) -> CodePlace:
-  """Returns where the user's code is editing or making a config; an empty place if the caller is a library.
+  """Returns where the user's code is editing or making a config; an empty `CodePlace` if the caller is a library.
 
   The path begins with the name of a variable of the code. It is 'task.model' if the variable, under any name, holds the
   configs of an experiment or the config of a task.
@@ -46,7 +46,7 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
 
 
 def note_edit(config: fdl.Config, *fields: str) -> None:
-  """Records the line of code that is setting fields of a config, unless it belongs to a default of a class."""
+  """Records the line of code that is setting fields of a config, unless a default of a class sets them."""
   frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.
@@ -59,13 +59,13 @@ def note_edit(config: fdl.Config, *fields: str) -> None:
 
 
 def copy_edits(config: fdl.Config) -> None:
-  """Gives a config its own copy of the recorded lines, which it shares with the config that it was copied from."""
+  """Copies the recorded lines of a copied config, which it so far shares with the original."""
   if _EDITS in config.__dict__:
     config.__dict__[_EDITS] = dict(config.__dict__[_EDITS])
 
 
 def line_of_edit(config: fdl.Config, field: str) -> str:
-  """Returns the line of the user's code that has set a field of a config, such as 'mine.py:12'; '' if there is none."""
+  """Returns the line of the user's code that set a field of a config, such as 'mine.py:12'; '' if no such line did."""
   edit = config.__dict__.get(_EDITS, {}).get(field)
   return (
     '' if edit is None or edit.file.startswith('<') or is_library(edit.file) else f'{short_path(edit.file)}:{edit.line}'
@@ -74,9 +74,9 @@ def line_of_edit(config: fdl.Config, field: str) -> str:
 
 @contextlib.contextmanager
 def set_up(owner: Any) -> Iterator[None]:
-  """A block in which a layer fills in the templates of its children.
+  """Marks a block in which the layer `owner` fills in the templates of its children.
 
-  Inside it, replacing a number, string or bool that the user has set raises ConfigError; see `check_keeps_edit`.
+  Inside the block, replacing a number, string or bool that the user has set raises ConfigError; see `check_keeps_edit`.
   """
   token = _owner.set(owner)
   try:
@@ -126,7 +126,7 @@ def _paths_from(name: str, value: object, wanted: fdl.Config) -> Iterator[str]:
   if isinstance(value, type(wanted)):
     yield from _paths(getattr(value.__fn_or_cls__, '_config_path', '') or name, value, wanted)
   elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # The configs of an experiment, or a layer.
-    for field in dataclasses.fields(value):  # A child that is not made yet is no attribute.
+    for field in dataclasses.fields(value):  # A child not made yet is not in `__dict__`.
       yield from _paths(field.name, getattr(value, '__dict__', {}).get(field.name), wanted)
 
 

@@ -27,7 +27,7 @@ def name_field_at_fault(
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
   field, bracket, _ = error.field.partition('[')
-  # The message already names the entry of the field, or names the field after the object's own name.
+  # The message already names an entry of the field, or begins with the object's own name and the field.
   if field in values and (bracket or str(error).startswith(f'{values.get("name")}.{field}:')):
     return
   changed = {
@@ -67,7 +67,7 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
 
 
 def _is_set_below(error: RangeError, value: object) -> bool:
-  """Whether a config in `value` itself sets the field at fault, so that the value was not passed on to it."""
+  """Whether a config in `value` sets the field at fault itself, and so did not get its value from a parent."""
   if isinstance(value, fdl.Config):
     field = error.field.partition('[')[0]
     is_this = any(_is_same(x, error.value) for x in _numbers(value.__arguments__.get(field)))
@@ -78,7 +78,7 @@ def _is_set_below(error: RangeError, value: object) -> bool:
 
 
 def _numbers(value: object) -> Iterator[int | float]:
-  """Yields a number, or the numbers in a tuple."""
+  """Yields `value` if it is an int or float, or the ints and floats in `value` if it is a tuple; leaves out bools."""
   for x in value if isinstance(value, tuple) else (value,):
     if isinstance(x, int | float) and not isinstance(x, bool):
       yield x

@@ -15,7 +15,7 @@ from praxis_lite.common.config.configurable import Configurable
 
 
 def members_of(hint: object) -> list[Any]:
-  """Returns the members of a union, or the annotation itself."""
+  """Returns the members of an annotation that is a union; otherwise a list of only the annotation."""
   if typing.get_origin(hint) is typing.Annotated:
     return members_of(typing.get_args(hint)[0])
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -72,5 +72,5 @@ def is_dtype_hint(members: list[Any]) -> bool:
 
 
 def is_value_class(kind: object) -> bool:
-  """Whether it is a frozen dataclass, which may be written as a call in an override."""
+  """Whether `kind` is a frozen dataclass, which an override may write as a call."""
   return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore

@@ -130,7 +130,7 @@ _MOST_ARRAY_BYTES = 1 << 20  # Larger arrays are left out by `encode_readable`.
 
 
 class _Writer:
-  """Writes values. A field that cannot be written raises an error, or with `lost` is left out and listed there."""
+  """Writes values. A field that cannot be written raises an error; with `lost`, it is left out and listed in `lost`."""
 
   def __init__(self, lost: dict[str, str] | None = None):
     self._lost = lost
@@ -143,7 +143,7 @@ class _Writer:
     return written
 
   def _remove_secrets(self, text: str, path: str) -> str:
-    """Returns a string without secrets; notes in `lost` if it had any."""
+    """Returns `text` without secrets; if it had any, notes `path` in `lost`."""
     kept = LEFT_OUT if text and is_secret(path) else remove_secrets(text)
     if kept != text and self._lost is not None:
       self._lost[path] = f'its secret; where it is used, give it again, as in --set {path}=...'
@@ -322,11 +322,11 @@ class _Reader:
     return config
 
   def _is_edited(self, path: str) -> bool:
-    """Whether a field, or one below it, had another value than its default."""
+    """Whether the field at `path`, or a field below it, had another value than its default when it was written."""
     return any(other == path or other.startswith((f'{path}.', f'{path}[')) for other in self._edited or ())
 
   def _set_other_defaults(self, config: Config, encoded: dict[str, Json], path: str) -> None:
-    """Sets the fields of a config whose defaults were different when it was written."""
+    """Sets fields of a config that are not set, and whose defaults differed when it was written, to these defaults."""
     today, recorded = config_values(Config(target(config))), encoded['$defaults']
     known = (*recorded, *encoded)
     self.other.new.extend(child_path(path, k) for k in today if isinstance(k, str) and k not in known)

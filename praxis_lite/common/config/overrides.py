@@ -85,7 +85,7 @@ def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
 
 
 def _suggest_paths(root: object, segments: list[str | int], message: str) -> str:
-  """Adds existing paths that may be meant to the message about a path, if any has a last name close to its own."""
+  """Returns the message about a wrong path; if existing paths end in a similar name, these are suggested in it."""
   if ' has no entry [' in message:  # An index is too large; the message needs no suggestion.
     return message
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
@@ -97,13 +97,13 @@ def _suggest_paths(root: object, segments: list[str | int], message: str) -> str
   before = _DID_YOU_MEAN.search(message)
   elsewhere = [path for path in by_name.get(close[0], ()) if path.startswith(str(segments[0]))]
   if before and elsewhere and f'has no field {name!r}' in message and before[1] not in OUR_NAMES.get(name.lower(), ()):
-    message, before = _DID_YOU_MEAN.sub('', message), None  # A field of just this name is nearer than a similar one.
+    message, before = _DID_YOU_MEAN.sub('', message), None  # The same name elsewhere is nearer than a similar name.
   if close[0] not in by_name and before is None:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
   # Required fields of templates are not suggested, because parents fill them in; users set the required ones of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
-  if before is not None:  # The message has corrected one name, so the paths have that name.
+  if before is not None:  # The message has corrected one name: only suggest paths with that name.
     found = [path for path in found if re.search(rf'(^|\.){re.escape(before[1])}(_tpl)?([.[]|$)', path)]
     message = _DID_YOU_MEAN.sub('', message) if found else message
   found = [path for path in found if path.startswith(str(segments[0]))] or found
@@ -289,7 +289,7 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
 
 
 def _put(container: object, segments: list[str | int], value: object, path: str, hint: object) -> Any:
-  """Returns `container` with `value` set at `segments` below it: the same config, or a copy of other objects."""
+  """Returns `container` with `value` set at the path `segments` in it; configs are edited in place, others copied."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
     container = {}  # For the first entry of a dict that does not exist yet.
   if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:

@@ -58,7 +58,7 @@ def dotted_name(value: object) -> str:
 
 
 def import_reference(text: str) -> object:
-  """Returns the object that `text` names; raises UserError if there is none, or importing its module fails."""
+  """Returns the object that `text` names; raises UserError if no such object exists, or importing its module fails."""
   if ':' in text:
     module, _, name = text.partition(':')
     return functools.reduce(attribute_of, name.split('.'), import_module(module))

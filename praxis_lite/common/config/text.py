@@ -57,12 +57,12 @@ def to_text_of_changes(config: object, name: str = '') -> str:
 
 
 def changed_fields(config: object, name: str = '') -> dict[str, tuple[str, str]]:
-  """Returns the value and the default of each line of `to_text_of_changes`, as texts, by path; '' for no default."""
+  """Returns, by path, (value, default) of each line of `to_text_of_changes`, as texts; the default may be ''."""
   return {path: (entry[1], default) for path, entry, default in _changes(config, name, is_root=True)}
 
 
 def configs_by_path(config: object, name: str = '') -> dict[str, Config]:
-  """Returns a config, or those in a dict or list, and all that are nested in it, by their paths."""
+  """Returns, by path, all configs in `config`, which is a config, dict or list: also itself and nested ones."""
   found = {name: config} if isinstance(config, Config) else {}
   for key, child in _parts(config, is_root=True)[1].items():
     found |= configs_by_path(child, child_path(name, key))
@@ -115,7 +115,7 @@ def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str
 
 
 def _fold(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
-  """Returns `entries`, with each config that `others` lack as one entry that says how many fields it has."""
+  """Returns `entries`, in which each config that is not in `others` is one entry with its number of fields."""
   kept: dict[str, _Entry] = {}
   below: dict[str, list[str]] = {}
   folding: str | None = None
@@ -237,7 +237,7 @@ def _changes(
 
 
 def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping[Any, object]]:
-  """Returns the value's own line, or None if it has none, and the values below it that have lines, by key."""
+  """Returns the line of `value` itself, None if it has no line; and the values in it that have lines, by key."""
   if isinstance(value, Config):
     return (': ', dotted_name(target(value))), config_values(value)
   if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):

@@ -152,7 +152,7 @@ def _is_own_class(found: object) -> bool:
 
 
 def _is_value(cls: type) -> bool:
-  """Whether a class is for plain values: a dataclass, a named tuple or an enum."""
+  """Whether a class is a dataclass, a named tuple or an enum."""
   return dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or (issubclass(cls, tuple) and cls is not tuple)
 
 

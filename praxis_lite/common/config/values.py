@@ -155,7 +155,7 @@ field_checks.append(check_types)
 
 
 def _given(value: object) -> str:
-  """Like `describe_value`, but short."""
+  """Returns what `describe_value` returns if that is short; otherwise the type. For a config, returns its class."""
   if isinstance(value, Config):
     return f'the config of {getattr(target(value), "__qualname__", target(value))}'
   text = describe_value(value)
@@ -183,7 +183,7 @@ def _is_plain(hint: object) -> bool:
 
 
 def describe_value(value: object) -> str:
-  """Returns a value as messages show it, with its type."""
+  """Returns a value as messages show it, with its type in parentheses; None as 'None'."""
   return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
 
 
@@ -288,7 +288,7 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
 
 
 def _passes(value: Any, hint: Any) -> bool:
-  """Whether a value has an annotated type. An annotation that names no class, or a protocol, accepts all values."""
+  """Whether a value has the type `hint`. A hint that is no class, or is a protocol, accepts all values."""
   members = members_of(hint)
   if len(members) > 1:
     return any(_passes(value, member) for member in members)
@@ -323,7 +323,7 @@ def _takes(function: Callable[..., object], arguments: tuple[Any, ...]) -> bool:
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
-    return True  # It has no signature that Python can read.
+    return True  # Python cannot read the function's signature.
   try:
     signature.bind(*arguments[0])
   except TypeError:

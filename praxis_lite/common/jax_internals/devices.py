@@ -14,7 +14,7 @@ _KINDS = {'nvidia': 'gpu', 'tesla': 'gpu', 'geforce': 'gpu', 'quadro': 'gpu', 'a
 
 
 def abstract_device(kind: str, platform: str) -> AbstractDevice:
-  """Returns a device that does not exist, of a kind such as 'NVIDIA H100', or the platform if the kind is unknown."""
+  """Returns a device that does not exist. `kind` is its kind, such as 'NVIDIA H100', or if unknown, its platform."""
   make: Any = AbstractDevice
   if 'platform' in inspect.signature(AbstractDevice).parameters:
     return make(kind, None, platform)
@@ -35,7 +35,7 @@ def device_platform(device: Any) -> str | None:
     return str(platform)
   kind = str(getattr(device, 'device_kind', '')).lower()
   known = (name for start, name in ({name: name for name in _PLATFORMS} | _KINDS).items() if kind.startswith(start))
-  # If the program is for this process's devices, the ambient mesh has their kind.
+  # If the device has the kind of this process's devices, it has their platform.
   return next(known, None) or _platform_here(kind)
 
 

@@ -55,7 +55,7 @@ def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rul
 
 
 def lower_scan_as_loop(context: Any, *values: ir.Value, **params: Any) -> Sequence[ir.Value]:
-  """A rule: lowers `scan` to a loop and ignores its parameter `unroll`."""
+  """A lowering rule: lowers `scan` to a loop, and ignores the parameter `unroll`."""
   run = functools.partial(_private('lax.control_flow.loops')._scan_impl, **{**params, 'unroll': 1})
   return mlir.lower_fun(run, multiple_results=True)(context, *values)
 

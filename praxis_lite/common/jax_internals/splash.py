@@ -148,7 +148,7 @@ def _static(call: SplashCall) -> dict[str, Any]:
 
 
 def _mask_info(call: SplashCall, arrays: SplashArrays, side: int) -> Any:
-  """Returns the mask in the form of the kernels, with the table of queries (side 0) or of keys (side 1)."""
+  """Returns the `MaskInfo` of JAX's kernels, with the table for blocks of queries (side 0) or of keys (side 1)."""
   table = None if call.tables is None else call.tables[side]
   return _kernels().mask_info_lib.MaskInfo(
     data_next=None if table is None else jnp.asarray(table.met),
@@ -161,14 +161,14 @@ def _mask_info(call: SplashCall, arrays: SplashArrays, side: int) -> Any:
 
 @contextlib.contextmanager
 def _estimated_costs(call: SplashCall, arrays: SplashArrays) -> Iterator[None]:
-  """A block in which each kernel call gets an estimate of its cost, which JAX's own calls lack."""
+  """Inside the block, calls of kernels carry estimates of their cost, which JAX's own calls lack."""
   (N, T, H), S, (bq, bs) = arrays.query.shape, arrays.key.shape[1], call.block_sizes
   logits = int(N * call.pairs * bq * bs)
   itemsize = arrays.query.dtype.itemsize
 
   def pallas_call(pallas: Any, kernel: Any, *, name: str, **kwargs: Any) -> Any:
     phase = next(phase for phase in _PRODUCTS if f'_{phase}_' in f'{name}_')
-    # Blocks of one side stay in the chip's memory, while those of the other side are read for each pair.
+    # Blocks of queries (or of keys, for dkv) stay on the chip; the blocks of the other side are read for each pair.
     stays, moves = (S, bq) if phase == 'dkv' else (T, bs)
     moved = int(itemsize * H * N * ((4 if phase == 'dkv' else 3) * stays + 2 * call.pairs * moves))
     estimate = pallas.CostEstimate(2 * _PRODUCTS[phase] * logits * H, transcendentals=logits, bytes_accessed=moved)

@@ -9,7 +9,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-# Positions of arrays in a gather or a scatter of one array: the ids, and the rows that are read or written.
+# The indices, among the arrays of a gather or of a scatter of one array, of the ids, and of the rows read or written.
 IDS, ROWS = 1, 2
 
 
@@ -24,7 +24,7 @@ def integer(op: ir.Operation, name: str) -> int:
 
 
 def padding(pad: ir.Operation) -> tuple[list[int], list[int], list[int]]:
-  """Returns what a pad adds to each dimension: before the entries, after them, and between them."""
+  """Returns how many entries a pad adds to each dimension: before its entries, after them, and between two of them."""
   return integers(pad, 'edge_padding_low'), integers(pad, 'edge_padding_high'), integers(pad, 'interior_padding')
 
 
@@ -57,7 +57,7 @@ def whole(split: ArraySplit, dims: Iterable[int]) -> ArraySplit:
 
 
 def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
-  """Returns the axes of a mesh, and the parts of axes, that are not among `axes`."""
+  """Returns the axes of a mesh that `axes` does not use; of axes that it uses in part, the other parts."""
   found = []
   for axis in mesh:
     end = 1

@@ -24,7 +24,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, 
 
 T = TypeVar('T')
 _PAD = 'stablehlo.pad'
-# How often the program is read at most: the constraints of one guard can lead to splits that another one changes.
+# The most times that a program is read: constraints of one guard can lead to splits that another guard changes.
 _MAX_ROUNDS = 6
 _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
@@ -33,7 +33,7 @@ _NOT_GUARDED = (
 _NOT_GUARDED_EXPORT = 'guards are not applied to what is exported, so on CPUs it may be computed wrongly'
 
 
-# The releases of JAX on which tests and enumerations have shown that the guards work.
+# The releases of JAX for which tests have shown that the guards work.
 SHOWN = ((0, 10), (0, 11), (0, 12))
 _NOT_SHOWN = (
   'guards against wrong programs were tested with JAX {first} to {last}, not with {this}: `praxis-lite verify` '
@@ -61,7 +61,7 @@ class Guarded(NamedTuple):
 
   @property
   def layer(self) -> str:
-    """The path of the layer that the operation is in, such as 'lm/softmax'; '' if it is in none."""
+    """The path of the layer that contains the operation, such as 'lm/softmax'; '' if no layer does."""
     return scopes(self.where).rpartition('/')[0]
 
 
@@ -245,9 +245,10 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[ArraySp
 
 
 def _keep(instances: Sequence[Instance]) -> None:
-  """Pins splits that are right.
+  """Constrains arrays to the splits that they have, which XLA computes correctly.
 
-  XLA simplifies the program and propagates the splits again; without the constraints it could choose wrong ones.
+  XLA simplifies the program and propagates splits again. Without constraints, it could choose splits that it computes
+  wrongly.
   """
   # XLA does not remove empty arrays that a library call takes, such as cuDNN's attention.
   of_xla = (site for site, *_ in instances if site.op.name != lapack.CALL)
@@ -261,7 +262,7 @@ def _keep(instances: Sequence[Instance]) -> None:
 
 
 def _arrays_to_pin(instance: Instance, has_empty: bool) -> Iterable[int]:
-  """Returns the arrays of a correct operation that XLA might split in another way, which would make it wrong."""
+  """Returns the indices of the arrays of a correct operation that XLA might split otherwise, and then be wrong."""
   name = instance.site.op.name
   if name == GATHER:
     return lookups.arrays_to_pin(instance)

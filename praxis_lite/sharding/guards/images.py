@@ -36,7 +36,7 @@ def guard_convolution(convolution: Instance) -> tuple[ArraySplit, ...]:
 
 
 def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Names:
-  """Returns names for the dimensions that may be split; height and width have none."""
+  """Returns a name for each dimension of each array that may be split; height and width get no name."""
   no_names: list[str | None] = [None]
   images, filters, result = ([*no_names] * len(split) for split in convolution.splits)
   images[numbers.input_batch_dimension] = result[numbers.output_batch_dimension] = 'rows'

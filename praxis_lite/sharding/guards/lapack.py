@@ -23,7 +23,7 @@ CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
 
 def guard_lapack(call: Instance) -> tuple[ArraySplit, ...] | None:
-  """Splits only the batch dimensions, alike in all arrays, and only evenly."""
+  """Returns splits of only the batch dimensions, the same in all arrays, and only even ones."""
   if not is_lapack(call.site.op):
     return None
   number = len(_batch_shape(call.site.op))
@@ -75,7 +75,7 @@ def call_one_matrix_at_a_time(
   return replaced
 
 
-# The first release of JAX in which a call for several matrices takes one after the other.
+# The first release of JAX in which a call for several matrices computes them one after another.
 _MENDED = (0, 11, 2)
 
 

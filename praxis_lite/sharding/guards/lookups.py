@@ -53,8 +53,8 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
 def are_few(num_ids: int, num_rows: int) -> bool:
   """Whether XLA might look up ids in each part of a table with that many rows, and add up the results.
 
-  This was seen for up to 7/8 as many ids as rows, and the more of them, the longer the axis of the rows is; see section
-  28 of docs/xla-partitioner-faults.md. Twice as many leave room for what was not tried.
+  This was seen for up to 7/8 as many ids as rows. The limit is higher if the axis that splits the rows is longer; see
+  section 28 of docs/xla-partitioner-faults.md. The factor of 2 leaves room for what was not tried.
   """
   return num_ids <= 2 * num_rows
 
@@ -194,15 +194,15 @@ def _local(scatter: Instance) -> tuple[ArraySplit, ...]:
 
 
 def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int, int]:
-  """Returns pairs of dimensions of updates and ids that some axes split unevenly."""
+  """Returns {dimension of the updates: dimension of the ids} for corresponding dimensions that axes split unevenly."""
   ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
   return {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
-  """Returns which dimension of the rows corresponds to which dimension of the ids.
+  """Returns {dimension of the rows: dimension of the ids} for corresponding dimensions.
 
-  The dimensions `slices` of the rows have none, nor has the dimension `vector` of the ids, the entries of one id.
+  The rows' dimensions `slices` correspond to none; neither does the ids' dimension `vector`, the entries of one id.
   """
   slices = {*slices}
   of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
@@ -242,9 +242,9 @@ def _adds(scatter: ir.Operation) -> bool:
 
 
 def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
-  """Sets updates past the end of some dimensions to zero.
+  """Sets updates in the padding of some dimensions to zero.
 
-  The mask is true for all entries that exist. The barrier hides that from XLA until the program is partitioned.
+  The mask is true for all entries before padding. A barrier hides this from XLA until the program is partitioned.
   """
   op = scatter.site.op
   updates = op.operands[ROWS]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
-# The name of each dimension of each array. Dimensions of the same name run together: they are batched, summed or kept.
+# The name of each dimension of each array. Dimensions with the same name have the same index in the product.
 Names = tuple[Sequence[str | None], ...]
 
 

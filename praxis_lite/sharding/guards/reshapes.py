@@ -38,7 +38,7 @@ def guard_reshape(reshape: Instance) -> tuple[ArraySplit, ...] | None:
 
 
 def _long(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
-  """Returns the sizes of those dimensions that have more than one entry."""
+  """Returns the sizes of the dimensions `dims` that are larger than 1."""
   return [shape[dim] for dim in dims if shape[dim] > 1]
 
 

@@ -18,7 +18,7 @@ from praxis_lite.sharding.propagation import (
   split_of,
 )
 
-# XLA was right for all reshards that were tried on meshes of fewer axes, and for those that change fewer dimensions.
+# On meshes with fewer axes, and for reshards that change fewer dimensions, XLA was right in all cases that were tried.
 _NUM_AXES = 3
 _NUM_DIMS = 3
 _MAX_ROUNDS = 6
@@ -68,7 +68,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
       operand = site.op.operands[number]
       # Shardy turns a constraint into a reshard too, whose source is split as before the constraint.
       before = stated[operand] or splits[number] if operand in stated else source
-      # The operand is needed like the result if it has its shape, as in an addition.
+      # An operand with the result's shape, as in an addition, is needed in the result's split.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
       reshards.setdefault((site, number), []).append((before, after))
   for site in constraints:
@@ -87,14 +87,14 @@ def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[Ar
   (before, *others), afters = zip(*reshards)
   common = functools.reduce(_common_split, (*others, *afters), before)
   site.mend(f'operand {number} in two steps')
-  # If the operand is split in several ways, no constraint holds for all of them.
+  # If calls split the operand in different ways, no constraint fits all calls.
   site.restrict(number, common if any(other != before for other in others) else before, common)
 
 
 def _may_abort(reshard: tuple[ArraySplit, ArraySplit]) -> bool:
   before, after = reshard
   if _common_split(before, after) in reshard:
-    return False  # It only gathers, or only splits further.
+    return False  # The reshard only gathers, or only splits further.
   changed = [(old, new) for old, new in zip(before, after) if old != new]
   axes = {axis.name for dim in changed for axis in itertools.chain(*dim)}
   return len(changed) > _NUM_DIMS or (len(changed) == _NUM_DIMS and len(axes) >= _NUM_AXES)

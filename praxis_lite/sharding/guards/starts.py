@@ -37,7 +37,7 @@ def clamp_starts(slices: Iterable[ir.Operation]) -> list[ir.Operation]:
       numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
       looked_up = numbers.start_index_map
       if {*partial} & {*looked_up}:
-        dynamic = op.operands[0].type.is_dynamic_dim  # As in an exported program of any batch size.
+        dynamic = op.operands[0].type.is_dynamic_dim  # As in a program exported for any batch size.
         last = [_ANY if dynamic(dim) else table[dim] - sizes[dim] for dim in looked_up]
         clamped = [_clamp_start(op, IDS, last, numbers.index_vector_dim)]
     if any(clamped):
