@@ -47,7 +47,7 @@ def start_devices() -> None:
 
 
 def _why_not_started(reason: str) -> str:
-  """Returns the message that tells the requested platform, this machine's, and what to install, given JAX's error."""
+  """Returns a message: the requested platform, what this machine has, and what to install; `reason` is JAX's error."""
   settings: Any = jax.config
   given = settings.jax_platforms or ''
   known = set(_PLATFORMS).union(re.findall(r"'(\w+)'", reason.partition('known backends: ')[2]))

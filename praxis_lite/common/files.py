@@ -111,7 +111,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_line(line: str | bytes) -> Any:
-  """Like `parse_json`, for one line of a file; the message gives the character, and no line number."""
+  """Returns what `parse_json` returns, for one line of a file; errors tell the character, but no line number."""
   try:
     return parse_json(line.strip())
   except json.JSONDecodeError as error:

@@ -214,7 +214,7 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
   layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
   for new, old in (map(int, sizes), map(int, reversed(sizes))) if sizes else ():
     shapes = [tuple(shape) for shape in weights.values() if old in shape]
-    if 'broadcast' in what:  # Perhaps of other arrays.
+    if 'broadcast' in what:  # The two sizes may belong to other arrays.
       shapes = [shape for shape in shapes if str(shape) in what and 1 not in (new, old)]
     if not shapes:
       continue
@@ -243,7 +243,7 @@ def _field_of_size(layer: object, size: int) -> tuple[str, int | tuple[int, ...]
   fields = {name: getattr(layer, name, None) for name in names}
   found = {name: value for name, value in fields.items() if value == size}
   found |= {n: v for n, v in fields.items() if n == 'filter_shape' and isinstance(v, tuple) and v[-2] == size}
-  if len(found) > 1:  # The wrong size is that of an input, not of the output.
+  if len(found) > 1:  # The size is wrong for the input, not for the output.
     found = {name: value for name, value in found.items() if name.startswith('in')}
   return next(iter(found.items())) if len(found) == 1 else None
 

@@ -48,8 +48,8 @@ from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# On accelerators, a single token reads at most this many cache slots at once: an operation more costs more time than
-# empty slots that are read.
+# On accelerators, a single token reads at most this many cache slots at once. Starting one more operation takes longer
+# than reading empty slots.
 _MOST_SLOTS = 4096
 # Fields that cross attention does not support.
 _OF_ONE_SEQUENCE = (

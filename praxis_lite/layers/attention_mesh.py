@@ -81,9 +81,9 @@ class AttentionMesh:
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split=self.blnh is None)
 
   def row_split(self, num_rows: int, num_kv_heads: int) -> RowSplit | None:
-    """Returns how the mesh splits rows and heads; None if some mesh axes split neither, or rows or heads unevenly.
+    """Returns how the mesh splits rows and heads; None unless all its axes split rows or heads, and evenly.
 
-    If it is None, no device knows which blocks are empty in all of its rows, so none is skipped because of its data.
+    If None, devices do not know which blocks are empty in all their rows, so blocks are not skipped because of data.
     """
     split, _ = self.kernel_split(num_kv_heads, num_kv_heads, num_rows)
     return split if split and {*split.batch_axes, *split.head_axes} == {*unmapped_axes()} else None
@@ -127,7 +127,8 @@ class AttentionMesh:
   ) -> tuple[RowSplit | None, str]:
     """Returns the result of `kernel_split` if the length is not split.
 
-    If the length is split, returns None, and as the obstacle '' if the field `blnh`, which the kernel needs, is set.
+    If the length is split, returns None and an obstacle: that the field `blnh`, the split of heads, is not set; '' if
+    it is set.
     """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)

@@ -71,7 +71,7 @@ def needed_pairs(
 
 
 def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
-  """Returns how many pairs of blocks are not empty because of the indices `query_at`, [I, Q], and `key_at`, [J, S]."""
+  """Returns the number of pairs of blocks that are not empty by their indices: `query_at` [I, Q], `key_at` [J, S]."""
   needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
   return int(np.sum(needed))
 

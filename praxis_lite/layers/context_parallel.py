@@ -56,10 +56,11 @@ def context_parallel_attention(
   dropout: ProbabilityDropout | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Like `blockwise_attention`, for sequences that are split over the ambient mesh; the other arguments are the same.
+  """Returns the result of `blockwise_attention`, [B, T, N, H], for sequences that are split over the ambient mesh.
 
   Args:
     split: how the arrays are split. Sinks, and the last dimension of each parameter of a bias, are split like heads.
+    Other arguments: the same as for `blockwise_attention`.
   """
   mesh = jax.sharding.get_abstract_mesh()
   formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec, sinks)

@@ -25,7 +25,7 @@ import numpy as np
 from praxis_lite.layers.weight_formats import WeightFormat
 
 _DAMPING = 0.01  # A fraction of the mean of G's diagonal, as in the paper.
-_BLOCK = 128  # Errors are spread over inputs outside of their block only after each block of this many inputs.
+_BLOCK = 128  # The inputs of a block; after each block, its errors are spread over all inputs of later blocks.
 
 
 class Compensation(NamedTuple):

@@ -65,7 +65,7 @@ class MultiTokenModule(Layer):
     self.block.init_decode_state(batch_size, max_len)
 
   def extend_step(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-    """Like `__call__`, for the next tokens; `pos_BT` are the positions of `hidden_BTD`, -1 for padding."""
+    """Returns h_k for the next tokens, [B, T, D]; `pos_BT` are the positions of `hidden_BTD`, -1 for padding."""
     y_BTD: jax.Array = self.block.extend_step(self._join(hidden_BTD, embedded_BTD), pos_BT)
     return self.norm(y_BTD)
 

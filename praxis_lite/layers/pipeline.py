@@ -268,7 +268,10 @@ class Pipelined(Repeat):
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Like `__call__`, with the repeated layer's `extend_step` and caches; the whole batch goes from stage to stage."""
+    """Returns the last layer's result for the next tokens, by each layer's `extend_step` and cache.
+
+    The whole batch goes from stage to stage.
+    """
     return self._run('extend_step', x, args, kwargs, PipelineSchedule(self.num_stages, 1, self.circular_repeat))
 
   def _run(

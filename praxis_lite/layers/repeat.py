@@ -185,7 +185,7 @@ class Repeat(Layer):
     (self._decode_unrolled if self._decodes_unrolled else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Like `__call__`, with the repeated layer's `extend_step` and caches."""
+    """Returns the last result for the next tokens: runs each repetition's `extend_step` with its caches."""
     return (self._decode_unrolled if self._decodes_unrolled else self._scan)('extend_step', x, *args, **kwargs)
 
   @property
@@ -215,7 +215,7 @@ class Repeat(Layer):
     return {**variables, **by_turn}
 
   def _decode_unrolled(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
-    """Like `_scan`, for decoding: runs the repetitions one by one, each with its own decode state."""
+    """Returns the last carry after running the repetitions one by one, each with its own decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
     sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self.first, *self._blocks, *self.rest)}
     for number, layer in enumerate(self.layers_by_turn()):

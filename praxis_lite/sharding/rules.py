@@ -126,7 +126,7 @@ def resolve(
   rank: int | None = None,
   path: str = '',
 ) -> Placement:
-  """Like `to_partition_spec`, but with reasons, and for mappings that may name logical axes as well as mesh axes.
+  """Returns the `Placement` of a mapping, which may name logical axes and mesh axes.
 
   Mesh axes in the mapping are taken before any rule is tried. If a name is a mesh axis and also has a rule, it is a
   logical name.

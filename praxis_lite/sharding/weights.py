@@ -409,7 +409,7 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
 
 
 def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:
-  """Returns the factor, by which an initializer's scale is multiplied, that depends on the weight's shape."""
+  """Returns the factor by which `scaling` multiplies an initializer's scale, given the weight's shape."""
   shape = weight.shape
   fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
   return {

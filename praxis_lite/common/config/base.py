@@ -157,7 +157,7 @@ class Config(fdl.Config[T], Generic[T]):
 
 
 def build_at(path: str, config: Config[T], /, **fields: object) -> T:
-  """Like `config.instantiate(**fields)`, but errors name `path`, such as 'lm.softmax', instead of the class."""
+  """Returns `config.instantiate(**fields)`; its errors name `path`, such as 'lm.softmax', instead of the class."""
   build: Any = target(config)
   keep_nested = isinstance(build, type) and issubclass(build, Configurable)
   name = getattr(build, '__qualname__', str(build))

@@ -59,7 +59,7 @@ def note_edit(config: fdl.Config, *fields: str) -> None:
 
 
 def copy_edits(config: fdl.Config) -> None:
-  """Copies the recorded lines of a copied config, which it so far shares with the original."""
+  """Copies the record of edited lines in `config`, which a copied config at first shares with the original."""
   if _EDITS in config.__dict__:
     config.__dict__[_EDITS] = dict(config.__dict__[_EDITS])
 

@@ -57,12 +57,12 @@ def to_text_of_changes(config: object, name: str = '') -> str:
 
 
 def changed_fields(config: object, name: str = '') -> dict[str, tuple[str, str]]:
-  """Returns, by path, (value, default) of each line of `to_text_of_changes`, as texts; the default may be ''."""
+  """Returns, by path, (value, default) of each line of `to_text_of_changes`, as texts; '' if a line has no default."""
   return {path: (entry[1], default) for path, entry, default in _changes(config, name, is_root=True)}
 
 
 def configs_by_path(config: object, name: str = '') -> dict[str, Config]:
-  """Returns, by path, all configs in `config`, which is a config, dict or list: also itself and nested ones."""
+  """Returns, by path, `config` itself or the configs in the dict or list `config`, and all configs nested in them."""
   found = {name: config} if isinstance(config, Config) else {}
   for key, child in _parts(config, is_root=True)[1].items():
     found |= configs_by_path(child, child_path(name, key))

@@ -104,7 +104,7 @@ def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
 
 
 def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
-  """Like `called_program`, for the parameters of an equation."""
+  """Returns the program that an equation with these parameters calls; None if it calls none."""
   found = next((params[name] for name in _CALLED if name in params), None)
   return found if _is_program(found) else None
 

@@ -33,7 +33,7 @@ _NOT_GUARDED = (
 _NOT_GUARDED_EXPORT = 'guards are not applied to what is exported, so on CPUs it may be computed wrongly'
 
 
-# The releases of JAX for which tests have shown that the guards work.
+# The releases of JAX for which tests and enumerations of cases have shown that the guards work.
 SHOWN = ((0, 10), (0, 11), (0, 12))
 _NOT_SHOWN = (
   'guards against wrong programs were tested with JAX {first} to {last}, not with {this}: `praxis-lite verify` '
@@ -152,7 +152,9 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
 
 def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
-  """Like `jax.export.export`, with the guards that programs on one device need; the batch size may be symbolic.
+  """Returns a function that exports `fn` for given arguments, with the guards that programs on one device need.
+
+  The batch size of the arguments may be symbolic.
 
   Args:
     fn: the function, not yet jitted.
