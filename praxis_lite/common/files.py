@@ -171,7 +171,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_plain(path: str | os.PathLike[str]) -> bytes:
-  """Returns the content of a file; raises OSError like `open_plain`."""
+  """Returns the content of a file; raises OSError if `open_plain` does, or if reading fails."""
   with open_plain(path) as file:
     return file.read()
 

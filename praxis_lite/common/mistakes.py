@@ -24,7 +24,7 @@ from praxis_lite.common.importing import is_library, short_path
 
 # A TypeError, ValueError or IndexError from these packages and modules is about the arrays they were called with.
 _ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'optax', 'chex', 'praxis_lite.common.weighted'}
-# Messages about shapes from Python's and NumPy's own code, which has no frame in a traceback.
+# Messages about shapes that Python and NumPy raise in compiled code, which is not in tracebacks.
 _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')

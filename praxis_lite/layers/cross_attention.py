@@ -16,7 +16,7 @@ from praxis_lite.layers.dot_product import attention_probs
 from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask, Band, Paddings
 
-_CHILD = 'cross_attention'  # The name of this layer in a block.
+_CHILD = 'cross_attention'  # The name of a `CrossAttention` among the children of a block.
 COVERED = 'covered'  # In the decode state, [B, S] float32: how much targets have attended to each token of the source.
 
 

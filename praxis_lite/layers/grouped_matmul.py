@@ -218,7 +218,7 @@ class _Groups(NamedTuple):
     return -(-self.sizes // self.rows)
 
   def block(self, group: jax.Array, place: jax.Array) -> _Block:
-    """Returns block number `place` of a group. Near the end of all rows, it begins earlier, so as to have R rows."""
+    """Returns block number `place` of a group. A block near the end of all rows begins earlier, to have R rows."""
     first = self.ends[group] - self.sizes[group] + self.rows * place
     return _Block(jnp.minimum(first, self.num_rows - self.rows), first, self.ends[group], self.rows)
 

@@ -317,7 +317,7 @@ def _met_blocks(meet_IJ: np.ndarray) -> BlockTable:
   index_IW = np.argsort(~meet_IJ, axis=1, kind='stable')[:, : count_I1.max()]
   used_IW = np.arange(index_IW.shape[1]) < count_I1
   index_IW = np.where(used_IW, index_IW, np.take_along_axis(index_IW, count_I1 - 1, axis=1))
-  # Small integers, because the kernels keep tables in scalar memory, which is small.
+  # 8 or 16 bits, because the kernels keep tables in scalar memory, which is small.
   small = np.int8 if meet_IJ.shape[1] <= 128 else np.int16
   return BlockTable(index_IW[None].astype(small), used_IW[None].astype(np.int8))
 

@@ -70,7 +70,7 @@ class Site:
 
   @functools.cached_property
   def where(self) -> str:
-    # MLIR prints the whole traceback of an operation to tell its name, so only operations that are reported are named.
+    # To get an operation's name, MLIR prints its whole traceback, so the name is read only if it is reported.
     return _name(self.op, self._callers)
 
   def mend(self, what: str) -> bool:

@@ -146,7 +146,7 @@ def parse_ops(text: str) -> list[ParsedOp]:
   """
   try:
     expression = ast.parse(text.strip(), mode='eval').body
-  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # Python's parser raises all of these.
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # All that Python's parser may raise.
     reason = error.msg if isinstance(error, SyntaxError) else str(error) or 'nested too deeply'
     raise ShardingError(f'{text!r} is not a chain of ops: {reason}') from None
   return [_make_op(call, text) for call in _flatten_sum(expression)]

@@ -54,7 +54,7 @@ class DeclaredSplit(tuple[Any, ...]):
     return self.pick(*range(len(self))[index]) if isinstance(index, slice) else super().__getitem__(index)
 
   def pick(self, *dims: int | None) -> DeclaredSplit:
-    """Returns the mapping of these dimensions, in this order; None stands for a dimension that is not split."""
+    """Returns a mapping with the entries at the indices `dims`; for a dim None, the entry says 'not split'."""
     entries = [None if dim is None else self[dim] for dim in dims]
     return DeclaredSplit(entries, [self.sources[dim or 0] for dim in dims])
 
@@ -280,7 +280,7 @@ class WeightHParams:
 
   @property
   def is_updated_by_layer(self) -> bool:
-    """Whether its layer computes new values in training."""
+    """Whether the weight's layer, and not the optimizer, computes new values in training."""
     return not self.trainable and WeightHParamsCollection.CONSTANT not in self.collections
 
   def repeat(
@@ -409,7 +409,7 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
 
 
 def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:
-  """Returns the factor by which `scaling` multiplies an initializer's scale, given the weight's shape."""
+  """Returns the factor that `scaling`, and the weight's shape, give to an initializer's scale."""
   shape = weight.shape
   fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
   return {

@@ -205,7 +205,7 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
   if isinstance(fn_or_cls, Config):
     base = fn_or_cls
     return dataclasses.field(default_factory=lambda: base.clone(**fields))
-  # Each config gets its own nested configs: if they were shared, editing one would change the others and the default.
+  # Each config gets copies of nested configs. If they were shared, editing one would change others and the default.
   return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **_copy_nested(fields)))
 
 

@@ -21,7 +21,7 @@ from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
 # Kinds of summaries that event files support.
 _SUMMARIES = ('scalar', 'histogram', 'image', 'text')
-_CHANNELS = (1, 3, 4)  # Allowed numbers of an image's channels.
+_CHANNELS = (1, 3, 4)  # The numbers of channels that an image may have.
 
 
 class InCall:

@@ -264,7 +264,7 @@ def _keep(instances: Sequence[Instance]) -> None:
 
 
 def _arrays_to_pin(instance: Instance, has_empty: bool) -> Iterable[int]:
-  """Returns the indices of the arrays of a correct operation that XLA might split otherwise, and then be wrong."""
+  """Returns the indices of the arrays of a correct operation that XLA might split in another, wrong way."""
   name = instance.site.op.name
   if name == GATHER:
     return lookups.arrays_to_pin(instance)
