@@ -216,7 +216,7 @@ def _reports(x: jax.Array, real: jax.Array | None, wanted: Sequence[str], label:
 def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, wanted: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x. In the backward pass, the gradient with respect to `probe` is what is `wanted` of x's gradient, times `share`."""
+  """Returns x. In the backward pass, `probe` gets what is `wanted` of x's gradient times `share`."""
   del probe, real, share, wanted
   return x
 
