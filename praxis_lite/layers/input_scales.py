@@ -11,7 +11,8 @@
 For SmoothQuant, an input that is always 0, or has no weights but 0, has the scale 1. Without rows, all scales are 1.
 Squared errors need G = sum x x' only: for d = w - rounded w, they are sum_o d_o' G d_o.
 
-I all inputs, O all outputs of one weight; in [*J, I, *O], *J and I are the dimensions of its inputs.
+In `_I` and `_IO`, I stands for all inputs of a weight and O for all its outputs, each in one dimension. In the shape of
+a weight, [*J, I, *O], I is the last dimension of the inputs, *J are those before it, and *O are those of the outputs.
 """
 
 from __future__ import annotations

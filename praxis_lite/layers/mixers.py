@@ -132,5 +132,8 @@ class Mixer(Layer):
 
 
 def pick_entries(split: SplitDimsMapping, *dims: int | None) -> SplitDimsMapping:
-  """Returns a mapping with the entries of `split` at `dims`, and None for a dim None; None without a mapping."""
+  """Returns a mapping with the entries of `split` at the indices `dims`, or None if `split` is not a mapping.
+
+  An index of None stands for a dimension that is not split.
+  """
   return split.pick(*dims) if isinstance(split, DeclaredSplit) else None

@@ -49,7 +49,10 @@ def check_memory(
 
 
 def check_memory_of_batch(model: BaseModel, mesh: Mesh, batch: Mapping[str, Any]) -> None:
-  """Raises ConfigError like `check_memory`, for a batch of prompts, arrays or shapes, that is not padded further."""
+  """Raises ConfigError like `check_memory`, for a batch of prompts that is decoded at its own length.
+
+  The values of `batch` are arrays, or only their shapes.
+  """
   limits, shape = model.prompt_limits(), np.shape(batch.get('ids', ()))
   if limits is not None and len(shape) == 2:
     check_memory(limits, mesh, shape[0], limits.max_tokens, functools.partial(_exact_sizes, limits, shape[1]))

@@ -112,7 +112,7 @@ class FinishedPoints:
 
   def add(self, point: Point, config: str) -> None:
     self._digests[point.name] = digest_of(config)
-    # Another part may be writing the points that are not in this file.
+    # Only the points of this part of the sweep: other parts write theirs to other files.
     self._own = {name: self._digests[name] for name in (*self._own, point.name)}
     replace_file(self._path, json.dumps({'finished': self._own}, indent=1) + '\n')
 

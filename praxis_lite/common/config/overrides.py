@@ -326,7 +326,8 @@ def _fit(value: object, slot: _Slot, hint: object) -> Any:
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
   """Copies edited fields from `old` to `new`, a config of another class; `untouched` is `old` before it was edited.
 
-  If both classes have a template, only its edited fields are carried over, even if the template's class differs.
+  If a field holds a config in both, and its class in `old` was not edited, only the fields edited inside it are copied
+  into the config in `new`, even if that is of another class. Any other edited field is copied whole if `new` has it.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():

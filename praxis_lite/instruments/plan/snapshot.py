@@ -157,7 +157,7 @@ def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:
 
 
 def keep(snapshot: Snapshot, path: Path) -> None:
-  """Writes a snapshot. If it replaces an older one, it keeps the limits in the older file."""
+  """Writes a snapshot to `path`, with the `GrowthLimits` of a snapshot that is already there, which may be edited."""
   if path.exists():
     snapshot = dataclasses.replace(snapshot, limits=read(path).limits)
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,7 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
 
 
 def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
-  """Returns (field name, path of the field that decides, placement) for each activation mapping that is set."""
+  """Returns (name, path of the config field from which its first entry comes, placement) of each activation mapping."""
   mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
   return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
 

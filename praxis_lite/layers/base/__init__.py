@@ -335,7 +335,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     return '\n'.join(self._lines(self.path_name, self.abstract_init()))
 
   def _lines(self, name: str, tree: NestedDict) -> Iterator[str]:
-    """Yields the lines of this layer's tree under `name`; `tree` declares the variables, stacked as in the root."""
+    """Yields the lines of `__str__` for this layer, called `name`, and its children; `tree` declares its variables."""
     count, kind = sum(w.num_params for w in leaves(tree).values()), type(self).__name__
     yield f'{kind if name == kind else f"{name}: {kind}"}, {number_of(count, "parameter")}'
     own = [key for name in self._weights for key in (self._stored[name].parts if name in self._stored else (name,))]

@@ -68,7 +68,7 @@ class GrownLayer:
     return branch if self.branch_factor == 1 else branch * self.branch_factor
 
   def growth_multipliers(self) -> dict[str, float]:
-    """Returns, by name, the factors that the layer applies because of the smaller model."""
+    """Returns the factors that the layer applies because the smaller model has other sizes, by what they multiply."""
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:

@@ -87,9 +87,9 @@ def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str,
 def recover_results(
   saved: Progress, step: int, directory: Path, watched: Watched, writer: SummaryWriter
 ) -> tuple[list[EvalResult], list[str]]:
-  """Returns the evaluations of a run that continues after `step`, and lines about records that its files have lost.
+  """Returns the evaluations of a run that continues after `step`, and messages about what its files have lost.
 
-  If the list of batches to skip was lost, this writes it again. All processes call this.
+  If `trouble.jsonl` has lost batches to skip, process 0 writes them to it again. All processes call this.
   """
   lines = []
   results, changed = merge_saved(read_results(directory, step), saved, watched, step)

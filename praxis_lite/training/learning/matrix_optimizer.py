@@ -101,7 +101,7 @@ def check_settings(decays: Mapping[str, float], eps: float, counts: Mapping[str,
 
 
 def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, MatrixDims]:
-  """Returns the dimensions of rows and columns of each matrix, by path; a variable without entries is not a matrix."""
+  """Returns the dimensions of rows and columns of each matrix, by path; leaves out variables of size 0."""
   dims = (matrices or _rank_two_dims)(params)
   found = leaves_by_path(dims, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
   sizes = {path: x.size for path, x in leaves_by_path(params).items()}

@@ -71,7 +71,7 @@ def is_stackable(build: _Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: _Build, weights: NestedDict) -> bool:
-  """Whether updates of parts of variables equal parts of updates of whole variables; False with random numbers."""
+  """Whether the optimizer updates a part of a variable alone like that part of the whole; False with random numbers."""
   small = _shrink(weights)
   whole, part = _train(build, small, _whole), _train(build, small, _part)
   if whole is None or whole.programs.draws:
