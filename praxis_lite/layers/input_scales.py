@@ -12,7 +12,7 @@ For SmoothQuant, an input that is always 0, or has no weights but 0, has the sca
 Squared errors need G = sum x x' only: for d = w - rounded w, they are sum_o d_o' G d_o.
 
 In `_I` and `_IO`, I stands for all inputs of a weight and O for all its outputs, each in one dimension. In the shape of
-a weight, [*J, I, *O], I is the last dimension of the inputs, *J are those before it, and *O are those of the outputs.
+a weight, [*J, I, *O], I is the last input dimension, *J are the other input dimensions, and *O the output dimensions.
 """
 
 from __future__ import annotations

@@ -64,17 +64,20 @@ def predict_files(
 
 def _kind(file: str, fills: bool) -> str:
   """Returns what a file contains: 'recordings', 'texts' to fill in, or other 'examples'."""
-  name = file.lower()
-  if name.endswith('.wav'):
+  if _ends_with(file, '.wav'):
     return 'recordings'
-  return 'texts' if fills and not name.endswith((*_ARRAYS, *_IMAGES)) else 'examples'
+  return 'texts' if fills and not _ends_with(file, *_ARRAYS, *_IMAGES) else 'examples'
+
+
+def _ends_with(file: str, *endings: str) -> bool:
+  return file.lower().endswith(endings)
 
 
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   structs: Mapping[str, Any] = {}
   with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
-    if any(file.lower().endswith(_ARRAYS) for file in files):
+    if any(_ends_with(file, *_ARRAYS) for file in files):
       structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
   for where, batch, images in _batches_of_files(model, files, what, batch_size, structs):
     with prefix_errors(where):
@@ -100,7 +103,7 @@ def _batches_of_files(
 
   Successive images share batches.
   """
-  for are_images, together in itertools.groupby(files, lambda file: file.lower().endswith(_IMAGES)):
+  for are_images, together in itertools.groupby(files, lambda file: _ends_with(file, *_IMAGES)):
     if are_images:
       yield from _image_batches(model, list(together), batch_size)
       continue
@@ -113,13 +116,12 @@ def _batches_of_files(
 def _batches(
   model: TrainedModel, file: str, what: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-  name = file.lower()
-  if name.endswith('.npy'):
+  if _ends_with(file, '.npy'):
     raise DataError("an array in a .npy has no name; save the arrays by name in a .npz, as np.savez('a.npz', x=x) does")
-  if not name.endswith(_ARRAYS) or _has_texts(model, file):
+  if not _ends_with(file, *_ARRAYS) or _has_texts(model, file):
     yield from _dataset_for(model, file, what)
     return
-  for rows in (_npz_rows if name.endswith('.npz') else _jsonl_rows)(file, batch_size):
+  for rows in (_npz_rows if _ends_with(file, '.npz') else _jsonl_rows)(file, batch_size):
     check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
     yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
 
@@ -202,9 +204,9 @@ def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
 
 def _has_texts(model: TrainedModel, file: str) -> bool:
   """Whether the first line of a .jsonl file has texts, and a dataset of the run reads such lines."""
-  if not file.lower().endswith('.jsonl') or not any(
-    is_of(config, TextExamplesInput) for config in datasets_by_use(model)
-  ):
+  if not _ends_with(file, '.jsonl'):
+    return False
+  if not any(is_of(config, TextExamplesInput) for config in datasets_by_use(model)):
     return False
   with open_plain(file) as opened:
     first = next((line for line in opened if line.strip()), b'{}')

@@ -305,10 +305,9 @@ def tap_loss_step(
   inputs: NestedDict,
   surroundings: Surroundings,
 ) -> TapStepOutput:
-  """Like `tap_step`, of an evaluation, and the gradients of its loss: the model's loss plus its auxiliary losses."""
-  model, taps, probed = jax_task.model, surroundings.taps, dict[str, Path]()
+  """Returns what taps report in an evaluation, including gradients of its loss; see `tap_step` for the arguments."""
+  taps, probed = surroundings.taps, dict[str, Path]()
   assert taps is not None
-  key = jax.random.fold_in(prng_key, global_step)
 
   def loss_fn(
     trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict, probes: Probes | None = None
@@ -317,13 +316,11 @@ def tap_loss_step(
     variables = others if probes is None else merge(others, probes.arrays)
     watched = dataclasses.replace(taps, probed=probed, share=None if probes is None else probes.share)
     around = dataclasses.replace(surroundings, taps=watched)
-    out, side = model.apply(variables, batch, key=key, do_eval=True, surroundings=around)
-    metrics, _ = checked_outputs(model, out, batch_size(batch))
-    loss, metrics = add_aux_losses(metrics, side)
-    return loss, LossOutput(metrics['loss'][1], {}, {}, side.summaries, {})
+    out = eval_step_single_learner(jax_task, variables, key, global_step, batch, around)
+    return out.weighted_loss, LossOutput(out.mean_metrics['loss'][1], {}, {}, out.summaries, {})
 
-  arguments: Any = ({}, mdl_vars, key, inputs)
-  probes = make_probes(jax.eval_shape(loss_fn, *arguments)[1], probed, model.path)
+  arguments: Any = ({}, mdl_vars, prng_key, inputs)
+  probes = make_probes(jax.eval_shape(loss_fn, *arguments)[1], probed, jax_task.model.path)
   (_, out), _ = watch_gradients(loss_fn, probes)(jnp.ones((), jnp.float32))(*arguments)
   return _tap_output(out.summaries)
 

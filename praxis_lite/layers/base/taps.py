@@ -232,8 +232,10 @@ def _watch_backward(wanted: tuple[str, ...], kept: Any, gradient: jax.Array) -> 
   return gradient, {_part_of(raw): summary.value for raw, summary in reports.items()}, None, None
 
 
-def _part_of(raw: str) -> str:
-  return raw.split(':', 2)[1]
+def _part_of(name: str) -> str:
+  read = read_raw_name(name)
+  assert read is not None
+  return read[0]
 
 
 _watch.defvjp(_watch_forward, _watch_backward)
