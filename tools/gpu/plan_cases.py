@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.plan.inference import Requests
 from praxis_lite.layers.chunked_loss import usual_chunk_size
+from praxis_lite.layers.lora import Lora
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.models import transformer_lm
+from praxis_lite.training.adapters import train_adapters
 from praxis_lite.training.task import SingleTask
 from tools.benchmark_decode import SIZES as DECODERS
 from tools.gpu.case import ModelCase, case_of
@@ -29,15 +31,19 @@ _FF = f'{_STACK}.layers_tpl.ff_tpl'
 
 
 class TrainCase(NamedTuple):
-  """A train step: a model, its rows, and fields of the task that differ from the defaults."""
+  """A train step: a model, its rows, fields of the task that differ from the defaults, and the rank of adapters.
+
+  With a rank, only adapters of that rank are trained; with 0, the model has none.
+  """
 
   model: ModelCase
   rows: int
   options: Mapping[str, Any] = {}
+  rank: int = 0
 
   def task(self) -> Config[SingleTask]:
-    chunks = {_CHUNK_SIZE: usual_chunk_size(self.model.vocab)}  # The default of the time when the plans were sealed.
-    return our_task(self.model, chunks | dict(self.options))
+    task = our_task(self.model, dict(self.options))
+    return train_adapters(task, Config(Lora, rank=self.rank)) if self.rank else task
 
   def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
     shape = self.rows, self.model.length
@@ -80,13 +86,15 @@ TRAINING: dict[str, TrainCase] = {
   '124M, T = 1,024': TrainCase(case_of('124M', 1024), 32),
   '124M, T = 1,024, no remat': TrainCase(case_of('124M', 1024), 32, {_REMAT: 'none'}),
   '124M, T = 8,192': TrainCase(case_of('124M', 8192), 4),
-  '350M, T = 2,048': TrainCase(case_of('350M', 2048), 8),
+  '350M, T = 2,048': TrainCase(case_of('350M', 2048), 16),
   '1.3B, T = 2,048': TrainCase(case_of('1.3B', 2048), 8),
-  '1.3B, T = 2,048, whole logits': TrainCase(case_of('1.3B', 2048), 8, {_CHUNK_SIZE: None}),
+  '1.3B, T = 2,048, 16 rows': TrainCase(case_of('1.3B', 2048), 16),
+  '1.3B, T = 2,048, logits in chunks': TrainCase(case_of('1.3B', 2048), 8, {_CHUNK_SIZE: usual_chunk_size(50304)}),
   '1.3B, T = 2,048, full remat, loop': TrainCase(case_of('1.3B', 2048), 16, {_REMAT: 'full', f'{_STACK}.unroll': 1}),
   '1.3B, T = 4,096': TrainCase(case_of('1.3B', 4096), 4),
   '1.3B, T = 16,384': TrainCase(case_of('1.3B', 16384), 1),
   '7B, T = 2,048, full remat': TrainCase(case_of('7B', 2048), 4, {_REMAT: 'full'}),
+  '7B, T = 2,048, adapters of rank 16': TrainCase(case_of('7B', 2048), 4, rank=16),
   '8 layers': TrainCase(_DENSE, 8),
   '8 layers, 8 experts': TrainCase(_DENSE, 8, _experts(*_OF_8)),
   '8 layers, 8 experts, capacity 1.25': TrainCase(
