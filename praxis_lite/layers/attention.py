@@ -447,7 +447,7 @@ class MultiHeadAttention(AttentionHeads):
     name, reason = self._choose(length, length, mask, is_split, obstacle, self._has_array_bias)
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     line = f'{name} on {platform()}{over}: {reason}'
-    if platform() != 'tpu' or not self.causal:
+    if platform() == 'cpu' or not self.causal:
       return line
-    assert self.fprop_dtype is not None  # Set once the layer is built.
-    return f'{line}; decoding: {self._cached_attention().describe(self.fprop_dtype, length)}'
+    assert self.fprop_dtype is not None and self.dims_per_head is not None  # Set once the layer is built.
+    return f'{line}; decoding: {self._cached_attention().describe(self.fprop_dtype, length, self.dims_per_head)}'

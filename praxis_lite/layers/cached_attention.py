@@ -4,7 +4,8 @@ The cost depends on the number of cached tokens, not on the size of the cache, f
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
 is read in steps of a page, so that no array has the size prompt length x cache length.
 
-On TPUs, the kernel of `decode_kernel.py` computes attention of one or a few tokens where it is supported.
+Where it is supported, a kernel computes attention of one token: on TPUs that of `decode_kernel.py`, which also takes a
+few tokens, and on a single GPU that of `gpu_decode_kernel.py`.
 
 B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """
@@ -27,15 +28,18 @@ from praxis_lite.layers.base.expected_trips import expected_trips
 from praxis_lite.layers.blocks import Formula, Sums
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import dot_product_attention, group_heads, has_kernels_in
+from praxis_lite.layers.grouped_matmul import why_no_kernel_for
 from praxis_lite.layers.kv_cache import KVCache, append_tokens, join_slots, to_entries, to_slots, write_to_ring
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
-from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.mesh import device_kind, memory_of_single_gpu, platform
 
 T = TypeVar('T')
 _KERNEL_FROM = 256  # The kernel is used for caches of at least this many slots.
 # Dtypes of entries that the kernel takes; queries have one of the first two.
 _KERNEL_DTYPES = 'bfloat16', 'float32', 'int8', 'float8_e4m3fn', 'float8_e5m2'
+_GPU_KERNEL_DTYPES = 'bfloat16', 'float32'
+_FEWEST_GPU_DIMS = 16
 _MOST_KERNEL_QUERIES = 128  # The most queries of a kv head for which the kernel computes several tokens.
 _MOST_LOGITS = 2**26  # The most float32 logits that several tokens may have at once if `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
@@ -134,18 +138,21 @@ class CachedAttention:
     """Returns the results of attention to the tokens in a growing cache, [B, T, N, H]; see `extend`."""
     return self._attend(query_BTNH, pos_BT, cache, mask, None)
 
-  def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, num_rows: int | None = None) -> str:
-    """Returns why the kernel does not compute attention to a cache, as the end of a sentence; '' if it does.
+  def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, dims: int, num_rows: int | None = None) -> str:
+    """Returns why no kernel computes attention to a cache, as the end of a sentence; '' if one does.
 
     Args:
       dtype: dtype of the queries.
       num_slots: S.
+      dims: H.
       num_rows: B; None if it is not known yet.
     """
-    if platform() != 'tpu':
-      return f'is for TPUs, and the platform is {platform()!r}'
+    if platform() not in ('tpu', 'gpu'):
+      return f'is for TPUs and GPUs, and the platform is {platform()!r}'
     if num_slots < _KERNEL_FROM:
       return f'is for caches of at least {_KERNEL_FROM} slots, not {num_slots}'
+    if platform() == 'gpu':
+      return self._gpu_kernel_obstacle(dtype, dims)
     for of, known in ((dtype, _KERNEL_DTYPES[:2]), (self.dtype, _KERNEL_DTYPES)):
       if (name := jnp.dtype(of).name) not in known:
         return f'takes {", ".join(known[:-1])} and {known[-1]}, not {name}'
@@ -153,9 +160,22 @@ class CachedAttention:
       return f'does not compute in {jnp.dtype(dtype).name} on this chip'
     return self.kernel_split(num_rows)[1]
 
-  def describe(self, dtype: DTypeLike, num_slots: int) -> str:
-    """Returns in words how, on TPUs, the next token attends to a cache with queries of this dtype."""
-    obstacle = self.kernel_obstacle(dtype, min(num_slots, self.window or num_slots))
+  def _gpu_kernel_obstacle(self, dtype: DTypeLike, dims: int) -> str:
+    if not memory_of_single_gpu():
+      return 'is for a single GPU that is known'
+    if self.bias is not None:
+      return 'adds no bias to logits on GPUs'
+    if not self.has_values:
+      return 'takes keys with values on GPUs'
+    if jnp.dtype(dtype) != jnp.dtype(self.dtype) or jnp.dtype(dtype).name not in _GPU_KERNEL_DTYPES:
+      return f'takes queries and a cache in {" or in ".join(_GPU_KERNEL_DTYPES)} on GPUs'
+    if dims < _FEWEST_GPU_DIMS or dims & (dims - 1):
+      return f'takes heads whose dims are a power of 2, of at least {_FEWEST_GPU_DIMS}, on GPUs, not {dims}'
+    return self.kernel_split(None)[1] or why_no_kernel_for(device_kind())
+
+  def describe(self, dtype: DTypeLike, num_slots: int, dims: int) -> str:
+    """Returns in words how, on TPUs and GPUs, the next token attends to a cache with queries of this dtype."""
+    obstacle = self.kernel_obstacle(dtype, min(num_slots, self.window or num_slots), dims)
     return f'in plain JAX, because its kernel {obstacle}' if obstacle else 'a kernel for each token'
 
   def _extend(
@@ -201,23 +221,31 @@ class CachedAttention:
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:
-    (B, T, N, _), K = query_BTNH.shape, cache.key.shape[-3]
-    return (T == 1 or T * N // K <= _MOST_KERNEL_QUERIES) and not self.kernel_obstacle(
-      query_BTNH.dtype, cache.num_slots, B
-    )
+    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
+    several = platform() == 'tpu' and T * N // K <= _MOST_KERNEL_QUERIES
+    return (T == 1 or several) and not self.kernel_obstacle(query_BTNH.dtype, cache.num_slots, H, B)
 
   def _attend_by_kernel(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask
   ) -> jax.Array:
-    from praxis_lite.layers.decode_kernel import attend_by_kernel  # Its import takes long, and only TPUs need it.
-
     (B, T, _, H), turn = query_BTNH.shape, cache.turn
     pos_BS = cache.pos if turn is None else cache.pos[turn]
+    seen_BTS = jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS), (B, T, cache.num_slots))
+    formula = Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap)
+    if platform() == 'gpu':
+      from praxis_lite.layers.gpu_decode_kernel import attend_one_token  # Importing Pallas takes long.
+
+      own = cache.unstack()
+      assert own.value is not None
+      return attend_one_token(query_BTNH[:, 0], own.key, own.value, seen_BTS[:, 0], formula, self.sinks)[:, None]
+
+    from praxis_lite.layers.decode_kernel import attend_by_kernel
+
     return attend_by_kernel(
       query_BTNH,
       cache,
-      jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS), (B, T, cache.num_slots)),
-      formula=Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap),
+      seen_BTS,
+      formula=formula,
       bias=None if self.bias is None else self.bias(pos_BT, pos_BS),
       sinks=self.sinks,
       split=self.kernel_split(B)[0],

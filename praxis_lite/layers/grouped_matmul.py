@@ -117,11 +117,11 @@ def _why_no_kernel(case: ProductCase) -> str:
     return f'the kernel takes {", ".join(_KERNEL_DTYPES)}, not {name}'
   if case.rows < _FEWEST_KERNEL_ROWS:
     return f'the kernel takes at least {_FEWEST_KERNEL_ROWS} rows, not {case.rows}'
-  return _why_no_kernel_for(device_kind())
+  return why_no_kernel_for(device_kind())
 
 
 @functools.cache
-def _why_no_kernel_for(chip: str) -> str:
+def why_no_kernel_for(chip: str) -> str:
   """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
   del chip  # Only for the cache: the result depends on it.
   if (capability := compute_capability()) is None:

@@ -2,7 +2,8 @@
 
 A rematerialisation policy says which results of a layer's forward pass are kept for its backward pass:
 
-    auto                               'products' on GPUs, 'none' elsewhere
+    auto                               'products' on GPUs, 'none' elsewhere; also 'none' on a single GPU for layers
+                                       without a loop, if there is memory for it; see `Remat.fit_to_memory`
     none                               everything that the backward pass reads, except weights gathered by explicit
                                        collectives; the most memory, the least work
     products                           results of matrix products, and inputs and outputs of attention; everything else,
@@ -28,10 +29,12 @@ Layers that rematerialise other layers have the fields `remat`, `remat_save_name
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax import export
 from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
@@ -40,7 +43,7 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.layers.grouped_matmul import GROUPED_PRODUCT
 from praxis_lite.sharding.explicit import save_all_but_gathered
 from praxis_lite.sharding.host_memory import HOST_MEMORY
-from praxis_lite.sharding.mesh import platform
+from praxis_lite.sharding.mesh import memory_of_single_gpu, platform
 
 T = TypeVar('T')
 
@@ -48,6 +51,8 @@ T = TypeVar('T')
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
 # Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
+# See `Remat.fit_to_memory`. The rest of the memory is for embeddings, logits and the batch.
+_KEPT_FOR_A_WEIGHT, _BYTES_OF_A_WEIGHT, _SHARE_OF_GPU = 1.5, 16, 0.6
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
 _SAVED_AS_PRODUCTS = _OF_ATTENTION | {GROUPED_PRODUCT}
 
@@ -133,6 +138,26 @@ class Remat(NamedTuple):
     if twice := sorted({*remat.save_names} & {*remat.offload_names}):
       raise ConfigError(f'{layer.path_name}.{offloaded}: {twice[0]!r} is in {saved} too; choose one')
     return remat
+
+  def fit_to_memory(self, x: Any, variables: Any) -> Remat:
+    """Returns these policies with 'none' instead of 'auto' if a single GPU can hold all that the backward pass reads.
+
+    Blocks of transformers keep about 1.5 times as many values for a token as they have weights for each of its D dims.
+    A weight takes 16 bytes, with its gradient and the moments of Adam.
+
+    Args:
+      x: the input of the layers, an array [..., D] or a tree of such arrays.
+      variables: the variables of all layers.
+    """
+    if 'auto' not in self.policies or not (memory := memory_of_single_gpu()):
+      return self
+    inputs, weights = jax.tree.leaves(x), sum(math.prod(w.shape) for w in jax.tree.leaves(variables))
+    if any(array.ndim < 2 or any(map(export.is_symbolic_dim, array.shape)) for array in inputs):
+      return self
+    kept = sum(_KEPT_FOR_A_WEIGHT * array.nbytes * weights / array.shape[-1] ** 2 for array in inputs)
+    if kept + _BYTES_OF_A_WEIGHT * weights > _SHARE_OF_GPU * memory:
+      return self
+    return self._replace(policies=tuple('none' if policy == 'auto' else policy for policy in self.policies))
 
   def __call__(
     self, fn: Callable[..., T], kind: int = 0, *, in_scan: bool, regathers: bool = False

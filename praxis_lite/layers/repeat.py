@@ -242,7 +242,10 @@ class Repeat(Layer):
   def _scan(self, method: str, carry: T, *args: object, remat: Remat | None = None, **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None
     regathers, period = self.surroundings.reading_gathers, len(pattern(self.layers_tpl))
-    remat = remat or Remat(('none',) * period, (), ())
+    unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
+    kept = remat or Remat(('none',) * period, (), ())
+    if unroll >= self._rounds:
+      kept = kept.fit_to_memory(carry, [layer.variables for layer in (*self.first, *self._blocks, *self.rest)])
 
     def body(kind: int, layer: Layer, in_scan: bool) -> Callable[..., tuple[T, SideOutputs]]:
       def one(carry: T, variables: NestedDict, state: NestedDict, number: jax.Array | int) -> tuple[T, SideOutputs]:
@@ -251,9 +254,8 @@ class Repeat(Layer):
         inputs = () if carry is None else (carry,)
         return layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
 
-      return remat(one, kind, in_scan=in_scan, regathers=regathers)
+      return kept(one, kind, in_scan=in_scan, regathers=regathers)
 
-    unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
     # XLA removes a loop of one iteration, and could then merge recomputations with the first computation.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 

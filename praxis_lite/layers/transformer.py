@@ -83,9 +83,10 @@ class StackedTransformer(Layer):
   def __call__(self, x_BTD: jax.Array, **kwargs: Any) -> jax.Array:
     """Returns the result of the last layer; all layers get the same `kwargs`."""
     kwargs |= self._first_values(x_BTD)
+    remat = self._remat.fit_to_memory(x_BTD, [layer.variables for layer in self.layers])
     for i, layer in enumerate(self.layers):
       kind = max(i - len(self.first_tpl), 0) % self._period
-      x_BTD = self._remat.run(self, layer, x_BTD, kind=kind, **kwargs)
+      x_BTD = remat.run(self, layer, x_BTD, kind=kind, **kwargs)
     return x_BTD
 
   def init_decode_state(self, *args: Any) -> None:

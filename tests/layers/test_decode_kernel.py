@@ -273,17 +273,17 @@ def test_a_placed_cache_in_a_stack_is_read_where_it_is(on_tpu):
 )
 def test_the_reason_for_another_way_is_said(fields, reason, on_tpu):
   layer = build(**fields)
-  obstacle = layer._cached_attention().kernel_obstacle(layer.fprop_dtype, 17, 2)
+  obstacle = layer._cached_attention().kernel_obstacle(layer.fprop_dtype, 17, 8, 2)
   assert bool(re.search(reason, obstacle)) and bool(obstacle) == bool(reason)
   assert count_kernels(layer) == (not reason)
 
 
 def test_other_platforms_and_small_caches_have_no_kernel(monkeypatch):
   cached = build()._cached_attention()
-  assert cached.kernel_obstacle(jnp.float32, 4096) == "is for TPUs, and the platform is 'cpu'"
+  assert cached.kernel_obstacle(jnp.float32, 4096, 8) == "is for TPUs and GPUs, and the platform is 'cpu'"
   monkeypatch.setattr(cached_attention, 'platform', lambda: 'tpu')
-  assert cached.kernel_obstacle(jnp.float32, 255) == 'is for caches of at least 256 slots, not 255'
-  assert not cached.kernel_obstacle(jnp.float32, 256)
+  assert cached.kernel_obstacle(jnp.float32, 255, 8) == 'is for caches of at least 256 slots, not 255'
+  assert not cached.kernel_obstacle(jnp.float32, 256, 8)
 
 
 def on_mesh(blnh, blkh, shape=(1, 2, 3), kind=MultiHeadAttention, **fields):
@@ -346,7 +346,7 @@ def test_a_kernel_mapped_over_rows_and_heads_equals_one_device(shape, fields, on
 def test_a_cache_that_would_have_to_move_is_read_in_another_way(blnh, blkh, rows, reason, on_tpu):
   config, mesh = on_mesh(blnh, blkh)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    obstacle = config.instantiate()._cached_attention().kernel_obstacle(jnp.float32, 17, rows)
+    obstacle = config.instantiate()._cached_attention().kernel_obstacle(jnp.float32, 17, 8, rows)
   np.testing.assert_equal(bool(obstacle), bool(reason))
   assert re.match(reason, obstacle)
 

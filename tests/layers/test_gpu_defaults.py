@@ -1,5 +1,6 @@
 """What a step is by default on a GPU, in programs traced for one: no device is needed."""
 
+import functools
 import math
 import re
 
@@ -74,6 +75,36 @@ def test_norms_and_activations_are_computed_again():
   kept = gradient_program('gpu', size=2)
   assert f'f32[2,{B},{T},{D}]' not in kept and f'f32[2,{B},{T},{D}]' in gradient_program('gpu', size=2, remat='none')
   assert f'bf16[2,{B},{T},{D}]' in kept
+
+
+def trace_gradient(kind, rows, length=64, devices=1, stacked=False, **fields):
+  """The gradient of a model of two layers of 128 dims, traced for a GPU of this kind, as text."""
+  config = transformer_lm(
+    vocab_size=V, model_dims=128, num_layers=2, num_heads=2, fprop_dtype=jnp.bfloat16, repeat=not stacked
+  )
+  config.lm_tpl.transformer_tpl.set(**fields)
+  model = config.set(packed=False).instantiate()
+  batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ('ids', 'labels')}
+  batch['weights'] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+  variables = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+  def loss(variables, batch):
+    return model.apply(variables, batch)[0][0]['loss'][0]
+
+  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': devices}, 'gpu', kind)), pretend_cudnn_for_plans():
+    return str(jax.make_jaxpr(jax.grad(loss))(variables, batch))
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+def test_a_single_gpu_with_room_keeps_all_activations(stacked):
+  """A token of a layer needs about 1.5 x 12.1 x 128 values in 2 bytes, so 0.6 x 80 GiB are enough for 5.5 million."""
+  h100 = functools.partial(trace_gradient, 'NVIDIA H100 80GB HBM3', stacked=stacked)
+  assert 'Remat._saveable' not in h100(8) and 'Remat._saveable' in h100(8, remat='products')
+  assert 'Remat._saveable' not in h100(40_000) and 'Remat._saveable' in h100(100_000)
+  assert 'Remat._saveable' in trace_gradient('a GPU that is not known', 8, stacked=stacked)
+  assert 'Remat._saveable' in trace_gradient('NVIDIA H100 80GB HBM3', 8, devices=2, stacked=stacked)
+  if not stacked:
+    assert 'Remat._saveable' in h100(8, unroll=1)  # A loop copies what is kept into stacks, and out of them.
 
 
 @pytest.mark.parametrize('platform, branches', [('gpu', 0), ('cpu', 1)])

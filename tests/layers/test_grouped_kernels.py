@@ -56,10 +56,10 @@ def check_close(found, expected):
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch):
-  module._why_no_kernel_for.cache_clear()
+  module.why_no_kernel_for.cache_clear()
   yield
   monkeypatch.undo()
-  module._why_no_kernel_for.cache_clear()
+  module.why_no_kernel_for.cache_clear()
   jax.clear_caches()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from praxis_lite.common.config import REQUIRED, Config
-from praxis_lite.layers import Linear, Projection, QuantizedWeights
+from praxis_lite.layers import Linear, Projection, QuantizedWeights, products
 from praxis_lite.layers.int8 import int8_tensordot
+from praxis_lite.layers.products import matmul
 from praxis_lite.layers.weight_formats import WeightFormat, quantize
 from praxis_lite.models import BaseModel, quantize_weights
 
@@ -109,3 +112,32 @@ def test_inputs_in_int8_meet_stored_integers(layer, fields):
   expected = np.round(x / of_x) * of_x @ w if keeps else by_hand(x, w)
   np.testing.assert_allclose(found, expected.sum(), atol=1e-4)
   np.testing.assert_allclose(grads, np.broadcast_to(w.sum(1), (2, 9)), atol=1e-5 if keeps else 0.05)
+
+
+@pytest.mark.parametrize(
+  'rows, inputs, outputs, filled',
+  [
+    ((1, 1), (1024, 2), (1024,), 5),
+    ((2, 2), (8, 256), (32, 32), 5),
+    ((5,), (1024, 2), (1024,), 0),
+    ((0,), (1024, 2), (1024,), 0),
+  ],
+)
+def test_few_rows_are_filled_up_on_a_single_gpu(rows, inputs, outputs, filled, monkeypatch):
+  """XLA does not turn 5 rows of 2 million weights into sums. Without rows, with 5, and on CPUs, nothing changes."""
+  x, w, g = random(*rows, *inputs), random(*inputs, *outputs), random(*rows, *outputs)
+  few = functools.partial(matmul, axes=2, kind='fprop', path='')
+  wanted = few(x, w), *jax.vjp(few, x, w)[1](g)
+  assert 'pad[' not in str(jax.make_jaxpr(few)(x, w))
+  monkeypatch.setattr(products, 'memory_of_single_gpu', lambda: 8e10)
+  program = str(jax.make_jaxpr(lambda x, w: few(x, w))(x, w))  # Not that of the same function before.
+  assert ('pad[' in program) == bool(filled) and (not filled or f'f32[{filled},{inputs[0]}' in program)
+  for found, other in zip((few(x, w), *jax.vjp(few, x, w)[1](g)), wanted):
+    np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-3)
+
+
+def test_small_and_plain_weights_are_not_filled_up(monkeypatch):
+  monkeypatch.setattr(products, 'memory_of_single_gpu', lambda: 8e10)
+  for axes, w in ((2, random(64, 8, 16)), (1, random(4096, 1024))):
+    few = functools.partial(matmul, axes=axes, kind='fprop', path='')
+    assert 'pad[' not in str(jax.make_jaxpr(few)(random(1, *w.shape[:axes]), w))
