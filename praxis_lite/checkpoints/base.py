@@ -1,7 +1,7 @@
 """Base: the checkpoint of another run that holds the variables which a checkpoint leaves out because they are equal.
 
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
-    runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; in `about` the base, and the names of the rest
+    runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; `about` names the base and the arrays left out
 
 The seal of the base, a random number drawn when it was saved, shows whether another checkpoint has replaced it. An
 array that is left out has the same true shape in both records. If the two floating dtypes differ, the base's values are
@@ -60,7 +60,7 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
     return None
   try:
     there, relative = Path(record['folder']), Path(os.path.normpath(folder / record['relative']))
-    # Both runs may have moved together.
+    # If both runs were moved together, only the relative path is still right.
     return Base(there if there.exists() else relative, record[SEAL], dict(record['names']))
   except (KeyError, TypeError, ValueError) as error:
     raise unreadable(folder, ValueError(f'its entry for {BASE} is not valid')) from error

@@ -149,7 +149,7 @@ class Checkpointer:
     The parts of a `StreamedArray` in the state are read while they are written.
 
     Returns False if a checkpoint of this step exists already. After an error the next save starts afresh, and the
-    checkpoints that were complete stay. A save that fails in one process fails in all.
+    checkpoints that were complete stay. A save that fails while it is written fails in all processes.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
@@ -158,7 +158,7 @@ class Checkpointer:
 
     Raises:
       CheckpointError: this save or the previous one failed.
-      PartedError: this save failed only in this process.
+      PartedError: this save could not begin in this one of several processes; all of them must stop.
     """
     self.wait_until_complete()
     with self._saving():
@@ -280,7 +280,8 @@ class Checkpointer:
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
-      DamagedError: the checkpoint is damaged, and `step` names it, or it is the only one, or `on_damage` is 'fail'.
+      DamagedError: the checkpoint is damaged, and no other is read: `step` is not None, `on_damage` is 'fail', or the
+        run has no other.
       OtherModelError: the checkpoint belongs to another model.
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
@@ -306,7 +307,7 @@ class Checkpointer:
     step = self.existing_step(step)
     data_shapes = jax.tree.map(stored_shape, shapes)
     arrays = self._read_arrays(step, data_shapes)
-    for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
+    for path, wanted in leaves_by_path(data_shapes).items():  # No checksum covers these names and types.
       found = node_at(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise unreadable(self.folder(step), ValueError(f'its entry for {path_name(path)} is not valid'))
@@ -527,7 +528,7 @@ def restore_variables(
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
-    layout: the layout of the task's state on the mesh to restore onto, which may differ from the one it was trained on.
+    layout: the layout of the task's state on the mesh to restore onto; the state may have been saved on another mesh.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
     weights: as in `Checkpointer.restore`.

@@ -161,7 +161,7 @@ class Retention:
 
 
 def _remove_folders(folders: Iterable[Path]) -> None:
-  """Removes folders in parallel: a file system may take milliseconds for one, and no longer for several at once."""
+  """Removes folders in parallel: on some file systems, removing several at once takes as long as removing one."""
   waiting = collections.deque(folders)
 
   def remove() -> None:
@@ -170,7 +170,7 @@ def _remove_folders(folders: Iterable[Path]) -> None:
         remove_all(waiting.popleft())
 
   helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
-  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start, so this one removes all.
+  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start; then this one removes all.
     for helper in helpers:
       helper.start()
   remove()

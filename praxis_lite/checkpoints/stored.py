@@ -178,7 +178,7 @@ class StoredCheckpoint:
 
 
 def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
-  """Raises CheckpointError if the checkpoints of a run belong to another model than one that is to be copied to it.
+  """Raises CheckpointError if the checkpoints of a run belong to another model than the checkpoint to copy there.
 
   Args:
     variables: the arrays of the checkpoint to copy, by name.

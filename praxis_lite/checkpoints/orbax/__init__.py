@@ -8,7 +8,7 @@ Nothing outside this folder imports Orbax or relies on how it works; a test chec
     work_arounds.py    changes to Orbax itself, made once when it is imported
     on_disk.py         the files that Orbax writes, for readers that do not need Orbax
 
-The list says what would happen without each work-around, and when it can be dropped. With Orbax 0.12.8, the test named
+This list says what would happen without each work-around, and when it can be dropped. With Orbax 0.12.8, the test named
 for a work-around fails without it:
 
     StreamedArrayHandler       Orbax saves only arrays that are in memory. Drop it when this changes.

@@ -45,7 +45,7 @@ def _silence_repeated_errors() -> None:
   """
   folder = os.path.join(os.sep, 'orbax', 'checkpoint', '')
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio's message names the file of the coroutine with an unretrieved exception, or what TensorStore tried to open.
+  # One of these is in asyncio's message about a failure that Orbax has not awaited: in a traceback or an error's text.
   theirs = (folder, 'tensorstore')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in _text(record) for name in theirs))
   report = sys.unraisablehook
