@@ -75,14 +75,14 @@ class MultiHeadAttention(AttentionHeads):
     use_out_bias: whether the output has a bias; None means the same as `use_bias`.
     use_key_bias: whether keys have a bias; None means the same as `use_bias`. Without rotary positions and norms of
       keys, it cancels in the softmax.
-    combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
+    combine_qkv: whether one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
     proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: template of the child `out`.
     rotary_tpl: template of the child `rotary`, rotary positions of queries and keys; None disables them.
     qk_norm_tpl: template of the children `query_norm` and `key_norm`, norms before rotary positions; None disables
       them.
-    qk_norm_over: 'head': each head is normalized on its own, over H. 'heads': all heads together, over N H and K H
-      (OLMo 2).
+    qk_norm_over: 'head' normalizes each head on its own, over H; 'heads' normalizes all heads together, over N H for
+      queries and K H for keys (OLMo 2).
     relative_bias_tpl: template of the child `relative_bias`, a bias on logits that depends on the offset of positions,
       such as `RelativeBias` or `AlibiBias`; None disables it.
     per_dim_scale_tpl: template of the child `per_dim_scale`, which multiplies queries after rotary positions, such as
@@ -97,9 +97,9 @@ class MultiHeadAttention(AttentionHeads):
       like the heads of the weights.
     dropout_rate: share of the attention probabilities that is dropped in training.
     scale, logit_soft_cap, block_size: see `dot_product_attention`.
-    implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' is a
-      fused kernel for NVIDIA GPUs, 'tokamax' has others for them, and 'splash' is for TPUs; 'auto' chooses one of
-      these, see `choose_attention`.
+    implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' and
+      'tokamax' are fused kernels for NVIDIA GPUs, and 'splash' is one for TPUs; 'auto' chooses one of these, see
+      `choose_attention`.
       Decoding is dense, or page by page; on TPUs, 'auto' and 'splash' use the kernel of `decode_kernel.py` for one or a
       few tokens where it is supported.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
@@ -345,7 +345,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Sets `scale` to the smaller model's scale, divided by the growth of H, unless the fields of both differ."""
+    """Sets `scale` to the smaller model's scale over the growth of H, unless it is set to another value than there."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer

@@ -81,9 +81,9 @@ class AttentionMesh:
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split=self.blnh is None)
 
   def row_split(self, num_rows: int, num_kv_heads: int) -> RowSplit | None:
-    """Returns how the mesh splits rows and heads; None unless all its axes split rows or heads, and evenly.
+    """Returns how the mesh splits rows and heads; None unless every mesh axis splits rows or heads evenly.
 
-    If None, devices do not know which blocks are empty in all their rows, so blocks are not skipped because of data.
+    With None, devices do not know which blocks are empty in all their rows, so blocks are not skipped because of data.
     """
     split, _ = self.kernel_split(num_kv_heads, num_kv_heads, num_rows)
     return split if split and {*split.batch_axes, *split.head_axes} == {*unmapped_axes()} else None

@@ -73,7 +73,7 @@ class RowSplit:
   stage_axes: tuple[str, ...] = ()
 
   def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
-    """Returns [B, S, K', H], with each kv head repeated so often that the devices along `head_axes` divide K'."""
+    """Returns [B, S, K', H], with kv heads repeated until K' is a multiple of the devices along `head_axes`."""
     sizes, K = jax.sharding.get_abstract_mesh().shape, x_BSKH.shape[2]
     repeats = math.lcm(K, math.prod(sizes[axis] for axis in self.head_axes)) // K
     return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH

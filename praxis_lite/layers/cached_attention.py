@@ -265,7 +265,7 @@ class CachedAttention:
   def _attend_by_page(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
   ) -> jax.Array:
-    """Returns attention, [B, T, N, H], by online softmax over pages with tokens; plans assume `pages` of them."""
+    """Returns attention, [B, T, N, H], by online softmax over pages with tokens; plans assume `pages` such pages."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)

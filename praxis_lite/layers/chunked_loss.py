@@ -114,7 +114,7 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
-    """Whether w, cut into parts, is small compared to the logits, so that devices may gather its D."""
+    """Whether w, cut into parts, is small compared to the logits, so that devices may gather it along D."""
     if not self.dims_axes:
       return True
     own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
@@ -141,7 +141,7 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
   Args:
     num_classes: V.
-    num_rows: number of labels. It may be symbolic, in an exported program, and then counts as many.
+    num_rows: number of labels. In an exported program it may be symbolic, and then counts as large.
     axes: mesh axes that split the classes.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -346,7 +346,7 @@ def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
 
 
 def _layout(chunks: ClassChunks) -> tuple[int, str]:
-  """Returns which dimension of w, cut into parts, is the classes, and the einsum letters of w's dimensions."""
+  """Returns which dimension of w, cut into parts, has the classes, and the einsum letters of w's dimensions."""
   return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 

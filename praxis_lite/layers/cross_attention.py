@@ -43,7 +43,7 @@ class CrossAttention(MultiHeadAttention):
     segment_pos: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
   ) -> AttentionMask:
-    """Returns the mask: a target attends to the sources of its segment, or without one, to all but padding.
+    """Returns the mask: a target attends to the sources of its segment; without segments, to all but padding.
 
     The arguments are the same as for `__call__`; positions and prefixes have no effect.
     """

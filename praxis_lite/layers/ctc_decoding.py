@@ -34,7 +34,7 @@ class CtcHypotheses(NamedTuple):
 
 
 class _Beam(NamedTuple):
-  """Prefixes, [B, K, L], their lengths, [B, K], and log probabilities of their paths by last symbol, [B, K]."""
+  """Prefixes, [B, K, L], their lengths, and log probabilities of their paths that end in a blank or a label, [B, K]."""
 
   ids: jax.Array
   lengths: jax.Array

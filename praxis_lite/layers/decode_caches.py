@@ -95,7 +95,7 @@ class StackedCaches:
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Returns the arrays of caches in the state of the loop, or after an iteration, and all other arrays."""
+    """Splits a decode state, of the whole loop or after an iteration, into the arrays of the caches and all others."""
     arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 

@@ -12,7 +12,7 @@ The kernel has no backward pass. Its derivative is computed by plain attention, 
 all rows.
 
 L layers of a loop, B batch, T tokens, S slots, P slots of a page, N heads, K kv heads, G = N / K, Q = G T queries of a
-kv head, C kv heads at once, H dims per head, V those of values.
+kv head, C kv heads at once, H dims per head, V dims of values.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def attend_by_kernel(
     formula: scale and soft cap.
     bias: added to the logits, [B or 1, N, T, S].
     sinks: [N], see `dot_product_attention`.
-    split: how the ambient mesh splits rows and heads, evenly; a cache of one head is the same for all heads. None if
-      each device has its part already.
+    split: how the ambient mesh splits rows and heads, evenly; a cache with one kv head is not split along heads. None
+      if each device has its part already.
   """
   (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
   fill = jnp.full(N, MASKED, jnp.float32)
@@ -134,7 +134,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
   first_B = jnp.argmax(has_BI, axis=1).astype(jnp.int32)
   end_B = jnp.where(jnp.any(has_BI, axis=1), pages - jnp.argmax(has_BI[:, ::-1], axis=1), first_B).astype(jnp.int32)
 
-  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # Stays at the last page, so nothing more is fetched.
+  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # After the last page, none is fetched.
     return jnp.maximum(jnp.minimum(first[b] + i, end[b] - 1), 0)
 
   def row_spec(dims: int) -> pl.BlockSpec:
@@ -237,13 +237,13 @@ def _to_slots_last(x_LBKSH: jax.Array) -> jax.Array:
 
 
 def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales: bool) -> int:
-  """Returns how many kv heads are computed at once, a divisor, such that 128 slots and the queries fit.
+  """Returns how many kv heads are computed at once: a divisor of K such that 128 slots and the queries fit on the chip.
 
   Args:
     num_heads: K.
     slot_bytes: bytes of a slot of one head.
     queries: entries of the queries of one kv head.
-    has_scales: whether the heads of a page are a dimension of tiles; then they are all, or a multiple of 8.
+    has_scales: whether the heads of a page are a dimension of tiles; if so, the result is K or a multiple of 8.
   """
   most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
   parts = [

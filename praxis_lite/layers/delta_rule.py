@@ -64,7 +64,8 @@ class _Chunk(NamedTuple):
 
   Attributes:
     own_BNLH: what tokens write if the state before the chunk is zero, in the dtype of sums.
-    from_state_BNPS: what the state is multiplied by: L vectors for what it takes from writes, then L decayed queries.
+    from_state_BNPS: what the state is multiplied by: first L vectors, b, whose products are subtracted from `own_BNLH`,
+      then L decayed queries.
     weights_BNLM: the weight of what token M writes in the output of token L.
     key_BNMS: the decayed key under which the state after the chunk holds what token M writes.
     kept_BN: the decay of the state over the whole chunk.

@@ -164,7 +164,7 @@ class DiagonalSsm(Mixer):
     rows, heads = self._even_axes(u_BTNH)
     if not (rows or heads):
       return _convolve(u_BTNH, kernel_TNHK)
-    row, head = axes_to_entry(rows), axes_to_entry(heads)  # Without `shard_map`, the transform's input is gathered.
+    row, head = axes_to_entry(rows), axes_to_entry(heads)  # Without `shard_map`, XLA would gather `u_BTNH`.
     tokens = PartitionSpec(row, None, head, None)
     return jax.shard_map(
       _convolve,

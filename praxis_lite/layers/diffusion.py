@@ -32,7 +32,7 @@ SCHEDULES = ('cosine', 'linear', 'flow')
 PREDICTIONS = ('epsilon', 'v', 'velocity')
 SAMPLERS = ('ddim', 'ancestral', 'euler', 'heun')
 _BETAS = (0.1, 20.0)
-_TINY = 1e-4  # The least divisor of estimates of x, which are divided by alpha if it is larger.
+_TINY = 1e-4  # The least number that estimates of x and of the noise are divided by.
 
 
 def check_process(schedule: str, prediction: str, where: str) -> None:

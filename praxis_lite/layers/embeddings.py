@@ -67,7 +67,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D) of a table; with a smaller model, sqrt(D) of its table, as vectors do not grow with the width."""
+  """Returns sqrt(D) of a table; with a smaller model, sqrt(D) of its table, because vectors do not grow."""
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
 

@@ -231,7 +231,7 @@ class TransformerEncoderDecoder(Layer):
     Args:
       source_ids_BS: int32 tokens of the sources.
       ids_BT: int32 tokens that the decoder reads: a start token, and then the tokens of the target.
-      labels_BT: int32, the token that follows each of them.
+      labels_BT: int32, the token that follows each token of `ids_BT`.
       weights_BT: weights of the labels in auxiliary losses; None means all are 1.
       source_segment_ids: int32 [B, S], 0 for padding; tokens attend within their segment. None means that each row is
         one source without padding.
@@ -304,7 +304,7 @@ class TransformerEncoderDecoder(Layer):
 
     Args:
       ids_BT: int32 tokens.
-      pos_BT: int32 position of each; -1 is padding.
+      pos_BT: int32 position of each token; -1 is padding.
       last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
     """
     bias = None if self.relative_bias_tpl is None else bias_of_positions(self.decoder_bias)

@@ -13,7 +13,7 @@ Outputs are multiplied by the weights of their choices before they are sent back
 only outputs of the same device, so that a backward pass that recomputes the layer does not send them again.
 
 N tokens of the device, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M
-slots.
+slots, n slots of an expert on one device, R rows of an expert.
 """
 
 from __future__ import annotations

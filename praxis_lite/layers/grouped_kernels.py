@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton
 from praxis_lite.layers.gpu_capability import LARGE_SHARED_MEMORY, compute_capability
 from praxis_lite.sharding.mesh import platform
 
-# Rows of tiles that follow each other; see `_place`.
+# How many rows of tiles are computed together; see `_place`.
 _TILES_TOGETHER = 8
 
 

@@ -123,7 +123,7 @@ def _why_no_kernel(case: ProductCase) -> str:
 @functools.cache
 def why_no_kernel_for(chip: str) -> str:
   """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
-  del chip  # Only for the cache: the result depends on it.
+  del chip  # It is only a key of the cache: the result depends on the mesh.
   if (capability := compute_capability()) is None:
     return "'triton' takes GPUs of NVIDIA"
   if capability < OLDEST_CAPABILITY:

@@ -44,7 +44,7 @@ class Linear(Layer):
     input_dims: I.
     output_dims: O.
     use_bias: whether there is a bias.
-    matmul: 'fprop', the product is in `fprop_dtype`; 'fp8' or 'int8', its operands are in 8 bits; see `products.py`.
+    matmul: 'fprop' multiplies in `fprop_dtype`; 'fp8' and 'int8' round both operands to 8 bits; see `products.py`.
     weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split like the last dimension.
   """
 

@@ -1,6 +1,6 @@
 """Chunked local attention: positions are cut into chunks, and a query attends only to keys of its own chunk (Llama 4).
 
-B batch, T length of the queries, S length of the keys.
+B batch, T length of the queries, S length of the keys; I, J numbers of their blocks.
 """
 
 from __future__ import annotations

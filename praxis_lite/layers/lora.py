@@ -100,7 +100,7 @@ class AdaptedLayer(Layer):
     return tuple(self._weights[name].shape)
 
   def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:
-    """Returns variables with which the layer without an adapter computes the same.
+    """Returns variables with which the layer without an adapter computes what this layer does.
 
     Args:
       variables: the variables of this layer and those below it, in their true shapes; layers that repeat this one may

@@ -134,7 +134,7 @@ class AttentionMask(abc.ABC):
     return Known()
 
   def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:
-    """Returns the mask with each array replaced by f(array), where `query=f`, `key=f` or `row=f` is for its kind."""
+    """Returns the mask with each array replaced by f(array); `query=f`, `key=f` and `row=f` set f for their kind."""
     changes = {}
     for field in dataclasses.fields(self):
       value, kind = getattr(self, field.name), field.metadata.get('per')

@@ -173,7 +173,7 @@ class MultiTokenPrediction(Layer):
 
 
 def _shift(x: jax.Array, count: int) -> jax.Array:
-  """Returns [B, T, ...] with x[:, t - count] as entry t, or zeros if t - count is not in [0, T)."""
+  """Returns [B, T, ...] with x[:, t - count] as entry t; zeros if t - count is not in [0, T)."""
   T = x.shape[1]
   zeros = jnp.zeros((x.shape[0], min(abs(count), T), *x.shape[2:]), x.dtype)
   if count < 0:

@@ -68,7 +68,7 @@ class PackedPrompts(NamedTuple):
     return jnp.where(self.segment_ids > 0, ids_RT, 0)
 
   def unpack(self, x: jax.Array) -> jax.Array:
-    """Returns values of tokens, given by packed row, [R, T, ...], by prompt, [B, P, ...]."""
+    """Returns x, values of the tokens in packed rows, [R, T, ...], rearranged by prompt, [B, P, ...]."""
     R, S, P = self.place.shape
     index = self.place.reshape(R, S * P, *(1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1).reshape(R * S, P, *x.shape[2:])

@@ -315,7 +315,7 @@ class Pipelined(Repeat):
       side=side,
       surroundings=self._surroundings_of_rows(axes),
       bubble=BUBBLE,
-      # A batch of one row is one microbatch here, but more on a mesh that pads it; its keys must be the same on both.
+      # On a mesh that pads the batch, one row becomes several microbatches; keys must be the same on all meshes.
       folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
       unroll=self._unroll_count(training=False),
       constrain=self._constrain_to_stages,
@@ -445,7 +445,7 @@ class Pipelined(Repeat):
     return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
 
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
-    """Returns parts of statistics, [layers, ...], of those of each tick and stage, [ticks, S, c, ...].
+    """Combines parts of statistics of each tick and stage, [ticks, S, c, ...], to parts of each layer, [layers, ...].
 
     Args:
       kind: how parts combine.
@@ -461,7 +461,7 @@ class Pipelined(Repeat):
   def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
     """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [layers, ...] of gradients.
 
-    In the backward pass they get parts of statistics, in bubbles too. Those of real microbatches are combined.
+    In the backward pass they get parts of statistics, in bubbles too; only those of real microbatches are combined.
     """
     microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
     real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)
@@ -510,5 +510,5 @@ _MOVES = {
 
 
 def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
-  """A policy of `jax.checkpoint`: returns whether a result is kept, which is so except for moves and casts."""
+  """A policy of `jax.checkpoint` that keeps all results except those of moves and casts."""
   return primitive.name not in _MOVES

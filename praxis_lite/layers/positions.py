@@ -372,9 +372,9 @@ class BucketedBias(NamedTuple):
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:
   """Returns T5's bucket of each offset, key position - query position.
 
-  Each bucket of the first half holds one offset; the others hold ranges that grow geometrically up to
-  `max_distance`. If bidirectional, offsets up to 0 take the first half of all buckets, and those above 0 the second;
-  otherwise offsets above 0 count as 0.
+  If bidirectional, offsets up to 0 take the first half of all buckets, and those above 0 the second; otherwise offsets
+  above 0 count as 0. Of the buckets of one side, the first half hold one offset each, and the others ranges that grow
+  geometrically up to `max_distance`.
   """
   base = jnp.zeros_like(offset)
   if bidirectional:

@@ -219,9 +219,9 @@ class QuantizedWeight:
     return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns arrays of the weight's shape: 'integers', at least -2^(b-1) for b bits, 'scale' and, with zeros, 'zero'.
+    """Returns arrays of the weight's shape: 'integers', at least -2^(b-1) for b bits, and 'scale'.
 
-    'zero' is the integer that represents 0.
+    With zero points, it also returns 'zero', the integer that represents 0.
     """
     return self.format.spread(self._parts_by_kind(parts), self._num_last)
 

@@ -157,7 +157,7 @@ class Repeat(Layer):
     return self._rounds if jax.sharding.get_abstract_mesh().size <= 1 else 1
 
   def layers_by_turn(self) -> list[Layer]:
-    """Returns the layer that is applied at each of the `num_layers` turns."""
+    """Returns the `num_layers` layers in the order in which they are applied; a repeated layer occurs several times."""
     return [*self.first, *self._blocks * self._rounds, *self.rest]
 
   def abstract_init(self) -> NestedDict:

@@ -37,8 +37,8 @@ class ResNetBlock(Layer):
     stride: stride of the block, along the height and the width.
     kind: 'bottleneck' has three convolutions, the inner ones with a quarter of O; 'basic' has two.
     pre_activation: v2 instead of v1.5.
-    begins_as_identity: whether the branch is initially 0, because the scale of its last norm is, or in v2 its last
-      convolution.
+    begins_as_identity: whether the branch is initially 0, because the scale of its last norm (v1.5) or its last
+      convolution (v2) is 0.
     activation: name of f.
     conv_tpl: template of the children `conv_0`, `conv_1`, ... and `shortcut`, without biases.
     norm_tpl: template of the children `norm_0`, `norm_1`, ... and `shortcut_norm`.

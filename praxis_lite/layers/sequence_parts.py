@@ -176,8 +176,8 @@ def heads_to_runs(plan: SequencePlan, heads: Heads) -> tuple[jax.Array, jax.Arra
 def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
   """Returns this device's contiguous runs of the sequence, for its part [B, L, ...].
 
-  These are its part, or with `plan.zigzag` the first half of it and the half that it gets. Each is padded to whole
-  blocks, and they are concatenated along dimension 1.
+  These are the whole part or, with `plan.zigzag`, the first half of the part and the half received by the swap. Each is
+  padded to whole blocks, and they are concatenated along dimension 1.
   """
   run = plan.run_len(length)
   pad = functools.partial(pad_len, mode='edge' if edge else 'constant')

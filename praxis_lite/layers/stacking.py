@@ -20,7 +20,7 @@ class StackingOverTime(Layer):
   before the first and after the last one are zeros, and are marked as padding, unless a field says otherwise.
 
   Attributes:
-    left_context, right_context: number of frames before and after the one in the middle; W is one more than both.
+    left_context, right_context: number of frames before and after the one in the middle; W is one more than their sum.
     stride: distance of neighbouring windows.
     pad_with_left_frame, pad_with_right_frame: whether the frames before the first one are copies of it, and the frames
       after the last one copies of the last one; so are their paddings.

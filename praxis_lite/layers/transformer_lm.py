@@ -196,7 +196,7 @@ class TransformerLm(Layer):
 
     Args:
       ids_BT: int32 tokens.
-      pos_BT: int32 position of each; -1 is padding.
+      pos_BT: int32 position of each token; -1 is padding.
       last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
       prefix_lengths, packed: see `MultiHeadAttention.extend_step`.
     """
@@ -225,7 +225,7 @@ class TransformerLm(Layer):
       number: the number of the module, from 0.
       hidden_BTD: h_{k-1} of tokens, from the previous module, or from `extend_with_hidden` for the first one.
       ids_BT: int32, for each of these tokens, the token `number` + 1 positions later.
-      pos_BT: int32 position of each; -1 is padding.
+      pos_BT: int32 position of each token; -1 is padding.
       last_B: int32 index in [0, T).
     """
     hidden_BTD = self.mtp.extend_step(number, hidden_BTD, self._look_up(ids_BT), pos_BT)

@@ -154,7 +154,7 @@ def _path_hash(path: Path) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-  """One call in progress. Paths are absolute, and trees start at `root`.
+  """One call in progress. Paths begin at the model; trees have only the part below the layer at the path `root`.
 
   `active` is the layer whose method is running, and `trace` the trace of JAX in which the call began.
   """

@@ -6,7 +6,7 @@ call_flops          FLOPs of a custom call
 knobs               hyperparameters that a search may change
 problems            settings that waste memory, time or communication
 implementation_of   which of several implementations runs, and why
-stages              how it cuts a stack of layers into the stages of a pipeline
+pipeline_stages     how it cuts a stack of layers into the stages of a pipeline
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Knob:
     field: the field of the layer.
     value: its value, which is hashable.
     neighbours: (a value) -> the values that a search tries after it.
-    kind: what it trades. A search changes a rematerialisation policy in all layers that have that policy at once.
+    kind: what a change trades. A search changes a rematerialisation policy in all layers that have that policy at once.
   """
 
   field: str

@@ -70,7 +70,7 @@ class MappedSplits(InCall):
     return self._constrain(x, field, self._resolve(mapping, field, rank=x.ndim), remark, exchange)
 
   def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
-    """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
+    """Returns the mappings of a field such as 'weight_split_dims_mapping', the `group`, by path of their own fields."""
     mappings: Config | None = getattr(self, group)
     fields = {} if mappings is None else config_values(mappings)
     return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
@@ -81,7 +81,7 @@ class MappedSplits(InCall):
     return {field: placement for field, placement in resolved.items() if placement is not None}
 
   def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
-    """Sets mappings of one of the two groups in a built layer, so that tools can try them; weights keep their own."""
+    """Sets mappings of a group in a built layer, so that tools can try them; declared weights keep their mappings."""
     getattr(self, group).set(**mappings)
     self.__dict__.pop('_activation_mappings', None)
 
@@ -126,7 +126,7 @@ class MappedSplits(InCall):
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
   def _resolve_axes(self, field: str) -> tuple[str, ...]:
-    """Returns the mesh axes in a field that holds one entry of a mapping; () if it is None, or axes have no names."""
+    """Returns the mesh axes in a field with one entry of a mapping; () if the entry is None or axes have no names."""
     entry = getattr(self, field)
     placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)
     return () if placement is None else tuple(all_axes(placement.spec))

@@ -38,9 +38,9 @@ class StoredWeight(Protocol):
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
-    """(result of `scale_inputs`, parts) -> its product with the weight [*I, *O], without computing the weight.
+    """A function of the result of `scale_inputs` and of the values of `parts`: returns inputs times weight, [..., *O].
 
-    None if there is no such function.
+    It does not compute the weight, [*I, *O], itself. None if there is no such function.
     """
     ...
 

@@ -84,10 +84,10 @@ class Taps:
     manual_axes: mesh axes along which values are one device's rows; parts of statistics are combined later.
     wants_inputs: whether points may be inputs of layers.
     in_pipeline: whether the layer is in a pipeline.
-    probed: collects the path of the layer of each gradient that is wanted, by the name of the gradient; that of the
-      second call of a layer is `point_1`. None if no loss is differentiated.
-    share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that finds the
-      probes, and adds zeros of their shapes to the summaries.
+    probed: collects the path of the layer of each wanted gradient, by the gradient's name: `point.grad`, and in later
+      calls of the layer `point.grad_1`, ... None if no loss is differentiated.
+    share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that only
+      finds the probes, and adds zeros of their shapes to the summaries.
   """
 
   wanted: Callable[[str], Sequence[str]]
@@ -116,7 +116,7 @@ class Taps:
         frame.add_summary(raw, summary)
 
   def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
-    """Returns x, the value of a point; in the backward pass, its probe gets what is wanted of the gradient."""
+    """Returns x, the value of a point; in the backward pass, its probe gets the wanted statistics of its gradient."""
     point = f'{name}{GRADIENT}'
     wanted = self.wanted(point)
     if self.probed is None or not wanted:
@@ -129,7 +129,7 @@ class Taps:
       reports = jax.eval_shape(lambda call=call: _reports(jnp.zeros(x.shape), real, wanted, call))
       if not any(map(frame.has_summary, reports)):
         break
-    for raw, summary in reports.items():  # Gradients take their place.
+    for raw, summary in reports.items():  # Statistics of gradients replace these zeros.
       frame.add_summary(raw, Summary(jnp.zeros(summary.value.shape), summary.kind))
     if self.share is None:
       self.probed[call] = path
@@ -204,7 +204,7 @@ def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: s
 
 
 def _reports(x: jax.Array, real: jax.Array | None, wanted: Sequence[str], label: str) -> dict[str, Summary]:
-  """Returns what is wanted of a value, by names of summaries; `real` is a mask of the entries that count."""
+  """Returns the wanted summaries of a value, by name; `real` is a mask of the entries that count."""
   statistics = [each for each in wanted if each != ARRAY]
   found = {raw_name(ARRAY, (str(x.ndim),), label): Summary(x, ARRAY)} if ARRAY in wanted else {}
   for part, value in compute_parts(x, real, statistics).items() if statistics else ():
@@ -216,7 +216,7 @@ def _reports(x: jax.Array, real: jax.Array | None, wanted: Sequence[str], label:
 def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, wanted: tuple[str, ...]
 ) -> jax.Array:
-  """Returns x. In the backward pass, `probe` gets what is `wanted` of x's gradient times `share`."""
+  """Returns x. In the backward pass, `probe` gets the `wanted` statistics of x's gradient times `share`."""
   del probe, real, share, wanted
   return x
 
