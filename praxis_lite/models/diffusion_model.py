@@ -84,7 +84,7 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
     self.create_child('network', self.network_tpl)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if images or needed labels are missing, a size is not the model's, or a label no class."""
+    """Raises a `ConfigError` if images or needed labels are missing, or images or labels do not fit the model."""
     check_images(data, batch, self.input_name, (*self.image_size, self.network.image_channels))
     if self.network.num_classes and 'label' not in batch:
       raise ConfigError(f"{data.label}: no 'label', but task.model.network.num_classes is {self.network.num_classes}")

@@ -31,7 +31,7 @@ class IdLimit(NamedTuple):
   lengths: str | None = None
 
   def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:
-    """Returns the integers of the array `name` of a batch that count and have no entry, [...]; none without it."""
+    """Returns the integers in the array `name` of a batch that are checked and have no entry; [] without the array."""
     x = np.asarray(rows.get(name, ()))
     counts = _weights_of(x, rows, self.counted_by) != 0
     if x.ndim > 1 and rows.get(self.counted_by) is None and self.lengths is not None and self.lengths in rows:

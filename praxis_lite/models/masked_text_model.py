@@ -89,7 +89,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes.
 
-    With `max_places`, there are only P positions, P instead of T: first those with a weight, in order, then others.
+    With `max_places`, results have P positions instead of T: first those with a weight, in order, then others.
     """
     x_BTD = encode_batch(self.encoder, batch, packed=self.packed)
     weights_BT = weights_of_places(batch)

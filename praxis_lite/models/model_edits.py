@@ -60,7 +60,7 @@ class ModelEdits:
 
   def edit(self, path: Path, config: Config) -> Config:
     name = path_name(path[len(self._path) :])
-    if f'{name}.'.partition('.lora.')[0] in self._adapters.used:  # A part of an adapter.
+    if f'{name}.'.partition('.lora.')[0] in self._adapters.used:  # This layer is part of an adapter.
       return config
     kind = getattr(target(config), '__name__', '')
     i = self._adapters.choose(name, kind, lambda adapter: adapter.is_for(name, config))
@@ -71,7 +71,7 @@ class ModelEdits:
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
     path = path_name(layer.path[len(self._path) :])
-    if isinstance(layer, LowRankUpdate):  # A part of an adapter: a regex for the adapted layer may match it too.
+    if isinstance(layer, LowRankUpdate):  # It is part of an adapter; a regex for the adapted layer may match it.
       return None
 
     def is_for(rule: QuantizedWeights) -> bool:

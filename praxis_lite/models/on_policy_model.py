@@ -34,7 +34,7 @@ class TaughtTokens(NamedTuple):
 
   Attributes:
     divergence: float32 KL(model || teacher), in nats.
-    agrees: bool, whether both have the same most probable token.
+    agrees: bool, whether model and teacher have the same most probable token.
   """
 
   divergence: jax.Array

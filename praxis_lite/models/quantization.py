@@ -81,7 +81,7 @@ def _store(layer: Layer, variables: NestedDict) -> NestedDict:
 
 
 def dequantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
-  """Returns the variables of the model with plain weights, in their dtypes; it then computes the same.
+  """Returns plain variables, in their declared dtypes; with them, the model without quantization computes the same.
 
   Args:
     model: the built model with quantized weights.

@@ -53,7 +53,7 @@ def mamba2_lm(
     dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
     expand: the number of dims of all heads of a mixer together, divided by the model dims.
     attention_every: n, if every n-th block has attention with rotary positions and a gated feed-forward layer; None
-      means that no block has.
+      means that no block has attention.
     num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
     tie_embeddings: whether softmax and embedding share a table.
     epsilon: `epsilon` of all norms.

@@ -85,7 +85,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     self.create_child('encoder', encoder)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if audio is missing, a label is no symbol, or data and model differ in rate or blank."""
+    """Raises a `ConfigError` if audio is missing, a label is not a symbol, or the data has another rate or blank."""
     leaf = 'features' if self.frontend_tpl is None else 'audio'
     if leaf not in batch:
       raise ConfigError(
@@ -130,7 +130,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     return Labels(jnp.where(is_label_BL, labels_BL, self.blank_id).astype(jnp.int32), lengths_B)
 
   def loss_metrics(self, loss_B: jax.Array, fits_B: jax.Array, batch: NestedDict) -> WeightedScalars:
-    """Returns `loss`, nats per row, over rows with `fits_B`, and `too_short`, the fraction of rows without."""
+    """Returns `loss`, nats per row, over rows where `fits_B` is true, and `too_short`, the fraction of other rows."""
     weights_B = self._leaf(batch, 'weights')
     return {
       'loss': weighted_mean(loss_B, jnp.where(fits_B, weights_B, 0)),

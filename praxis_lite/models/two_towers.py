@@ -116,7 +116,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     return to_units(self.text_projection(x_BD))
 
   def _chosen_token(self, ids_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-    """Returns where the token is whose state stands for the text, [B]: never at padding, if the row has a token."""
+    """Returns the index of the token whose state represents the text, [B]; never padding if the row has a token."""
     places_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
     is_end_BT = jnp.where(ids_BT == self.end_id, 1, 0)
     ranks = {'first': -places_T, 'last': places_T, 'end': is_end_BT, 'largest': ids_BT}

@@ -42,7 +42,7 @@ class VqVae(BaseModel[VqVaeOutput]):
   Attributes:
     encoder_tpl: config of the child `encoder`; the quantizer sets its `output_dims`.
     quantizer_tpl: config of the child `quantizer`; if it has a codebook, its `input_dims` must be set to D.
-    decoder_tpl: config of the child `decoder`; the quantizer sets its `input_dims`, the encoder `image_channels`.
+    decoder_tpl: config of the child `decoder`; the quantizer sets its `input_dims`, the encoder its `image_channels`.
     input_name: the leaf of the batch with the images.
   """
 

@@ -10,8 +10,8 @@ V vocabulary, C candidates: the best pairs of a beam and its next token.
       choose(extend(token i - 1 of each beam))
 
 `choose` ranks all pairs of a beam and a token by the sum of log-probabilities. A continuation ends with a stop token,
-or when it has the largest number of tokens. Those among the first K pairs that end join the list of the K best
-completed continuations, which is ordered by score. The first K pairs that do not end are the next beams. At first, only
+or when it has the largest number of tokens. Of the first K pairs, those that end join the list of the K best completed
+continuations, which is ordered by score. The first K pairs that do not end are the next beams. At first, only
 beam 0 is possible, so it becomes the parent of all, and its state is copied to them. In a diverse search, G groups of K
 / G beams search in this way independently, one after the other; a group ranks by the sum minus a penalty for tokens
 that earlier groups have just chosen. In a flat search, each of the K beams joins the list with each stop token instead.

@@ -108,7 +108,7 @@ class RowLoop(Generic[DecodingState]):
         logits_BV, model = self.steps.extend(last_B1, pos_B1, jnp.zeros_like(lengths_B), model)
         adjusted_BV = logits_BV if self.adjust is None else self.adjust(logits_BV, ids_BL, lengths_B)
         number_B = lengths_B - rows.prompt_lengths
-        keys_B = jax.vmap(token_key, in_axes=(0, 0, None))(rows.keys, number_B, 0)  # As in a batch of one row.
+        keys_B = jax.vmap(token_key, in_axes=(0, 0, None))(rows.keys, number_B, 0)  # The same as in a batch of one row.
         ids_B = self.draw(adjusted_BV, keys_B, rows.temperatures, rows.top_ps)
         new = self._note(new, turn, jnp.where(goes_on_B, ids_B, 0), new.counts + goes_on_B, logits_BV)
       place_B = jnp.where(goes_on_B, lengths_B, ids_BL.shape[1])
