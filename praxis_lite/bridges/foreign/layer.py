@@ -135,7 +135,7 @@ class ForeignLayer(Layer):
     with self._named_errors('cannot be built'):
       self._declared = self.declare()
     if not self._declared:
-      return  # Such as an activation function or dropout.
+      return  # It may be an activation function or dropout.
     splits = self._splits()
     weights = {path: self._to_weight(path, variable, splits.get(path)) for path, variable in self._declared.items()}
     self._check_names(weights)

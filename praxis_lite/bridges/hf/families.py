@@ -212,7 +212,7 @@ _COMPLETE_BELOW = (
   TransformerBlock,
   VisionTransformer,
   PatchDecoder,
-)  # Layers that set the fields `_COMPLETED_BELOW` of layers below them.
+)  # Layers that pass their own `_COMPLETED_BELOW` on to layers below, where these fields are compared.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 

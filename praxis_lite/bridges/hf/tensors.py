@@ -5,7 +5,7 @@
 says that the query weight [D, N, H] of a layer is stored transposed, with heads and dims per head in one dimension. The
 letters only name dimensions. Several variables may share a tensor. Numbers count the entries of other variables:
 
-    'D N H -> (2+N+1 H) D'      of the heads, two come before, and one comes after
+    'D N H -> (2+N+1 H) D'      two other heads come before these, and one after
     'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a dimension of size 1 that the variable lacks
     'D N H -> 7|(N H)|9 D'      7 entries come before all heads and dims per head, and 9 after them
     'D (G R=2) H -> (G 1+R H) D'    the heads form groups of two, and the entries of one other head precede each group
@@ -181,7 +181,10 @@ def _part(x: np.ndarray, index: Iterable[int | slice]) -> np.ndarray:
 
 @functools.cache
 def parse_axes(axes: str) -> tuple[tuple[Extent, ...], ...]:
-  """Returns ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2))) for 'D N H -> D (1+.+1 N H)'."""
+  """Returns the extents of each dimension of a tensor, outermost first.
+
+  'D N H -> D (1+.+1 N H)' gives ((Extent(0),), (Extent(None, 1, 1), Extent(1), Extent(2))).
+  """
   ours, theirs = axes.split(' -> ')
   names = _NAME.findall(ours)
 
