@@ -47,8 +47,8 @@ class LabelledTextInput(TextExamplesInput):
     pair_style: 'bert' puts one end token between two texts, and gives the tokens of the second type 1. 'roberta' puts
       two end tokens between them, and gives all tokens type 0.
     truncate: whether to cut the longer text of a row that is too long, instead of treating the row as a bad record.
-    unlabelled: whether the files have texts to classify: lines may lack the class, and may be those of a text file;
-      each label is 0.
+    unlabelled: whether the files have texts to classify: lines may lack the class, plain text files are accepted too,
+      and each label is 0.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a

@@ -146,7 +146,7 @@ class PreferenceInput(AnswersInput):
   def _mismatch(self, number: int, pair: _Encoded, other: _Encoded) -> ChatTokens:
     """Returns the prompt of `pair` with an answer of `other`.
 
-    It is the chosen answer if `number` is even, otherwise the rejected one, or else the only answer of `other`.
+    If `other` has both answers, the chosen one is taken for an even `number`, and the rejected one for an odd `number`.
     """
     prompt, answer = pair.any, (other.rejected if number % 2 else other.chosen) or other.any
     before, after = int(np.argmax(prompt.is_answer)), int(np.argmax(answer.is_answer))

@@ -296,9 +296,9 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
-  """Returns the byte at which to cut `data`: after the last line end in the part `reach` before `fraction` of the data.
+  """Returns the byte to cut `data` at: after the last line end between its shares `fraction - reach` and `fraction`.
 
-  If there is no line end in this part, it is at `fraction`, but not inside a UTF-8 character.
+  If there is no line end there, the cut is at the share `fraction`, but not inside a UTF-8 character.
   """
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)

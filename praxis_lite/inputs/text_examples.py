@@ -51,7 +51,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
 
   def _forms(self) -> tuple[str, str]:
-    """Returns what error messages call the examples in the field, such as 'a list of dicts', and one of them."""
+    """Returns what error messages call the examples in the field, such as 'a list of dicts', and a single example."""
     raise NotImplementedError
 
   def _is_example(self, values: object) -> bool:
