@@ -1,4 +1,4 @@
-"""Base: the checkpoint of another run that holds the variables which a checkpoint leaves out because they are equal.
+"""Base: the checkpoint of another run that has the variables which a checkpoint leaves out because they are unchanged.
 
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; `about` names the base and the arrays left out

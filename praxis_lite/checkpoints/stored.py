@@ -231,7 +231,7 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
 
   Args:
     path: a run directory, or the folder of one step in its `checkpoints`.
-    step: return only the checkpoint of this step.
+    step: return only the checkpoint of this step; None returns all.
 
   Raises:
     CheckpointError: no such checkpoint exists.

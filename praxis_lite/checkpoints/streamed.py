@@ -64,7 +64,7 @@ class StreamedArray(abc.ABC):
 
 
 def boxes(box: Box, part_shape: Sequence[int]) -> Iterator[Box]:
-  """Yields boxes that tile `box`: of shape `part_shape`, or smaller at its ends."""
+  """Yields boxes that tile `box`: of shape `part_shape`, or smaller at the ends of `box`."""
   starts = [range(b.start, b.stop, step) for b, step in zip(box, part_shape)]
   for corner in itertools.product(*starts):
     yield tuple(slice(at, min(at + step, b.stop)) for at, step, b in zip(corner, part_shape, box))
