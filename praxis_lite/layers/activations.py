@@ -1,4 +1,4 @@
-"""Activation functions by name, and as a layer."""
+"""Activation functions by name, and as a layer. D is the last dimension."""
 
 from __future__ import annotations
 

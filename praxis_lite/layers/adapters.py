@@ -2,7 +2,7 @@ r"""Residual adapters: small bottlenecks between the layers of a trained model (
 
 To train only the adapters on a new task, set `learner.bprop_variable_inclusion = r'.*\.adapter\..*'`.
 
-D model dims, F bottleneck dims, K tasks.
+B batch, T length, D model dims, F bottleneck dims, K tasks.
 """
 
 from __future__ import annotations

@@ -176,10 +176,11 @@ class MultiHeadAttention(AttentionHeads):
       prefix_lengths: [B] int32, the length of the prefix of each row to which all positions of the row attend
         (prefix-LM), even if `causal`. None disables it.
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; applies in addition to the masks above, and
-        makes attention dense.
+        makes attention dense. None masks nothing more.
       logit_bias: added to the logits: an array that broadcasts to [B, N, T, S], which makes attention dense, or a
-        function of positions. It is for a bias that several layers share; `relative_bias_tpl` is for a layer's own.
-      first_values: [B, T, K, H], the `first_values` of the first layer, with `value_residual_tpl`.
+        function of positions; None adds nothing. It is for a bias that several layers share; `relative_bias_tpl` is for
+        a layer's own.
+      first_values: [B, T, K, H], the `first_values` of the first layer; None without `value_residual_tpl`.
     """
     self._check_one_bias(logit_bias)
     if kv_BSD is not None:
@@ -253,7 +254,7 @@ class MultiHeadAttention(AttentionHeads):
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
       prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
         that reads the prompt must contain the whole prefix. None disables it.
-      logit_bias: a bias as a function of positions, added to the logits; its `query_pos` and `key_pos` are ignored.
+      logit_bias: a function of positions, added to the logits, whose `query_pos` and `key_pos` are ignored; or None.
       first_values: see `__call__`; the cache stores the values after mixing.
       packed: where the tokens of each prompt are in packed rows; the cache must be empty, with a row for each prompt.
         None means that row b of `x_BTD` belongs to row b of the cache.
@@ -345,7 +346,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Sets `scale` to the smaller model's scale over the growth of H, unless it is set to another value than there."""
+    """Sets `scale` to the smaller model's scale over the growth of H, unless the two models set different scales."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer

@@ -116,7 +116,7 @@ def argument_specs(
   """
 
   def spec(x: jax.Array, rank: int = 3) -> PartitionSpec:
-    """Returns the spec of [B, T, N, ...], or of its first dimensions."""
+    """Returns the spec of the first `rank` dimensions of [B, T, N, ...]."""
     return PartitionSpec(*(rows if x.shape[0] > 1 else None, length, head)[: min(x.ndim, rank)])
 
   arrays, others = jax.tree.map(spec, (heads._replace(bias=None, sinks=None), integers[1:]))

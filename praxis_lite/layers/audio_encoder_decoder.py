@@ -67,7 +67,7 @@ class WindowLogMel(LogMel):
     if paddings is not None:
       x_BN = jnp.where(paddings != 0, 0, x_BN)
     y_BSM, paddings_BS = super().__call__(jnp.pad(x_BN, ((0, 0), (0, self.window_length - N))))
-    y_BSM = y_BSM[:, :-1] / math.log(10)  # Without the last frame, which is around the end of the window.
+    y_BSM = y_BSM[:, :-1] / math.log(10)  # Drops the last frame, whose center is the end of the window.
     loudest_B11 = jnp.max(y_BSM, axis=(1, 2), keepdims=True)
     return self.shard(jnp.maximum(y_BSM, loudest_B11 - 8) / 4 + 1), paddings_BS[:, :-1]
 

@@ -1,6 +1,7 @@
-"""Cuts queries, keys, values and the arrays of a mask into blocks of their length, and joins blocks again.
+"""Cuts queries, keys, values and the arrays of a mask into blocks along their length, and joins blocks again.
 
-I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
+I, J numbers of blocks, Q queries and S keys of a block, B batch, T length, N = K G heads, K kv heads, G query heads for
+each, H dims per head; outside of blocks, S is the length of the keys.
 """
 
 from __future__ import annotations

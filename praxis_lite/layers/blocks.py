@@ -15,7 +15,8 @@ and `lse`, from which all gradients follow as above, and its own gradient is -su
 
 `block_arrays.py` cuts arrays into blocks, and `block_pairs.py` says which pairs of blocks a mask leaves.
 
-I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
+I, J numbers of blocks, Q queries and S keys of a block, B batch, T length, N = K G heads, K kv heads, G query heads for
+each, H dims per head.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) ->
 def sum_sink_gradients(
   sinks: jax.Array | None, out: jax.Array, lse: jax.Array, do: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
-  """Returns the gradients of sinks, [N], for results and their gradients [B, N, T, H], summed over the mesh `axes`."""
+  """Returns the gradients of sinks, [N], summed over the mesh `axes`; None without sinks. `out`, `do`: [B, N, T, H]."""
   if sinks is None:
     return None
   delta = jnp.sum(to_sum_dtype(do) * out, axis=-1)

@@ -121,7 +121,7 @@ class ClassChunks:
     return w.size // self.num_parts * w.dtype.itemsize <= own_rows * self.part_size
 
   def row_parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how many parts the mesh cuts each dimension of rows into; () if it cuts none, or one unevenly."""
+    """Returns how many parts the mesh cuts each dimension of rows into; () if it cuts none, or cuts one unevenly."""
     parts = tuple(_num_parts(unmapped_mesh_axes(entry)) for entry in self.rows or ())
     return parts if any(n > 1 for n in parts) and not any(size % n for size, n in zip(shape, parts)) else ()
 

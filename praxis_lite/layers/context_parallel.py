@@ -4,7 +4,8 @@ There are two methods. Both run in `jax.shard_map`, and need no more memory than
 attention on TPUs:
 
     ring         each device keeps its queries, and blocks of keys and values are sent around a ring of devices, by one
-                 collective-permute each (Liu et al., 2023). The backward pass sends them again, with their gradients.
+                 collective-permute in each step (Liu et al., 2023). The backward pass sends them again, with their
+                 gradients.
     all_to_all   an all-to-all gives each device the whole sequence for some of the heads, and another one returns the
                  results (Jacobs et al., 2023)
 

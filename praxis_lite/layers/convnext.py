@@ -5,7 +5,7 @@
 
 Patches of 4 x 4 begin the first stage; a norm and a convolution of 2 x 2 that halves the image begin the others.
 
-B batch, H height, W width, D dims, F features.
+B batch, H height, W width, C channels, D dims, F features.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def ctc_loss(
 
 
 def ctc_frames_needed(labels_BU: jax.Array, label_paddings_BU: jax.Array) -> jax.Array:
-  """Returns the frames of the shortest path, [B] int32: one for each label, and a blank between equal neighbours."""
+  """Returns the length of the shortest path, [B] int32: a frame for each label, and one between equal neighbours."""
   is_label_BU = label_paddings_BU == 0
   equal_BU = (labels_BU[:, 1:] == labels_BU[:, :-1]) & is_label_BU[:, 1:]
   return jnp.sum(is_label_BU, axis=1, dtype=jnp.int32) + jnp.sum(equal_BU, axis=1, dtype=jnp.int32)

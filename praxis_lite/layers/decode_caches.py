@@ -2,7 +2,7 @@
 
 A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
 its pages from there; a scan that slices and stacks the caches would copy all of them. Only for a prompt longer than a
-page does a layer take its cache out of the stack, and put it back.
+page does a layer take its cache out of the stack, and put it back. For [B, S, K, H], see `kv_cache.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | Non
   Args:
     state: the decode state that `init_decode_state` makes.
     num_slots: the largest number of tokens of a row.
-    layers_of_sources: the name of layers whose caches stay as they are, because they hold sources, which do not grow.
+    layers_of_sources: the name of layers whose caches stay as they are, because sources do not grow; None if there are
+      no such layers.
 
   Raises:
       ConfigError: a layer has a state that is not a KV cache, so it cannot go back to an earlier token.
@@ -100,7 +101,7 @@ class StackedCaches:
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 
   def turn_state(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
-    """Returns the decode state of the layer of iteration `turn`; it contains the stacked caches of all layers."""
+    """Returns the decode state for the layer of iteration `turn`: `others`, and the stacked caches of all layers."""
     state = merge(others, arrays)
     for place in self._places:
       state = insert(state, (*place, 'turn'), turn)

@@ -73,7 +73,7 @@ def attend_by_kernel(
       positions are not used.
     seen_BTS: bool, the slots that each token attends to. A token without any has the result 0.
     formula: scale and soft cap.
-    bias: added to the logits, [B or 1, N, T, S].
+    bias: added to the logits, [B or 1, N, T, S]; None adds nothing.
     sinks: [N], see `dot_product_attention`.
     split: how the ambient mesh splits rows and heads, evenly; a cache with one kv head is not split along heads. None
       if each device has its part already.

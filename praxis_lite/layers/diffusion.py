@@ -36,7 +36,7 @@ _TINY = 1e-4  # The least number that estimates of x and of the noise are divide
 
 
 def check_process(schedule: str, prediction: str, where: str) -> None:
-  """Raises ConfigError, which names `where`, if the schedule or the prediction is unknown, or both do not fit."""
+  """Raises ConfigError, which names `where`, if the schedule or the prediction is unknown, or they do not fit."""
   check_choice(f'{where}.schedule', schedule, SCHEDULES)
   check_choice(f'{where}.prediction', prediction, PREDICTIONS)
   fitting = {'v': ('cosine', 'linear'), 'velocity': ('flow',)}.get(prediction, SCHEDULES)

@@ -191,12 +191,12 @@ def _obstacle_of_size(kernel: Kernel, case: AttentionCase) -> str:
 
 
 def has_kernels_in(dtype: DTypeLike) -> bool:
-  """Whether kernels for TPUs of the kind of the ambient mesh can compute in this dtype."""
+  """Whether kernels on the kind of TPU that the ambient mesh has can compute in this dtype."""
   return jnp.dtype(dtype) != jnp.bfloat16 or not ask_device(_kind_without_bfloat16)
 
 
 def _cudnn_obstacle(case: AttentionCase) -> str:
-  """Returns why the fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
+  """Returns why cuDNN's fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
   if case.platform != 'gpu':
     return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
   if case.dtype not in (jnp.bfloat16, jnp.float16):
@@ -287,7 +287,7 @@ def dot_product_attention(
     mask: which keys a query attends to: a mask, such as `Causal() & SlidingWindow(512)`, or bool that broadcasts to
       [B, N, T, S]; None means all. If all keys of a query are masked, its result is finite but otherwise undefined.
     spec: how attention is computed.
-    bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
+    bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions; None adds nothing.
     dropout: dropout of probabilities; None disables it. All implementations drop the same probabilities.
     sinks: [N], a logit of each head that takes part in the softmax of all its queries and has no value (GPT-OSS), so
       the other probabilities sum to less than 1; scale, soft cap and bias do not apply to it. None disables them.

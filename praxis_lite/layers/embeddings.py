@@ -67,7 +67,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D) of a table; with a smaller model, sqrt(D) of its table, because vectors do not grow."""
+  """Returns sqrt(D), with the D of the smaller model if there is one, because vectors do not grow with the width."""
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
 

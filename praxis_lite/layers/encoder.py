@@ -3,7 +3,7 @@
     x      = norm(embedding(ids) + position(pos) + token_type(types))
     states = final_norm(blocks(x))
 
-After post-norm blocks, which BERT has, there is no final norm. See `transformer.py` for the formulas of the blocks.
+After post-norm blocks, which BERT has, there is no final norm. See `transformer_block.py` for the formulas.
 
 B batch, T length, D model dims, V vocabulary.
 """

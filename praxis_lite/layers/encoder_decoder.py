@@ -4,7 +4,7 @@
     decoder block  x = x + attention(norm(x));  x = x + cross_attention(norm(x), source);  x = x + ff(norm(x))
     logits         = softmax(norm(decoder blocks(embedding(ids), source)))
 
-The formula of the block is for `norm_policy='pre'`; see `transformer.py` for others.
+The formula of the block is for `norm_policy='pre'`; see `transformer_block.py` for others.
 
 B batch, T length of the targets, S length of the sources, D model dims, V vocabulary.
 """
@@ -72,7 +72,7 @@ class DecoderBlock(TransformerBlock):
       source_BSD: the output of the encoder.
       source_segment_ids: [B, S] int32, 0 for padding. A target attends to the sources of its segment; without
         `segment_ids`, to all but padding. None means one segment without padding.
-      paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
+      paddings: [B, T], nonzero for padding tokens, for feed-forward layers that take them; None means no padding.
       **attention: keyword arguments of `attention`: segment_ids, segment_pos, mask, logit_bias.
     """
     if source_BSD is None:
@@ -305,7 +305,7 @@ class TransformerEncoderDecoder(Layer):
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each token; -1 is padding.
-      last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
+      last_B: int32 index in [0, T); or N indices for each row, [B, N], for logits [B, N, V].
     """
     bias = None if self.relative_bias_tpl is None else bias_of_positions(self.decoder_bias)
     x_BTD = self._embed(self._look_up_target, 'decoder', ids_BT, pos_BT)

@@ -5,7 +5,7 @@
 
 With a limit l and an offset o, gated experts compute f(min(gate, l)) * (clip(up, -l, l) + o) (GPT-OSS; OpenAI, 2025).
 
-D model dims, F hidden dims, E experts, M rows.
+D model dims, F hidden dims, E experts, M rows; I inputs and O outputs of a product: D and F, or F and D.
 """
 
 from __future__ import annotations

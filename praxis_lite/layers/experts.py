@@ -13,7 +13,7 @@ Outputs are multiplied by the weights of their choices before they are sent back
 only outputs of the same device, so that a backward pass that recomputes the layer does not send them again.
 
 N tokens of the device, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M
-slots, n slots of an expert on one device, R rows of an expert.
+slots, n slots of an expert on one device, R rows of an expert, I inputs and O outputs of a product.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ExpertSplit:
 class DeviceExperts(NamedTuple):
   """The experts of a device."""
 
-  mlp: ExpertFn  # Returns outputs for rows, [E / P, R, D] or [M, D]; its product multiplies by weights [E / P, ...].
+  mlp: ExpertFn  # For rows [E / P, R, D] or [M, D]; the given product multiplies by weights [E / P, ...].
   num_experts: int  # E, including the padding of the last device.
   split: ExpertSplit  # How experts are split.
   grouped_matmul: str = 'auto'  # How rows that are sorted by expert are multiplied; see `choose_grouped_matmul`.

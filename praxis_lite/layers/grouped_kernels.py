@@ -151,7 +151,7 @@ def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.
 
 
 def _before(index: jax.Array, size: int, tile: int) -> jax.Array | None:
-  """Returns which indices are less than `size`; None if all are, because tiles divide it."""
+  """Returns which indices are less than `size`; None if all are, because the size of a tile divides `size`."""
   return index < size if size % tile else None
 
 

@@ -5,7 +5,7 @@
     dx   = g . (s_w q(w))^T,  dw = (s_x q(x))^T . g  in the dtype of x: as if nothing were rounded (straight-through)
 
 A product of normally distributed entries is off by 1 % of its own size. Weights that are stored in integers with a
-scale for each output keep these integers.
+scale for each output keep these integers. I are the dimensions of inputs, O those of outputs.
 """
 
 from __future__ import annotations

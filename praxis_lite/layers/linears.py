@@ -82,7 +82,7 @@ def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> 
 
 
 def draw_bias(layer: Layer, fan_in: int) -> None:
-  """In `setup` of its parent: initializes the bias `b` of a layer uniformly within 1 / sqrt(fan_in), not to zero.
+  """In `setup` of a layer's parent: initializes the layer's bias `b` uniformly within 1 / sqrt(fan_in), not to zero.
 
   So inputs of zeros do not give vectors of zeros, through which a norm would multiply gradients by 1 / sqrt(epsilon). A
   layer without a bias is left as it is.

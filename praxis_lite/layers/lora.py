@@ -78,7 +78,7 @@ class Adapter(LayerPatterns):
 
 
 class AdaptedLayer(Layer):
-  """Base of the layers with an adapter. They name the class without one before this base, and so keep its defaults."""
+  """Base of the layers with an adapter. Their first base is the class without an adapter, so they keep its defaults."""
 
   @classmethod
   def base_class(cls) -> type[Layer]:

@@ -2,7 +2,7 @@
 
     y = s (x A) B     A [*I, R], B [R, *O], s = alpha / R  or, rank-stabilized, alpha / sqrt(R)
 
-I input dims, O output dims, R rank.
+I input dims, O output dims, R rank, V ids.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns a mapping with a dimension of adapters, which is not split, in front if `num_before` is not 0."""
+  """Returns `split`; if `num_before` is not 0, with an entry of None in front, for the dimension of adapters."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))

@@ -12,7 +12,7 @@ A mask is a pytree, so it can pass through transforms. Attention uses three of i
 The fields of a mask say whether their arrays have a value for each query, each key or each row, so that attention can
 cut them. A new kind of mask is a class with `allows`; the other two methods only save work.
 
-B batch, T length of the queries, S length of the keys; I, J numbers of their blocks, Q and S lengths of a block.
+B batch, N heads, T length of the queries, S length of the keys; I, J numbers of blocks, Q and S lengths of a block.
 """
 
 from __future__ import annotations
@@ -386,7 +386,7 @@ def make_mask(
   Args:
     causal: allow only keys up to the query's own index.
     window: allow only keys less than this far away; None disables the limit.
-    prefix_B: int32, the length of the prefix of each row that all queries attend to. Only affects causal masks.
+    prefix_B: int32, the length of the prefix of each row that all queries attend to, if `causal`; None disables it.
     segments_BT, key_segments_BS: allow only keys with the query's own segment id; if one is None, neither is used.
   """
   mask: AttentionMask = Causal() if causal else Band()

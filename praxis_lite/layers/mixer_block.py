@@ -63,7 +63,7 @@ class MixerBlock(TransformerBlock):
 
     Args:
       x_BTD: the residual stream.
-      paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
+      paddings: [B, T], nonzero for padding tokens, for feed-forward layers that take them; None means no padding.
       **rows: keyword arguments of `mixer`: segment_ids, segment_pos.
     """
     return self._add_feed_forward(self._add_mixer(x_BTD, lambda x: self.mixer(x, **rows)), paddings)

@@ -195,7 +195,7 @@ class MoeFeedForward(Layer):
 
     Args:
       x_BTD: the tokens; a capacity applies to the T tokens of a row.
-      paddings: [B, T], nonzero for padding tokens, which take no slot and get zero from experts.
+      paddings: [B, T], nonzero for padding tokens, which take no slot and get 0 from experts; None means no padding.
     """
     paddings = self.mark_filler_rows(paddings, x_BTD.shape[:2])
     real_BT = jnp.ones(x_BTD.shape[:2], bool) if paddings is None else paddings == 0
@@ -288,7 +288,7 @@ class MoeFeedForward(Layer):
       )
 
   def _weight_splits(self) -> tuple[DeclaredSplit | None, DeclaredSplit | None]:
-    """Returns the mapping of the weights into the hidden layer, and the mapping of the weight out of it."""
+    """Returns the mapping of the weights into the hidden layer, and of the weight out of it; None if not split."""
     field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
     wt, down = split.wt, split.down
     expert, own = None if self.expert_axis is None else (self.expert_axis,), f'{self.path_name}.expert_axis'
@@ -337,7 +337,7 @@ class MoeFeedForward(Layer):
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
   def _stage_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that split the stages of a pipeline around this layer; () if none do, or not evenly."""
+    """Returns the mesh axes that split the stages of a pipeline around this layer evenly; () if there are none."""
     return (self._stages and self._stages.even_axes(sizes)) or ()
 
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
@@ -392,7 +392,7 @@ class MoeFeedForward(Layer):
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
 
   def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns the inputs of `down`, [B, T, E, F]: zeros as in `_rows`, but experts compute all tokens."""
+    """Returns the inputs of `down`, [B, T, E, F]: computes all, and sets those that an expert does not get to 0."""
     theta, (B, T, D) = self.theta, x_BTD.shape
     rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
     hidden_ENF = self._mlp().compute_hidden(

@@ -3,7 +3,7 @@
 Some functions define their own gradients. The gradients that JAX derives would add arrays as large as a whole stack,
 keep masks of that size, or communicate twice.
 
-M microbatches, mb rows in each, S stages.
+B batch, M microbatches, mb rows in each, S stages; n entries of a stack.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 
 def sum_dtype_of(dtype: DTypeLike | None) -> jnp.dtype:
-  """Returns the dtype for sums of products of arrays with this dtype. If `dtype` is None, that is float32."""
+  """Returns the dtype for sums of products of arrays with this dtype; float32 if `dtype` is None."""
   return jnp.promote_types(jnp.float32, jnp.float32 if dtype is None else dtype)
 
 

@@ -5,7 +5,7 @@
     'int8'     with operands in int8; see `int8.py`
 
 A quantized weight with one scale per output is never dequantized: its integers are multiplied, and the results are
-scaled. Other quantized weights are dequantized just before the product.
+scaled. Other quantized weights are dequantized just before the product. I are dimensions of inputs, O of outputs.
 """
 
 from __future__ import annotations

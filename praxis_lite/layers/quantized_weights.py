@@ -1,4 +1,4 @@
-"""QuantizedWeights: which weights of a model are stored in few bits, and how; or are rounded as if they were.
+"""QuantizedWeights: which weights of a model are stored in few bits, or rounded as if they were, and how.
 
     frozen     integers w_q and scales s are stored; a layer computes s w_q just before the product that needs it
     trained    w is stored and trained; a layer reads w rounded, and w gets the gradient of the rounded weight

@@ -6,7 +6,7 @@ Rounding has no gradient, so the gradient with respect to y is passed to z uncha
 2013). Sums over vectors are over all rows of the batch, on all devices, and leave out padding.
 `scalar_quantizers.py` has quantizers without a codebook.
 
-D input dims, G groups, E = D / G dims of a code, V number of codes.
+B batch, D input dims, G groups, E = D / G dims of a code, V number of codes.
 """
 
 from __future__ import annotations

@@ -102,9 +102,9 @@ class Recurrent(Mixer):
 
     Args:
       x_BTD: rows of tokens.
-      segment_ids: [B, T] int32; each segment starts with a state of zeros.
+      segment_ids: [B, T] int32; each segment starts with a state of zeros. None means that a row is one segment.
       segment_pos, prefix_lengths: see `Mixer`.
-      paddings: [B, T], nonzero for padding tokens, which repeat the output of the previous token.
+      paddings: [B, T], nonzero for padding tokens, which repeat the previous token's output; None means no padding.
     """
     self._refuse_prefixes(prefix_lengths)
     return self._read(x_BTD, segment_ids, None if paddings is None else paddings != 0)

@@ -67,7 +67,7 @@ def choose_experts(
     scores: [..., E].
     real: [...] bool, False for padding.
     num_experts_per_token: K.
-    bias: [E], added to the scores for the choice, but not for the weights (Wang et al., 2024).
+    bias: [E], added to the scores for the choice, but not for the weights (Wang et al., 2024); None adds nothing.
     groups: number of groups of consecutive experts, and how many of them a token may use. It uses the groups whose two
       best experts have the highest sum of scores (DeepSeek-V3, 2024).
     renormalize: whether the weights of a token's experts are divided by their sum.

@@ -18,5 +18,5 @@ class ScaledEmbeddingSoftmax(SharedEmbeddingSoftmax):
   embedding_scale: float = 1.0
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] for integer ids [...]; NaN for an id outside [0, V)."""
+    """Returns vectors [..., `input_dims`] for integer ids [...]; NaN for an id outside [0, `num_classes`)."""
     return embed(self, ids, 'emb', self.lookup_style, self.embedding_scale)

@@ -163,7 +163,7 @@ def _kinds(mask: AttentionMask) -> str:
 def attend_by_splash(
   formula: Formula, block_size: int | None, split: RowSplit | None, heads: Heads, integers: Integers
 ) -> jax.Array:
-  """Returns attention [B, T, N, H] in blocks of at most this size, or `largest_splash_block`."""
+  """Returns attention [B, T, N, H] in blocks of at most `block_size`; None allows the largest blocks that fit."""
   return _forward(formula, block_size, split, heads, integers)[0]
 
 

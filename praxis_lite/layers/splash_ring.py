@@ -7,8 +7,8 @@ denominators:
 
     lse = log(exp lse_1 + exp lse_2)        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-B batch, L length of the queries on one device, S length of a run of keys, N heads, K kv heads, H dims per head; I, J
-numbers of blocks.
+B batch, T length, L length of the queries on one device, S length of a run of keys, N heads, K kv heads, H dims per
+head; I, J numbers of blocks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
     hybrid       x = x + norm(attention(norm(x)));  x = x + norm(ff(norm(x)))
 
-B batch, T length, D model dims.
+
+B batch, T length, D model dims, K kv heads, H dims per head.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class TransformerBlock(Layer):
 
     Args:
       x_BTD: the residual stream.
-      paddings: [B, T], nonzero for padding tokens; for feed-forward layers that take paddings.
+      paddings: [B, T], nonzero for padding tokens, for feed-forward layers that take them; None means no padding.
       **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask, logit_bias,
         first_values.
     """

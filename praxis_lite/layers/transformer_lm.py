@@ -197,7 +197,7 @@ class TransformerLm(Layer):
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each token; -1 is padding.
-      last_B: int32 index in [0, T); or several, [B, N], for logits [B, N, V].
+      last_B: int32 index in [0, T); or N indices for each row, [B, N], for logits [B, N, V].
       prefix_lengths, packed: see `MultiHeadAttention.extend_step`.
     """
     prefix = () if prefix_lengths is None else (prefix_lengths,)

@@ -4,7 +4,7 @@
     states   = final_norm(blocks(x))
     features = states[0], mean(states), or attention pooling of states; then perhaps `representation`
 
-See `transformer.py` for the formulas of the blocks.
+See `transformer_block.py` for the formulas of the blocks.
 
 B batch, h and w height and width of an image, C channels, T tokens, D model dims.
 """

@@ -402,7 +402,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       *args, **kwargs: arguments of the method.
       key: PRNG key; None is allowed if nothing is drawn at random.
       do_eval: evaluate instead of train (no dropout, moving statistics); None means as in the enclosing call, or train.
-      decode_state: caches returned by an earlier call.
+      decode_state: caches returned by an earlier call; None if there are no caches yet.
       method: which method to call.
       surroundings: what the call needs to know about its environment; None means as in the enclosing call.
 

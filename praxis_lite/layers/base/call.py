@@ -257,7 +257,7 @@ def current_frame() -> Frame | None:
 
 
 def frame_holding(path: Path) -> Frame | None:
-  """Returns the innermost frame whose tree contains `path`: an outer frame for a weight from outside of a scan."""
+  """Returns the innermost frame whose tree contains `path`, for example one outside of a scan; None if none does."""
   return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
 
 

@@ -1,12 +1,12 @@
 """Facts about a layer that a program does not show, for the tools that explain, check and plan a step.
 
 exchanges           communication that the layer programs itself, and the field that causes it
-token_flops         FLOPs of its formula for one token
+token_flops         FLOPs of the layer's formula for one token
 call_flops          FLOPs of a custom call
 knobs               hyperparameters that a search may change
 problems            settings that waste memory, time or communication
 implementation_of   which of several implementations runs, and why
-pipeline_stages     how it cuts a stack of layers into the stages of a pipeline
+pipeline_stages     how the layer cuts a stack of layers into the stages of a pipeline
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class MappedSplits(InCall):
     return self._constrain(x, field, self._resolve(mapping, field, rank=x.ndim), remark, exchange)
 
   def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
-    """Returns the mappings of a field such as 'weight_split_dims_mapping', the `group`, by path of their own fields."""
+    """Returns the mappings in `group`, such as 'weight_split_dims_mapping', by the path of each mapping's field."""
     mappings: Config | None = getattr(self, group)
     fields = {} if mappings is None else config_values(mappings)
     return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}

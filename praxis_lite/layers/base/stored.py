@@ -1,7 +1,7 @@
 """StoredWeight: a weight that a layer declares as one array but that is stored as others, such as integers and scales.
 
 The layer's own code sees the declaration, in `layer.theta.w`, and everything else sees the variables that are stored:
-`abstract_init`, specs, checkpoints and optimizers.
+`abstract_init`, specs, checkpoints and optimizers. I are the dimensions of a weight's inputs, O those of its outputs.
 """
 
 from __future__ import annotations
