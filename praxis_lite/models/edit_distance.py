@@ -64,7 +64,7 @@ def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[
 
 
 def error_rate(errors_B: jax.Array, counts_B: jax.Array, weights_B: jax.Array) -> WeightedScalar:
-  """Returns (errors / labels, labels), sums over rows times their weights; errors are not divided if labels is 0."""
+  """Returns (errors / labels, labels), both summed over rows with their weights; (errors, 0) if there are no labels."""
   weights_B = weights_B.astype(jnp.float32)
   total = jnp.sum(counts_B * weights_B)
   return jnp.sum(jnp.where(weights_B == 0, 0, errors_B * weights_B)) / (total + (total == 0)), total

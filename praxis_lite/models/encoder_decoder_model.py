@@ -1,6 +1,7 @@
 """EncoderDecoderModel: trains, evaluates and decodes a network that reads a source and predicts a target.
 
-B batch, S length of the sources, T length of the targets, V vocabulary, M largest number of tokens to decode.
+B batch, S length of the sources, T length of the targets, P length of their given beginnings, V vocabulary, M largest
+number of tokens to decode.
 
 A batch holds the `ids`, `labels` and `weights` [B, T] of the targets, as for a `LanguageModel`, and `source_ids` [B, S]
 int32. Either `source_segment_ids` [B, S] int32, 0 for padding, or `source_lengths` [B] int32, says which source ids are
@@ -145,7 +146,7 @@ class EncoderDecoderModel(LanguageModel):
     This is for decoding loops in Python, outside of jit. The next tokens that they read have the positions 1, 2, ...
 
     Args:
-      ids_BP: int32 [B, P], the sources, padded at the end; `source_end_id` is added to them.
+      ids_BP: int32, the sources, of length P, padded at the end; `source_end_id` is added to them.
       lengths_B: int32, lengths of the sources.
       cache_length: the largest number of target tokens to read, including the start token.
     """

@@ -2,11 +2,11 @@
 
     a batch, as an input yields it    ids [B, T] prompts; num_given [B] their lengths; weights 0
     `sample`                          an answer to each prompt, and the log-probabilities of its tokens
-    the batch, completed by the input labels, weights 1 and old_log_probs [B, T] of the answers; advantages [B];
+    the batch after `complete`        labels, weights 1 and old_log_probs [B, T] of the answers; advantages [B];
                                       reward [B], rewards: {name: [B]}, is_equal [B]
     loss                              see `policy_losses.py`
 
-B batch, T length, P length of prompts, M largest number of tokens of an answer.
+B batch, T length, V vocabulary, P length of prompts, M largest number of tokens of an answer.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Dpo      -log sigmoid(beta (r_chosen - r_rejected))
 Ipo      (r_chosen / tokens - r_rejected / tokens - 1 / (2 beta))^2
 Kto      chosen: 1 - sigmoid(beta (r - z))    rejected: 1 - sigmoid(beta (z - r))    z: mean r of mismatched answers
 Orpo     -m_chosen - weight log sigmoid(logit(exp m_chosen) - logit(exp m_rejected))
-SimPo    -log sigmoid(beta (m_chosen - m_rejected) - margin)
+SimPo    -log sigmoid(beta (m_chosen - m_rejected) - margin)            B batch, S pairs of a row
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PreferenceLoss(Configurable):
     raise NotImplementedError
 
   def rewards(self, answers: AnswerScores) -> jax.Array:
-    """Returns the implicit reward of each answer, in the shape of the scores. The loss raises those of chosen ones."""
+    """Returns the implicit reward of each answer, in the shape of the scores. The loss raises it for chosen answers."""
     raise NotImplementedError
 
 

@@ -5,7 +5,7 @@
 
 `referenced_model.py` says what the reference is, and `pairs_of_answers.py` what a batch holds.
 
-B batch, T length, S pairs of a row.
+B batch, T length, S pairs of a row, V vocabulary.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ReferencedModel(LanguageModel):
     return ''
 
   def _create_reference(self) -> None:
-    """Creates the frozen copy, if the loss needs one."""
+    """Creates the child `reference`, if the loss needs a reference and the model has no adapters."""
     if self._has_copy:
       network = sized_network(self, self.path_name)
       if self.reference_dtype is not None:

@@ -1,6 +1,6 @@
 """SpeechToTextModel: an encoder-decoder that reads a window of sound and writes its transcript (Whisper).
 
-B batch, N samples, S frames, M mel bands, T length of the targets, L largest number of tokens to decode.
+B batch, N samples, S frames, M mel bands, T length of the targets, L largest number of tokens to decode, V ids.
 
 A batch holds `audio`, [B, N] float32, and optionally `audio_lengths`, [B] int32, how many samples are not padding. For
 training it also holds `ids`, `labels` and `weights` [B, T] of the transcripts, as a `RecordingInput` with `prefix_ids`

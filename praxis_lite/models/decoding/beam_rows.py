@@ -139,7 +139,10 @@ class BeamRows:
     return self._map(put, state, of_beam)
 
   def equal_slots(self, state: DecodingState) -> list[jax.Array]:
-    """Returns the argument `equal` of `take`; call this when all beams have read only the prompts."""
+    """Returns, for each of `pages`, how many first slots are equal in all rows of a prompt.
+
+    Call this when all beams have read only the prompts; `take` needs the result later.
+    """
     arrays = jax.tree.leaves(state)
     return [pages.num_equal(arrays) for pages in self.pages]
 

@@ -98,7 +98,7 @@ class Decoder(Configurable):
     return min(limits, default=None)
 
   def num_slots(self, prompt_length: int, context: int | None = None) -> int:
-    """Returns the slots that a row needs after a prompt padded to `prompt_length`: one per token except the last."""
+    """Returns how many slots a row needs after a prompt padded to `prompt_length`: one per token except the last."""
     length = prompt_length + self.max_decode_steps - 1
     return length if context is None else min(length, context)
 

@@ -101,8 +101,8 @@ class Sampler(DrawingDecoder):
       prompt_ids_BP: prompts, padded on the right with any ids.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
-      max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`, which is also the
-        meaning of None.
+      max_tokens_B: int32, the largest number of tokens after each prompt, at most `max_decode_steps`; None means
+        `max_decode_steps` for all.
       chunk: number of tokens of a prompt that are read at once, a divisor of the slots. The cost of reading then
         depends on the longest prompt, rounded up, and not on P. None reads all P at once.
       draws: which random numbers of `key` the rows use; None means rows 0, 1, ... and no tokens drawn before.

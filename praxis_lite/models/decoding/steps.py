@@ -26,7 +26,7 @@ class DecodingSteps(Protocol[DecodingState]):
 
   Speculative decoding withdraws wrong guesses. Steps that allow this have an attribute `can_go_back` that is True.
   Then `extend` may be called again for earlier positions: it replaces their tokens, and forgets later ones. Rows may
-  have different lengths, and `last_B` may be [B, N], several tokens of each row, for logits [B, N, V].
+  have different lengths, and `last_B` may be [B, N], N tokens of each row, for logits [B, N, V].
 
   Steps may have a method `read_prompts`, with the arguments of `extend`. It is called for whole prompts and a state
   without tokens.
@@ -73,8 +73,8 @@ def extend_one_by_one(
   """Implements `DecodingSteps.extend` for a model that reads one token of each row at a time.
 
   Args:
-    extend_one: (ids [B], positions [B], state) -> (logits [B, V], new state). All arrays of the state have the batch as
-      dimension 0. It need not handle padding: rows whose token is padding keep their state.
+    extend_one: (ids [B], positions [B], state) -> (logits [B, V], new state). It need not handle padding: rows whose
+      token is padding keep their state. All arrays of the state have the batch as dimension 0.
     ids_BT, pos_BT, last_B, state: see `DecodingSteps.extend`.
   """
 
