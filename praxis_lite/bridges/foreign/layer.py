@@ -7,8 +7,8 @@ A subclass knows one library. It answers three questions, in which each variable
     draw(key)                 what are their initial values?
     run(values, args, ...)    what does the module return, and what are the new values of variables it updates itself?
 
-The variables become those of a tree of `Variables` layers, so they are split, saved, trained and
-explained like the variables of other layers. Nothing of the library is kept in a checkpoint.
+The variables belong to a tree of `Variables` layers, so they are split, saved, trained and explained
+like the variables of other layers. Nothing of the library is kept in a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a model with its export, which praxis_lite reads again, and with which transformers computes.
+"""Compares a model with its export, as praxis_lite computes it after reading it again, and as transformers does.
 
 PyTorch may be installed for another Python, so transformers runs in a separate process, whose script
 (`transformers_process.py`) does not import this package. Everything is computed in float32; transformers runs on the

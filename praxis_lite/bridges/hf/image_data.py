@@ -53,7 +53,7 @@ def _fields_of(network: Config, folder: str) -> dict[str, Any]:
 
 
 def _normalization(hf: HfConfig, network: Config) -> dict[str, Any]:
-  """Returns the input's fields for resizing and normalization; raises ConfigError if a mean or std is not numbers."""
+  """Returns the input's fields for resizing and normalization; raises ConfigError if a mean or std has wrong values."""
   found: dict[str, Any] = {}
   if hf.values.get('do_normalize', True):
     for name, ours in (('image_mean', 'mean'), ('image_std', 'std')):

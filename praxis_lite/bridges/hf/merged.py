@@ -1,4 +1,7 @@
-"""Weights with merged adapters, read in parts, so that a large model can be exported without holding it in memory."""
+"""Weights with merged adapters, read in parts, so that a large model can be exported without holding it in memory.
+
+I input dims, O output dims, R rank.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def write_adapter(
     model: the built model, which has adapters, and belongs to a family of transformers.
     variables: the model's variables in their true shapes, or only the adapters' variables; for DoRA, also the weights
       that the adapters change.
-    base: name or path of the checkpoint without adapters, for adapter_config.json.
+    base: name or path of the checkpoint without adapters, for adapter_config.json; None if unknown.
     dtype: dtype to write, such as 'bfloat16'; None keeps the dtypes of the variables.
 
   Raises:

@@ -41,7 +41,7 @@ class _ResidualFamily(ImageClassifierFamily):
   """A classifier of images with a residual network."""
 
   def sizes(self, hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of `resnet_classifier` that both kinds share; checks the fields that both have."""
+    """Returns the arguments of `resnet_classifier` that ResNet and BiT share; checks the fields that both have."""
     hf.must_be('problem_type', None, 'single_label_classification')
     return {
       'num_classes': count_classes(hf),
@@ -135,7 +135,7 @@ class BitFamily(_ResidualFamily):
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
     values = super().values(model)
-    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # The whole network's stride: no stage is dilated.
+    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # Of the whole network; no stage is dilated.
     return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 
   def _network_pairs(self, network: NestedDict) -> Iterator[Pair]:

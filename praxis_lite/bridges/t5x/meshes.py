@@ -113,7 +113,7 @@ def default_mesh(
       arguments may be given if they agree.
     ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice; replaces the two arguments above. If
       num_partitions is given too, it must equal the size of 'model'.
-    dcn_mesh_shape: number of slices along each of these axes.
+    dcn_mesh_shape: number of slices along each of these axes; it needs `ici_mesh_shape`.
     devices, backend: the devices; by default all of the JAX backend.
 
   Raises:

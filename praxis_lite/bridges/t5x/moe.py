@@ -86,13 +86,13 @@ def infer_state_filter(opt_states: object) -> str | None:
 
 
 def infer_state_filter_of(optimizer_def: Any) -> str | None:
-  """Infers the pattern of `infer_state_filter` from the definition of a T5X optimizer.
+  """Infers the pattern of `infer_state_filter` from the definition of a T5X optimizer; None if no slot is factored.
 
   An optimizer whose hyperparameters have `factored` is treated as Adafactor. An attribute `optax_optimizer` marks a
-  wrapped optax transformation. Several `sub_optimizers` of the same type are treated like the first one.
+  wrapped optax transformation, whose result is None. Several `sub_optimizers` must have the same type and result.
 
   Raises:
-    ShardingError: the optimizer is not one of these, or its sub-optimizers have different types.
+    ShardingError: the optimizer is not one of these, or its sub-optimizers differ in type or result.
   """
   several = getattr(optimizer_def, 'sub_optimizers', None)
   if several is not None:
