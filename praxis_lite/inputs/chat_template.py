@@ -61,6 +61,7 @@ class ChatTemplate:
 
     Raises:
       DataError: the template fails, or a role is misspelled or unknown to the template.
+      ConfigError: the package jinja2 is not installed.
     """
     try:
       import jinja2

@@ -57,7 +57,7 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def split_tsv(line: str, names: Sequence[str], expected: str = '') -> list[str]:
-  """Returns the columns of a line; raises ValueError if their number is not that of `names`.
+  """Returns the columns of a line; raises ValueError unless there is one for each of `names`.
 
   The message says what was expected: the text `expected`, or `names` if it is ''.
   """

@@ -5,7 +5,7 @@
     weights   0 0 0 1 0 1 0 1 0 0      1 at chosen positions
 
 Of n text tokens in a row, max(1, round(n mask_rate)) are chosen. Padding and control tokens, such as ends of documents,
-are never chosen.
+are never chosen. A row has T tokens of a vocabulary of V.
 """
 
 from __future__ import annotations

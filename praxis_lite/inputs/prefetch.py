@@ -90,7 +90,7 @@ class PrefetchIterator(Iterator[T]):
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits up to `seconds`, if set, for the next batch, the end of the input or an error; returns whether one came.
+    """Waits up to `seconds`, if set, for a batch, the end of the input or an error; returns whether any of these came.
 
     An overdue batch counts as an error, which `get_next` raises.
     """

@@ -20,7 +20,7 @@ Parsers = Mapping[str, Callable[[str, FieldsT], Any]]
 
 
 class TextExamplesInput(RecordsInput, RandomAccessInput):
-  """Base of the inputs of texts. A subclass has a field for examples without files, `examples` or as `_given` names it.
+  """Base of the inputs of texts. The field that `_given` names, such as `examples`, has examples without files.
 
   Attributes:
     path: files `*.tsv`, with texts separated by tabs in each line; or `*.jsonl`, with an object in each line. It takes

@@ -341,7 +341,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     return f'{self.label}.file_pattern: {is_not}{bad}'
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
-    """Returns the first damaged file that is not in `_damaged` yet, and its unreadable records."""
+    """Returns the first damaged file that is not in `_damaged` yet, and its unreadable records, or None."""
     tf = import_tensorflow()
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
