@@ -83,7 +83,7 @@ class PreferenceInput(AnswersInput):
 
   @property
   def has_single(self) -> bool:
-    """Whether an example has only one answer."""
+    """Whether some example has only one answer."""
     return any(None in pair for pair in self._pairs)
 
   def example_struct(self) -> Struct:

@@ -134,7 +134,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
   first_B = jnp.argmax(has_BI, axis=1).astype(jnp.int32)
   end_B = jnp.where(jnp.any(has_BI, axis=1), pages - jnp.argmax(has_BI[:, ::-1], axis=1), first_B).astype(jnp.int32)
 
-  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # After the last page, none is fetched.
+  def page_of(b: Any, i: Any, first: Any, end: Any) -> Any:  # After the last page, the kernel fetches nothing.
     return jnp.maximum(jnp.minimum(first[b] + i, end[b] - 1), 0)
 
   def row_spec(dims: int) -> pl.BlockSpec:

@@ -14,7 +14,7 @@ from praxis_lite.layers.base.facts import PositionGrid
 
 
 def grid_of(count: int, like: PositionGrid) -> PositionGrid | None:
-  """Returns the grid of a table with `count` positions, of which `like.others` belong to other tokens.
+  """Returns the grid of a table with `count` positions; `like.others` of them belong to other tokens.
 
   The grid is a square if possible, otherwise it has the aspect ratio of `like`. Returns None if neither is possible.
   """

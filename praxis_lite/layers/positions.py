@@ -229,7 +229,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
 
   @staticmethod
   def log_magnitude(factor: float, slope: float = 1.0) -> float:
-    """Returns 0.1 slope log(factor) + 1, or 1 if the context is not longer."""
+    """Returns 0.1 slope log(factor) + 1; 1 if `factor` is at most 1."""
     return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:

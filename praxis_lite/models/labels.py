@@ -99,7 +99,7 @@ def number_of_classes(model: Layer) -> tuple[str, int] | None:
 
 
 def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> np.ndarray:
-  """Returns the array `name` of a batch, reshaped to broadcast with `labels`; 1 if its shape does not fit them."""
+  """Returns the array `name` of a batch, reshaped to broadcast with `labels`; 1 if it is missing or does not fit."""
   weights = np.asarray(rows.get(name, 1.0))
   if weights.shape != labels.shape[: weights.ndim]:
     return np.ones(())

@@ -43,7 +43,7 @@ FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
-  """Returns the spec that splits batches: over both data axes, or only over 'data'."""
+  """Returns the spec that splits batches: over both data axes if `two_data_axes`, otherwise only over 'data'."""
   return PartitionSpec(TWO_DATA_AXES if two_data_axes else 'data')
 
 

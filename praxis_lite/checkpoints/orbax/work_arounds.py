@@ -45,7 +45,7 @@ def _silence_repeated_errors() -> None:
   """
   folder = os.path.join(os.sep, 'orbax', 'checkpoint', '')
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # One of these is in asyncio's message about a failure that Orbax has not awaited: in a traceback or an error's text.
+  # A message of asyncio about an unretrieved error of Orbax has one of these in its traceback or in the error's text.
   theirs = (folder, 'tensorstore')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in _text(record) for name in theirs))
   report = sys.unraisablehook
@@ -170,7 +170,7 @@ def _write_checksums() -> None:
 
 
 def add_chunk_checksums(spec: dict[str, Any]) -> dict[str, Any]:
-  """Returns the TensorStore spec of an array to write, with a checksum of each chunk if the array is in Zarr 3.
+  """Returns the TensorStore spec of an array to write, with a checksum of each chunk; unchanged unless in Zarr 3.
 
   Every reader of the format verifies the checksums of the chunks that it reads. Compressed chunks use Zstandard's own
   checksum, an XXH64 of the values, which takes a quarter of the time of a CRC-32C of the file; other chunks get a

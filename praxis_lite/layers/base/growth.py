@@ -59,7 +59,7 @@ class GrownLayer:
 
   @property
   def branch_factor(self) -> float:
-    """The factor of residual branches: less than 1 if there are more layers than in the smaller model."""
+    """The factor of residual branches: less than 1 with more layers than the smaller model, 1 without such a model."""
     found = self._counterpart
     return 1.0 if found is None or found.depth == 1 else float(found.depth**-found.depth_exponent)
 

@@ -112,7 +112,7 @@ class LookupDrafter:
 class ModelDrafter(Generic[DecodingState]):
   """A `Drafter` that continues rows with a smaller model.
 
-  First it reads the last two tokens of the row, because the smaller model has not read the last guess of a draft yet.
+  First it reads the last two tokens of the row, because the smaller model never reads the last guess of a draft.
   Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
 
   Attributes:
