@@ -12,8 +12,8 @@ restore compares the true shapes, and cuts or extends the padding to what its me
 
     job_log_dir/best.json                     the best one by a metric: {"step", "metric", "mode", "value"}
 
-Orbax writes them in the background, into a folder that is renamed when it is complete. So the unfinished save of a
-killed run is never mistaken for a checkpoint, and the next run removes it.
+Orbax writes checkpoints in the background, into folders that are renamed when they are complete. So the unfinished save
+of a killed run is never mistaken for a checkpoint, and the next run removes it.
 
 Everything that is restored is verified: each chunk of an array has a checksum, and so do the index of the arrays and
 the JSON files.

@@ -68,7 +68,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a bad record, each only once. Raises DataError if not `skips`, or if more records are bad than allowed."""
+    """Counts a bad record if it is new. Raises DataError if not `skips`, or if more records are bad than allowed."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')

@@ -425,7 +425,7 @@ def _start_quiet_tracker() -> None:
   option = 'ignore:resource_tracker:UserWarning'
   sys.warnoptions.append(option)  # The new process inherits these options.
   try:
-    from multiprocessing import resource_tracker  # Not at the top: on Windows it needs other modules.
+    from multiprocessing import resource_tracker  # Here, because on Windows this import fails.
 
     resource_tracker.ensure_running()
   finally:

@@ -7,7 +7,6 @@ The tempered softmax is p_v = exp_t2(logits_v - z), where z makes the sum 1. Wit
 most about 1 / (1 - t1), which limits the harm of wrong labels far from the decision boundary. With t2 > 1,
 probabilities fall more slowly, which limits the harm of wrong labels near the boundary. Cross entropy has t1 = t2 = 1.
 
-
 D model dims, V classes.
 """
 

@@ -123,14 +123,14 @@ class AttentionMask(abc.ABC):
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:
-    """Returns the pairs of blocks in which some query attends to some key; other pairs may be among them.
+    """Returns the pairs of blocks in which some query attends to some key, and perhaps other pairs.
 
     Here and in `some_masked`, the arrays of this mask are in blocks: [I, B, Q, ...], [J, B, S, ...], and [B, ...].
     """
     return Known()
 
   def some_masked(self, at: BlockRanges) -> Known:
-    """Returns the pairs of blocks in which some query does not attend to some key; other pairs may be among them."""
+    """Returns the pairs of blocks in which some query does not attend to some key, and perhaps other pairs."""
     return Known()
 
   def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:

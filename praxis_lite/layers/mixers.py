@@ -1,6 +1,5 @@
 """Mixer: the base of layers that mix the tokens of a row by a recurrence, in place of attention.
 
-
 B batch, T length, D model dims, N heads, H dims per head.
 """
 

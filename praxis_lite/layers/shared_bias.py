@@ -4,7 +4,6 @@ The stack's parent has the `RelativeBias`. It builds the stack inside `building_
 layers declare no bias of their own, and calls the stack with `logit_bias=shared_bias(...)`. Dimension 0 of each array
 in the bias is 1, because a pipeline cuts dimension 0 of all other arguments into microbatches.
 
-
 B batch, N heads, T length of the queries, S length of the keys, K buckets.
 """
 

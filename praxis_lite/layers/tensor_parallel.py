@@ -1,6 +1,5 @@
 """TensorParallelLinear: a Linear that stays split over a mesh axis under `partitioning='shard_map'`.
 
-
 I input dims, O output dims, n devices along the mesh axis.
 """
 

@@ -4,7 +4,6 @@
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
     hybrid       x = x + norm(attention(norm(x)));  x = x + norm(ff(norm(x)))
 
-
 B batch, T length, D model dims, K kv heads, H dims per head.
 """
 

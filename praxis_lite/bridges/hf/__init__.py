@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: imports and exports language models with their tokenizers."""
+"""Hugging Face checkpoints: imports and exports models with their tokenizers."""
 
 from praxis_lite.bridges.hf.models import ImportedModel, read_model, write_model
 from praxis_lite.bridges.hf.peft import ImportedAdapter, read_adapter, write_adapter

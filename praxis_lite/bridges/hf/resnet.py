@@ -135,7 +135,8 @@ class BitFamily(_ResidualFamily):
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
     values = super().values(model)
-    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))  # Of the whole network; no stage is dilated.
+    # The stride of the whole network, so no stage is dilated.
+    stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))
     return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 
   def _network_pairs(self, network: NestedDict) -> Iterator[Pair]:
