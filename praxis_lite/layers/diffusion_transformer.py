@@ -115,7 +115,7 @@ class DiffusionTransformer(Layer):
     image_channels: C.
     patch_size: P, which divides the height and the width of images.
     model_dims: D, a multiple of 4.
-    num_layers, num_heads: of the transformer.
+    num_layers, num_heads: the number of blocks, and of the heads of each.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     num_classes: number of classes; the class `num_classes` itself stands for no class. 0 disables classes.
     patch_tpl, out_tpl: templates of the children `patch`, from P^2 C to D, and `out`, which begins at zero.

@@ -36,7 +36,7 @@ class ImageMixing(Layer):
 
   Attributes:
     mixup_alpha: both parameters of the Beta distribution of the share in mixup; 0 disables mixup.
-    cutmix_alpha: the same for CutMix.
+    cutmix_alpha: both parameters of the Beta distribution of the share in CutMix; 0 disables CutMix.
     activation_split_dims_mapping: `out`, [B, h, w, C].
   """
 

@@ -26,7 +26,7 @@ import numpy as np
 from praxis_lite.layers.weight_formats import WeightFormat
 
 _POWERS = np.linspace(0, 1, 21)
-_SMALLEST = 1e-4  # A fraction of the largest m_i.
+_SMALLEST = 1e-4  # Smaller m_i, as fractions of the largest, count as this.
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -88,7 +88,7 @@ class PatchDecoder(Layer):
   Attributes:
     input_dims: E.
     model_dims: D.
-    num_layers, num_heads: of the blocks.
+    num_layers, num_heads: the number of blocks, and of the heads of each.
     hidden_dims: hidden dims of the feed-forward layers; None means 4 D.
     grid: number of rows and columns of patches.
     patch_dims: P.

@@ -106,8 +106,8 @@ class MoeFeedForward(Layer):
     activation: name of f; see `activations.py`.
     use_bias: whether the products of experts have biases, the variables `gate_bias` and `up_bias`, [E, F], and
       `down_bias`, [E, D]. They are split like the same dimensions of the weights.
-    hidden_limit: with gates, the input of f is clipped from above at this limit, and x W_up on both sides (GPT-OSS);
-      None disables it.
+    hidden_limit: with gates, the limit at which the input of f is clipped from above, and x W_up on both sides
+      (GPT-OSS); None disables it.
     up_offset: with gates, a constant that is added to x W_up after clipping; 1 in GPT-OSS.
     router_tpl: template of the child `router`, which computes scores, chooses, and balances the load.
     dispatch: 'dropless' or 'capacity'.

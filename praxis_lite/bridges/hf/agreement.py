@@ -128,7 +128,7 @@ def transformers_way(agreement: Agreement, folder: Path, python: str) -> Way:
     if not blocks or len(hidden[0]) - 1 != len(expected[blocks].values):
       raise UserError('the blocks of the two models are not the same')
     found = np.ma.masked_all_like(expected[blocks].values)
-    for row, states in enumerate(hidden):  # Leaves out the embedding and the last state, after the final norm.
+    for row, states in enumerate(hidden):  # Leaves out the embedding and the result of the final norm.
       found[:-1, row, : states.shape[1]] = states[1:-1]
     return {blocks: PointValues(found, True)}
 

@@ -383,7 +383,7 @@ def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[st
 
 @contextlib.contextmanager
 def _removed_on_failure(directory: Path) -> Iterator[None]:
-  """Removes a directory after an error inside, unless it existed before."""
+  """Removes a directory if the block raises an error, unless the directory existed before."""
   existed = directory.exists()
   try:
     yield

@@ -40,7 +40,7 @@ class BeamDecoded(NamedTuple):
   """The best continuation of each prompt, as in `Decoded`, and the N best ones, the best first.
 
   Attributes:
-    ids, lengths, log_probs: of the best continuation, see `Decoded`.
+    ids, lengths, log_probs: the best continuation, as in `Decoded`.
     beam_ids: [B, N, M] int32 tokens of the N best continuations.
     beam_lengths: [B, N] int32 number of tokens of each; 0 if there are fewer than N continuations.
     beam_log_probs: [B, N, M] float32 log-probability of each token under the model.
