@@ -26,7 +26,7 @@ class RowProduct(Protocol):
   """Multiplies the rows of each expert by its weights."""
 
   def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
-    """Returns [..., O] for rows [..., I], weights [E, I, O] and, if they are added, biases [E, O]."""
+    """Returns [..., O] for rows [..., I], weights [E, I, O] and biases [E, O], if given."""
     ...
 
 

@@ -100,7 +100,7 @@ class AdaptedLayer(Layer):
     return tuple(self._weights[name].shape)
 
   def merge_variables(self, variables: NestedDict, sign: int = 1) -> NestedDict:
-    """Returns variables with which the layer without an adapter computes what this layer does.
+    """Returns `variables` with the adapter merged into the weights, for the same layer without an adapter.
 
     Args:
       variables: the variables of this layer and those below it, in their true shapes; layers that repeat this one may
