@@ -180,7 +180,7 @@ _NO_EXPERIMENT = '--exp is missing: name an experiment, as in --exp=lm.StdlibLm;
 
 
 def _read_recorded(directory: str | None, trusted: Sequence[str], *, restores: bool) -> RunRecord:
-  """Returns the record of the run in a directory; prints on stderr which fields of the config it lacks."""
+  """Returns the record of the run in a directory; prints on stderr the fields that could not be recorded."""
   if not directory:
     raise UserError(f'{_NO_EXPERIMENT}Or name the directory of a run, as in --job_log_dir=runs/1')
   from praxis_lite.runs.records.record import has_record, read_record

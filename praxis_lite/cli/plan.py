@@ -105,9 +105,9 @@ def _cheapest(values: flags.FlagValues) -> int:
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
-  """Searches; returns a function that prints the table, and returns whether a setting fits.
+  """Searches for settings. Returns a function that prints their table, and returns whether a setting fits.
 
-  Call it once the live line is gone.
+  Call the returned function after `_live_line` has ended.
   """
   table, best = search_table(job)
   sections = [table, *write_planned_experiment(job, best.overrides)]
@@ -171,7 +171,7 @@ def _write_page(values: flags.FlagValues, found: Plan | InferencePlan, remarks: 
 
 
 def _format_measurement(job: PlanJob, found: Plan) -> str:
-  """Records the measured step time of the run in --job_log_dir for later plans; returns as text how it compares."""
+  """Records the measured step time of the run in --job_log_dir for later plans; returns a comparison as text."""
   from praxis_lite.instruments.plan.experience import experience_file, format_measured, remember
 
   measured = read_measurement(job.values.job_log_dir)

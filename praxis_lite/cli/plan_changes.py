@@ -34,7 +34,7 @@ class PlanJob(NamedTuple):
     values: the parsed flags.
     config: config of the experiment, with a fitted mesh.
     topology: the chips.
-    fitted: the overrides that fitted the mesh.
+    fitted: the overrides that fit the mesh to the topology; empty if it fits already.
     cache: the directory of compiled programs.
     report: called with the name of each stage as it begins.
   """
@@ -156,7 +156,7 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 
 def training_cost(job: PlanJob, found: Plan) -> list[str]:
-  """Returns lines about the cost of the whole training, and one if the interval between saves is far from the best."""
+  """Returns lines about the cost of the whole training; the last one may advise another interval between saves."""
   from praxis_lite.instruments.plan.price import format_price, price_of
 
   values = job.values

@@ -48,7 +48,7 @@ def check_inference_flags(values: flags.FlagValues) -> None:
 
 
 def inference_arguments(values: flags.FlagValues) -> list[str]:
-  """Returns command-line arguments for the same requests."""
+  """Returns the flags that describe the requests, for another process; [] if decoding is not planned."""
   given = [f'--{name}={values[name].value}' for name in _DEFAULTS if values[name].value]
   return ['--inference', *given] if values.inference else []
 

@@ -38,7 +38,7 @@ def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool =
   Args:
     groups: the groups.
     folder: the folder that contains the runs.
-    all_columns: whether to show all columns, or only those that fit, and the names of the others.
+    all_columns: whether to show all columns. False shows only those that fit, and prints the names of the others.
 
   If the terminal is too narrow for a table, it prints a few short lines for each run instead.
   """

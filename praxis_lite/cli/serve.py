@@ -1,4 +1,4 @@
-"""`praxis-lite serve`: serves a model that writes texts over HTTP, with OpenAI's routes, for trying a run."""
+"""`praxis-lite serve`: serves the text model of a run over HTTP, with OpenAI's routes, to try it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def run_search(values: flags.FlagValues) -> int:
 
   Raises:
     UserError: a range is not valid or does not fit its field, Optuna is not installed, the directory has another
-      search, or runs do not have the metric, which may only show when the first one ends.
+      search, or runs lack the metric; for some metrics, this is known only when the first run ends.
   """
   from praxis_lite.common.config.overrides import alternatives
   from praxis_lite.common.config.text import to_text
@@ -132,7 +132,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
 
 
 def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields (name, overrides) of points that together have all ends of the ranges, to check before training."""
+  """Yields (name, overrides) of points to check before training; together they have every end of every range."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]

@@ -1,7 +1,7 @@
 """What `praxis-lite train` does about plans: it records a prediction in the run, and ends with what was measured.
 
 A run does not know `instruments/`, so an observer of this package joins the two. On chips with known figures, it makes
-the plan by formulas, once the last step is saved: that takes no time before the first step. Later plans for the chip
+the plan by formulas after the last step is saved, so the first step need not wait for it. Later plans for the chip
 learn from the run. On a CPU there is nothing to predict.
 """
 

@@ -308,7 +308,9 @@ def bf16_peak_of(device_kind: str) -> float | None:
 
 
 def _match(device_kind: str) -> tuple[str, str] | None:
-  """Returns the longest known kind that matches `device_kind`, and its accelerator's name or ''; None if none does.
+  """Returns the longest known kind that matches `device_kind`, and its name in `ACCELERATORS` ('' if it has none).
+
+  Returns None if no kind matches.
 
   A kind matches if each of its words begins a word of `device_kind`: 'TPU v5 lite' also matches 'tpu v5'.
   """

@@ -33,7 +33,7 @@ def is_url(path: object) -> bool:
 def user_path(path: str | os.PathLike[str]) -> Path:
   """Returns a path that a user gave, with `~` replaced by the home directory, and without `..`.
 
-  If there is no such user, `~` stays. A `..` after a symbolic link is resolved as the system resolves it.
+  In `~name/...`, `~name` stays if no user has this name. A `..` after a symbolic link is resolved like by the system.
   """
   path = Path(os.path.expanduser(path))
   return Path(os.path.realpath(path)) if '..' in path.parts else path
@@ -111,7 +111,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_line(line: str | bytes) -> Any:
-  """Returns what `parse_json` returns, for one line of a file; errors tell the character, but no line number."""
+  """Returns what `parse_json` returns, for one line of a file; errors name the character, but no line number."""
   try:
     return parse_json(line.strip())
   except json.JSONDecodeError as error:

@@ -129,7 +129,7 @@ def short_path(path: str) -> str:
 def _where(error: Exception) -> str:
   """Returns `file:line` of the last line of the user's code that ran, or else of any code; '' if no line is known."""
   if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith('<'):
-    return f'{short_path(error.filename)}:{error.lineno}'  # Its traceback has only frames of the compiler.
+    return f'{short_path(error.filename)}:{error.lineno}'  # A SyntaxError's traceback has only the compiler's frames.
   for file, line in _user_lines(error)[-1:] or ([] if isinstance(error, SyntaxError) else _lines(error)[-1:]):
     return f'{short_path(file)}:{line}'
   return ''

@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt only between two of its own instructions, so a compilation delays it by minutes, and an
 import may swallow it. The operating system writes to a pipe at once, and a thread that reads it ends the process.
-While training runs, it replaces the handler by one that saves first. If that handler has to wait, because the main
-thread compiles, the other thread says so, and ends the process after a second Ctrl-C.
+During training, another handler of SIGINT saves first. If that handler has to wait because the main thread compiles,
+the thread that reads the pipe prints a line about it, and ends the process after a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Ending:
 
   def __init__(self) -> None:
     self._stderr = 2
-    with contextlib.suppress(OSError):  # It may be closed.
+    with contextlib.suppress(OSError):  # stderr may be closed.
       self._stderr = os.dup(2)  # A copy, because some code points the original elsewhere for a while.
     self._is_ending = threading.Lock()
 
@@ -86,7 +86,7 @@ class _Ending:
       handler = signal.getsignal(signal.SIGINT)
       if number[0] != signal.SIGINT or handler not in (self.end, WaitingHandler.handler):
         continue
-      if handler == self.end or count_before == WaitingHandler.count:  # The first is not handled yet.
+      if handler == self.end or count_before == WaitingHandler.count:  # The first Ctrl-C is not handled yet.
         self.end(signal.SIGINT, None)
       count_before = WaitingHandler.count
       threading.Timer(_PATIENCE_S, self._tell_if_waiting, (count_before,)).start()

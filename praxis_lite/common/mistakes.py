@@ -206,9 +206,9 @@ def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str |
 def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ...]], code: str) -> str:
   """Returns the field that decides a size in a message about shapes, with the value that fits; '' unless it is clear.
 
-  The field belongs to the layer, or to the outermost layer around it that has a field of this name and value. If a
-  matrix of a user's own layer would fit when it is transposed, or without the transposition in `code`, the line of code
-  at fault, the result says that instead.
+  The field belongs to the layer, or to the outermost layer around it that has a field of this name and value. `code` is
+  the line at fault. If a matrix of a user's own layer would fit transposed, or if the line should not transpose it, the
+  result says that instead.
   """
   sizes = next((found.groups() for pattern in _TWO_SIZES if (found := re.search(pattern, what))), ())
   layers = [layer, *(place.frame.f_locals['self'] for place in _running_methods())]
@@ -296,7 +296,7 @@ def _missing_entry(error: KeyError, place: _Place) -> str | None:
   """Returns which entry a dict lacks that a line of code reads; None if the error is about something else."""
   key = error.args[0] if error.args else None
   for name, value in place.frame.f_locals.items():
-    reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by a variable.
+    reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # The line reads this key, or a key in a variable.
     if isinstance(value, dict) and key not in value and re.search(reads, place.code):
       entries = ', '.join(map(str, value)) or 'none'
       remedy = ' The input, or the rows given to predict, must have it.' if name == 'batch' else ''

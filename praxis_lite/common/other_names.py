@@ -1,4 +1,4 @@
-"""What other libraries call a field, a flag or a mesh axis of this one. Errors about unknown names suggest ours.
+"""Names in other libraries of our fields, flags and mesh axes. Errors about unknown names suggest ours.
 
 Pax's names in capitals, such as ICI_MESH_SHAPE, need no entry: `did_you_mean` ignores case.
 """

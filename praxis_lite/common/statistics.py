@@ -170,7 +170,7 @@ def _single_pass_parts(
 
 
 def _stored_as_float32(x: jax.Array) -> jax.Array:
-  """Returns x in float32, by its bits, so that XLA does not store a float32 array from which x was rounded."""
+  """Returns x in float32, by its bits; with a cast, XLA may drop the rounding to bfloat16, and store x in float32."""
   if x.dtype != jnp.bfloat16:
     return x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
@@ -205,7 +205,7 @@ def _moments(x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _count_bins(x: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns the number of entries in each bin, float32 [bins], of at most `_MOST_COUNTED` entries."""
+  """Returns the number of entries in each bin, float32 [bins]; `weights` are 1 for entries that count, else 0."""
   # The first bit of the mantissa cuts each power of 2 into two bins.
   bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> 22
   bin_of_sign = jnp.clip(bits - (127 + _LOWEST) * _PARTS, 0, _BINS_OF_SIGN - 1)

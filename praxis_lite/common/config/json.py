@@ -94,7 +94,7 @@ class OtherFields(NamedTuple):
 
   Attributes:
     gone: fields whose recorded value was a default, and that the class no longer has.
-    new: fields that the class did not have.
+    new: fields that the class did not have when the record was written.
     unreadable: fields whose recorded value was a default that names something that no longer exists.
   """
 
@@ -326,7 +326,7 @@ class _Reader:
     return any(other == path or other.startswith((f'{path}.', f'{path}[')) for other in self._edited or ())
 
   def _set_other_defaults(self, config: Config, encoded: dict[str, Json], path: str) -> None:
-    """Sets fields of a config that are not set, and whose defaults differed when it was written, to these defaults."""
+    """Sets each unset field of a config to its recorded default, if that differs from today's default."""
     today, recorded = config_values(Config(target(config))), encoded['$defaults']
     known = (*recorded, *encoded)
     self.other.new.extend(child_path(path, k) for k in today if isinstance(k, str) and k not in known)

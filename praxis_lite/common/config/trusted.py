@@ -2,7 +2,7 @@
 
 Building a config calls what it names, with arguments from the same file. So only these are imported and returned:
 
-    praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of `_OWN_ROOMS`
+    praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions in `_OWN_ROOMS`
     optax                 what it exports
     jax.nn, jax.lax, ...  functions that compute, and dtypes of jax.numpy, numpy and ml_dtypes
     Flax, Equinox, Haiku  classes of modules and initializers, and functions that name an initializer's axes
@@ -10,8 +10,8 @@ Building a config calls what it names, with arguments from the same file. So onl
     loaded modules        Configurables, such as those of a notebook; nothing is imported
     trusted modules       any class and function that is defined in them
 
-A name is looked up only in classes, never through a module that another one imports, and the object found must be
-defined in the package that was named: `praxis_lite.common.importing:os.system` and `my_module:system` are refused.
+In `module:a.b.c`, a and b must be classes of the named module, and the object found must be defined in the package of
+that module: `praxis_lite.common.importing:os.system` and `my_module:system` are refused.
 """
 
 from __future__ import annotations

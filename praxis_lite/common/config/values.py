@@ -93,7 +93,7 @@ def _guess_meaning(value: object, hint: object, current: object) -> str:
   if isinstance(value, str) and value[:1] in BRACKETS and unclosed_bracket(value):
     return f'; {unclosed_bracket(value)} is not closed'
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
-    # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
+    # Looks for the name in the packages of the present class: `adam` in place of optax.adamw means optax.adam.
     packages = list(itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format))
     for cutoff in (1.0, 0.8):
       for module in map(sys.modules.get, packages):
@@ -112,7 +112,7 @@ def _guess_meaning(value: object, hint: object, current: object) -> str:
   with contextlib.suppress(MismatchError, ConfigError):
     if tuple in [typing.get_origin(member) for member in members_of(hint)]:
       _convert((value,), hint)
-      if hint == tuple[Any, ...] and isinstance(value, str) and not value.isidentifier():  # Not a name, but an object.
+      if hint == tuple[Any, ...] and isinstance(value, str) and not value.isidentifier():  # An object, as text.
         return '; configs of classes of your own are set in Python'
       return f'; a tuple of one is written ({format_value(value)},)'
   if isinstance(value, tuple) and value:

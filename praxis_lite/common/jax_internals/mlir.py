@@ -36,7 +36,7 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
 
 
 def collective_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-  """Returns the groups of devices among which a collective of StableHLO exchanges data, or its pairs of devices.
+  """Returns the groups of devices in which a collective of StableHLO exchanges data; for a permute, (from, to) pairs.
 
   JAX up to 0.11 writes the numbers of the devices. From 0.12 on, it writes the axes of the mesh that the devices of a
   group differ in.
