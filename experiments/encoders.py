@@ -24,7 +24,7 @@ from praxis_lite.training.experiment import BaseExperiment
 from praxis_lite.training.task import SingleTask
 
 _ROWS = ('replica', 'data')
-# Ids: the 256 bytes, then begin, end and padding; the mask is next.
+# Ids 0 to 255 are bytes; the ids of begin, end, padding and the mask follow.
 _BYTES = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
 
 
@@ -95,7 +95,7 @@ class StdlibBertTiny(StdlibBert):
 def same_dates(split: str = 'train', count: int | None = None) -> list[tuple[str, str, int]]:
   """Returns pairs of dates and whether they are the same day, such as ('3 March 1998', '2041-10-08', 0).
 
-  In half of the pairs they are; the other pairs have the second date of another pair.
+  Half of the pairs are the same day; each other pair has the second date of another pair.
 
   Args:
     split, count: see `date_pairs`.

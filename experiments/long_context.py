@@ -56,7 +56,7 @@ class RingLmTiny(BaseExperiment):
 
 @registry.register
 class AllToAllLmTiny(RingLmTiny):
-  """RingLmTiny with all-to-all: devices exchange heads for parts of sequences, and do not pass on keys and values."""
+  """RingLmTiny with all-to-all: devices exchange heads for parts of sequences, and pass on no keys and values."""
 
   context_method = 'all_to_all'
 

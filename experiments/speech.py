@@ -133,7 +133,7 @@ class SpelledDigits(BaseExperiment):
 
 @registry.register
 class SpelledDigitsTransducer(SpelledDigits):
-  """Transcribes spelled digits, as above, with a transducer, whose label network learns how digits are spelled."""
+  """`SpelledDigits` with a transducer instead of CTC; its label network learns how digits are spelled."""
 
   def network(self, **sizes: Any) -> Config:
     return conformer_transducer(label_dims=32, joint_dims=48, max_labels=24, **sizes)

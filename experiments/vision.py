@@ -393,7 +393,7 @@ class MaeL16(_ImageNet):
 class SiglipB16(BaseExperiment):
   """SigLIP B/16, 203M parameters (Zhai et al., 2023), on synthetic images and texts, fully sharded over 8 devices.
 
-  The published model has seen 9 billion images in such batches. For your own data, replace the input by an
+  The published model has seen 9 billion images in batches of this size. For your own data, replace the input by an
   `ImageTextRecordInput` with the tokenizer of the texts.
   """
 

@@ -9,7 +9,7 @@ rows on 256 devices of 32 processes:
     [256, T]  rows over all devices                what enters: from each process, one example and 7 rows of zeros
     [256, T]  length over all devices              one all-to-all
     [32, T]   length over all devices              the examples
-    [32, T]   as `inputs_split_mapping` says       what is computed: after an all-to-all, and gathers of parts
+    [32, T]   as `inputs_split_mapping` says       what is computed, after an all-to-all and gathers of parts
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BatchRows(NamedTuple):
 
   def _take(self, x: jax.Array) -> jax.Array:
     x = self._split_longest(x, self.axes)[self.examples]  # No communication: rows are not split here.
-    # The change to the split inside the step is made in two parts; for a single one, XLA would gather whole arrays.
+    # The split of the rows changes in two steps; if it changed in a single one, XLA would gather whole arrays.
     return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
   def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -310,7 +310,7 @@ def to_axes(axis: str | Sequence[str]) -> MeshAxes:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_parts(x: jax.Array, axis: str) -> jax.Array:
-  """Inside `shard_map`: returns x, which is equal on all devices along `axis`, over which its gradient is summed."""
+  """Inside `shard_map`: returns x, which is equal on all devices along `axis`; its gradient is summed over these."""
   del axis
   return x
 

@@ -179,7 +179,7 @@ class Propagation:
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
       shapes: dict[ir.Type, tuple[int, ...]] = {}
-      manual: dict[object, set[str]] = {}  # Keys are the operations around operations.
+      manual: dict[object, set[str]] = {}  # By the operation that encloses others.
       for op in found:
         if op.name not in names:
           continue
@@ -401,7 +401,7 @@ def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool
 
 
 def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> bool:
-  """Whether axes split a dimension's factors evenly; each factor, major ones first, is the quotient of two bounds."""
+  """Whether axes split the factors of a dimension evenly, major factors first; a pair (a, b) is the factor a / b."""
   factors, left = iter(bounds), 1
   for axis in axes:
     size = axis.size

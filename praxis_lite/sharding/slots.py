@@ -118,7 +118,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> SlotDims:
-  """Returns, for each dimension of a slot, the parameter's dimension that has its size; None if unknown, or size 1."""
+  """Returns, for each dimension of a slot, a parameter dimension of its size; None if there is none, or for size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
@@ -182,7 +182,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
   """Returns `dims` if they explain the slot's true shape, otherwise None.
 
-  They may not, because an optimizer may treat distinct sizes in another way.
+  An optimizer may treat the distinct sizes for which `dims` were found differently from the true sizes.
   """
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None

@@ -9,7 +9,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-# The indices, among the arrays of a gather or of a scatter of one array, of the ids, and of the rows read or written.
+# Indices of two of the arrays of a gather, or of a scatter of one array: the ids, and the rows read or written.
 IDS, ROWS = 1, 2
 
 
@@ -57,7 +57,7 @@ def whole(split: ArraySplit, dims: Iterable[int]) -> ArraySplit:
 
 
 def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
-  """Returns the axes of a mesh that `axes` does not use; of axes that it uses in part, the other parts."""
+  """Returns the axes of a mesh that `axes` does not use, and the unused parts of axes that it uses in part."""
   found = []
   for axis in mesh:
     end = 1

@@ -76,9 +76,9 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
 
 
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
-  """Returns ids and updates if the table is split, the updates are not, and XLA might split these too.
+  """Returns the indices of ids and updates if the table is split and a dimension of the updates is whole; otherwise [].
 
-  XLA splits them over an unused axis. If they do not divide evenly, it writes their padding to row 0. Example: on a
+  XLA may split the updates over an unused axis. If they do not divide evenly, it writes padding to row 0. Example: on a
   mesh 2 x 2, the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test:
   `test_gradient_of_the_largest_of_all`.
   """
@@ -202,7 +202,7 @@ def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
   """Returns {dimension of the rows: dimension of the ids} for corresponding dimensions.
 
-  The rows' dimensions `slices` correspond to none; neither does the ids' dimension `vector`, the entries of one id.
+  The dimensions `slices` of the rows, and the dimension `vector` of the ids, which holds one id, are left out.
   """
   slices = {*slices}
   of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
