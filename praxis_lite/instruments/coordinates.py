@@ -72,8 +72,8 @@ class Ladder:
 
   Attributes:
     fields: the value of each width field in the narrowest model, by its path in the config of the model.
-    factors: the width of each model, divided by the widths in `fields`.
-    model: config of the model; its fields that are not widths have the values for all models.
+    factors: for each model, the ratio of its widths to those in `fields`.
+    model: config of the model; its fields other than widths are the same in all models.
   """
 
   fields: Mapping[str, int]
@@ -166,7 +166,7 @@ def coordinate_check(
 
 
 def format_coordinates(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
-  """Returns a table with a line for each layer, its sizes and exponents, and whether it passes."""
+  """Returns a table with a line for each layer: its sizes, its exponents, and whether it passes."""
   width = max([5, *(len(s.layer) for s in found)])
   sizes = ''.join(f'{f"x{factor:g}":>9}' for factor in factors)
   lines = [f'{"layer":<{width}}{sizes}{"exponent":>10}{"of change":>11}']
@@ -218,7 +218,7 @@ class _Sizes(NamedTuple):
 
 
 def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, _Sizes], float]:
-  """Returns the sizes of layers' results of rank 2 or more, by path, and the mean loss of the last step over seeds."""
+  """Returns the sizes, by path, of layers' results of rank 2 or more; and the last step's loss, averaged over seeds."""
   model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
   jit = functools.partial(jax.jit, compiler_options=quick_options(platform()))
 

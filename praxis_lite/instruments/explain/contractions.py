@@ -165,7 +165,8 @@ class _Walker:
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
-      # If more axes split one operand, each device slices the other, unless an extra axis splits another of its dims.
+      # If more axes split dimension i of one operand, each device slices the other operand. But it cannot do this if an
+      # extra axis splits another dimension of that operand.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:

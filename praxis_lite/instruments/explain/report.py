@@ -188,7 +188,7 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
-  """Explains all arrays of a task whose state has this layout; without `step`, only the state."""
+  """Returns explanations of all arrays of a task whose state has this layout; if `step` is None, only of the state."""
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
   state = parameter_table(jax_task, sizes), _slots(layout, sizes)

@@ -1,8 +1,8 @@
 """Finds how the compiler split each activation. `explain` shows this next to the declared split.
 
-An activation is found in the program by its layer and its shape: among the results of the layer and its children, it
-looks for shapes that a part of the activation can have. If one of them is the declared part, the activation is split as
-declared. Otherwise the shape that accounts for most bytes of these results is taken.
+An activation is found in the program by its layer and its shape. The candidates are the results of the layer and its
+children that have a shape that a part of the activation can have. If one has the declared shape, the activation is
+split as declared. Otherwise the shape with the most bytes in these results is taken.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
 def _set_exposed(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
-  """Returns the collectives; those in loops have as exposed time only the time beyond the work that may overlap."""
+  """Returns the collectives with their exposed time; in a loop, this is the time beyond the work that may overlap."""
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
   for local, op in zip((*program.products, *program.fusions), operations):
     work[local.loop] += op.count * op.seconds

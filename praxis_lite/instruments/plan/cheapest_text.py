@@ -12,7 +12,7 @@ from praxis_lite.instruments.plan.loss_goal import format_tokens
 from praxis_lite.instruments.plan.report import format_table, wrap_line
 
 _MOST_ROWS = 24
-_NO_LIMIT = 'no limit'  # A loss that may never be reached.
+_NO_LIMIT = 'no limit'  # Stands for infinity, if the loss may never be reached.
 
 
 def format_cheapest(found: CheapestRun, command: Sequence[str] = ('praxis-lite', 'plan')) -> str:
@@ -63,7 +63,7 @@ def _range(form: Callable[[float], str], value: float, option: Option) -> str:
 
 
 def most_text(form: Callable[[float], str], option: Option, value: float) -> str:
-  """Returns `option.largest(value)` as text, formatted by `form` if it is finite."""
+  """Returns `option.largest(value)` as text: formatted by `form`, or 'no limit' if it is infinite."""
   largest = option.largest(value)
   return _NO_LIMIT if math.isinf(largest) else form(largest)
 

@@ -18,7 +18,7 @@ _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-s
 _KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
 _PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
 
-# The number of the operand that may be only padding, by opcode. XLA gathers uneven parts as a sum of padded arrays.
+# The index of the operand that may be only padding, by opcode. XLA gathers uneven parts as a sum of padded arrays.
 _FILLERS = {'dynamic-update-slice': 0, 'select': 2}
 
 Index = tuple[int, ...]  # The index of an element of a nested tuple.
@@ -65,7 +65,7 @@ class Dataflow:
   def _origin(
     self, instruction: Instruction, computation: Computation, index: Index = ()
   ) -> tuple[Instruction, Computation]:
-    """Returns the nearest instruction, from `instruction` backwards, that computes its result, and its computation."""
+    """Goes back from `instruction` to the nearest one that computes its value; returns it and its computation."""
     for _ in range(200):  # Bounds the search, in case of a cycle.
       opcode, operands = instruction.opcode, computation.operands(instruction)
       if opcode == 'parameter':

@@ -21,7 +21,7 @@ _TO_HOST = 12e9
 # The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
-# Another interval between saves is advised if it raises the share of useful work by at least this share of it.
+# Another interval between saves is advised if it raises the share of useful work by at least 1 % of that share.
 _FAR = 0.01
 
 
@@ -93,7 +93,7 @@ def best_interval(save_seconds: float, mean: float) -> float:
 
 def useful_share(interval: float, save_seconds: float, mean: float, restart_seconds: float) -> float:
   """Returns the expected share of the time that is useful work, which no failure loses."""
-  if interval + save_seconds + restart_seconds > 600 * mean:  # Takes about exp(600) times as long, so never ends.
+  if interval + save_seconds + restart_seconds > 600 * mean:  # With failures, this takes exp(600) times as long.
     return 0.0
   if interval + save_seconds == 0:
     return math.exp(-restart_seconds / mean)

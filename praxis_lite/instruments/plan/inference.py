@@ -199,7 +199,7 @@ class _Planner:
     limits = jax_task.model.prompt_limits()
     assert limits is not None  # `_task_for` has checked it.
     self._limits = limits
-    self._estimate = functools.cache(self._make_estimate)  # The search for the largest batch asks again for some rows.
+    self._estimate = functools.cache(self._make_estimate)  # The search needs some estimates twice.
 
   def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
     """Returns the plan of the compiled program. Raises CompileError if the compiler refuses it."""

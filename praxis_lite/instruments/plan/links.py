@@ -155,7 +155,7 @@ class Links:
 
 
 def _unlike(groups: DeviceGroups, places: np.ndarray) -> list[tuple[int, ...]]:
-  """Returns one of the groups whose members have the same coordinates relative to the lowest ones, for each shape."""
+  """Returns one group of each shape: groups of a shape have the same coordinates relative to their lowest ones."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:
     at = places[list(group)]

@@ -4,7 +4,7 @@ stored    results of products, collectives, loops and similar operations; values
           and values with several readers, if storing them moves no more bytes than computing them for each reader
 fused     all other values: they are computed where they are read, so their inputs stay in memory until then
 view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice,
-          and a product that only its cast to a smaller dtype reads, which it writes at once
+          and a product whose only reader casts it to a smaller dtype, because XLA writes it in that dtype
 
 A fusion writes into an array of the same dtype and shape that it reads last.
 """

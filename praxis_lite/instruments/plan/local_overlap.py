@@ -32,7 +32,7 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last one. XLA runs only one for all."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last. XLA reduces the sum instead."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])

@@ -20,11 +20,11 @@ from scipy.optimize import least_squares, nnls
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import short_number
 
-_LEAST_RUNS = 6  # One more than the law has constants.
-# How many different numbers of parameters, and of tokens, are needed; and the largest divided by the smallest.
+_LEAST_RUNS = 6  # The law has five constants.
+# Limits for numbers of parameters, and for numbers of tokens: how many must differ, and the largest / the smallest.
 _LEAST_SIZES, _LEAST_SPREAD = 3, 3.0
 _SAME_SIZE = 1.05
-_MOST_CORRELATED = 0.98  # The correlation of log N and log D.
+_MOST_CORRELATED = 0.98  # Limit for the correlation of log N and log D.
 _OUTLIER = 0.01  # A larger error of log L counts linearly.
 _EXPONENTS = (0.02, 3.0)
 _SAMPLES = 200
@@ -167,7 +167,7 @@ def _check_losses_fall(law: ScalingLaw, runs: Sequence[FinishedRun], error: floa
 
 
 class _Problem:
-  """The fitting problem for R runs: `sizes_R2` holds their log N and log D, minus the means.
+  """The fitting problem for R runs: `sizes_R2` holds log N and log D of each run, minus their means over the runs.
 
   A solution is (log A', alpha, log B', beta, log E). A' and B' are A / N^alpha and B / D^beta at the mean sizes.
   """
@@ -187,7 +187,7 @@ class _Problem:
 
   def solve(self, losses_R: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the solution with the least error for log losses, after a fit from each of `starts`."""
-    least = losses_R.min() - 14  # A millionth of the smallest loss.
+    least = losses_R.min() - 14  # The logarithm of a millionth of the smallest loss.
     low = np.array([least, _EXPONENTS[0], least, _EXPONENTS[0], least])
     high = np.array([losses_R.max() + 2, _EXPONENTS[1], losses_R.max() + 2, _EXPONENTS[1], losses_R.max()])
     found = [
@@ -213,7 +213,7 @@ class _Problem:
     return np.stack([a - alpha * n_R, b - beta * d_R, np.full_like(n_R, e)], 1)
 
   def _jacobian(self, x: np.ndarray) -> np.ndarray:
-    """Returns the derivatives of `log_loss`, [R, 5]: each term's share of the loss, times its log's derivative."""
+    """Returns the derivatives of `log_loss`, [R, 5]: a term's share of the loss times the derivative of its log."""
     shares_R3 = np.exp(self._log_terms(x) - self.log_loss(x)[:, None])
     of_n, of_d, of_e = shares_R3.T
     n_R, d_R = self._sizes_R2.T
@@ -221,7 +221,7 @@ class _Problem:
 
 
 def _to_law(x: np.ndarray, means_2: np.ndarray) -> ScalingLaw:
-  """Returns the law of a solution, given the means of log N and log D that `_Problem` lacks."""
+  """Returns the law of a solution; `means_2` are the means of log N and log D, which `_Problem` does not know."""
   a, alpha, b, beta, e = map(float, x)
   n, d = map(float, means_2)
   return ScalingLaw(math.exp(e), math.exp(a + alpha * n), alpha, math.exp(b + beta * d), beta)

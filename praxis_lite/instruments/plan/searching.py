@@ -2,8 +2,8 @@
 
     estimates       start at the experiment's own setting, then take the neighbours of the best setting so far, and so
                     on; an estimate reads a lowered program and takes a second or two
-    verification    compiles the experiment's own setting first, and then always the one that may take least time by the
-                    errors of the estimates of compiled settings, until no other may be faster than the best of these
+    verification    compiles the experiment's own setting, and then, one by one, the setting that may be the fastest if
+                    its estimate is as wrong as those of compiled settings; ends when none may beat the best compiled
 
 A setting is better if a token takes less time. Any setting that fits is better than one that does not. The search keeps
 the experiment's batch size unless the caller gives others, because the batch size changes what the experiment learns.
@@ -53,8 +53,8 @@ class Ranked:
     verified: plan from the compiled program; None if it was not compiled.
     seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate, which
       expects that XLA recomputes more if memory is nearly full.
-    least: seconds that a step may take, if its estimate is as much too long as estimates have been; `seconds` if it was
-      compiled.
+    least: the shortest time of a step in seconds, if its estimate is as much too long as others were; `seconds` if it
+      was compiled.
     is_own: whether this is the experiment's own setting, with a fitted mesh.
     failure: why compiling failed, except for lack of memory; '' if it did not fail or was not tried.
   """
@@ -198,7 +198,7 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting; None if another setting gives the same program ('auto' and its choice).
+    """Returns an estimate of a setting; None if another setting gives the same program, as 'auto' and its choice.
 
     For an invalid setting, returns None; with `must`, raises the error.
     """
@@ -267,8 +267,8 @@ class _Search:
 class Correction:
   """Corrects estimates of operations, collectives and temporaries by the ratios of compiled programs to estimates.
 
-  The ratios for a setting come from the nearest compiled settings. These differ from it in the fewest knobs, without
-  the mesh, which is the first knob; of equally near settings, those on the same mesh are taken.
+  The ratios for a setting come from the nearest compiled settings. These differ from it in the fewest knobs, not
+  counting the mesh, the first knob; of equally near settings, those on the same mesh are taken.
   """
 
   def __init__(self) -> None:

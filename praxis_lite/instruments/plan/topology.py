@@ -24,7 +24,7 @@ _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512
 
 
 class Experience(NamedTuple):
-  """The number of measured runs on a kind of chip, and their typical, least and largest measured / planned time."""
+  """The number of measured runs on a kind of chip; the typical, least and largest ratio of measured to planned time."""
 
   runs: int
   typical: float

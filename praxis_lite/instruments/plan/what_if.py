@@ -36,8 +36,8 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# Extrapolation is uncertain, so these limit the quotient of one estimated size and the largest before it, and the
-# number of sizes.
+# Extrapolation is uncertain, so these limit how many times larger an estimated size is than all sizes before it, and
+# the number of sizes.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2

@@ -273,7 +273,7 @@ class Why:
     return tuple(idle)
 
   def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """Returns the arrays that XLA says it replicates to split them differently, without duplicates."""
+    """Returns a cause for each array that XLA, by its messages, replicates to split it differently; no duplicates."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):

@@ -42,7 +42,7 @@ _SMALL = 12  # Sizes up to this one usually stay as they are.
 _LAYERS = ('num_layers', 'unroll')
 # Fields of decoding that are not sizes of the model. A few steps, or a few slots of a page, are enough for a test.
 _DECODING = ('max_decode_steps', 'cache_page_size')
-_LONGEST_TURN = 12  # The most layers in a repeated pattern of layers, a turn.
+_LONGEST_TURN = 12  # The most layers in a pattern of layers that is repeated.
 _FEW = 8
 
 

@@ -259,7 +259,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, StepKind.GRADIENT, rows))
-    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ.
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ too.
       self._compare(self._case(config, StepKind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
