@@ -83,7 +83,7 @@ class Execution:
     return loss, weight
 
   def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
-    """Returns losses, outputs and gradients of the whole batch; only gradients and updates of this device's shards."""
+    """Returns losses, outputs and gradients of the whole batch; gradients and updates only for this device's shards."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:

@@ -24,7 +24,7 @@ class Probes(NamedTuple):
 
   Attributes:
     arrays: zeros, in a tree like the variables.
-    paths: the path of the probe of each summary in this tree, by the name of the summary.
+    paths: for each summary, by its name, the path of its probe in `arrays`.
     share: see `Taps`.
   """
 

@@ -1,7 +1,7 @@
 """Checks that the gradients of a step are right on the devices on which it runs, for `train --verify_numerics`.
 
 The norm of each variable's gradient, and of each repeated layer in it, is computed a second time, on one device. If one
-device has too little memory, or there are several hosts, the other partitioning, 'auto' or 'shard_map', is used.
+device has too little memory, or there are several hosts, it is computed on the mesh, with the other `partitioning`.
 Norms are compared instead of gradients, so the two computations need not share devices.
 """
 
@@ -56,8 +56,8 @@ def compare_gradients(
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.
-    ConfigError: there is no other computation. One device has too little memory, or there are several hosts; and the
-      other partitioning does not support this task, or draws different random numbers.
+    ConfigError: the norms cannot be computed in a second way: one device has too little memory, or there are several
+      hosts, and the other partitioning does not support this task; or the task draws random numbers in 'shard_map'.
   """
   found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)

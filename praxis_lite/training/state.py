@@ -112,7 +112,7 @@ def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
 def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
   """Raises ConfigError if a layer of a task without `mesh_axis_names` names an axis that the mesh does not have."""
   known = {*axis_sizes(mesh), *(name for name, _ in jax_task.logical_axis_rules or ())}
-  fields_of_axes: dict[str, str] = {}  # The first field that names an axis.
+  fields_of_axes: dict[str, str] = {}  # By axis: the first field that names it.
   for layer in jax_task.model.descendants():
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       for field, mapping in layer.split_mappings(group).items() if layer.mesh_axis_names is None else ():

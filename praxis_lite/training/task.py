@@ -30,7 +30,7 @@ def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
     setattr(owner, section, build_at(f'{path}.{section}', config))
 
 
-# Which values of a metric are better: lower ones, higher ones, or as its name suggests.
+# Which values of a metric are better: as its name suggests, lower ones, or higher ones.
 MODES = ('auto', 'min', 'max')
 
 

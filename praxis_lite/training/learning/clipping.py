@@ -105,7 +105,7 @@ class Clipping:
 
 
 def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
-  """Returns the dimensions of a variable along which the entries of a unit lie; dimensions of its stack come first."""
+  """Returns the dimensions of a stored variable, after those of its stack, along which the entries of a unit lie."""
   rank, stack = len(weight.shape), len(weight.repeat_prefix)
   inputs = weight.fan_in_axes
   if inputs is None and weight.fan_out_axes is None and rank > 1:
@@ -115,7 +115,7 @@ def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
 
 
 def unit_norms(x: ArrayT, weight: WeightHParams) -> ArrayT:
-  """Returns the norm of each unit of `x`, an array of JAX or NumPy declared by `weight`, with reduced dimensions 1."""
+  """Returns the norm of each unit of `x`, an array of JAX or NumPy declared by `weight`; reduced dimensions are 1."""
   xp: Any = x.__array_namespace__()
   norms: ArrayT = xp.sqrt(xp.sum(xp.square(x), axis=unit_axes(weight), keepdims=True))
   return norms

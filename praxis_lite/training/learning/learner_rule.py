@@ -1,4 +1,4 @@
-"""LearnerRule: a learner of a `MultiLearner`, with the variables and the steps in which it trains, and factors."""
+"""LearnerRule: a learner of a `MultiLearner`, with the variables that it trains, its steps and its factors."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def muon(
     learning_rate: filled in by a learner.
     ns_coeffs, ns_steps: a, b and c above, and the number of iterations.
     beta: decay of the momentum.
-    eps: added to the norm of the direction, and Adam's epsilon.
+    eps: added to the norm of the direction; also Adam's epsilon.
     weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
     nesterov: whether the direction is the momentum after one more step.
     consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)), instead of

@@ -60,7 +60,7 @@ class PerSide(NamedTuple):
 
 
 def is_square_array(path: Path, owner: Path) -> bool:
-  """Whether an array of an optimizer's state belongs to a `PerSide`; `path` must end with `owner`, its variable's."""
+  """Whether an array of an optimizer's state belongs to a `PerSide`; `path` must end with `owner`, its variable."""
   before = path[: len(path) - len(owner)]
   return before[-1:] in {(side,) for side in PerSide._fields}
 

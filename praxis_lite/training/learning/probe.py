@@ -1,7 +1,7 @@
 """Detects how an optax transformation treats stacks and parts of variables, by exact computation on small variables.
 
     is_stackable      does it treat a stack of layers like each layer separately?
-    is_elementwise    does it treat a part of a variable like that part of the whole?
+    is_elementwise    does it treat a part of a variable in the same way if the rest is missing?
     looks_at_all      does its update of one variable depend on several variables?
     slot_axes         which axis of its variable does each dimension of a slot run along?
 
@@ -71,7 +71,7 @@ def is_stackable(build: _Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: _Build, weights: NestedDict) -> bool:
-  """Whether the optimizer updates a part of a variable alone like that part of the whole; False with random numbers."""
+  """Whether a part of a variable is updated in the same way without the rest; False if random numbers are drawn."""
   small = _shrink(weights)
   whole, part = _train(build, small, _whole), _train(build, small, _part)
   if whole is None or whole.programs.draws:
@@ -83,8 +83,8 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
   """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers.
 
   The result for small variables counts even if the optimizer runs another program for large ones, because it decides no
-  layout. It only refuses an optimizer whose statistics of all variables would become statistics of each layer. So it
-  finds a global norm before an Adafactor, and misses only optimizers that mix variables only if these are large.
+  layout: it only refuses an optimizer whose statistics of all variables would become statistics of each layer. So a
+  global norm before an Adafactor is found; only an optimizer that mixes large variables, but no small ones, is missed.
   """
   small = _shrink(weights)
   runs = [_train(build, small, _deal, changed) for changed in (None, 0, 1)]

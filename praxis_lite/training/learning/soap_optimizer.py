@@ -159,7 +159,7 @@ def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -
 
 
 def _rotate(x: jax.Array, bases: PerSide) -> jax.Array:
-  """Returns A^T x B, A the basis of inputs, B that of outputs; a basis of None stands for the identity."""
+  """Returns A^T x B, with the bases A of the inputs and B of the outputs; a basis of None stands for the identity."""
   x = x if bases.inputs is None else bases.inputs.mT @ x
   return x if bases.outputs is None else x @ bases.outputs
 
@@ -182,7 +182,7 @@ def _refresh(
 
 
 def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
-  """Returns a side with a new basis, [N, m, m], and the order of the basis's columns, [N, m]; if {}, it and None."""
+  """Returns a side with a new basis, [N, m, m], and the order of the basis's columns, [N, m]; for {}, ({}, None)."""
   if not side:
     return side, None
   statistics, basis = side['statistics'], side['bases']

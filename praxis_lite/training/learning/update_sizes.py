@@ -9,8 +9,8 @@ be depends on the optimizer:
     'relative'    LAMB, Adafactor                  like the variable, whose initial values are also smaller
     'spectral'    Muon, for matrices               a matrix of orthogonal rows or columns, times a factor of its shape
 
-The factor of a variable is the ratio of these two sizes. The size is detected from updates of small variables: for
-gradients that are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
+The factor of a variable is the size that is right, divided by this size. The size is detected from updates of small
+variables: for gradients that are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _get_at(tree: Any, path: Path) -> Any:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns, for each variable, a variable that the optimizer treats alike; itself if the optimizer may use paths."""
+  """Returns, for each variable, one that the optimizer treats alike; the variable itself if paths may matter."""
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
