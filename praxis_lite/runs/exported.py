@@ -31,7 +31,7 @@ class MixedExportError(ValueError):
 
 
 def seal_signature(signature: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns a signature to which the SHA-256 of each program and variables file in `folder` is added, then its own."""
+  """Returns a signature with the SHA-256 of each file in `folder`, and a SHA-256 of the signature itself."""
   root = Path(folder)
   names = sorted(str(path.relative_to(root).as_posix()) for path in root.rglob('*') if path.is_file())
   full = {**signature, _FILES: {name: _digest(root / name) for name in names}}

@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from praxis_lite.common.figures import duration
 from praxis_lite.runs.records.status import ratio_to_others
 
-# Of the test: the side of its square matrices (on other platforms than those listed, `_SIDE`), the number of products,
-# and how often it is timed.
+# The test: the side of its square matrices by platform (`_SIDE` for others), its number of products, and how often it
+# is timed.
 _SIDES = {'cpu': 128}
 _SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
 # A host is slow if its test takes this many times as long as the median of the others, this often in a row.

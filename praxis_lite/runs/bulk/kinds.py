@@ -189,7 +189,7 @@ def _pair(row: RowValues) -> tuple[Any, Any]:
 
 
 class _Prompt(NamedTuple):
-  """A prompt: its tokens, and those before the continuation when it is decoded to text; None if it stays tokens."""
+  """A prompt: its tokens; and those before the continuation when that is decoded to text, None if it stays tokens."""
 
   ids: list[int]
   before: list[int] | None

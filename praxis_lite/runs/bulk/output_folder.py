@@ -29,7 +29,7 @@ class OutputFolder(Protocol):
     """Writes a file, which survives a crash of the machine once this returns."""
 
   def create(self, name: str, data: bytes) -> None:
-    """Writes a file, unless it exists; if two processes do so at once, one of them writes it."""
+    """Writes a file, unless it exists. If two processes do so at once on a disk, only one of them writes it."""
 
   def clean(self, name: str) -> None:
     """Removes incomplete files that killed processes have left."""

@@ -186,7 +186,7 @@ class TrainingLoop:
     return is_stopped or self.observers.failure(is_over=False) is not None
 
   def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
-    """Evaluates or decodes the inputs for which this was not done at this step yet, until a signal ends the run."""
+    """Evaluates or decodes each input, unless that is done for this step already, or a signal ends the run."""
     self.directory.check()
     for observer in self.observers:
       observer.on_pause(run, 'evaluate')

@@ -149,7 +149,7 @@ class Watch(Observer):
       run.line(f'step {run.step} of {total}: saved in {where}{all_taken}')
 
   def figures(self) -> dict[str, float]:
-    """Returns figures for the summaries of a step; `speed/input_wait` is the waiting share since the last call."""
+    """Returns figures for summaries; `speed/input_wait` is the share of time since the last call spent waiting."""
     now, before = self._goodput.seconds(), self._at_figures
     self._at_figures = now
     spent = {name: now[name] - before.get(name, 0.0) for name in ('productive', 'waiting')}
