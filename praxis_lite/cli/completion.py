@@ -130,7 +130,7 @@ def _flags() -> CommandFlags:
 
 
 def make_command(commands: Mapping[str, Command]) -> Command:
-  """Returns the command that completes `commands`."""
+  """Returns the command `completion` for these commands."""
   return Command(
     'completion',
     'print a script for completion in bash or zsh',

@@ -235,7 +235,7 @@ def _report_failure(command: str, message: str, code: int = UserError.exit_code)
 
 
 def _bare_flag(argument: str, command: Command) -> str:
-  """Returns the name of the flag that a positional argument sets, such as 'exp' or 'job_log_dir'; '' for none."""
+  """Returns the flag that a positional argument sets, such as 'exp' or 'job_log_dir'; '' if it sets none."""
   if command.bare != 'exp':
     return command.bare
   if os.path.isdir(argument):

@@ -55,7 +55,7 @@ def _group(group: RunGroup, folder: str) -> Mapping[str, object]:
 
 
 def _points(metrics: MetricsTable, name: str) -> list[list[float]]:
-  """Returns the finite points (step, value) of a curve; if they are more than `_MOST_POINTS`, means of neighbours."""
+  """Returns the finite points (step, value) of a curve; averages neighbours if there are more than `_MOST_POINTS`."""
   steps, values = metrics.curve(name)
   finite = np.isfinite(values)
   parts = min(_MOST_POINTS, int(finite.sum()))

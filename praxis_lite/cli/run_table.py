@@ -98,7 +98,7 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
 
 
 def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: int) -> int:
-  """Returns how many columns to show: those that fit into `width`; if it is None, all up to a limit."""
+  """Returns how many columns to show: those that fit into `width`, or all up to a limit if `width` is None."""
   if width is None:
     return min(len(rows[0]), len(_FIXED) + max(_MOST_FIELDS, needed))
   used = -2

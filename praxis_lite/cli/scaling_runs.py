@@ -110,7 +110,7 @@ def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> Finis
 
 
 def _last_loss(state: RunState, metric: str) -> tuple[int, float]:
-  """Returns the last value of a metric, and its step; for the training loss, a mean."""
+  """Returns the last step with a metric, and its value there; for the training loss, the mean of the last steps."""
   assert state.num_steps is not None
   names = [metric] if metric in state.metrics else fnmatch.filter(state.metrics, metric)
   if not names:

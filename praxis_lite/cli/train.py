@@ -35,7 +35,7 @@ def _run(values: flags.FlagValues) -> int:
   job = _find_job(*hosts)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
     if job is None and not values.elastic:
-      config.task.instantiate().create_mesh()  # Missing devices are an error before the verification takes time.
+      config.task.instantiate().create_mesh()  # Reports missing devices before the verification takes time.
     startup.mark('import')
     verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
     startup.mark('verify')

@@ -135,7 +135,7 @@ def check_range(
   above: float | None = None,
   below: float | None = None,
 ) -> None:
-  """Raises a RangeError that names the field `where` if `value`, or an entry of it, is out of range; None never is."""
+  """Raises a RangeError that names the field `where` if `value`, or an entry of it, is out of range; accepts None."""
   values = value if isinstance(value, Sequence) else [] if value is None else [value]
   limits = [
     *([] if least is None else [(f'at least {least}', lambda x: x >= least)]),

@@ -250,7 +250,7 @@ def file_error(error: OSError) -> UserError | None:
   file = next(
     (os.fsdecode(f) for f in (error.filename2, error.filename) if isinstance(f, str | bytes | os.PathLike)), ''
   )
-  if not file and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # A failed write does not name its file.
+  if not file and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # The error of a failed write names no file.
     return None
   remedy = _REMEDIES.get(error.errno or 0, '')
   if isinstance(error, PermissionError):

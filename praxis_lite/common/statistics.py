@@ -125,7 +125,7 @@ def compute_parts(
     real = None if real is None else real[..., None]
   real = jnp.ones((1,) * x.ndim, bool) if real is None else real.reshape((1,) * (x.ndim - real.ndim) + real.shape)
   axes = tuple(range(first, x.ndim))
-  # All entries of a row of the last dimensions count, or none does: rows are reduced before the mask, which is faster.
+  # In each row of the last dimensions, all entries count or none: rows are reduced before the mask, which is faster.
   rows = next((axis + 1 for axis in reversed(axes) if real.shape[axis] != 1), first)
   needed = dict.fromkeys(part for name in statistics for part in _NEEDS[name])
   reduced = [part for part in needed if part in _REDUCTIONS]

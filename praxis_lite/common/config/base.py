@@ -183,7 +183,7 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 
 
 def _missing_hint(build: Any, field: str) -> str:
-  """Returns the end of a message about a field without a value: how to set it, if `build._how_to_set` tells, or how to
+  """Returns the end of a message about a field without a value: how to set it, if `build._how_to_set` has it, or how to
   declare it, if it may be meant as a child; otherwise ''.
   """
   hint = field_type_hints(build).get(field)

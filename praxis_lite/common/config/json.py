@@ -244,7 +244,7 @@ def _reference(value: object, path: str) -> str:
 
 
 def _dtype(dtype: np.dtype, path: str) -> str:
-  for name in (dtype.name, dtype.str):  # Only the second has the byte order; only the first has names like bfloat16.
+  for name in (dtype.name, dtype.str):  # Only `str` has the byte order; only `name` is right for bfloat16.
     with contextlib.suppress(ValueError, AttributeError):
       if plain_dtype(name) == dtype:
         return name

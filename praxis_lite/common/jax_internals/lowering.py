@@ -88,7 +88,7 @@ def sharding_rule_attribute(
 
 @contextlib.contextmanager
 def pretend_cudnn(version: int) -> Iterator[None]:
-  """Lets fused attention be traced without cuDNN, by giving JAX this version when it asks for cuDNN's."""
+  """Lets fused attention be traced without cuDNN, by telling JAX that cuDNN has this version."""
   module: Any = importlib.import_module(_FUSED_ATTENTION) if importlib.util.find_spec(_FUSED_ATTENTION) else None
   with replace_attribute(module, 'check_cudnn_version', lambda: version):
     yield

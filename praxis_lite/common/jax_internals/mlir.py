@@ -27,7 +27,7 @@ def run_passes(pipeline: str, root: ir.Operation) -> None:
   """
   with reading(f'the passes {pipeline}'):
     passes = PassManager.parse(pipeline)
-    passes.enable_verifier(False)  # It verifies the program after each pass, which takes longer than the passes.
+    passes.enable_verifier(False)  # Verifying the program after each pass takes longer than the passes.
   try:
     root.verify()
     passes.run(root)

@@ -24,7 +24,7 @@ import numpy as np
 from praxis_lite.common.jax_internals import reading
 
 _MODULE = 'jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel'
-# The products of queries x keys x dims that each kernel computes.
+# The number of products of queries x keys x dims that each kernel computes.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _replacing = threading.RLock()
 
