@@ -37,7 +37,7 @@ def global_mesh_defined() -> bool:
 def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
   """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which has its own mesh.
 
-  Returns `x` itself if the argument is None, or a spec and there is no mesh, or it has one device. The mesh need not
+  Returns `x` itself for None, and for a spec if there is no mesh or the mesh has one device. The mesh need not
   divide the dimensions. An UNCONSTRAINED dimension is left to the compiler. Inside `shard_map`, `x` is already one
   device's part along the mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven
   constraint does not split an array.

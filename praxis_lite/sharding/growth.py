@@ -32,7 +32,7 @@ class FanGrowth(NamedTuple):
 
   @property
   def kind(self) -> str:
-    """'hidden', 'output', 'input', or 'equal' if neither fan differs."""
+    """'hidden' if both fans differ, 'output' if only fan in does, 'input' if only fan out does, otherwise 'equal'."""
     if self.fan_in != 1:
       return 'output' if self.fan_out == 1 else 'hidden'
     return 'equal' if self.fan_out == 1 else 'input'

@@ -26,7 +26,7 @@ from praxis_lite.common.jax_internals.devices import abstract_device, mesh_platf
 P = ParamSpec('P')
 T = TypeVar('T')
 
-# An ICI mesh shape as users may write it. 'auto' as a size is -1; 'auto' or -1 as the whole is (-1, 1, ...).
+# An ICI mesh shape as users may write it. The size 'auto' means -1; the shape 'auto' or -1 means (-1, 1, ...).
 GivenMeshShape = tuple[int | str, ...] | str | int
 
 

@@ -85,7 +85,7 @@ def _pad_one(x: AnyArray, shape: HasShape | Sequence[int]) -> AnyArray:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be padded to {target}')
-  if isinstance(x, np.ndarray):  # It stays on the host, because it may not fit into the memory of one device.
+  if isinstance(x, np.ndarray):  # It stays on the host: it may not fit into the memory of one device.
     return np.pad(x, [(0, t - d) for d, t in zip(x.shape, target)])
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 

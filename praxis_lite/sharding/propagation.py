@@ -74,7 +74,7 @@ class Site:
     return _name(self.op, self._callers)
 
   def mend(self, what: str) -> bool:
-    """Records a change to the operands, `what`; returns False if it has been recorded before."""
+    """Records `what`, a change to the operands; returns False if it has been recorded before."""
     if what in self.mended:
       return False
     self.mended.append(what)
@@ -179,7 +179,7 @@ class Propagation:
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
       shapes: dict[ir.Type, tuple[int, ...]] = {}
-      manual: dict[object, set[str]] = {}  # By the operation that encloses others.
+      manual: dict[object, set[str]] = {}  # By the enclosing operation.
       for op in found:
         if op.name not in names:
           continue
