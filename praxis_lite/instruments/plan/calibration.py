@@ -153,7 +153,7 @@ def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, second
 
   run(1)
   times = 1
-  while (taken := run(times)) < seconds / 4:  # Also warms up.
+  while (taken := run(times)) < seconds / 4:  # The first run also warms up.
     times = min(times * 4, max(int(times * seconds / 2 / max(taken, 1e-9)), times + 1))
   times = max(int(times * seconds / taken), 1)
   return run(times) / times

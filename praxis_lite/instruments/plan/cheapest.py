@@ -107,7 +107,7 @@ class Option:
 
   @property
   def factors(self) -> TimeFactors | None:
-    """The range of the quotient of real and planned time, which is also that of money; None if not known."""
+    """The range of the ratio of real to planned time, and so of real to planned money; None if not known."""
     known, tokens = time_factors(self.topology, self.is_compiled), self.tokens_range
     if tokens == (1.0, 1.0):
       return known
@@ -269,7 +269,7 @@ class _Search:
   # ---------------------------------------------------------------- estimates
 
   def _estimate_all(self, offers: Sequence[Offer]) -> None:
-    """Estimates a setting for each offer, and more if it does not fit; offers with few chips come first."""
+    """Estimates a setting for each offer, in ascending order of chips; more settings if that one does not fit."""
     least, before = self._state_bytes(), dict[str, tuple[str, ...]]()
     given_up: dict[str, str] = {}
     first_error: UserError | None = None

@@ -277,7 +277,7 @@ def _compile(
 
 # Flags for programs that the GPU compiler refuses only because this machine has no GPU, by a part of its error.
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
-  # Since JAX 0.11, it asks the GPU for the scratch memory of CUB's sort. XLA's own sort replaces it.
+  # Since JAX 0.11, the compiler asks the GPU how much memory CUB's sort needs. XLA's own sort replaces CUB's.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},
   # Triton's kernels for products also transpose operands. On a GPU, the autotuner skips blocks that do not fit.
   # Without a GPU, blocks always have 64 rows, which do not fit 512 x 197 rows. cuBLAS replaces these kernels.

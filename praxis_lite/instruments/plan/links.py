@@ -101,7 +101,7 @@ class Links:
     return self._slowest_extent(groups).hops
 
   def _permute(self, pairs: DeviceGroups, operand_bytes: float) -> Traffic:
-    """Returns the traffic if every device sends to one other. On a ring, messages over h hops use each link h times."""
+    """Returns the traffic if each device sends to another. On a ring, messages over h hops use each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
     if not moving:
       return Traffic(0.0, 0.0, 0.0)

@@ -61,7 +61,7 @@ class StepKey:
   kind: str
 
   def is_same_step(self, other: StepKey) -> bool:
-    """Whether both have the same program: kinds of devices may differ in facts that tracing has never asked for."""
+    """Whether both keys are of the same program: kinds of devices may differ in facts that tracing never asked for."""
     if (self.platform, [*self.mesh.items()]) != (other.platform, [*other.mesh.items()]):
       return False
     try:
@@ -78,7 +78,7 @@ class LoweredSteps:
     self._steps: list[tuple[StepKey, LoweredStep]] = []
 
   def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
-    """Returns the step of a key; if the key is new, calls `lower` to make it. If the key is None, does not keep it."""
+    """Returns the step of a key; calls `lower` to make it if the key is new or None. A step for None is not kept."""
     known = None if key is None else next((step for other, step in self._steps if key.is_same_step(other)), None)
     if known is not None:
       return known

@@ -198,7 +198,7 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting; None if another setting gives the same program, as 'auto' and its choice.
+    """Returns an estimate of a setting; None if another setting gives the same program, such as the choice of 'auto'.
 
     For an invalid setting, returns None; with `must`, raises the error.
     """
@@ -288,7 +288,7 @@ class Correction:
     return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
 
   def expect(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
-    """Returns the corrected seconds and peak bytes, if XLA recomputes more when memory is nearly full."""
+    """Returns the corrected seconds and peak bytes, assuming that XLA recomputes more if memory is nearly full."""
     seconds, peak = self(estimate, setting)
     return seconds * _recomputing(peak / estimate.memory.capacity), peak
 

@@ -15,7 +15,7 @@ from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instr
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.training.slow_paths import SlowPath
 
-_LEAST = 0.01  # Of the time of a step: findings that take less are left out.
+_LEAST = 0.01  # Findings that take less than this share of a step are left out.
 _WEIGHTS = 'mdl_vars.'
 
 
