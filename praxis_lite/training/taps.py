@@ -157,7 +157,7 @@ class StepTaps:
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
 
   def check_parts(self, axes: Iterable[str]) -> None:
-    """Raises ConfigError if activations are tapped inside `shard_map` and layers are split over these axes."""
+    """Raises ConfigError if activations are tapped, and `axes`, over which `shard_map` splits layers, are not empty."""
     if self._activations and (split := sorted(axes)):
       raise ConfigError(
         f"tap {self._activations[0].text!r}: under task.partitioning='shard_map', the results of layers that are split "

@@ -110,7 +110,7 @@ def _bound_of_value(value: object) -> Bound:
 
 
 def _counts_up(body: core.Jaxpr, invar: int, outvar: int) -> bool:
-  """Whether the body of a loop adds 1 to a carried value, input `invar` and output `outvar` of the body."""
+  """Whether the body of a loop adds 1 to a carried value, which is its input `invar` and its output `outvar`."""
   counter, result = body.invars[invar], body.outvars[outvar]
   for equation in body.eqns:
     if equation.outvars[0] is result and equation.primitive.name == 'add':

@@ -346,7 +346,7 @@ def total_loss(losses: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
 
 
 def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()` if `condition`, otherwise `kept`, donated arrays in the same structure.
+  """Returns `changed()` if `condition`, otherwise `kept`. Both have the same structure; `kept` is donated.
 
   On a GPU, `where` chooses each element in the same pass that updates the array; with `cond`, XLA would copy every
   result, and move twice the bytes of all variables and slots. On other platforms, `cond` is used, which XLA updates in

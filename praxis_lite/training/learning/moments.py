@@ -63,7 +63,7 @@ def compress_moments(
     return optimizer
 
   def codecs(params: Any) -> tuple[list[_Codec | None], Any]:
-    """Returns a codec for each array of the state, None for uncompressed arrays, and the structure of the state."""
+    """Returns the codec of each array of the state (None: the array is not compressed), and the state's structure."""
     variables = leaves_by_path(params)
     state = jax.eval_shape(optimizer.init, params)
     found = []

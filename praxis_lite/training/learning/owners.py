@@ -307,7 +307,7 @@ def _change_groups(
   sizes: Mapping[str, int],
   placement: str,
 ) -> tuple[Matrices, Squares]:
-  """Applies `fn` to this device's shards of all variables; inside `shard_map`, unless there is one device."""
+  """Applies `fn` to this device's shards of all variables. Runs inside `shard_map`, or on one device."""
   matrices, squares = parts
   part_shapes = {path: x.shape for path, x in next(iter(matrices.values())).items()}
   changed, changed_squares = defaultdict[str, Arrays](dict), {name: PerSide({}, {}) for name in squares}
@@ -342,7 +342,7 @@ def _squares_of_side(squares: Squares, members: Mapping[Path, SplitMatrix], side
   found = {}
   for name, sides in squares.items():
     arrays = [matrix.turn(sides)[side].get(path) for path, matrix in members.items()]
-    if arrays[0] is not None:  # Whether a side has an array depends only on its size, which is equal in a group.
+    if arrays[0] is not None:  # Whether a side has a square array depends only on its size, which is equal in a group.
       found[name] = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
   return found
 

@@ -26,7 +26,7 @@ import numpy as np
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 
-_WIDEST = 0.28  # Just below 12^-1/2, the width of the mean of all steps, g = 0.
+_WIDEST = 0.28  # Just below 12^-1/2, the width of the mean of all steps (g = 0).
 
 
 def check_widths(widths: Sequence[float], where: str = 'learner.power_averages') -> None:

@@ -52,7 +52,7 @@ _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
-_SMALLEST = 3  # Even a part of a dimension of this size is larger than 1.
+_SMALLEST = 3  # A part of a dimension of this size still has several entries.
 _MAX_LOOP = 64
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')

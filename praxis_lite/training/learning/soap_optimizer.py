@@ -182,7 +182,7 @@ def _refresh(
 
 
 def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
-  """Returns a side with a new basis, [N, m, m], and the order of the basis's columns, [N, m]; for {}, ({}, None)."""
+  """Returns a side with a new basis, [N, m, m], and the order of its columns, [N, m]; for the side {}, ({}, None)."""
   if not side:
     return side, None
   statistics, basis = side['statistics'], side['bases']

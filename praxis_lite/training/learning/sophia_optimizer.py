@@ -23,7 +23,7 @@ from praxis_lite.common.errors import check_range
 
 
 class SophiaState(NamedTuple):
-  """The state of `sophia`: the number of steps, int32; m and h."""
+  """The state of `sophia`: the number of steps, int32, and m and h (see above) of all variables."""
 
   num_steps: jax.Array
   momentum: Any
