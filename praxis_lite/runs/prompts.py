@@ -213,7 +213,7 @@ class Sampling(TypedDict, total=False):
 _OF_SPECULATION = ('lookup', 'draft_tokens')
 # Settings that a `Sampler` does not have.
 OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty', 'early_stopping')
-_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Their fields have other names.
+_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Fields with other names.
 
 
 def check_decodes(task: Config) -> None:

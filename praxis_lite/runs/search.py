@@ -89,7 +89,7 @@ class SearchRange:
     return FloatDistribution(self.low, self.high, log=self.kind == 'log')
 
   def round(self, value: Any) -> Any:
-    """Returns a drawn number, rounded to the digits in the names of runs if it then still is in the range."""
+    """Returns a drawn number, rounded to the digits in the names of runs, unless that puts it out of the range."""
     short = float(f'{value:.4g}') if isinstance(value, float) else value
     return short if self.kind == 'choice' or self.low <= short <= self.high else value
 

@@ -29,8 +29,8 @@ class Ledger:
   """The results in a folder.
 
   Args:
-    output: its path or URL.
-    plan: its plan.
+    output: the path or URL of the folder.
+    plan: the plan of the results.
     folder: the folder, opened.
 
   Attributes:

@@ -165,7 +165,7 @@ class EmergencyCopies:
     """
     said = self.settle()
     if self._process == 0 and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # Restarts find copies by this file; the next copy tries again.
+      with contextlib.suppress(OSError):  # The next copy tries again. Restarts need the file to find copies.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     record = {**self._about, **snapshot._asdict(), 'start': self._start}
     shards = shards_of(record.pop('state'))
@@ -177,7 +177,7 @@ class EmergencyCopies:
   def settle(self) -> str:
     """Waits until all processes have written the last copy; then removes older copies, or an incomplete last one.
 
-    Returns a line to print, or ''.
+    Returns a line to print if problems have begun, changed or ended; otherwise ''.
     """
     if self._writing is None:
       return ''

@@ -14,7 +14,7 @@ from praxis_lite.runs.records.runs import RunState, format_number
 
 
 class RunGroup(NamedTuple):
-  """The runs of one experiment and one class of models; or all runs for which there is no second run of this kind.
+  """The runs of one experiment and one class of models; or all runs that are the only ones of their kind.
 
   Attributes:
     title: the experiment and the class of the model.
@@ -91,7 +91,7 @@ def group_runs(
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs; an experiment recorded only by its file gets its full name if `runs` has just one for the file."""
+  """Yields the runs. An experiment recorded only by its file gets its full name if `runs` has just one in that file."""
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run

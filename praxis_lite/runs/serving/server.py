@@ -139,7 +139,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc, unused-ignore]
-  """Uvicorn's server, but it does not raise the signal that ended it again afterwards."""
+  """Uvicorn's server, which after a signal has ended it does not raise the signal again."""
 
   def end(self) -> None:
     """Ends the server, as a signal would."""
