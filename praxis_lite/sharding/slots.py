@@ -107,7 +107,7 @@ def slot_origins(
 
 
 def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
-  """Returns the longest path of a parameter with which `path` ends, ignoring final indices: `w` for `mu.w.0`; or None."""
+  """Returns the longest parameter path in which `path` ends, ignoring final indices (`w` for `mu.w.0`); or None."""
   for end in range(len(path), -1, -1):
     for start in range(end + 1):
       if path[start:end] in params:
