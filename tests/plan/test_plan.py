@@ -186,11 +186,8 @@ def test_the_key_of_a_program_knows_no_addresses_and_the_chip(monkeypatch):
 
   def key(text, topology='h100:8', flags=NO_FLAGS):
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(id=0)]))
-    lowered, step = (
-      types.SimpleNamespace(as_text=lambda debug_info=False: text),
-      types.SimpleNamespace(mesh=mesh, flags=flags),
-    )
-    return compilers._key(lowered, step, parse_topology(topology), ())
+    lowered, step = types.SimpleNamespace(as_text=lambda debug_info=False: text), types.SimpleNamespace(mesh=mesh)
+    return compilers._key(lowered, step, flags, parse_topology(topology), ())
 
   first = key(rule.replace('NUMBER', '140110625912144'))
   assert key(rule.replace('NUMBER', '140040091481552')) == first
@@ -294,6 +291,17 @@ class Program:
     if not self.is_readable:
       raise RuntimeError('async-update instruction should have 1 operands but sees 2')
     return 'the step, without'
+
+
+def test_the_plan_of_a_train_step_on_one_gpu_has_the_products_that_the_gpu_would_choose():
+  def flags(topology, **given):
+    step = types.SimpleNamespace(flags=XlaFlags({'xla_gpu_other': 1}, given))
+    return compilers.flags_of_plan(step, parse_topology(topology)).all
+
+  cublas = {'xla_gpu_enable_triton_gemm': False}
+  assert flags('h200:1') == cublas | {'xla_gpu_other': 1}
+  assert flags('h200:1', xla_gpu_enable_triton_gemm=True) == {'xla_gpu_enable_triton_gemm': True, 'xla_gpu_other': 1}
+  assert flags('h200:2') == flags('cpu:1') == flags('v5e:1x1') == {'xla_gpu_other': 1}
 
 
 def test_without_a_gpu_sorts_and_products_are_compiled_without_what_would_ask_one():

@@ -185,6 +185,7 @@ def compile_step(
   topology: Topology,
   *,
   layers: Sequence[str] = (),
+  flags: XlaFlags | None = None,
   cache: Path | None = None,
   elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
@@ -194,6 +195,7 @@ def compile_step(
   Args:
     step: a step on a mesh of the devices of `topology`.
     layers: paths of the layers of the model.
+    flags: compiler flags; None means those of the step.
     cache: a directory of compiled programs; None disables the cache.
     elsewhere: makes another process compile the step into the cache; called if the step is not there.
     report: called with the name of each stage as it begins: 'tracing', 'compiling'.
@@ -202,9 +204,10 @@ def compile_step(
     CompileError: the compiler refuses the step, or runs out of memory.
   """
   report('tracing')
+  flags = step.flags if flags is None else flags
   with pretend_cudnn_for_plans():
     lowered = step.lower()
-  file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
+  file = None if cache is None else cache / f'{_key(lowered, step, flags, topology, layers)}.json.gz'
   if kept := _read(file):
     return kept
   report('compiling')
@@ -215,7 +218,7 @@ def compile_step(
   start = time.perf_counter()
   try:
     with collected_log() as log, _names_in_cache_key():
-      compiled, text, added = _compile(lowered, step.flags, topology)
+      compiled, text, added = _compile(lowered, flags, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for any failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
@@ -310,14 +313,27 @@ def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.sta
 _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 
 
-def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
+def flags_of_plan(step: PartitionedStep, topology: Topology) -> XlaFlags:
+  """Returns the flags for the plan of a train step.
+
+  With whole logits, as on a single GPU, XLA chooses cuBLAS for the products of the head, because it measures both
+  cuBLAS and Triton; cuBLAS needs the gradient of the logits as an array. Without a GPU, XLA would choose Triton.
+  """
+  if topology.target.kind != 'gpu' or topology.num_devices > 1:
+    return step.flags
+  return step.flags._replace(defaults={'xla_gpu_enable_triton_gemm': False, **step.flags.defaults})
+
+
+def _key(
+  lowered: jax.stages.Lowered, step: PartitionedStep, flags: XlaFlags, topology: Topology, layers: Sequence[str]
+) -> str:
   """Returns a cache key: a hash of everything that a compiled program depends on, and of the paths of layers."""
   digest = hashlib.sha256()
   versions = [f'{name} {version_of(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
   chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
-  flags = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(step.flags.all.items()))] if step.flags.all else [])]
-  for part in (topology.name, *chip, *versions, *layers, str(order), *flags):
+  given = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(flags.all.items()))] if flags.all else [])]
+  for part in (topology.name, *chip, *versions, *layers, str(order), *given):
     digest.update(part.encode() + b'\0')
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   digest.update(repr(find_expected_trips(lowered.as_text(debug_info=True))).encode())

@@ -30,6 +30,7 @@ from praxis_lite.instruments.plan.compilers import (
   CompileError,
   compile_step,
   devices_of,
+  flags_of_plan,
   missing_compiler,
   places_of,
   pretend_cudnn_for_plans,
@@ -219,8 +220,10 @@ class _Planner:
     padding = [*_padding(partitioned), *_exchanges(partitioned)]
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     paths = [path_name(layer.path) for layer in self._layers]
+    train_step = partitioned.train_step
+    flags = flags_of_plan(train_step, topology)
     step = compile_step(
-      partitioned.train_step, topology, layers=paths, cache=cache, elsewhere=elsewhere, report=self._report
+      train_step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self._report
     )
     program = parse(step.text)
     cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=names, hidden=self._hidden)
