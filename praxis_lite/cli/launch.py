@@ -1,6 +1,6 @@
 """`praxis-lite launch`: trains in several processes on this machine, and restarts them if one dies.
 
-With --jobset, it prints a JobSet that starts them on a Kubernetes cluster instead.
+With --jobset, it prints a JobSet that starts them on a Kubernetes cluster instead; with --skypilot, a SkyPilot task.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _IMPORTS = (
   *('praxis_lite.checkpoints.orbax.handlers', 'praxis_lite.experiments.lm'),
 )
 
+_OF_JOBSETS = ('volume_claim', 'resource')
+_OF_SKYPILOT = ('accelerators', 'spot', 'volume')
+_OF_MANIFESTS = ('image', 'name', *_OF_JOBSETS, *_OF_SKYPILOT)
+
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runs.cluster.launch import Launcher, launched_command
@@ -35,9 +39,13 @@ def _run(values: flags.FlagValues) -> int:
   if values.min_processes is not None and values.min_processes > values.processes:
     raise UserError(f'--min_processes={values.min_processes} is more than --processes={values.processes}')
   command = launched_command(values.train, devices=values.devices, elastic=values.min_processes is not None)
-  if values.jobset:
-    _print_jobset(values)
+  if values.jobset and values.skypilot:
+    raise UserError('--jobset and --skypilot: give one of them')
+  if values.jobset or values.skypilot:
+    _print_manifest(values)
     return 0
+  if given := next((name for name in _OF_MANIFESTS if values[name].present), None):
+    raise UserError(f'--{given} needs --jobset or --skypilot')
   return Launcher(
     command,
     values.processes,
@@ -61,28 +69,44 @@ def _directory(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _print_jobset(values: flags.FlagValues) -> None:
+def _print_manifest(values: flags.FlagValues) -> None:
   from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.runs.cluster.jobset import jobset, parse_resources
+  from praxis_lite.runs.cluster.skypilot import skypilot_task
   from praxis_lite.runs.loop.job import check_configs
 
   if not values.image:
     raise UserError('--image is missing: name an image that contains praxis_lite and the experiment')
   given = _train_flags(values.train[1:])
   if not given.job_log_dir:
-    raise UserError('--job_log_dir is missing after --: a directory on a volume that all pods see')
+    raise UserError('--job_log_dir is missing after --: a directory on a volume that all processes see')
+  if other := next((name for name in (_OF_SKYPILOT if values.jobset else _OF_JOBSETS) if values[name].present), None):
+    raise UserError(f'--{other} is not for {"--jobset" if values.jobset else "--skypilot"}')
   leave_accelerators_alone()
   check_configs({given.exp or given.job_log_dir: configured_experiment(given)})
-  manifest = jobset(
-    values.name or _name_of(given.exp or given.job_log_dir),
-    values.image,
-    ['praxis-lite', *values.train],
-    values.processes,
-    max_restarts=values.max_restarts,
-    grace_s=int(given.grace_s or 30) + 5,
-    resources=parse_resources(values.resource),
-    volume_claim=values.volume_claim,
-  )
+  name, command = values.name or _name_of(given.exp or given.job_log_dir), ['praxis-lite', *values.train]
+  if values.jobset:
+    manifest = jobset(
+      name,
+      values.image,
+      command,
+      values.processes,
+      max_restarts=values.max_restarts,
+      grace_s=int(given.grace_s or 30) + 5,
+      resources=parse_resources(values.resource),
+      volume_claim=values.volume_claim,
+    )
+  else:
+    manifest = skypilot_task(
+      name,
+      values.image,
+      command,
+      values.processes,
+      max_restarts=values.max_restarts,
+      accelerators=values.accelerators,
+      spot=values.spot,
+      volume=values.volume,
+    )
   print(json.dumps(manifest, indent=2))
 
 
@@ -121,16 +145,21 @@ def _flags() -> CommandFlags:
   stop = 'After Ctrl-C or SIGTERM, seconds that all processes have to save and end before they are killed.'
   values.add_number('stop_within_s', stop, '120', 600, least=0)
   values.add_switch('jobset', 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing.')
-  values.add_text('image', 'With --jobset: the container image.', 'registry.example/lm:1')
-  values.add_text('name', 'With --jobset: name of the JobSet; by default made from the name of the experiment.', 'lm')
+  values.add_switch('skypilot', 'Print a task for SkyPilot, for sky jobs launch, and start nothing.')
+  values.add_text('image', 'With --jobset or --skypilot: the container image.', 'registry.example/lm:1')
+  name = 'With --jobset or --skypilot: name of the job; by default made from the name of the experiment.'
+  values.add_text('name', name, 'lm')
   values.add_text('volume_claim', 'With --jobset: the PersistentVolumeClaim to mount at /runs.', 'runs')
   values.add_texts('resource', 'With --jobset: a resource that each pod needs.', 'nvidia.com/gpu=8')
+  values.add_text('accelerators', 'With --skypilot: the accelerators of each node.', 'H100:8')
+  values.add_switch('spot', 'With --skypilot: take nodes that the cloud may take back.')
+  values.add_text('volume', 'With --skypilot: the volume to mount at /runs.', 'runs')
   return values
 
 
 COMMAND = Command(
   'launch',
-  'train in several processes here; or print a JobSet',
+  'train in several processes here, or print a job',
   'train in several processes on this machine, each in the place of a host, with simulated or real devices. Each line '
   'of output begins with the name of its process. After Ctrl-C or SIGTERM, all processes save the same step. If a '
   'process dies, or exits with 75 because another one was lost, all are restarted and resume from the last '

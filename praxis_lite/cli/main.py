@@ -41,6 +41,7 @@ from praxis_lite.cli import (
   show,
   status,
   sweep,
+  tokenize_files,
   train,
   verify,
 )
@@ -61,6 +62,7 @@ _MODULES = (
   plan,
   verify,
   coordinate_check,
+  tokenize_files,
   train,
   status,
   replay,

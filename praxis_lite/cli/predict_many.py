@@ -7,17 +7,27 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from absl import flags
-
+from praxis_lite.cli.adapter_flags import (
+  add_adapters_flag,
+  folders_of_adapters,
+  identities_of_adapters,
+  read_adapters,
+)
 from praxis_lite.cli.command import configured_run
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
+from praxis_lite.cli.shards import (
+  add_process_flags,
+  check_process_flags,
+  command_line,
+  compute_shards,
+  output_folder,
+)
 from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.files import is_url
 
 if TYPE_CHECKING:
   from praxis_lite.runs.bulk.job import ShardJob
-  from praxis_lite.runs.bulk.ledger import Ledger
+  from praxis_lite.runs.bulk.results import ResultLedger
   from praxis_lite.training.experiment import ExperimentConfig
 
 _OF_GENERATION = ('max_tokens', 'temperature', 'top_k', 'top_p', 'stop')
@@ -57,9 +67,8 @@ def _add_flags(values: CommandFlags) -> None:
     'shard_rows', 'Rows of a file of --output; an interruption loses unfinished files.', 10_000, 1000, least=1
   )
   values.add_integer('max_bad_rows', 'Number of rows that may fail; their result says why.', 10, 0, least=0)
-  values.add_integer('processes', 'Number of processes on this machine, or with --ray of actors.', 4, 1, least=1)
-  values.add_integer('process_index', 'Only do the part of this process, from 0, of the --processes.', 0, least=0)
-  values.add_switch('ray', 'Compute with actors of Ray Data.')
+  add_process_flags(values)
+  add_adapters_flag(values, "The value 'adapter' of a row names it.")
   values.add_integer('max_tokens', 'To generate: tokens after a prompt; by default as in the config.', 200, least=1)
   values.add_number('temperature', 'To generate: by default as in the config.', '0.8')
   top_k = 'To generate: by default as in the config. To teach: tokens to store, by default 32.'
@@ -70,42 +79,26 @@ def _add_flags(values: CommandFlags) -> None:
 
 def predict_many(values: CommandFlags) -> int:
   """Runs the command; returns its exit code."""
-  if not values.input or not values.output:
-    raise UserError('--input and --output belong together, as in --input=data/*.jsonl --output=predicted')
+  check_process_flags(values)
   if values.files:
     raise UserError(f'{values.files[0]}: with --output, name files by --input')
-  if values.process_index is not None and values.process_index >= values.processes:
-    raise UserError(f'--process_index={values.process_index}: expected less than --processes={values.processes}')
   generates = [f'--{name}' for name in _OF_GENERATION if values[name].present]
   if values.what == 'teach':
     generates = [flag for flag in generates if flag != '--top_k']
   if generates and values.what != 'generate':
     raise UserError(f'{generates[0]} is a setting of --what=generate')
 
-  if values.ray and values.process_index is not None:
-    raise UserError('--process_index is for processes that are started one by one; with --ray, leave it out')
-
   from praxis_lite.runs.bulk.kept_values import check_keep
-  from praxis_lite.runs.bulk.processes import end_without_parent, run_processes
 
   check_keep(values.keep, values.what)
   config, job_log_dir = configured_run(values)
   ledger = _open_ledger(values, config, job_log_dir)
-  left = ledger.remaining_shards()
-  done = len(ledger.plan.shards) - len(left)
-  if done and values.process_index is None:
-    print(f'{done} of {number_of(len(ledger.plan.shards), "shard")} are finished; going on with the rest', flush=True)
-  if left and values.ray:
-    from praxis_lite.runs.bulk.on_ray import run_on_ray
 
-    run_on_ray(functools.partial(make_worker, _arguments(values)), left, values.processes)
-  elif left and values.processes > 1 and values.process_index is None:
-    run_processes(['predict', *_arguments(values)], sorted({number % values.processes for number in left}))
-  elif left:
-    own = [number for number in left if number % values.processes == (values.process_index or 0)]
-    if own:
-      _make_job(values, config, job_log_dir, ledger).run(own, end_without_parent)
-  if values.process_index is not None:
+  def run(shards: Sequence[int], check: Callable[[], object]) -> None:
+    _make_job(values, config, job_log_dir, ledger).run(shards, check)
+
+  in_actors = functools.partial(make_worker, command_line(values))
+  if not compute_shards('predict', values, ledger, run, in_actors, uses_gpus=True):
     return 0
   counts = ledger.check_complete()
   bad = f', {number_of(counts.bad, "bad one")}' if counts.bad else ''
@@ -124,16 +117,14 @@ def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
   return lambda number: job.run([number])
 
 
-def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: str) -> Ledger:
+def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: str) -> ResultLedger:
   from praxis_lite.checkpoints.checkpointer import Checkpointer
   from praxis_lite.checkpoints.contents import read_checkpoint_record
   from praxis_lite.checkpoints.retention import step_folder
   from praxis_lite.checkpoints.seal import SEAL
   from praxis_lite.common.config.text import fields_of, to_text
   from praxis_lite.common.foreign_text import is_secret, remove_secrets
-  from praxis_lite.runs.bulk.ledger import Ledger
-  from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
-  from praxis_lite.runs.cluster.object_store import ObjectStore
+  from praxis_lite.runs.bulk.results import ResultLedger
 
   checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=values.on_damage)
   try:
@@ -149,12 +140,12 @@ def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: st
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
     **({name: values[name].value for name in _OF_GENERATION} if values.what == 'generate' else {}),
     **({'top_k': values.top_k} if values.what == 'teach' else {}),
+    **identities_of_adapters(folders_of_adapters(values.adapters)),
   }
-  folder = StoredFolder(ObjectStore(values.output, '--output')) if is_url(values.output) else LocalFolder(values.output)
-  return Ledger.open(values.output, folder, values.input, settings, values.shard_rows)
+  return ResultLedger.open(values.output, output_folder(values.output), values.input, settings, values.shard_rows)
 
 
-def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: Ledger) -> ShardJob:
+def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, ledger: ResultLedger) -> ShardJob:
   from praxis_lite.runs.bulk.job import ShardJob
   from praxis_lite.runs.bulk.kinds import Generation, make_compute
   from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
@@ -164,18 +155,9 @@ def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, 
   ema: Literal['evaluate', 'decode'] = 'decode' if values.what == 'generate' else 'evaluate'
   config = use_kept_vocabulary(config, job_log_dir)
   model = restore_model(config, job_log_dir, step=step, seed=values.seed, on_damage=values.on_damage, use_ema=ema)
+  if folders := folders_of_adapters(values.adapters):
+    model = model.attach_adapters(read_adapters(folders, model, values.trust))
   generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}
   generation |= {'top_k': values.top_k, 'top_p': values.top_p, 'stop': values.stop, 'seed': values.seed}
   compute = make_compute(model, values.what, values.batch_size, generation, values.keep)
   return ShardJob(ledger, compute, batch_size=values.batch_size, keep=values.keep, most_bad=values.max_bad_rows)
-
-
-def _arguments(values: CommandFlags) -> list[str]:
-  """Returns the command line of `predict` with the same flags, without the name of the program."""
-  found = list[str]()
-  for flag in values.list_flags():
-    if flag.present and isinstance(flag, flags.BooleanFlag):
-      found.append(f'--{"" if flag.value else "no"}{flag.name}')
-    elif flag.present:
-      found += [f'--{flag.name}={value}' for value in (flag.value if isinstance(flag.value, list) else [flag.value])]
-  return found

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from absl import flags
 
+from praxis_lite.cli.adapter_flags import add_adapters_flag, folders_of_adapters, read_adapters
 from praxis_lite.cli.command import Command, configured_run, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, add_on_damage, run_flags
-from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
-
-if TYPE_CHECKING:
-  from praxis_lite.common.config import Config
-  from praxis_lite.common.trees import NestedDict
-  from praxis_lite.runs.trained import TrainedModel
+from praxis_lite.common.errors import ConfigError, UserError
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -27,7 +21,12 @@ def _run(values: flags.FlagValues) -> int:
     raise ConfigError("serve needs praxis_lite[serve]: pip install 'praxis_lite[serve]'") from None
   config, job_log_dir = configured_run(values)
   name = values.name or os.path.basename(os.path.abspath(job_log_dir))
-  folders = _folders_of_adapters(values.adapters, name)
+  folders = folders_of_adapters(values.adapters)
+  if name in folders:
+    raise UserError(
+      f'--adapters={name}={folders[name]}: the served model is called {name}, too, so no request could name this '
+      'adapter; give it another name, or set --name'
+    )
 
   from praxis_lite.runs.prompts import check_decodes
   from praxis_lite.runs.records.run_inputs import use_kept_vocabulary
@@ -48,7 +47,7 @@ def _run(values: flags.FlagValues) -> int:
     print(f'note: prompts and answers are tokens: {error}', file=sys.stderr)
     tokenizer = None
   if folders:
-    model = model.attach_adapters(_read_adapters(folders, model, values.trust))
+    model = model.attach_adapters(read_adapters(folders, model, values.trust))
   batcher = model.batcher(
     rows=values.rows,
     max_length=values.max_length,
@@ -69,57 +68,13 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _folders_of_adapters(given: Sequence[str], served: str) -> dict[str, str]:
-  """Returns the folder of each adapter by its name, from texts 'name=folder'; `served` is the name of the model."""
-  found: dict[str, str] = {}
-  for text in given:
-    name, _, folder = text.partition('=')
-    if not (name and folder):
-      raise UserError(f'--adapters={text}: expected a name and a folder, such as --adapters=poems=runs/poems')
-    if name in found:
-      raise UserError(f'--adapters={text}: there is an adapter {name} already')
-    if name == served:
-      raise UserError(
-        f'--adapters={text}: the served model is called {name}, too, so no request could name this adapter; give it '
-        'another name, or set --name'
-      )
-    found[name] = folder
-  return found
-
-
-def _read_adapters(
-  folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str]
-) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written."""
-  from praxis_lite.bridges.hf import read_adapter
-  from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
-  from praxis_lite.layers import Lora
-  from praxis_lite.runs import open_run
-  from praxis_lite.runs.serving.run_adapters import read_run_adapter
-
-  found: dict[str, tuple[Config, NestedDict]] = {}
-  for name, folder in folders.items():
-    with prefix_errors(f'--adapters={name}={folder}'):
-      if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
-        found[name] = read_run_adapter(open_run(folder, trusted=trusted), model)
-      elif (kind := kind_in_folder(folder)) is Lora:
-        found[name] = read_adapter(folder, model.config.task.model)
-      else:
-        raise ConfigError(
-          f'it is an adapter of {kind.__name__}; DoRA and IA3 cannot be combined on one base, only LoRA; serve a run '
-          'that has merged it'
-        )
-  return found
-
-
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of requests without one; by default each draws its own.', restores=True)
   add_on_damage(values)
   values.add_text('host', 'Address to serve at; by default only for this machine.', '0.0.0.0', '127.0.0.1')
   values.add_integer('port', 'Port to serve at; 0 takes a free one.', 8080, 8000, least=0, most=65535)
   values.add_text('name', 'Name of the model; by default that of the directory.', 'my-model')
-  adapter = 'Name and folder of an adapter: a run with LoRA, or what peft has written. Requests name it as their model.'
-  values.add_texts('adapters', adapter, 'poems=runs/poems')
+  add_adapters_flag(values, 'Requests name it as their model.')
   values.add_integer('rows', 'Number of requests that are decoded at the same time.', 16, 8, least=1)
   longest = (
     'Most tokens of a prompt and its continuation; with an encoder-decoder, of a source, and of its text. By default '

@@ -29,6 +29,7 @@ from praxis_lite.inputs.synthetic import (
 from praxis_lite.inputs.tables import Column, TableInput
 from praxis_lite.inputs.text import TextInput, stdlib_files
 from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
+from praxis_lite.inputs.tokenized import TokenizedInput
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, CharTokenizer, SentencePieceTokenizer
 from praxis_lite.inputs.wav_files import read_wav, write_wav
 
@@ -67,6 +68,7 @@ __all__ = [
   'TFRecordInput',
   'TableInput',
   'TextInput',
+  'TokenizedInput',
   'pack_prompts',
   'read_wav',
   'stdlib_files',

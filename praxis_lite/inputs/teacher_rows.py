@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from praxis_lite.common.errors import DataError, check_range, first_line
-from praxis_lite.common.files import parse_json, parse_json_line, user_path
+from praxis_lite.common.files import parse_json_line, user_path
 from praxis_lite.inputs.files import read_file
 from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.shard_folders import read_shard_folder
 
 _FIELDS = {'ids': np.int32, 'teacher_ids': np.int32, 'teacher_log_probs': np.float32}
 
@@ -40,7 +41,8 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
     ConfigError: `seq_len` is less than 1.
   """
   check_range('seq_len', seq_len, least=1)
-  examples = [example for file in _complete_parts(user_path(path)) for example in _read_part(file)]
+  parts = read_shard_folder(user_path(path), 'predict', 'jsonl').parts
+  examples = [example for file in parts for example in _read_part(file)]
   if not examples:
     raise DataError(f'{path} has no rows that could be taught')
   K = examples[0]['teacher_ids'].shape[1]
@@ -61,24 +63,6 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
     for name in ('teacher_ids', 'teacher_log_probs'):
       rows[name][n, :size] = example[name][:size]
   return rows
-
-
-def _complete_parts(folder: Path) -> list[Path]:
-  """Returns the files of results in a folder; raises DataError if the plan or a file is missing or damaged."""
-  plan = folder / 'plan.json'
-  if not plan.is_file():
-    raise DataError(f'{folder} has no plan.json; expected a folder that `praxis-lite predict --output` has written')
-  try:
-    number = len(parse_json(read_file(str(plan), str(folder)))['shards'])
-  except (ValueError, TypeError, KeyError) as error:
-    raise DataError(f'{plan} is damaged, {type(error).__name__}: {first_line(error)}') from None
-  parts = [folder / f'part-{i:05d}.jsonl' for i in range(number)]
-  if missing := [part.name for part in parts if not part.is_file()]:
-    raise DataError(
-      f'{folder}: {len(missing)} of {number} parts are missing, such as {missing[0]}; run `praxis-lite predict` to its '
-      'end, with --format=jsonl'
-    )
-  return parts
 
 
 def _read_part(file: Path) -> list[dict[str, np.ndarray]]:

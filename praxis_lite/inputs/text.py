@@ -233,7 +233,7 @@ class TextInput(RecordsInput, RandomAccessInput):
     data = b''
     try:
       data = read_file(file, where)
-      self._check_text(data, file, where)
+      check_text(data, self.tokenizer, file, where)
       return data
     except DataError as error:
       if not self.skips:
@@ -245,21 +245,22 @@ class TextInput(RecordsInput, RandomAccessInput):
     separator, kept = self.document_separator.encode(), []
     for number, document in enumerate(data.split(separator)):
       try:
-        self._check_text(document, file, where)
+        check_text(document, self.tokenizer, file, where)
         kept.append(document)
       except DataError as error:
         self.leave_out(BadRecord(file, f'document {number}', str(error).removeprefix(f'{where}: ')))
     return separator.join(kept)
 
-  def _check_text(self, data: bytes, file: str, where: str) -> None:
-    """Raises DataError if the tokenizer cannot read the content of `file`."""
-    if not self.tokenizer.is_byte_level:
-      check_utf8(data, file, where)
-    elif 0 in self.tokenizer.special_ids and (at := data.find(b'\0')) >= 0:
-      raise DataError(
-        f'{where}: {file} is not a file of text: byte {at} is 0, which ends documents; to train on any bytes, set '
-        'bos_id, eos_id and pad_id of tokenizer_tpl to 256, 257 and 258'
-      )
+
+def check_text(data: bytes, tokenizer: BaseTokenizer, file: str, where: str) -> None:
+  """Raises DataError, naming the path at `where`, if a tokenizer cannot read the content of a file."""
+  if not tokenizer.is_byte_level:
+    check_utf8(data, file, where)
+  elif 0 in tokenizer.special_ids and (at := data.find(b'\0')) >= 0:
+    raise DataError(
+      f'{where}: {file} is not a file of text: byte {at} is 0, which ends documents; to train on any bytes, set '
+      'bos_id, eos_id and pad_id of tokenizer_tpl to 256, 257 and 258'
+    )
 
 
 def check_split(split: str, where: str) -> None:

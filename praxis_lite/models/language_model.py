@@ -9,6 +9,7 @@ label stands for. Weights may also be [B], one for all tokens of a row. A prefix
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -167,7 +168,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
     weights_BT = weights_of_tokens(batch)
     ids_BT, labels_BT = (clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
-    return self.lm(ids_BT, labels_BT, weights_BT, **self._visible(batch))
+    output: SoftmaxOutput = self._call_network(batch, '__call__', ids_BT, labels_BT, weights_BT)
+    return output
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -193,7 +195,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns `logits`, [B, T, V] float32, for the token after each of `ids`; the batch needs no labels."""
     weights_BT = weights_of_tokens(batch)
     ids_BT = clear_padding(batch['ids'], weights_BT)
-    return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
+    return {'logits': self._call_network(batch, 'logits', ids_BT, weights_BT)}
 
   def score(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `log_probs` of the labels, [B, T] float32, in nats, and `is_greedy`, [B, T] bool.
@@ -204,6 +206,16 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     log_probs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
     log_probs_BT = jnp.take_along_axis(log_probs_BTV, labels_BT1, axis=-1)[..., 0]
     return {'log_probs': log_probs_BT, 'is_greedy': jnp.argmax(logits_BTV, axis=-1) == batch['labels']}
+
+  def _call_network(self, batch: NestedDict, method: str, *arguments: jax.Array) -> Any:
+    """Calls a method of the network on a batch, whose rows use the adapters that `adapters` names."""
+    visible: dict[str, Any] = {**self._visible(batch)}
+    adapters_B = self._adapters_of(batch)
+    if adapters_B is None:
+      return getattr(self.lm, method)(*arguments, **visible)
+    surroundings = dataclasses.replace(self.surroundings, adapters=adapters_B)
+    out, _ = self.lm.apply(self.lm.variables, *arguments, method=method, surroundings=surroundings, **visible)
+    return out
 
   def position_limits(self) -> dict[str, PositionLimit]:
     limit = getattr(self.lm, 'position_limit', None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.values import describe_value
@@ -17,6 +18,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
+from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.models.base import PromptLimits
 from praxis_lite.models.decoding import Bucket
 from praxis_lite.runs.constraints import TextConstraint, make_constraint
@@ -31,6 +33,7 @@ from praxis_lite.runs.prompts import (
   encode_prompt,
   fit_to_bucket,
   is_beam_search,
+  numbers_of_adapters,
   prompt_batch,
   rows_of_call,
   stop_ids,
@@ -70,12 +73,22 @@ class _DecodeCall(NamedTuple):
     num_drawn: int,
     row: int,
     lengths: Sequence[int] | None = None,
+    adapters: np.ndarray | None = None,
   ) -> Rows:
-    """Returns a batch for the program; `row` is the number of the first prompt, `lengths` the lengths of sources."""
+    """Returns a batch for the program.
+
+    Args:
+      prompts, max_tokens, num_drawn: see `fit_to_bucket`.
+      row: the number of the first prompt.
+      lengths: the lengths of sources.
+      adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
+    """
     if lengths is not None and self.sources:
       texts = [list(prompt[length:]) for prompt, length in zip(prompts, lengths)]
       prompts = [prompt[:length] for prompt, length in zip(prompts, lengths)]
     batch = prompt_batch(prompts)
+    if adapters is not None:
+      batch['adapters'] = adapters[row : row + len(prompts)]
     if self.most is not None:
       batch['ids'] = batch['ids'][:, : self.most]
     if self.bucket is not None:
@@ -119,6 +132,7 @@ class PromptDecoder:
     stream: Callable[[int, Any], object] | None,
     batch_size: int | None,
     statistics: DraftStatistics | None = None,
+    adapters: str | Sequence[str | None] | None = None,
   ) -> list[str] | list[list[int]]:
     """Returns the text, or the tokens, that follow each prompt; `TrainedModel.decode` describes the arguments."""
     if isinstance(prompts, str):
@@ -135,12 +149,13 @@ class PromptDecoder:
       raise DataError(f'decode: {both}; pass only texts, or only lists of tokens')
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
     single_stops = self._single_stops(stop)
+    numbers = numbers_of_adapters(adapters, names_of_adapters(self._tasks.jax_task.model), len(prompts), 'decode')
     in_segments = stream is not None or len(single_stops) < len(stop)
     if is_beam_search(self._task) or settings.get('beam_size') is not None:
       if in_segments:
         what = 'stream: the continuations are known' if stream is not None else f'stop={list(stop)!r}: texts are known'
         raise ConfigError(f'decode: {what} only when a beam search ends; it stops only at texts of one token')
-      return self._search(tokens, settings, single_stops, key, batch_size, are_texts)
+      return self._search(tokens, settings, single_stops, key, batch_size, are_texts, numbers)
     rows: list[list[int]] = []
     texts = None
     if stop or are_texts:
@@ -157,7 +172,7 @@ class PromptDecoder:
       lengths = [len(prompt) for prompt in group] if in_segments else None
       rows += continue_prompts(
         group,
-        functools.partial(self._decode_tokens, call, key, first, statistics, lengths),
+        functools.partial(self._decode_tokens, call, key, first, statistics, lengths, numbers),
         texts and texts[first : first + len(group)],
         max_tokens=call.max_tokens,
         stop_ids=call.stop_ids,
@@ -174,12 +189,14 @@ class PromptDecoder:
     key: jax.Array,
     batch_size: int | None,
     are_texts: bool,
+    adapters: np.ndarray | None,
   ) -> list[str] | list[list[int]]:
     """Returns the best texts, or lists of tokens, that beam search finds: `num_best` in a row for each prompt."""
     found: list[tuple[Sequence[int], list[int]]] = []
     for first, group in _groups(prompts, batch_size):
       call = self._plan(group, settings, stops, False)
-      decoded = self._run(call.tasks, call.to_batch(group, [call.max_tokens] * len(group), 0, first), key)
+      batch = call.to_batch(group, [call.max_tokens] * len(group), 0, first, adapters=adapters)
+      decoded = self._run(call.tasks, batch, key)
       for prompt, ids_NM, lengths_N in zip(group, decoded['beam_ids'], decoded['beam_lengths']):
         found += [(prompt, ids[:length].tolist()) for ids, length in zip(ids_NM, lengths_N)]
     if not are_texts:
@@ -288,12 +305,13 @@ class PromptDecoder:
     first_row: int,
     statistics: DraftStatistics | None,
     lengths: Sequence[int] | None,
+    adapters: np.ndarray | None,
     read: list[list[int]],
     max_tokens: list[int],
     drawn: int,
   ) -> list[list[int]]:
     """Returns the next tokens of each row, see `continuations.Decode`; `lengths` has prompt lengths, or is None."""
-    decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths), key)
+    decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths, adapters), key)
     if statistics is not None:
       statistics.add(decoded)
     return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]

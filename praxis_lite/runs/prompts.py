@@ -11,6 +11,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor, Sampler, SpeculativeSampler
@@ -177,6 +178,32 @@ def check_adapters(rows: Rows, names: Sequence[str]) -> None:
   if is_bad.any():
     known = ', '.join(f'{i} for {name!r}' for i, name in enumerate(names))
     raise DataError(f'adapters: {numbers[is_bad][0]} is no adapter of the model; expected {known}, or -1 for none')
+
+
+def numbers_of_adapters(
+  adapters: str | Sequence[str | None] | None, names: Sequence[str], count: int, what: str
+) -> np.ndarray | None:
+  """Returns the number of the adapter of each row, [B] int32, -1 for none; None if `adapters` is None.
+
+  Args:
+    adapters: the name of the adapter of each row, None for none; or one name for all rows.
+    names: the names of the adapters of the model.
+    count: B.
+    what: the name of the method, for messages.
+
+  Raises:
+    UserError: the model has no such adapter, or the list has another length.
+  """
+  if adapters is None:
+    return None
+  of_rows = [adapters] * count if isinstance(adapters, str) else list(adapters)
+  if len(of_rows) != count:
+    raise DataError(f'{what}: adapters has {number_of(len(of_rows), "entry")}, for {number_of(count, "row")}')
+  for name in of_rows:
+    if name is not None and name not in names:
+      known = f'expected one of {", ".join(map(repr, names))}, or None' if names else 'it has none; see attach_adapters'
+      raise DataError(f'{what}: adapters: the model has no adapter {name!r}; {known}')
+  return np.array([-1 if name is None else names.index(name) for name in of_rows], np.int32)
 
 
 class Sampling(TypedDict, total=False):

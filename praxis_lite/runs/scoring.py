@@ -69,6 +69,7 @@ def score_rows(
   continuations: Sequence[str] | Sequence[Sequence[int]],
   batch_size: int,
   run: Callable[[Rows], dict[str, Any]],
+  adapters: np.ndarray | None = None,
 ) -> list[Score]:
   """Returns the score of each continuation.
 
@@ -78,6 +79,7 @@ def score_rows(
     contexts, continuations: see `TrainedModel.score`.
     batch_size: the largest number of rows in a batch.
     run: returns the model's scores, arrays by name, for a batch.
+    adapters: the number of the adapter of each row, see `numbers_of_adapters`.
   """
   for name, given in (('contexts', contexts), ('continuations', continuations)):
     if isinstance(given, str):
@@ -95,7 +97,8 @@ def score_rows(
   order = sorted((i for i, row in enumerate(rows) if row.continuation), key=lambda i: rows[i].length)
   for first in range(0, len(order), batch_size):
     group = order[first : first + batch_size]
-    out = run(_batch([rows[i] for i in group], limits))
+    batch = _batch([rows[i] for i in group], limits)
+    out = run(batch if adapters is None else {**batch, 'adapters': adapters[group]})
     for i, log_probs, is_greedy in zip(group, out['log_probs'], out['is_greedy']):
       at = slice(len(rows[i].context) - 1, rows[i].length)
       scores[i] = Score(rows[i].continuation, np.array(log_probs[at]), bool(is_greedy[at].all()))

@@ -16,8 +16,9 @@ from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers.base.call import Surroundings
 from praxis_lite.models import LanguageModel
+from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.layer_values import map_over_mesh
-from praxis_lite.runs.prompts import check_ids
+from praxis_lite.runs.prompts import check_ids, numbers_of_adapters
 from praxis_lite.runs.trained import TrainedModel
 
 _LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
@@ -53,8 +54,16 @@ class Teacher:
 
     self._run = map_over_mesh(model.tasks, run)
 
-  def __call__(self, texts: Sequence[Sequence[int]]) -> list[dict[str, list]]:
-    """Returns `ids`, `teacher_ids` and `teacher_log_probs` for each text's tokens; see `inputs/teacher_rows.py`."""
+  def __call__(
+    self, texts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
+  ) -> list[dict[str, list]]:
+    """Returns `ids`, `teacher_ids` and `teacher_log_probs` for each text's tokens; see `inputs/teacher_rows.py`.
+
+    Args:
+      texts: the tokens of at most B texts.
+      adapters: the name of each text's adapter, see `numbers_of_adapters`.
+    """
+    numbers = numbers_of_adapters(adapters, names_of_adapters(self._model.layer), len(texts), 'teach')
     most = max(len(ids) for ids in texts)
     if self._most is not None and most > self._most:
       raise DataError(f'{most} tokens, and the model sees at most {self._most} at once; cut the text')
@@ -65,6 +74,8 @@ class Teacher:
     for row, ids in enumerate(texts):
       batch['ids'][row, : len(ids)], batch['segment_ids'][row, : len(ids)] = ids, 1
     batch['weights'] = batch['segment_ids'].astype(np.float32)
+    if numbers is not None:
+      batch['adapters'] = np.pad(numbers, (0, self._batch_size - len(texts)))
     check_ids(batch, self._model.layer.num_ids)
     best_ids, best = (np.asarray(x) for x in self._run(self._model.stored_variables, batch))
     return [

@@ -39,7 +39,7 @@ from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.export import ExportOptions, ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, tokenizer_of
+from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, numbers_of_adapters, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.records.run_inputs import Datasets, build_datasets
@@ -60,6 +60,7 @@ class SamplerSettings(Sampling, total=False):
   seed: int | None
   stream: Callable[[int, Any], object] | None
   batch_size: int | None
+  adapters: str | Sequence[str | None] | None
   draft: TrainedModel | None
   statistics: DraftStatistics | None
 
@@ -130,7 +131,10 @@ class TrainedModel:
     return f'<{type(self.layer).__name__} after {self.step} steps, on mesh {mesh}>'
 
   def attach_adapters(self, adapters: Mapping[str, tuple[Config, NestedDict]]) -> TrainedModel:
-    """Returns a model with the same variables and several adapters; each request of a `batcher` chooses one of them.
+    """Returns a model with the same variables and several adapters; each row chooses one of them, or none.
+
+    Rows name their adapters in `decode`, `score` and `Batcher.submit`; for `predict` and `evaluate_examples`, a batch
+    has `adapters`, [B] integers: the index of each row's adapter in the order given here, -1 for none.
 
     Args:
       adapters: adapters by name, such as results of `read_adapter`; see `praxis_lite.models.combine_adapters`.
@@ -182,10 +186,22 @@ class TrainedModel:
     return result.metrics
 
   @overload
-  def score(self, contexts: Sequence[str], continuations: Sequence[str], *, batch_size: int = 8) -> list[Score]: ...
+  def score(
+    self,
+    contexts: Sequence[str],
+    continuations: Sequence[str],
+    *,
+    batch_size: int = 8,
+    adapters: str | Sequence[str | None] | None = None,
+  ) -> list[Score]: ...
   @overload
   def score(
-    self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], *, batch_size: int = 8
+    self,
+    contexts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+    adapters: str | Sequence[str | None] | None = None,
   ) -> list[Score]: ...
 
   @name_unknown_keywords
@@ -195,6 +211,7 @@ class TrainedModel:
     continuations: Sequence[str] | Sequence[Sequence[int]],
     *,
     batch_size: int = 8,
+    adapters: str | Sequence[str | None] | None = None,
   ) -> list[Score]:
     """Returns how probable a language model finds each continuation of its context.
 
@@ -203,6 +220,7 @@ class TrainedModel:
         limited number of positions, a context that is too long is cut at its beginning.
       continuations: a text, or a list of tokens, for each context; it may be empty.
       batch_size: the largest number of rows computed at a time.
+      adapters: the name of the adapter of each pair, None for none, or one name for all; see `attach_adapters`.
 
     Raises:
       UserError: the model is not a language model, there is no tokenizer for texts, a context is empty and there is no
@@ -216,7 +234,8 @@ class TrainedModel:
     def run(batch: Rows) -> Any:
       return self._run_by_rows(self.tasks, batch, lambda task: task.score_step).predictions
 
-    return score_rows(limits, lambda: self.tokenizer, contexts, continuations, batch_size, run)
+    numbers = numbers_of_adapters(adapters, names_of_adapters(self.layer), len(contexts), 'score')
+    return score_rows(limits, lambda: self.tokenizer, contexts, continuations, batch_size, run, numbers)
 
   @overload
   def decode(self, prompts: Sequence[str], **settings: Unpack[SamplerSettings]) -> list[str]: ...
@@ -257,6 +276,7 @@ class TrainedModel:
     seed: int | None = None,
     stream: Callable[[int, Any], object] | None = None,
     batch_size: int | None = None,
+    adapters: str | Sequence[str | None] | None = None,
   ) -> list[str] | list[list[int]] | NestedDict:
     """Continues prompts, or decodes a batch.
 
@@ -283,6 +303,7 @@ class TrainedModel:
       stream: called with the number of a prompt and its new text, or new tokens, as soon as there are some. Joined, the
         pieces of a prompt equal its result.
       batch_size: continue this many prompts at a time; None continues all at once. The samples are the same.
+      adapters: the name of the adapter of each prompt, None for none, or one name for all; see `attach_adapters`.
 
     Returns:
       For prompts, the text, or the tokens, that follow each prompt. With `num_best` = N, the first N entries continue
@@ -314,11 +335,13 @@ class TrainedModel:
         raise ConfigError(f'decode: lookup = {lookup}: the draft model guesses the tokens; leave out one of them')
       if beam_size is not None:
         raise ConfigError(f'decode: beam_size = {beam_size}: beam search takes no draft; leave out one of them')
+      if adapters is not None:
+        raise ConfigError('decode: adapters: a draft model guesses for a model without adapters; leave out one of them')
       self._check_unedited('draft')
       model = self._add_draft(draft)
     else:
       model = self
-    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics)
+    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics, adapters)
 
   def _decode(
     self,
@@ -329,12 +352,19 @@ class TrainedModel:
     stream: Callable[[int, Any], object] | None,
     batch_size: int | None,
     statistics: DraftStatistics | None,
+    adapters: str | Sequence[str | None] | None,
   ) -> list[str] | list[list[int]] | NestedDict:
     if not isinstance(prompts, Mapping):
-      others: Any = {'stop': stop, 'stream': stream, 'batch_size': batch_size, 'statistics': statistics}
+      others: Any = {
+        'adapters': adapters,
+        'stop': stop,
+        'stream': stream,
+        'batch_size': batch_size,
+        'statistics': statistics,
+      }
       return self._prompts.decode(prompts, settings, key, **others)
-    if stop or stream is not None or batch_size is not None:
-      raise ConfigError('decode: stop, stream and batch_size need prompts, but this is a batch of arrays')
+    if stop or stream is not None or batch_size is not None or adapters is not None:
+      raise ConfigError('decode: stop, stream, batch_size and adapters need prompts, but this is a batch of arrays')
     tasks = self._prompts.set_sampler(settings)
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
     decoded = self._decode_rows(tasks, prompts, key)

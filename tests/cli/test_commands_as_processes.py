@@ -66,7 +66,10 @@ MISTAKES |= {
     [*HOSTS, '--process_id=1', '--coordinator_address=a:1'],
     'process_id = 1: expected 0 to num_processes - 1',
   ),
-  'cluster': ([*HOSTS, '--coordinator_address=auto'], 'coordinator_address=auto: this process runs in no cluster'),
+  'cluster': (
+    [*HOSTS, '--coordinator_address=auto'],
+    'coordinator_address=auto: this process runs in no known cluster',
+  ),
 }
 
 

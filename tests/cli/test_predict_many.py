@@ -156,7 +156,7 @@ def test_a_process_that_is_killed_is_named_and_its_parent_ends_with_an_error(tmp
   children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
   os.kill(int(children[1]), signal.SIGKILL)
   _, told = process.communicate(timeout=300)
-  assert process.returncode == 2 and 'process 1 was ended by SIGKILL; the same command goes on' in told
+  assert process.returncode == 2 and 'process 1 was ended by SIGKILL; the same command continues' in told
   process = started(*flags, '--processes=3')
   _, told = process.communicate(timeout=300)
   assert process.returncode == 0 and [row['row'] for row in results(out)] == list(range(20_000)), told

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from praxis_lite import inputs
 from praxis_lite.common.config import Config, target
+from praxis_lite.inputs.tokenized import token_records, tokenizer_settings
 
 BATCH = 4
 # Real rows of an epoch of each case. None is a multiple of the batch.
@@ -59,7 +61,19 @@ def paths(tmp_path_factory):
     inputs.write_tfrecords(str(root / f'{i}.images'), pictures)
     columns = {'image': list(rows['image']), 'label': rows['label'], 'id': [f'row {k}' for k in rows['label']]}
     parquet.write_table(pa.table(columns), root / f'{i}.parquet', row_group_size=3)
+  _write_tokens(root / 'tokens', (text[:50], text[50:]))
   return root
+
+
+def _write_tokens(folder, documents):
+  settings = {'seq_len': 8, **tokenizer_settings(inputs.ByteTokenizer())}
+  folder.mkdir()
+  (folder / 'plan.json').write_text(json.dumps({'settings': settings, 'shards': [0]}))
+  tokens = inputs.ByteTokenizer().encode_documents([text.encode() for text in documents])
+  writer = ArrayRecordWriter(str(folder / 'part-00000.array_record'), 'group_size:1')
+  for record in token_records(tokens, inputs.ByteTokenizer(), 8, 'concat'):
+    writer.write(record)
+  writer.close()
 
 
 def _case(name, root):
@@ -78,6 +92,7 @@ def _case(name, root):
       inputs.GrowingBatches, input=Config(inputs.ArrayInput, arrays=_arrays()), factors=(1,)
     ),
     'TextInput': lambda: Config(inputs.TextInput, path=str(root / '*.txt'), seq_len=8),
+    'TokenizedInput': lambda: Config(inputs.TokenizedInput, path=str(root / 'tokens')),
     'SpanCorruptionInput': lambda: Config(inputs.SpanCorruptionInput, path=str(root / 'rows'), seq_len=8),
     'LabelledTextInput': lambda: Config(
       inputs.LabelledTextInput, examples=[(f'text {i}', i) for i in range(NUM_EXAMPLES)], seq_len=10

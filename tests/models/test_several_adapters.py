@@ -78,6 +78,16 @@ def decode(config, values, prompts, **fields):
   return lambda **more: np.asarray(jax.jit(run)(values, more))
 
 
+def on_mesh(mesh):
+  """The base with all adapters, as a trained model on a mesh."""
+  of_base, own = variables()
+  task = Config(SingleTask, model=base(), mesh_axis_names=AXES, ici_mesh_shape=mesh)
+  tasks = TaskOnMesh.make_for_inference(task.instantiate(), create_device_mesh(mesh, None, AXES))
+  stored = tasks.layout.mdl_vars.to_mesh(of_base)
+  plain = TrainedModel(ExperimentConfig(task, [], []), tasks, stored, np.int32(3), seed=1)
+  return plain.attach_adapters({name: (add_adapters(base(), *rules), own[name]) for name, rules in RULES.items()})
+
+
 @functools.cache
 def alone(name, beams=False):
   """What all prompts become with one adapter, or with none, merged into the base."""
@@ -103,16 +113,45 @@ def test_rows_of_a_batch_use_their_own_adapters(beams):
   np.testing.assert_array_equal(run(), alone(None, beams))  # Without `adapters`, no row uses one.
 
 
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('mesh', [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 1, 3)])
+def test_rows_of_predictions_scores_and_prompts_use_their_own_adapters(mesh):
+  of_base, own = variables()
+  model = on_mesh(mesh)
+  names = ['one', None, 'two', 'one', 'two']
+  ids = np.random.default_rng(0).integers(1, 30, (5, 6)).astype(np.int32)
+  numbers = np.array([-1 if name is None else list(RULES).index(name) for name in names])
+  logits = model.predict({'ids': ids, 'adapters': numbers})['logits']
+  losses = model.evaluate_examples({'ids': ids, 'labels': ids, 'adapters': numbers})['loss']
+  scores = model.score(ids[:, :2].tolist(), ids[:, 2:].tolist(), adapters=names, batch_size=2)
+  for i, name in enumerate(names):
+    merged = of_base if name is None else merge(of_base, own[name])
+    single = base() if name is None else add_adapters(base(), *RULES[name])
+    wanted, _ = single.instantiate().apply(merged, {'ids': ids[i : i + 1], 'weights': np.ones(1)}, method='predict')
+    np.testing.assert_allclose(logits[i], wanted['logits'][0], atol=2e-5)
+    log_probs = jax.nn.log_softmax(wanted['logits'][0])
+    np.testing.assert_allclose(losses[i], -np.mean(np.diag(log_probs[:, ids[i]])), atol=2e-5)
+    np.testing.assert_allclose(scores[i].log_probs, np.diag(log_probs[1:5][:, ids[i, 2:]]), atol=2e-5)
+  assert not np.allclose(logits, model.predict({'ids': ids})['logits'], atol=1e-2)
+  prompts, of_prompts = zip(*PROMPTS)
+  found = model.decode(prompts, adapters=of_prompts, temperature=0.0, max_tokens=8, batch_size=2)
+  assert found == [alone(name)[i].tolist() for i, name in enumerate(of_prompts)]
+  one, same = (model.score([[1]], [[2, 3]], adapters=two) for two in ('two', ['two']))
+  assert one[0].log_prob == same[0].log_prob
+  for call, told in (
+    (lambda: model.score([[1]], [[2]], adapters=['three']), r"score: adapters: the model has no adapter 'three'; expe"),
+    (lambda: model.decode([[1]], adapters=['one', 'two']), r'decode: adapters has 2 entries, for 1 row'),
+    (lambda: model.predict({'ids': ids, 'adapters': numbers + 2}), r'adapters: 2 is no adapter of the model'),
+  ):
+    with pytest.raises(DataError, match=told):
+      call()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 1, 3)])
 def test_requests_of_a_batcher_use_their_own_adapters(mesh):
   """More requests than rows, so rows change their adapters."""
-  of_base, own = variables()
-  task = Config(SingleTask, model=base(), mesh_axis_names=AXES, ici_mesh_shape=mesh)
-  tasks = TaskOnMesh.make_for_inference(task.instantiate(), create_device_mesh(mesh, None, AXES))
-  stored = tasks.layout.mdl_vars.to_mesh(of_base)
-  plain = TrainedModel(ExperimentConfig(task, [], []), tasks, stored, np.int32(3), seed=1)
-  model = plain.attach_adapters({name: (add_adapters(base(), *rules), own[name]) for name, rules in RULES.items()})
+  model = on_mesh(mesh)
   batcher = model.batcher(rows=2, max_length=16, tokens_per_step=4, chunk=4)
   requests = [batcher.submit(prompt, adapter=name, temperature=0.0, max_tokens=8) for prompt, name in PROMPTS]
   batcher.run(requests)

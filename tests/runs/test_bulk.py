@@ -24,9 +24,9 @@ from praxis_lite.runs.bulk.input_files import list_inputs, read_part
 from praxis_lite.runs.bulk.job import ShardJob
 from praxis_lite.runs.bulk.kept_values import check_keep
 from praxis_lite.runs.bulk.kinds import make_compute
-from praxis_lite.runs.bulk.ledger import Ledger
 from praxis_lite.runs.bulk.on_ray import run_on_ray
 from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
+from praxis_lite.runs.bulk.results import ResultLedger
 from praxis_lite.runs.cluster.object_store import ObjectStore
 
 SETTINGS = {'format': 'jsonl', 'step': 3}
@@ -46,7 +46,7 @@ def write_lines(path, numbers):
 
 def open_ledger(output, *paths, shard_rows=4, **settings):
   folder = StoredFolder(ObjectStore(output)) if '://' in output else LocalFolder(output)
-  return Ledger.open(output, folder, paths, {**SETTINGS, **settings}, shard_rows)
+  return ResultLedger.open(output, folder, paths, {**SETTINGS, **settings}, shard_rows)
 
 
 def run(ledger, shards=None, **fields):
@@ -460,7 +460,8 @@ def model_of(dataset, seen):
   def no_data():
     raise DataError('the data is elsewhere')
 
-  return SimpleNamespace(predict=predict, batch_struct=no_data, config=SimpleNamespace(datasets=[dataset]), layer=None)
+  config, layer = SimpleNamespace(datasets=[dataset]), SimpleNamespace(adapters=())
+  return SimpleNamespace(predict=predict, batch_struct=no_data, config=config, layer=layer)
 
 
 def test_texts_are_read_as_by_the_dataset_of_the_run_that_reads_texts():

@@ -27,6 +27,9 @@ JOBSET = {
 }
 TPU = {'TPU_WORKER_HOSTNAMES': 't0,t1,t2,t3', 'TPU_WORKER_ID': '2'}
 TWO_SLICES = {**TPU, 'MEGASCALE_NUM_SLICES': '2', 'MEGASCALE_SLICE_ID': '1'}
+SKYPILOT = {
+  **{'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8\n10.0.0.9', 'SKYPILOT_NUM_NODES': '3', 'SKYPILOT_NODE_RANK': '2'},
+}
 LAUNCHED = {
   **{'JAX_COORDINATOR_ADDRESS': 'localhost:1', 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': '0'},
   'PRAXIS_LITE_LAUNCHER': '17',
@@ -49,6 +52,8 @@ LAUNCHED = {
     (TPU, Job('Cloud TPU', 4, 2, method='gketpu')),
     (TWO_SLICES, Job('Cloud TPU', 8, 6, method='gketpu')),
     ({'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0'}, None),
+    (SKYPILOT, Job('SkyPilot', 3, 2, '10.0.0.7:8476')),
+    ({**SKYPILOT, 'SKYPILOT_NUM_NODES': '1', 'SKYPILOT_NODE_RANK': '0'}, None),
     (LAUNCHED, Job('praxis-lite launch', 2, 0, 'localhost:1')),
   ],
 )
@@ -65,7 +70,7 @@ def test_flags_come_first_and_the_cluster_says_the_rest():
 @pytest.mark.parametrize(
   'flags, environ, message',
   [
-    (('auto',), {}, 'coordinator_address=auto: this process runs in no cluster that JAX knows'),
+    (('auto',), {}, 'coordinator_address=auto: this process runs in no known cluster'),
     ((None, 2, 0), {}, 'to run on several hosts, coordinator_address must be set too'),
     (('a:1', 2, 2), {}, 'process_id = 2: expected 0 to num_processes - 1'),
     (('a', 2, 1), {}, "coordinator_address = 'a': expected host:port"),

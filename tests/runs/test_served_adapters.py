@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
@@ -104,6 +105,27 @@ def test_adapters_of_runs_and_of_peft_are_served_together(base, serve, tmp_path)
     model.decode({**batch, 'adapters': np.array([-1, 4])})
   with pytest.raises(DataError, match=r'adapters: expected integers, .* got float32'):
     model.decode({**batch, 'adapters': np.zeros(2, np.float32)})
+
+
+def test_rows_of_a_bulk_prediction_name_their_adapters(base, tmp_path, capsys):
+  write_run(tmp_path / 'one', base)
+  write_run(tmp_path / 'other', base, rule=RULE.clone(rank=3))
+  data, out = tmp_path / 'a.jsonl', tmp_path / 'out'
+  rows = [{'context': [5], 'continuation': [3, 8, 1], 'adapter': name} for name in ('one', None)]
+  data.write_text(''.join(f'{json.dumps(row)}\n' for row in [*rows, {'context': [5], 'continuation': [3, 8, 1]}]))
+  flags = [f'--job_log_dir={base.directory}', f'--input={data}', f'--output={out}', '--what=score', '--keep=adapter']
+  flags.append('--nocompilation_cache')
+  assert main(['predict', *flags, f'--adapters=one={tmp_path / "one"}']) == 0
+  found = [json.loads(line) for line in (out / 'part-00000.jsonl').read_text().splitlines()]
+  wanted = [open_run(run).load().score([[5]], [[3, 8, 1]])[0].log_prob for run in (tmp_path / 'one', base.directory)]
+  assert [row['log_prob'] for row in found] == pytest.approx([*wanted, wanted[1]], rel=1e-4) and len({*wanted}) == 2
+  capsys.readouterr()
+  for more, told in (
+    ([], 'was begun with adapters.one = '),
+    ([f'--adapters=one={tmp_path / "other"}'], 'was begun with adapters.one = '),
+  ):
+    assert main(['predict', *flags, *more]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_names_that_no_request_could_tell_apart(serve):

@@ -10,7 +10,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.runs.bulk.input_files import Row, read_part
 from praxis_lite.runs.bulk.kept_values import KeptValues, refuse_name
 from praxis_lite.runs.bulk.kinds import Compute
-from praxis_lite.runs.bulk.ledger import Ledger
+from praxis_lite.runs.bulk.results import ResultLedger
 
 
 class ShardJob:
@@ -27,7 +27,9 @@ class ShardJob:
     num_bad: how many rows were bad.
   """
 
-  def __init__(self, ledger: Ledger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0):
+  def __init__(
+    self, ledger: ResultLedger, compute: Compute, *, batch_size: int, keep: Sequence[str] = (), most_bad: int = 0
+  ):
     self._ledger, self._compute = ledger, compute
     self._batch_size, self._keep, self._most_bad = batch_size, keep, most_bad
     self._kept: dict[int, dict[str, Any]] = {}  # The values to copy into results, by the number of the row.

@@ -38,7 +38,7 @@ class KeptValues:
 
   Args:
     keep: the names of the values.
-    format: the format of the result files, see `ledger.FORMATS`. A Parquet column has values of one kind.
+    format: the format of the result files, 'jsonl' or 'parquet'. A Parquet column has values of one kind.
   """
 
   def __init__(self, keep: Sequence[str], format: str):

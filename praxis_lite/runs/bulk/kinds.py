@@ -5,6 +5,8 @@ predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_exa
 score                {"context": ..., "continuation": ...}, or {"text": ...}, or {"ids": ...}
 teach                {"text": ...}, or {"ids": ...}: its tokens, and for each position the most probable next tokens
 generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; {"text": ...} is a prompt, too
+
+If the model has several adapters, `adapter` of a row is the name of the one that it uses; without it, it uses none.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.file_readers import datasets_by_use, make_reader
 from praxis_lite.runs.predict_files import check_shapes
 from praxis_lite.runs.programs import examples_of
-from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters
 from praxis_lite.runs.teaching import Teacher
 from praxis_lite.runs.trained import TrainedModel
 
 KINDS = ('predict', 'evaluate', 'score', 'generate', 'teach')
 _TAUGHT_TOKENS = 32
+_ADAPTER = 'adapter'
 RowValues = Mapping[str, Any]
 # (values of rows, number of the first row) -> a result for each row.
 Compute = Callable[[Sequence[RowValues], int], list[dict[str, Any]]]
@@ -69,7 +73,7 @@ def make_compute(
     return _Generate(model, generation)
   if what == 'teach':
     teacher = Teacher(model, generation.get('top_k') or _TAUGHT_TOKENS, batch_size)
-    return lambda rows, first: teacher([_tokens_of(model, row) for row in rows])
+    return lambda rows, first: teacher([_tokens_of(model, row) for row in rows], _adapters_of(model, rows))
   return _Predict(model, what, keep)
 
 
@@ -84,6 +88,11 @@ def _tokens_of(model: TrainedModel, row: RowValues) -> list[int]:
     raise UserError('texts need a dataset with a tokenizer, but there is none; give ids')
   begin, end, _ = tokenizer.special_ids
   return [begin, *tokenizer.encode(row['text']), end]
+
+
+def _adapters_of(model: TrainedModel, rows: Sequence[RowValues]) -> list[str | None] | None:
+  """Returns the name of the adapter of each row; None if the model does not have several."""
+  return [row.get(_ADAPTER) for row in rows] if names_of_adapters(model.layer) else None
 
 
 def _integers(value: Any, name: str) -> list[int]:
@@ -103,10 +112,15 @@ class _Predict:
       self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
 
   def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
+    if (adapters := _adapters_of(self._model, rows)) is not None:
+      rows = [{name: value for name, value in row.items() if name != _ADAPTER} for row in rows]
     names = rows[0].keys()
     if other := next((row for row in rows if row.keys() != names), None):
       raise DataError(f'expected the names {", ".join(names)}, got {", ".join(other) or "none"}')
     batch = self._to_arrays(rows)
+    numbers = numbers_of_adapters(adapters, names_of_adapters(self._model.layer), len(rows), 'predict')
+    if numbers is not None:
+      batch = {**batch, 'adapters': numbers}
     out = self._compute(batch)
     named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
     if not named:
@@ -173,7 +187,7 @@ def _score(model: TrainedModel, rows: Sequence[RowValues], batch_size: int) -> l
   pairs = [_pair(row) for row in rows]
   contexts: Any = [context for context, _ in pairs]
   continuations: Any = [continuation for _, continuation in pairs]
-  scores = model.score(contexts, continuations, batch_size=batch_size)
+  scores = model.score(contexts, continuations, batch_size=batch_size, adapters=_adapters_of(model, rows))
   return [{'log_prob': s.log_prob, 'num_tokens': len(s.ids), 'is_greedy': s.is_greedy} for s in scores]
 
 
@@ -222,7 +236,8 @@ class _Generate:
   def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
     prompts = [self._prompt(row) for row in rows]
     seed = (self._seed * 1_000_003 + first) % 2**32  # Each batch has its own random numbers.
-    found: Any = self._model.decode([prompt.ids for prompt in prompts], seed=seed, **self._settings)
+    others: Any = {'seed': seed, 'adapters': _adapters_of(self._model, rows)}
+    found: Any = self._model.decode([prompt.ids for prompt in prompts], **others, **self._settings)
     return [self._result(prompt, ids) for prompt, ids in zip(prompts, found)]
 
   def _result(self, prompt: _Prompt, ids: list[int]) -> dict[str, Any]:

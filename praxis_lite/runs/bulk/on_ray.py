@@ -22,13 +22,14 @@ class _Actor:
     return batch
 
 
-def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: int) -> None:
+def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: int, *, uses_gpus: bool = True) -> None:
   """Computes shards.
 
   Args:
     make: returns a function that computes a shard; called once in each actor, so it must be picklable.
     shards: the numbers of the shards.
     num_actors: how many actors there are.
+    uses_gpus: whether each actor needs a GPU of its own, if the cluster has GPUs.
 
   Raises:
     ConfigError: Ray is not installed, or the cluster has GPUs, but fewer than actors.
@@ -40,7 +41,7 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
     raise ConfigError("--ray needs praxis_lite[ray]: pip install 'praxis_lite[ray]'") from None
   ray.init(ignore_reinit_error=True, logging_level='warning')
   rows = ray.data.from_items([{'shard': number} for number in shards], override_num_blocks=len(shards))
-  count, gpus = min(num_actors, len(shards)), int(ray.cluster_resources().get('GPU', 0))
+  count, gpus = min(num_actors, len(shards)), int(ray.cluster_resources().get('GPU', 0)) if uses_gpus else 0
   if gpus and count > gpus:
     raise ConfigError(f'--processes needs a GPU for each of {count} actors, and the cluster has {gpus}')
   actors, own = ray.data.ActorPoolStrategy(size=count), {'num_gpus': 1} if gpus else {}

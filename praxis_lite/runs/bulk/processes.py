@@ -16,17 +16,17 @@ _PARENT = 'PRAXIS_LITE_BULK_PARENT'
 _GPUS = '/proc/driver/nvidia/gpus'  # Contains a folder for each GPU.
 
 
-def run_processes(arguments: Sequence[str], indices: Sequence[int]) -> None:
+def run_processes(arguments: Sequence[str], indices: Sequence[int], *, uses_gpus: bool = True) -> None:
   """Runs `praxis-lite` with these arguments and `--process_index=i`, for each i at once, and waits for all.
 
-  If JAX uses NVIDIA GPUs, each process gets one of them, because a process reserves most of the memory of every GPU it
-  sees.
+  If JAX uses NVIDIA GPUs and `uses_gpus`, each process gets one of them, because a process reserves most of the memory
+  of every GPU it sees.
 
   Raises:
     UserError: a process failed; the others have finished their part by then.
     ConfigError: there are fewer GPUs than processes.
   """
-  gpus = visible_gpus()
+  gpus = visible_gpus() if uses_gpus else []
   if gpus and len(indices) > len(gpus):
     raise ConfigError(f'--processes needs a GPU for each of {len(indices)} processes, and there are {len(gpus)}')
   command, started = [sys.executable, '-m', 'praxis_lite', *arguments], []

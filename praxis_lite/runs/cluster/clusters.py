@@ -4,6 +4,7 @@
     Slurm (srun)         SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID
     Open MPI (mpirun)    OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, OMPI_MCA_orte_hnp_uri
     Kubernetes JobSet    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX
+    SkyPilot             SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES, SKYPILOT_NODE_RANK
     Cloud TPU            TPU_WORKER_HOSTNAMES or TPU_PROCESS_ADDRESSES, TPU_WORKER_ID; or the metadata of the machine
 
 This file only reads variables. JAX finds the address of process 0 under Slurm and Open MPI and on Cloud TPU.
@@ -21,6 +22,7 @@ from praxis_lite.common.jax_internals.processes import cluster_kinds, is_cloud_t
 
 # `praxis-lite launch` sets this variable, in the processes that it starts, to its own process id.
 LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
+_SKYPILOT_PORT = 8476
 
 
 class Job(NamedTuple):
@@ -64,8 +66,8 @@ def find_job(
   cluster = _cluster(environ)
   if address == 'auto' or not given:
     if cluster is None and address == 'auto':
-      known = 'Slurm, Open MPI, Kubernetes, Cloud TPU'
-      raise ConfigError(f'coordinator_address=auto: this process runs in no cluster that JAX knows ({known})')
+      known = 'Slurm, Open MPI, Kubernetes, SkyPilot, Cloud TPU'
+      raise ConfigError(f'coordinator_address=auto: this process runs in no known cluster ({known})')
     return cluster if cluster is not None and cluster.num_processes != 1 else None
   if cluster is not None and (processes is None or process is None):
     processes = cluster.num_processes if processes is None else processes
@@ -140,6 +142,9 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
   if has('JOB_COMPLETION_INDEX') and (has('JAX_NUM_PROCESSES') or has('KUBERNETES_SERVICE_HOST')):
     processes = _number('JAX_NUM_PROCESSES', environ)
     return Job('a Kubernetes job', processes, number('JOB_COMPLETION_INDEX'))
+  if has('SKYPILOT_NODE_IPS', 'SKYPILOT_NUM_NODES', 'SKYPILOT_NODE_RANK'):
+    first = environ['SKYPILOT_NODE_IPS'].split()[0]
+    return Job('SkyPilot', number('SKYPILOT_NUM_NODES'), number('SKYPILOT_NODE_RANK'), f'{first}:{_SKYPILOT_PORT}')
   workers = environ.get('TPU_PROCESS_ADDRESSES') or environ.get('TPU_WORKER_HOSTNAMES')
   if workers and has('TPU_WORKER_ID'):
     slices = _number('MEGASCALE_NUM_SLICES', environ) or 1

@@ -1,0 +1,91 @@
+"""The flag --adapters: several adapters on one base, from runs and from folders of peft."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from praxis_lite.cli.command_flags import CommandFlags
+from praxis_lite.common.errors import ConfigError, UserError, prefix_errors
+
+if TYPE_CHECKING:
+  from praxis_lite.common.config import Config
+  from praxis_lite.common.trees import NestedDict
+  from praxis_lite.runs.trained import TrainedModel
+
+
+def add_adapters_flag(values: CommandFlags, use: str) -> None:
+  """Adds the flag --adapters; `use` is a sentence that says how an adapter is used."""
+  adapter = f'Name and folder of an adapter: a run with LoRA, or what peft has written. {use}'
+  values.add_texts('adapters', adapter, 'poems=runs/poems')
+
+
+def folders_of_adapters(given: Sequence[str]) -> dict[str, str]:
+  """Returns the folder of each adapter by its name, from texts 'name=folder'."""
+  found: dict[str, str] = {}
+  for text in given:
+    name, _, folder = text.partition('=')
+    if not (name and folder):
+      raise UserError(f'--adapters={text}: expected a name and a folder, such as --adapters=poems=runs/poems')
+    if name in found:
+      raise UserError(f'--adapters={text}: there is an adapter {name} already')
+    found[name] = folder
+  return found
+
+
+def read_adapters(
+  folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str]
+) -> dict[str, tuple[Config, NestedDict]]:
+  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written."""
+  from praxis_lite.bridges.hf import read_adapter
+  from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
+  from praxis_lite.layers import Lora
+  from praxis_lite.runs import open_run
+  from praxis_lite.runs.serving.run_adapters import read_run_adapter
+
+  found: dict[str, tuple[Config, NestedDict]] = {}
+  for name, folder in folders.items():
+    with prefix_errors(f'--adapters={name}={folder}'):
+      if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        found[name] = read_run_adapter(open_run(folder, trusted=trusted), model)
+      elif (kind := kind_in_folder(folder)) is Lora:
+        found[name] = read_adapter(folder, model.config.task.model)
+      else:
+        raise ConfigError(
+          f'it is an adapter of {kind.__name__}; DoRA and IA3 cannot be combined on one base, only LoRA; serve a run '
+          'that has merged it'
+        )
+  return found
+
+
+def identities_of_adapters(folders: Mapping[str, str]) -> dict[str, Any]:
+  """Returns what tells the content of each folder from others, by `adapters.NAME`: the seal of a checkpoint, or a hash.
+
+  Raises:
+    UserError: a folder is neither a run with a checkpoint nor one of peft.
+  """
+  from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE
+  from praxis_lite.checkpoints.checkpointer import Checkpointer
+  from praxis_lite.checkpoints.contents import read_checkpoint_record
+  from praxis_lite.checkpoints.retention import step_folder
+  from praxis_lite.checkpoints.seal import SEAL
+
+  found: dict[str, Any] = {}
+  for name, folder in folders.items():
+    with prefix_errors(f'--adapters={name}={folder}'):
+      if os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        digest = hashlib.sha256()
+        for file in sorted(Path(folder).glob('adapter_*')):
+          digest.update(file.read_bytes())
+        found[f'adapters.{name}'] = digest.hexdigest()
+        continue
+      checkpointer = Checkpointer(folder, read_only=True)
+      try:
+        step = checkpointer.existing_step(None)
+      finally:
+        checkpointer.close()
+      found[f'adapters.{name}'] = read_checkpoint_record(step_folder(folder, step), 'about').get(SEAL)
+  return found

@@ -1,0 +1,56 @@
+"""ShardFolder: the finished shards that `praxis-lite predict` or `tokenize` has written to a folder.
+
+plan.json             the settings and the shards
+part-00000.jsonl      shard 0
+part-00001.jsonl      ...
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from praxis_lite.common.errors import DataError, first_line
+from praxis_lite.common.files import parse_json
+from praxis_lite.inputs.files import read_file
+
+
+class ShardFolder(NamedTuple):
+  """A folder in which no shard is missing.
+
+  Attributes:
+    settings: the settings of the plan, JSON values by name.
+    parts: the file of each shard, in order.
+  """
+
+  settings: dict[str, Any]
+  parts: list[Path]
+
+
+def read_shard_folder(folder: Path, command: str, format: str, where: str = '') -> ShardFolder:
+  """Returns the shards in a folder.
+
+  Args:
+    folder: its path.
+    command: the command that writes it, for messages.
+    format: the ending of its files.
+    where: beginning of messages.
+
+  Raises:
+    DataError: the plan or a shard is missing, or the plan is damaged.
+  """
+  plan = folder / 'plan.json'
+  if not plan.is_file():
+    raise DataError(f'{where}{folder} has no plan.json; expected a folder that `praxis-lite {command} --output` wrote')
+  try:
+    content = parse_json(read_file(str(plan), str(folder)))
+    settings, number = dict(content.get('settings', {})), len(content['shards'])
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise DataError(f'{where}{plan} is damaged, {type(error).__name__}: {first_line(error)}') from None
+  parts = [folder / f'part-{i:05d}.{format}' for i in range(number)]
+  if missing := [part.name for part in parts if not part.is_file()]:
+    raise DataError(
+      f'{where}{folder}: {len(missing)} of {number} parts are missing, such as {missing[0]}; run `praxis-lite '
+      f'{command}` to its end, with --format={format}'
+    )
+  return ShardFolder(settings, parts)
