@@ -27,7 +27,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.devices import machine_memory
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.common.figures import format_bytes, number_of
-from praxis_lite.common.trees import NestedDict, leaves_by_path, to_path
+from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, to_path
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.report import subject_of
 from praxis_lite.instruments.verification import remedies
@@ -43,18 +43,22 @@ from praxis_lite.instruments.verification.steps import (
   StepResults,
   decode_inputs,
   disable_dropout,
+  keep_gradients,
   task_of,
   values_of_batch,
   values_of_state,
   values_of_variables,
 )
+from praxis_lite.models.adapters import merge_adapters, names_of_adapters, remove_adapters
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.referenced_model import ReferencedModel
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.sharding.mesh import create_device_mesh
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.specs import Placement
 from praxis_lite.training.execution import ShardMapped
 from praxis_lite.training.experiment import BaseExperiment, ExperimentConfig
+from praxis_lite.training.learning import Learner
 from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.training.task import SingleTask
 
@@ -172,6 +176,7 @@ def verify(
   comparison.compare_training(few, () if quick else (many,))
   if not quick:
     comparison.compare_inference(few)
+    comparison.compare_merged(few)
   if not comparison.compared:
     raise ConfigError(f'task.model: nothing can be compared: {"; ".join(comparison.not_compared)}')
   remedy = ''
@@ -277,6 +282,26 @@ class _Comparison:
       return
     self._compare(case)
 
+  def compare_merged(self, rows: int) -> None:
+    """Compares an evaluation with merged adapters on the mesh, and with adapters on one device, if there are some."""
+    model = self.task.model
+    if not model.adapters or names_of_adapters(model):
+      return
+    if isinstance(model, ReferencedModel):
+      self.not_compared.append('merged adapters: without adapters, this model has another reference')
+      return
+    if any(getattr(layer, 'matmul', 'fprop') != 'fprop' for layer in model.descendants()):
+      self.not_compared.append('merged adapters: products round them with the weights')
+      return
+    config = self.small.config.clone()
+    config.model = remove_adapters(config.model)
+    config.train.learner = Config(Learner, optimizer=Config(keep_gradients))
+    plain = config.instantiate()
+    case = self._case(self.small.config, StepKind.EVALUATION, rows)
+    state = values_of_state(plain, merge_adapters(model, case.state.mdl_vars))
+    merged = case._replace(config=config, task=plain, state=state)
+    self._compare(case, note=' with merged adapters', on_mesh=merged)
+
   def _case(self, config: Config[SingleTask], kind: StepKind, rows: int) -> Case:
     task = task_of(config, kind)
     inputs = self.small.inputs
@@ -303,11 +328,16 @@ class _Comparison:
     if math.prod(sizes.values()) > 1:
       self._compare(case, _mesh(sizes), ' with dropout')
 
-  def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
+  def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '', on_mesh: Case | None = None) -> None:
+    """Compares a step; `on_mesh` is another case that must have the same results on the mesh."""
     start = time.perf_counter()
-    on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
+    specs = specs_of(self.small)
+    if on_mesh is not None:  # It has fewer variables, at the same paths.
+      by_path = leaves(specs)
+      specs = nest({path: by_path[path] for path in leaves(on_mesh.task.model.abstract_init())})
+    runner = Runner(on_mesh or case, mesh or self.mesh, specs)
     with ThreadPoolExecutor(2) as pool:  # Compiles both at the same time, because each takes seconds.
-      mesh_results = pool.submit(on_mesh.results)
+      mesh_results = pool.submit(runner.results)
       expected, noise = pool.submit(self._run_on_one_device, case).result()
       failure = mesh_results.exception()
     if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
@@ -325,7 +355,7 @@ class _Comparison:
       self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
       return
     found = mesh_results.result()
-    self.guarded += [_describe_guarded(guarded.op, guarded.layer) for guarded in on_mesh.guarded]
+    self.guarded += [_describe_guarded(guarded.op, guarded.layer) for guarded in runner.guarded]
     different = find_differences(found, expected, noise)
     if different or (case.kind is not StepKind.UPDATE and is_unsteady(expected, noise)):
       verdict = self._judge(case, found, expected, noise, different)
@@ -339,7 +369,7 @@ class _Comparison:
       f'compared {self.compared[-1]}: {f"{len(different)} results are wrong" if different else "right"} '
       f'({time.perf_counter() - start:.1f} s)'
     )
-    if different and self.failed is None and mesh is None:
+    if different and self.failed is None and mesh is None and on_mesh is None:
       self.failed = case, lambda results: not find_differences(results, expected, noise)
 
   def _run_on_one_device(self, case: Case) -> tuple[StepResults, list[StepResults]]:
