@@ -157,12 +157,20 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
 
   Args:
     model, texts: the model, and the texts that it continues.
-    rows: the rows of the batcher; other requests wait.
+    rows: the rows of the batcher; other requests wait. With an encoder-decoder, each text has a row.
     chunk: how many tokens of a context are read at once.
   """
-  whole = [[*context, *more] for context, more in zip(texts.contexts, texts.continuations)]
-  longest = max(map(len, whole))
-  forced = _force_tokens(model, _force_text(_table(whole), np.array(list(map(len, whole)))), longest)
+  limits = model.layer.score_limits()
+  assert limits is not None
+  if limits.start_id is None:
+    whole = [[*context, *more] for context, more in zip(*texts)]
+    longest = max(map(len, whole))
+    force = _force_text(_table(whole), np.array(list(map(len, whole))))
+  else:  # The rows contain only the texts, which begin alike. A new batcher gives its rows to requests in order.
+    whole = [[limits.start_id, *more] for more in texts.continuations]
+    rows, longest = len(whole), max(map(len, [*texts.contexts, *whole]))
+    force = _force_row(_table(whole))
+  forced = _force_tokens(model, force, longest)
   batcher = forced.batcher(rows=rows, max_length=longest, tokens_per_step=3, chunk=chunk)
   requests = [batcher.submit(context, max_tokens=len(more)) for context, more in zip(*texts)]
   batcher.run()
