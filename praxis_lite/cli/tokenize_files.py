@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _run(values: flags.FlagValues) -> int:
   given = cast(CommandFlags, values)
   check_process_flags(given)
-  from praxis_lite.runs.bulk.tokenizing import check_tokens
+  from praxis_lite.runs.bulk.tokenizing import check_token_files
 
   tokenizer = _tokenizer(given)
   ledger = _open_ledger(given, tokenizer)
@@ -38,16 +38,16 @@ def _run(values: flags.FlagValues) -> int:
   def run(shards: Sequence[int], check: Callable[[], object]) -> None:
     _make_job(given, tokenizer, ledger).run(shards, check)
 
-  in_actors = functools.partial(make_worker, command_line(given))
+  in_actors = functools.partial(make_tokenizing_worker, command_line(given))
   if not compute_shards('tokenize', given, ledger, run, in_actors, uses_gpus=False):
     return 0
-  counts = check_tokens(ledger)
+  counts = check_token_files(ledger)
   rows = f'{number_of(counts.rows, "row")} of {number_of(values.seq_len, "token")}'
   print(f'{number_of(counts.documents, "document")}, {rows}: complete in {values.output}', file=sys.stderr)
   return 0
 
 
-def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
+def make_tokenizing_worker(arguments: Sequence[str]) -> Callable[[int], None]:
   """Returns a function that tokenizes a shard, in another process that has only the arguments of the command."""
   values = _flags()
   values(['tokenize', *arguments])

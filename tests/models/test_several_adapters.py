@@ -113,7 +113,7 @@ def test_rows_of_a_batch_use_their_own_adapters(beams):
   np.testing.assert_array_equal(run(), alone(None, beams))  # Without `adapters`, no row uses one.
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 1, 3)])
 def test_rows_of_predictions_scores_and_prompts_use_their_own_adapters(mesh):
   of_base, own = variables()

@@ -15,7 +15,7 @@ from praxis_lite.inputs import ByteTokenizer, CharTokenizer, TextInput, Tokenize
 from praxis_lite.inputs.tokenized import FORMAT, tokenizer_settings
 from praxis_lite.runs.bulk.ledger import Ledger
 from praxis_lite.runs.bulk.output_folder import LocalFolder
-from praxis_lite.runs.bulk.tokenizing import TokenizingJob, check_tokens
+from praxis_lite.runs.bulk.tokenizing import TokenizingJob, check_token_files
 
 TEXTS = ['to be, or not to be', 'that', '', 'is the question: whether it is nobler in the mind', 'x' * 40, 'to suffer']
 BYTES = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
@@ -37,7 +37,7 @@ def job_of(out, *paths, tokenizer=BYTES, seq_len=8, packing='concat', shard_rows
 def tokenize(*arguments, **fields):
   ledger, job = job_of(*arguments, **fields)
   job.run(ledger.remaining_shards())
-  return check_tokens(ledger)
+  return check_token_files(ledger)
 
 
 def rows_of(source):
@@ -79,14 +79,14 @@ def test_work_that_was_interrupted_is_continued_and_nothing_partial_is_read(tmp_
   with pytest.raises(KeyboardInterrupt):
     job.run(ledger.remaining_shards(), check)
   with pytest.raises(DataError, match='2 of 3 shards are missing'):
-    check_tokens(ledger)
+    check_token_files(ledger)
   with pytest.raises(DataError, match=r'2 of 3 parts are missing, such as part-00001\.array_record; run'):
     TokenizedInput(path=str(out), batch_size=1).get_next()
   assert tokenize(out, data, shard_rows=2).documents == 6
   whole = (out / 'part-00001.array_record').read_bytes()
   (out / 'part-00001.array_record').write_bytes(whole[: len(whole) // 2])
   with pytest.raises(DataError, match=r'part-00001\.array_record is damaged'):
-    check_tokens(ledger)
+    check_token_files(ledger)
   with pytest.raises(DataError, match='begun with seq_len = 8, and now it is 9'):
     job_of(out, data, shard_rows=2, seq_len=9)
 

@@ -85,7 +85,7 @@ class TokenCounts(NamedTuple):
   rows: int
 
 
-def check_tokens(ledger: Ledger) -> TokenCounts:
+def check_token_files(ledger: Ledger) -> TokenCounts:
   """Opens all files of a ledger, and counts their rows.
 
   Raises:

@@ -16,11 +16,10 @@ import shlex
 from collections.abc import Sequence
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.runs.cluster.jobset import JsonObject
 
 _LOST, _PREEMPTED = 75, 143
 _MOST_NAME = 48
-
-JsonObject = dict[str, object]
 
 
 def skypilot_task(
