@@ -13,26 +13,31 @@ the next device (Xu et al., 2021, GSPMD, section 3.3).
 
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
+All stages run the same program, so of a pattern of several layers a stage has whole repetitions. The first layers, and
+those that are left over, run before and after the loop, on the whole batch.
+
 A bubble is a stage without a microbatch in a tick, or a layer that only pads the group of a later stage. It computes
 on `BUBBLE`, and its results reach no output, gradient, variable or cache. A select replaces the inputs of a bubble
 and, in the backward pass, the gradients of everything that the bubble read: weights, side inputs, and weights of
 layers outside of the pipeline. A multiplication by 0 would let NaNs pass.
 
 Weights are stored as `Repeat` stores them, so a checkpoint depends neither on stages nor on microbatches. Inside a
-step they have the shape [S, R, c, ...]. If the layers do not fill all stages, layers of zeros are added, which are
+step they have the shape [S, R, c, ...]. If the repetitions do not fill all stages, some of zeros are added, which are
 computed and dropped.
 
 The gradient of a weight is a sum over rows, so devices that share the batch have to sum their gradients, and the
 compiler does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its
 own rows of each microbatch, and gradients are summed once, after the loop.
 
-B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
+B batch, M microbatches, mb rows in each, S stages, R rounds, P = repetitions / R, c = P / S rounded up: repetitions in
+a group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -42,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.statistics import PartKind, kind_of_part
@@ -57,7 +62,7 @@ from praxis_lite.layers.pipeline_reports import Place, map_over_rows, mean_over_
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.pipeline_ticks import Ticks
 from praxis_lite.layers.remat import Remat
-from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.repeat import Repeat, StackCall, pattern
 from praxis_lite.layers.stages import Stages, building_stages
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.specs import UNCONSTRAINED, Placement, all_axes, drop_axes
@@ -87,6 +92,7 @@ class Pipelined(Repeat):
   variables. The weight of an auxiliary loss does not depend on the number of microbatches. A microbatch whose rows are
   all marked as padding by side inputs affects no summary, variable or auxiliary loss, unless all microbatches are
   padding. The key of a layer's random numbers depends on the layer and the microbatch, not on the stage or the round.
+  First layers, and layers that remain after whole repetitions of a pattern, are in no stage: they see the whole batch.
 
   Only reverse-mode differentiation is supported, not forward mode (`jax.jvp`).
 
@@ -94,7 +100,7 @@ class Pipelined(Repeat):
     num_stages: S.
     num_microbatches: M, but at most the number of rows of the batch. Set either this or `microbatch_size`.
     microbatch_size: number of rows of a microbatch on all devices together.
-    circular_repeat: R, the number of groups of layers in each stage, a divisor of `num_layers`.
+    circular_repeat: R, the number of groups of layers in each stage, a divisor of the number of repetitions.
     batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows; see the top of
       this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. If a layer does not
       complete a mean over rows with `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices
@@ -123,26 +129,13 @@ class Pipelined(Repeat):
   stage_remat_offload_names: tuple[str, ...] = ()
   weight_split_dims_mapping: Config = template(PipelineWeightSplit)
 
-  layers: Layer = child()
-
   def setup(self) -> None:
-    self._check_sizes()
-    if not isinstance(self.layers_tpl, Config):
-      raise ConfigError(
-        f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
-        f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
-      )
-    if self.first_tpl:
-      raise ConfigError(
-        f'{self.path_name}.first_tpl: the layers of a pipeline are alike, and none can come first; leave it empty, or '
-        'repeat the layers without stages'
-      )
+    self._check_microbatches()
     self._stage_remat = Remat.read(self, field='stage_remat')
     field = f'{self.path_name}.weight_split_dims_mapping.stages'
     self._stages = self._resolve(self.weight_split_dims_mapping.stages, field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
-    with building_stages(Stages(self.num_stages, self.stage_axes)):
-      super().setup()
+    super().setup()
     self._row_axes, self._gather_axes = self._resolve_axes('batch_axes'), self._resolve_axes('gather_axes')
     if both := {*self._row_axes} & {*self.stage_axes}:
       raise ConfigError(f'{self.path_name}.batch_axes: {min(both)!r} splits the stages, so it cannot split the batch')
@@ -150,10 +143,19 @@ class Pipelined(Repeat):
       raise ConfigError(
         f'{self.path_name}.gather_axes: {min(both)!r} splits the stages, and weights of other stages are not gathered'
       )
-    for layer in self.layers.descendants():
+    for layer in self._layers_in_stages():
       self._check_apart(layer)
 
-  def _check_sizes(self) -> None:
+  def _create_blocks(self) -> list[Layer]:
+    self._check_repetitions()
+    with building_stages(Stages(self.num_stages, self.stage_axes)):
+      return super()._create_blocks()
+
+  def _layers_in_stages(self) -> Iterator[Layer]:
+    """Yields the repeated layers, and all layers below them."""
+    return itertools.chain.from_iterable(layer.descendants() for layer in self._blocks)
+
+  def _check_microbatches(self) -> None:
     self._check_range('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat', least=1)
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       given = 'neither is' if self.num_microbatches is None else 'both are'
@@ -161,17 +163,20 @@ class Pipelined(Repeat):
         f'{self.path_name}.num_microbatches: give this or microbatch_size, and {given} set; with {self.num_stages} '
         f'stages, {number_of(4 * self.num_stages, "microbatch")} leave stages idle for a fifth of the time'
       )
-    groups = self.num_stages * self.circular_repeat
-    if self.num_layers % self.circular_repeat:
+
+  def _check_repetitions(self) -> None:
+    if self._repetitions % self.circular_repeat:
       raise ConfigError(
-        f'{self.path_name}.circular_repeat: {self.circular_repeat} does not divide num_layers, {self.num_layers}'
+        f'{self.path_name}.circular_repeat: {self.circular_repeat} does not divide the number of repetitions, '
+        f'{self._repetitions}'
       )
-    if self.num_layers < groups:
+    groups, period = self.num_stages * self.circular_repeat, len(pattern(self.layers_tpl))
+    if self._repetitions < groups:
       rounds = f' of circular_repeat={self.circular_repeat} groups' if self.circular_repeat > 1 else ''
+      least = number_of(groups * period + len(self.first_tpl), 'layer')
       raise ConfigError(
-        f'{self.path_name}.num_stages: {number_of(self.num_stages, "stage")}{rounds} need at least '
-        f'{number_of(groups, "layer")}, and num_layers '
-        f'is {self.num_layers}'
+        f'{self.path_name}.num_stages: {number_of(self.num_stages, "stage")}{rounds} need at least {least}, and '
+        f'num_layers is {self.num_layers}'
       )
 
   def _check_apart(self, layer: Layer) -> None:
@@ -211,9 +216,14 @@ class Pipelined(Repeat):
     return PipelineStages(self.num_stages, 'num_stages', self.stage_axes, self.circular_repeat)
 
   @property
+  def _in_group(self) -> int:
+    """c, the number of repetitions that a stage runs in a tick."""
+    return -(-self._repetitions // (self.circular_repeat * self.num_stages))
+
+  @property
   def layers_in_group(self) -> int:
-    """c, the number of layers that a stage runs in a tick."""
-    return -(-self.num_layers // (self.circular_repeat * self.num_stages))
+    """The number of layers that a stage runs in a tick."""
+    return self._in_group * len(self._blocks)
 
   def schedule(self, batch_size: int) -> PipelineSchedule:
     """Returns the schedule of a batch with this number of rows."""
@@ -224,19 +234,14 @@ class Pipelined(Repeat):
       M = min(self.num_microbatches or 1, batch_size)
     return PipelineSchedule(self.num_stages, M, self.circular_repeat)
 
-  def abstract_init(self) -> NestedDict:
+  def _stack_weight(self, weight: WeightHParams) -> WeightHParams:
     if self.circular_repeat == 1:
-      return super().abstract_init()
-    split, P = (self._stack_mapping or (None,))[0], self.num_layers // self.circular_repeat
+      return super()._stack_weight(weight)
+    split, P = (self._stack_mapping or (None,))[0], self._repetitions // self.circular_repeat
     rounds = DeclaredSplit((None,), [f'{self.path_name}.circular_repeat: a stage has layers of each round'])
-
-    def stack(weight: WeightHParams) -> WeightHParams:
-      weight = weight.repeat(P, split, self._stack_field).repeat(self.circular_repeat)
-      prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
-      return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
-
-    below = jax.tree.map(stack, self.layers.abstract_init())
-    return {'layers': below} if below else {}
+    weight = weight.repeat(P, split, self._stack_field).repeat(self.circular_repeat)
+    prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
+    return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last layer.
@@ -249,54 +254,60 @@ class Pipelined(Repeat):
     Raises:
       DataError: an array has another dimension 0.
     """
-    return self._run('__call__', x, args, kwargs, self.schedule(num_rows(x, self.path_name)))
+    return super().__call__(x, *args, **kwargs)
 
   @property
   def _decodes_unrolled(self) -> bool:
     return False
 
-  def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all layers; the arguments are the same as for the repeated layer."""
+  def _run_blocks(self, call: StackCall, carry: T) -> T:
+    """Runs all repetitions in stages; in decoding, the whole batch goes from stage to stage."""
+    if call.method == 'init_decode_state':
+      self._allocate_caches(call.args)
+      return carry
+    schedule = PipelineSchedule(self.num_stages, 1, self.circular_repeat)
+    if call.is_differentiated:
+      schedule = self.schedule(num_rows(carry, self.path_name))
+    return self._run_ticks(call, carry, schedule)
+
+  def _allocate_caches(self, args: tuple[object, ...]) -> None:
+    """Allocates the caches of all layers; the arguments are the same as for a repeated layer."""
 
     def one(variables: NestedDict) -> NestedDict:
-      return self.layers.apply(variables, *args, method='init_decode_state')[1].decode_state
+      return {
+        layer.name: layer.apply(variables[layer.name], *args, method='init_decode_state')[1].decode_state
+        for layer in self._blocks
+      }
 
     stacked: Callable[[NestedDict], NestedDict] = one
-    for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
+    for size in (self._in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = jax.tree.map(self._to_layers, stacked(self._variables_in_stages(self.layers.variables)))
-    self.layers.absorb(SideOutputs({}, {}, {}, caches))
+    caches = stacked(self._by_block(self._variables_in_stages(self._variables_of_blocks())))
+    for layer in self._blocks:
+      layer.absorb(SideOutputs({}, {}, {}, jax.tree.map(self._to_layers, caches[layer.name])))
 
-  def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Returns the last layer's result for the next tokens, by each layer's `extend_step` and cache.
-
-    The whole batch goes from stage to stage.
-    """
-    return self._run('extend_step', x, args, kwargs, PipelineSchedule(self.num_stages, 1, self.circular_repeat))
-
-  def _run(
-    self, method: str, x: T, args: tuple[object, ...], kwargs: Mapping[str, object], schedule: PipelineSchedule
-  ) -> T:
+  def _run_ticks(self, call: StackCall, x: T, schedule: PipelineSchedule) -> T:
     S, M, _ = schedule
-    B = num_rows(x, self.path_name)
+    B, trains, kwargs = num_rows(x, self.path_name), call.is_differentiated, call.kwargs
     self._check_placed_by_compiler()
     if (taps := self.surroundings.taps) is not None and taps.real is not None and len(taps.real) == B:
       kwargs = {**kwargs, TAPPED_ROWS: taps.real}
-    side = self._side_inputs(method, args, kwargs, B)
-    key = self.next_prng_key() if self.has_prng_key() else None
+    side = self._side_inputs(call.method, call.args, kwargs, B)
 
-    own = self.layers.variables
-    probes = select(own, is_probe)
-    own = select(own, lambda path: not is_probe(path))
+    stored = self._variables_of_blocks()
+    probes = select(stored, is_probe)
+    own = select(stored, lambda path: not is_probe(path))
     variables = self._variables_in_stages(own)
-    trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
+    trainable = {path for path, weight in leaves(self._weights_of_blocks()).items() if weight.trainable}
     # Each tick reads all weights of a stage, so they are cast once, before they are gathered and before the loop.
-    cast = self.layers.cast_variables(jax.lax.stop_gradient(own))
+    constant = jax.lax.stop_gradient(self._by_block(own))
+    cast = {layer.name: layer.cast_variables(constant[layer.name]) for layer in self._blocks}
     cast = self._variables_in_stages(cast, self._gather_axes)
-    weights = Stacks(*(select(tree, trainable.__contains__) for tree in (cast, variables)))
-    others = select(variables, lambda path: path not in trainable)
-    caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), self.layers.decode_state)
-    axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
+    weights = Stacks(*(self._by_block(select(tree, trainable.__contains__)) for tree in (cast, variables)))
+    others = self._by_block(select(variables, lambda path: path not in trainable))
+    caches = {layer.name: layer.decode_state for layer in self._blocks}
+    caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), caches)
+    axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if trains else ()
     devices = math.prod(unmapped_axes()[axis] for axis in axes)
     parts = M * devices
     side_rows = side.cut(M, parts)
@@ -304,13 +315,13 @@ class Pipelined(Repeat):
     held = side.held(side_rows, self.surroundings.sum_over_rows)
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
-    trains = method == '__call__'
     ticks = Ticks(
       name=self.path_name,
-      layers=self.layers,
-      method=method,
-      num_layers=self.num_layers,
-      layers_in_group=self.layers_in_group,
+      layers={layer.name: layer for layer in self._blocks},
+      method=call.method,
+      num_first=len(self.first),
+      repetitions=self._repetitions,
+      in_group=self._in_group,
       schedule=schedule,
       side=side,
       surroundings=self._surroundings_of_rows(axes),
@@ -319,38 +330,39 @@ class Pipelined(Repeat):
       folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
       unroll=self._unroll_count(training=False),
       constrain=self._constrain_to_stages,
-      remat_layer=lambda layer: self._remat(layer, in_scan=True) if trains else layer,
+      remat_layer=lambda layer, kind: self._remat(layer, kind, in_scan=True) if trains else layer,
       remat_stage=functools.partial(self._add_remat, rounds=schedule.rounds if trains else 1),
     )
     run = map_over_rows(ticks.run, axes)
     # Each stage gets a copy of its own, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
-    of_updates = held if others else None
+    of_updates = held if leaves(others) else None
     of_ticks = map_with_path(lambda path, x: self._probe_of_ticks(path, x, schedule, devices), probes)
-    results = run(key, of_updates, weights, others, caches, shared, queue, side_rows, of_ticks)
+    of_ticks = self._by_block(of_ticks)
+    results = run(call.key, of_updates, weights, others, caches, shared, queue, side_rows, of_ticks)
     queue, others, caches, places, reported = results
     if held is not None:
       places = places._replace(counts=places.real & held[places.microbatch])
-    updates = select(others, ticks.changed.__contains__)
-    self.layers.absorb(
-      SideOutputs(
-        summaries={name: self._summary(s, places, schedule, held) for name, s in reported.summaries.items()},
-        aux_losses={
-          name: mean_over_microbatches(*aux, places, num_counted) for name, aux in reported.aux_losses.items()
-        },
-        updates=jax.tree.map(self._to_layers, updates),
-        decode_state=jax.tree.map(self._to_layers, caches),
+    updates = self._by_block(select(others, ticks.changed.__contains__))
+    for layer in self._blocks:
+      summaries, aux_losses = reported[layer.name]
+      layer.absorb(
+        SideOutputs(
+          summaries={name: self._summary(s, places, schedule, held) for name, s in summaries.items()},
+          aux_losses={name: mean_over_microbatches(*aux, places, num_counted) for name, aux in aux_losses.items()},
+          updates=jax.tree.map(self._to_layers, updates[layer.name]),
+          decode_state=jax.tree.map(self._to_layers, caches[layer.name]),
+        )
       )
-    )
     return jax.tree.map(lambda q: batch(take_last(q))[:B], queue)
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
-    named: Layer = self.layers
+    named: Layer = self._blocks[0]
     while isinstance(named, Repeat):  # A `Repeat` takes *args; its layer has their names.
       named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
-    for layer in self.layers.descendants():
+    for layer in self._layers_in_stages():
       marks |= layer.marks_of_padding
     names = argument_names(getattr(named, method))
     return SideInputs(args, kwargs, names, marks, B, self.path_name, self.real_rows(B))
@@ -383,6 +395,18 @@ class Pipelined(Repeat):
 
   # ---------------------------------------------------------------- stacks of layers and of stages
 
+  def _variables_of_blocks(self) -> NestedDict:
+    """Returns the variables of the repeated layers, by the name of the layer."""
+    return {layer.name: layer.variables for layer in self._blocks}
+
+  def _weights_of_blocks(self) -> NestedDict:
+    """Returns the declarations of the repeated layers' variables, for one repetition."""
+    return {layer.name: layer.abstract_init() for layer in self._blocks}
+
+  def _by_block(self, tree: NestedDict) -> NestedDict:
+    """Returns a tree that has an entry for each repeated layer, also for those without a leaf in `tree`."""
+    return {layer.name: tree.get(layer.name, {}) for layer in self._blocks}
+
   def _constrain_to_stages(self, x: jax.Array) -> jax.Array:
     """Constrains dimension 0 to be split over the stage axis, and leaves the other dimensions to the compiler."""
     if self._stages is None:
@@ -391,15 +415,15 @@ class Pipelined(Repeat):
     return self._constrain(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
   def _variables_in_stages(self, variables: NestedDict, gathered: tuple[str, ...] = ()) -> NestedDict:
-    """Returns variables of the layers, [layers, ...], as [S, R, c, ...], with S split over the stages.
+    """Returns variables of the repeated layers, [repetitions, ...], as [S, R, c, ...], with S split over the stages.
 
     They are not split over the axes in `gathered`.
     """
-    weights = leaves(self.layers.abstract_init())
+    weights = leaves(self._weights_of_blocks())
     prefix = DeclaredSplit.make((*(self._stack_mapping or (None,)), None, None), self._stack_field)
 
     def place_in_stages(path: Path, x: jax.Array) -> jax.Array:
-      name = path_name((*self.layers.path, *path))
+      name = path_name((*self.path, *path))
       if path not in weights:  # An array that a tool adds to the variables; each stage gets its own part.
         return self._constrain_to_stages(self._to_stages(x))
       own = weights[path].full_split_dims_mapping
@@ -414,8 +438,8 @@ class Pipelined(Repeat):
     return map_with_path(place_in_stages, variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
-    """Returns [S, R, c, ...] for [layers, ...], or with more than one round, for [R, P, ...]."""
-    S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
+    """Returns [S, R, c, ...] for [repetitions, ...], or with more than one round, for [R, P, ...]."""
+    S, R, c = self.num_stages, self.circular_repeat, self._in_group
     if R == 1:
       x = x[None]
     missing = S * c - x.shape[1]
@@ -424,12 +448,12 @@ class Pipelined(Repeat):
 
   def _to_layers(self, x: jax.Array) -> jax.Array:
     """The inverse of `_to_stages`."""
-    S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
-    x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self.num_layers // R]
+    S, R, c = self.num_stages, self.circular_repeat, self._in_group
+    x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self._repetitions // R]
     return x[0] if R == 1 else x
 
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
-    """Returns a summary with an entry per layer, [layers, ...], given one for all ticks, [ticks, S, c, ...]."""
+    """Returns a summary with an entry for each repetition, given one for all ticks, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     if (kind := part_kind(summary)) is not None:
       return Summary(self._combine_parts(kind, x, places.real, places.round), summary.kind)
@@ -442,10 +466,10 @@ class Pipelined(Repeat):
     if is_mean:
       total = (total / (M if held is None else jnp.sum(held, dtype=jnp.float32))).astype(x.dtype)
     stacked = self._to_layers(total)
-    return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
+    return Summary(stacked.reshape(self._repetitions, *x.shape[3:]), summary.kind)
 
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
-    """Combines parts of statistics of each tick and stage, [ticks, S, c, ...], to parts of each layer, [layers, ...].
+    """Returns parts of statistics, [repetitions, ...], of those of each tick and stage, [ticks, S, c, ...].
 
     Args:
       kind: how parts combine.
@@ -456,16 +480,16 @@ class Pipelined(Repeat):
     here = real[..., None] & (jnp.arange(R) == round_[..., None])
     mask = here.reshape(*x.shape[:2], R, *(1,) * (x.ndim - 2))
     stacked = self._to_layers(kind.combine(jnp.where(mask, x[:, :, None], kind.neutral(x[:, :, None]))))
-    return stacked.reshape(self.num_layers, *x.shape[3:])
+    return stacked.reshape(self._repetitions, *x.shape[3:])
 
   def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
-    """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [layers, ...] of gradients.
+    """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [repetitions, ...] of gradients.
 
     In the backward pass they get parts of statistics, in bubbles too; only those of real microbatches are combined.
     """
     microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
     real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)
-    sizes = (devices, schedule.num_ticks, self.num_stages, self.layers_in_group)
+    sizes = (devices, schedule.num_ticks, self.num_stages, self._in_group)
 
     @jax.custom_vjp
     def spread(probe: jax.Array) -> jax.Array:
@@ -485,8 +509,9 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
   for layer in model.descendants():
     if not isinstance(layer, Pipelined):
       continue
-    R, c = layer.circular_repeat, layer.layers_in_group
-    stages = f'{number_of(layer.num_stages, "stage")} x {f"{R} rounds x " if R > 1 else ""}{number_of(c, "layer")}'
+    R, in_group, outside = layer.circular_repeat, layer.layers_in_group, len(layer.first) + len(layer.rest)
+    stages = f'{number_of(layer.num_stages, "stage")} x {f"{R} rounds x " if R > 1 else ""}'
+    stages += number_of(in_group, 'layer') + (f' and {number_of(outside, "layer")} in no stage' if outside else '')
     if batch_size is None:
       lines.append(f'{layer.path_name}: {stages}')
       continue

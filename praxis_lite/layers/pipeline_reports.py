@@ -1,6 +1,6 @@
 """The reports of a pipeline's layers, and how they are combined over microbatches, and over devices that split rows.
 
-M microbatches, S stages, c layers in a group.
+M microbatches, S stages, c repetitions in a group.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ class Reported(NamedTuple):
   summaries: dict[str, Summary]
   aux_losses: dict[str, tuple[jax.Array, jax.Array]]
 
+  def combine_over_devices(self, axes: tuple[str, ...]) -> Reported:
+    """Returns the reports of all rows, given in a `shard_map` those of the rows of each device along `axes`."""
+    aux = {name: _mean_over_devices(*aux, axes) for name, aux in self.aux_losses.items()}
+    return Reported({name: summary_over_devices(summary, axes) for name, summary in self.summaries.items()}, aux)
+
 
 class TickResults(NamedTuple):
-  """The queue, non-trainable variables and caches after all ticks; what stages did in each tick; layers' reports."""
+  """The queue, non-trainable variables and caches after all ticks; what stages did in each tick; reports by layer."""
 
   queue: Any
   others: NestedDict
   caches: NestedDict
   places: Place
-  reported: Reported
+  reported: dict[str, Reported]
 
 
 def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
@@ -60,9 +65,8 @@ def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Cal
   def run_own_rows(key: jax.Array | None, *arrays: Any) -> TickResults:
     key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
     queue, others, caches, places, reported = run(key, *arrays)
-    aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
-    summaries = {name: summary_over_devices(summary, axes) for name, summary in reported.summaries.items()}
-    return TickResults(queue, jax.tree.map(mean, others), caches, places, Reported(summaries, aux))
+    combined = {name: of_layer.combine_over_devices(axes) for name, of_layer in reported.items()}
+    return TickResults(queue, jax.tree.map(mean, others), caches, places, combined)
 
   whole, rows = PartitionSpec(), axes_to_entry(axes)
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)

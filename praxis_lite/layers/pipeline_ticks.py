@@ -1,13 +1,14 @@
 """The loop over ticks of a pipeline, on arrays that `pipeline.py` has cut into stages and microbatches.
 
-B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
+B batch, M microbatches, mb rows in each, S stages, R rounds, P = repetitions / R, c = P / S rounded up: repetitions in
+a group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -64,25 +65,28 @@ class Ticks:
 
   Attributes:
     name: path of the pipeline, for messages.
-    layers: the layer that it repeats.
-    method: the method of `layers` to call.
-    num_layers, layers_in_group: the number of layers, and c.
+    layers: the layers that it repeats in turn, by name. Trees of variables, caches and reports have these names, too.
+    method: the method of the layers to call.
+    num_first: number of layers before the repeated ones, from which layers are counted.
+    repetitions, in_group: the number of repetitions, and c.
     schedule: S, M and R, and the microbatch of each stage in each tick.
     side: the side inputs.
     surroundings: the surroundings of each layer.
     bubble: the value that fills the input of stages without a microbatch.
     folds_microbatch: whether the key of a layer depends on the microbatch.
-    unroll: how many layers of a group the inner loop runs in one iteration.
+    unroll: how many repetitions of a group the inner loop runs in one iteration.
     constrain: returns an array [S, ...] with dimension 0 split over the stage axis.
-    remat_layer, remat_stage: wrap the function of a layer or a stage with rematerialisation.
+    remat_layer, remat_stage: wrap the function of a layer, given also its number in `layers`, or of a stage with
+      rematerialisation.
     changed: receives the paths of variables that layers update.
   """
 
   name: str
-  layers: Layer
+  layers: Mapping[str, Layer]
   method: str
-  num_layers: int
-  layers_in_group: int
+  num_first: int
+  repetitions: int
+  in_group: int
   schedule: PipelineSchedule
   side: SideInputs
   surroundings: Surroundings
@@ -90,7 +94,7 @@ class Ticks:
   folds_microbatch: bool
   unroll: int
   constrain: Callable[[jax.Array], jax.Array]
-  remat_layer: Callable[[Callable[..., Any]], Callable[..., Any]]
+  remat_layer: Callable[[Callable[..., Any], int], Callable[..., Any]]
   remat_stage: Callable[[Callable[..., Any]], Callable[..., Any]]
   changed: set[Path] = dataclasses.field(default_factory=set)
 
@@ -122,7 +126,7 @@ class Ticks:
 
   def _tick(
     self, inputs: _TickInputs, state: _TickState, xs: tuple[jax.Array, NestedDict]
-  ) -> tuple[_TickState, tuple[Place, Reported]]:
+  ) -> tuple[_TickState, tuple[Place, dict[str, Reported]]]:
     """Returns the state after a tick, what each stage did in it, and what layers report."""
     (S, M, _), stages, (now, probes) = self.schedule, inputs.stages, xs
     microbatch = self.schedule.microbatch(now, stages)
@@ -167,26 +171,34 @@ class Ticks:
     others: NestedDict,
     caches: NestedDict,
     probes: NestedDict,
-  ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
+  ) -> tuple[tuple[Any, NestedDict, list[Any], NestedDict, NestedDict], dict[str, Reported]]:
     """Runs the layers of one stage and round, one after the other, on one microbatch."""
     own, weight_gradients = weights.read(at.round, at.real)
     rows, side_gradients = side_rows.read(at.microbatch, at.real)
     if key is not None and self.folds_microbatch:
       key = jax.random.fold_in(key, at.microbatch)
 
-    def run_layer(x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
-      return self._run_layer(key, at, rows, shared, x, *of_layer)
+    def run_layer(kind: int, x: Any, *of_layer: Any) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
+      return self._run_layer(kind, key, at, rows, shared, x, *of_layer)
 
-    body = self.remat_layer(run_layer)
-    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), probes, jnp.arange(self.layers_in_group))
-    x, (new_others, new_caches, reported) = jax.lax.scan(
-      lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
-    )
+    bodies = [self.remat_layer(functools.partial(run_layer, kind), kind) for kind in range(len(self.layers))]
+
+    def repetition(x: Any, xs: tuple[Any, ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+      *trees, index = xs
+      done = []
+      for body, name in zip(bodies, self.layers):
+        x, of_layer = body(x, *(tree[name] for tree in trees), index)
+        done.append(of_layer)
+      return x, tuple(dict(zip(self.layers, of_kinds)) for of_kinds in zip(*done))
+
+    xs = (own, entry_at(others, at.round), entry_at(caches, at.round), probes, jnp.arange(self.in_group))
+    x, (new_others, new_caches, reported) = jax.lax.scan(repetition, x, xs, length=self.in_group, unroll=self.unroll)
     others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
     return (x, weight_gradients, side_gradients, others, caches), reported
 
   def _run_layer(
     self,
+    kind: int,
     key: jax.Array | None,
     at: Place,
     rows: list[jax.Array],
@@ -198,19 +210,24 @@ class Ticks:
     probes: NestedDict,
     index: jax.Array,
   ) -> tuple[Any, tuple[NestedDict, NestedDict, Reported]]:
-    """Runs layer `index` of a group; returns its result, its new `others` and cache, and what it reports."""
-    position, P = at.stage * self.layers_in_group + index, self.num_layers // self.schedule.rounds
+    """Runs layer `kind` of repetition `index` of a group.
+
+    Returns its result, its new `others` and cache, and what it reports.
+    """
+    name, layer = list(self.layers.items())[kind]
+    position, P = at.stage * self.in_group + index, self.repetitions // self.schedule.rounds
     real = at.real & (position < P)
     if key is not None:
-      key = jax.random.fold_in(key, at.round * P + position)
+      number = self.num_first + (at.round * P + position) * len(self.layers) + kind
+      key = jax.random.fold_in(key, number)
     args, kwargs, real_rows = self.side.layer_arguments(rows, shared, real)
     taps = self.surroundings.taps
     if taps is not None:
       taps = taps.narrow_to_microbatch(kwargs.pop(TAPPED_ROWS, taps.real), real_rows)
-    if self.layers.takes_paddings and real_rows is not None and self.side.lacks('paddings'):
+    if layer.takes_paddings and real_rows is not None and self.side.lacks('paddings'):
       tokens = jax.tree.leaves(x)[0].shape[:2]
       kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
-    y, out = self.layers.apply(
+    y, out = layer.apply(
       merge(merge(weights, jax.lax.stop_gradient(others)), probes),
       where(real, x, jax.tree.map(lambda v: jnp.full_like(v, self.bubble if is_float(v) else 0), x)),
       *args,
@@ -225,9 +242,9 @@ class Ticks:
       ),
       **kwargs,
     )
-    self._check_result(x, y)
+    self._check_result(layer, x, y)
     counts = at.counts & (position < P)
-    self.changed.update(leaves(out.updates))
+    self.changed.update((name, *path) for path in leaves(out.updates))
 
     def update(path: Path, old: jax.Array) -> jax.Array:
       new = node_at(out.updates, path)
@@ -237,10 +254,10 @@ class Ticks:
     reported, kept = Reported(out.summaries, aux), map_with_path(update, others)
     return where(real, y, x), (kept, where(real, out.decode_state if cache else {}, cache), reported)
 
-  def _check_result(self, x: object, y: object) -> None:
+  def _check_result(self, layer: Layer, x: object, y: object) -> None:
     given, got = (jax.tree.map(lambda v: jax.typeof(v).str_short(), tree) for tree in (x, y))
     if given != got:
       raise ConfigError(
         f'{self.name}.layers_tpl: a layer of a pipeline returns what it is given, {given} for a microbatch, and '
-        f'{type(self.layers).__name__} returns {got}'
+        f'{type(layer).__name__} returns {got}'
       )

@@ -7,7 +7,7 @@ first dimension:
       x = layers(x, weights[i])
 
 A pattern of several different layers is applied in turn: for seven layers, (a, b) means a b a b a b a. One iteration of
-the scan is then one round of the pattern, and the remaining layers come after the scan:
+the scan is then one pass through the pattern, and the remaining layers come after the scan:
 
     for i in range(num_layers // 2):
       x = layers_0(x, weights_0[i])
@@ -21,8 +21,8 @@ Layers that differ from the repeated ones, such as dense layers of a model with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from praxis_lite.layers.base.facts import Knob, KnobKind
 from praxis_lite.layers.decode_caches import StackedCaches
 from praxis_lite.layers.remat import Remat, other_policies
 from praxis_lite.sharding.mesh import memory_of_single_gpu, platform
-from praxis_lite.sharding.weights import SplitDimsMapping
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
 
@@ -78,6 +78,21 @@ def check_pattern(
     raise RangeError(message, num_layers, least, field='num_layers')
   if not pattern(layers_tpl):
     raise ConfigError(f'{where}.layers_tpl: an empty pattern; expected the config of a layer, or of several')
+
+
+class StackCall(NamedTuple):
+  """A call of a stack of layers: the method, the arguments besides the carry, a key or None, and what layers keep."""
+
+  method: str
+  args: tuple[object, ...]
+  kwargs: Mapping[str, Any]
+  key: jax.Array | None
+  remat: Remat
+
+  @property
+  def is_differentiated(self) -> bool:
+    """Whether gradients may be computed, which is not so in decoding."""
+    return self.method == '__call__'
 
 
 class Repeat(Layer):
@@ -135,13 +150,15 @@ class Repeat(Layer):
     self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
     self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self.create_children('first', templates=self.first_tpl)
-    self._rounds, left = divmod(self.num_layers - len(self.first_tpl), len(configs))
-    self._blocks: list[Layer]
-    if isinstance(self.layers_tpl, Config):
-      self._blocks = [self.create_child('layers', self.layers_tpl)]
-    else:
-      self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
+    self._repetitions, left = divmod(self.num_layers - len(self.first_tpl), len(configs))
+    self._blocks = self._create_blocks()
     self.create_children('rest', templates=configs[:left])
+
+  def _create_blocks(self) -> list[Layer]:
+    """Creates the layers that are repeated."""
+    if isinstance(self.layers_tpl, Config):
+      return [self.create_child('layers', self.layers_tpl)]
+    return self.create_children('layers', templates=self.layers_tpl if self._repetitions else ())
 
   def knobs(self) -> list[Knob]:
     if not isinstance(self.remat, str) or self.remat_save_names:
@@ -154,22 +171,25 @@ class Repeat(Layer):
       return self.unroll
     if not training or platform() != 'gpu' or self.num_layers > _MOST_UNROLLED:
       return 1
-    return self._rounds if jax.sharding.get_abstract_mesh().size <= 1 else 1
+    return self._repetitions if jax.sharding.get_abstract_mesh().size <= 1 else 1
 
   def layers_by_turn(self) -> list[Layer]:
     """Returns the `num_layers` layers in the order in which they are applied; a repeated layer occurs several times."""
-    return [*self.first, *self._blocks * self._rounds, *self.rest]
+    return [*self.first, *self._blocks * self._repetitions, *self.rest]
 
   def abstract_init(self) -> NestedDict:
-    split = (self._stack_mapping or (None,))[0]
     tree: NestedDict = {}
     for name, layer in self.named_children():
       below = layer.abstract_init()
       if layer in self._blocks:
-        below = jax.tree.map(lambda w: w.repeat(self._rounds, split, self._stack_field), below)
+        below = jax.tree.map(self._stack_weight, below)
       if below:
         tree[name] = below
     return tree
+
+  def _stack_weight(self, weight: WeightHParams) -> WeightHParams:
+    """Returns the declaration of the weights of all repetitions."""
+    return weight.repeat(self._repetitions, (self._stack_mapping or (None,))[0], self._stack_field)
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last repetition.
@@ -178,25 +198,25 @@ class Repeat(Layer):
       x: input of the first repetition, an array or a tree of arrays.
       *args, **kwargs: passed to each repetition unchanged.
     """
-    return self._scan('__call__', x, *args, remat=self._remat, **kwargs)
+    return self._run('__call__', x, *args, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are the same as for the repeated layer."""
-    (self._decode_unrolled if self._decodes_unrolled else self._scan)('init_decode_state', None, *args)
+    (self._decode_unrolled if self._decodes_unrolled else self._run)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the last result for the next tokens: runs each repetition's `extend_step` with its caches."""
-    return (self._decode_unrolled if self._decodes_unrolled else self._scan)('extend_step', x, *args, **kwargs)
+    return (self._decode_unrolled if self._decodes_unrolled else self._run)('extend_step', x, *args, **kwargs)
 
   @property
   def _decodes_unrolled(self) -> bool:
     if isinstance(self.unroll, int):
-      return self.unroll >= self._rounds
+      return self.unroll >= self._repetitions
     weights = [w.as_struct() for layer in self._blocks for w in jax.tree.leaves(layer.abstract_init())]
     size = sum(w.size * w.dtype.itemsize for w in weights)
     if size < _LARGE_LAYER * len(self._blocks):
       return self.num_layers <= _FEW_DECODED
-    fits_twice = size * self._rounds <= _SHARE_OF_GPU * memory_of_single_gpu()
+    fits_twice = size * self._repetitions <= _SHARE_OF_GPU * memory_of_single_gpu()
     return self.num_layers <= (_MOST_UNROLLED if fits_twice else _MOST_DECODED_UNROLLED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
@@ -208,7 +228,7 @@ class Repeat(Layer):
     if not self._decodes_unrolled:
       return variables
     names = {name for name, layer in self.named_children() if layer in self._blocks}
-    turns = range(self._rounds)
+    turns = range(self._repetitions)
     by_turn = {
       n: {str(t): jax.tree.map(lambda x, t=t: x[t], variables[n]) for t in turns} for n in names & set(variables)
     }
@@ -239,29 +259,53 @@ class Repeat(Layer):
       layer.absorb(stacked._replace(aux_losses=aux_losses, decode_state=states))
     return carry
 
-  def _scan(self, method: str, carry: T, *args: object, remat: Remat | None = None, **kwargs: Any) -> T:
-    key = self.next_prng_key() if self.has_prng_key() else None
-    regathers, period = self.surroundings.reading_gathers, len(pattern(self.layers_tpl))
-    unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
-    kept = remat or Remat(('none',) * period, (), ())
-    if unroll >= self._rounds:
-      kept = kept.fit_to_memory(carry, [layer.variables for layer in (*self.first, *self._blocks, *self.rest)])
+  def _run(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
+    """Runs the first layers, the repeated ones and the remaining ones; returns the last carry."""
+    key, remat = self.next_prng_key() if self.has_prng_key() else None, self._remat
+    if method != '__call__':  # No gradient is computed.
+      remat = remat._replace(policies=('none',) * len(remat.policies))
+    elif not self._is_loop(training=not self.do_eval):
+      remat = remat.fit_to_memory(carry, [layer.variables for layer in (*self.first, *self._blocks, *self.rest)])
+    call = StackCall(method, args, kwargs, key, remat)
 
-    def body(kind: int, layer: Layer, in_scan: bool) -> Callable[..., tuple[T, SideOutputs]]:
-      def one(carry: T, variables: NestedDict, state: NestedDict, number: jax.Array | int) -> tuple[T, SideOutputs]:
-        # Layers without randomness need no condition: XLA removes a key that is not used.
-        layer_key = None if key is None else jax.random.fold_in(key, number)
-        inputs = () if carry is None else (carry,)
-        return layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
+    def run_alone(layer: Layer, carry: T, kind: int, number: int) -> T:
+      body = self._body(call, layer, kind, in_scan=False)
+      carry, side = body(carry, layer.variables, layer.decode_state, number)
+      layer.absorb(side)
+      return carry
 
-      return kept(one, kind, in_scan=in_scan, regathers=regathers)
+    for number, layer in enumerate(self.first):
+      carry = run_alone(layer, carry, 0, number)
+    if self._blocks:
+      carry = self._run_blocks(call, carry)
+    for kind, layer in enumerate(self.rest):
+      carry = run_alone(layer, carry, kind, self.num_layers - len(self.rest) + kind)
+    return carry
 
+  def _body(self, call: StackCall, layer: Layer, kind: int, *, in_scan: bool) -> Callable[..., tuple[Any, SideOutputs]]:
+    """Returns the pure function of a layer: (carry, variables, decode state, number) -> (carry, side outputs)."""
+
+    def body(carry: Any, variables: NestedDict, state: NestedDict, number: jax.Array | int) -> tuple[Any, SideOutputs]:
+      # Layers without randomness need no condition: XLA removes a key that is not used.
+      key = None if call.key is None else jax.random.fold_in(call.key, number)
+      inputs = () if carry is None else (carry,)
+      return layer.apply(variables, *inputs, *call.args, key=key, decode_state=state, method=call.method, **call.kwargs)
+
+    return call.remat(body, kind, in_scan=in_scan, regathers=self.surroundings.reading_gathers)
+
+  def _is_loop(self, *, training: bool) -> bool:
+    """Whether the repetitions are computed in a loop."""
+    return self._unroll_count(training=training) < self._repetitions
+
+  def _run_blocks(self, call: StackCall, carry: T) -> T:
+    """Runs all repetitions, as a scan, and absorbs their side outputs; returns the last carry."""
+    unroll = self._unroll_count(training=call.is_differentiated and not self.do_eval)
     # XLA removes a loop of one iteration, and could then merge recomputations with the first computation.
-    bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
-
+    in_scan = unroll < self._repetitions
+    bodies = [self._body(call, layer, kind, in_scan=in_scan) for kind, layer in enumerate(self._blocks)]
     stacks = [StackedCaches(layer.decode_state) for layer in self._blocks]
 
-    def one_round(
+    def repetition(
       carry: tuple[T, list[NestedDict]], xs: tuple[jax.Array, list[tuple[Any, ...]]]
     ) -> tuple[tuple[T, list[NestedDict]], list[SideOutputs]]:
       (x, caches), (turn, layers), after, sides = carry, xs, [], []
@@ -272,22 +316,18 @@ class Repeat(Layer):
         sides.append(side._replace(decode_state=state))
       return (x, after), sides
 
-    for number, layer in enumerate(self.first):
-      carry, side = body(0, layer, False)(carry, layer.variables, layer.decode_state, number)
-      layer.absorb(side)
-    first, layers = len(self.first), []
-    after = first + self._rounds * period
-    for kind, layer in enumerate(self._blocks):
-      layers.append((layer.variables, stacks[kind].others, jnp.arange(first + kind, after, period)))
-    if layers:
-      start = carry, [of_kind.arrays for of_kind in stacks]
-      (carry, caches), sides = jax.lax.scan(one_round, start, (jnp.arange(self._rounds), layers), unroll=unroll)
-      for layer, side, arrays in zip(self._blocks, sides, caches):
-        aux_losses = {k: mean_of_means(*v) for k, v in side.aux_losses.items()}
-        layer.absorb(side._replace(aux_losses=aux_losses, decode_state=merge(side.decode_state, arrays)))
-    for kind, layer in enumerate(self.rest):
-      carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, after + kind)
-      layer.absorb(side)
+    first, period = len(self.first), len(self._blocks)
+    last = first + self._repetitions * period
+    layers = [
+      (layer.variables, stacks[kind].others, jnp.arange(first + kind, last, period))
+      for kind, layer in enumerate(self._blocks)
+    ]
+    start = carry, [of_kind.arrays for of_kind in stacks]
+    xs = jnp.arange(self._repetitions), layers
+    (carry, caches), sides = jax.lax.scan(repetition, start, xs, unroll=unroll)
+    for layer, side, arrays in zip(self._blocks, sides, caches):
+      aux_losses = {k: mean_of_means(*v) for k, v in side.aux_losses.items()}
+      layer.absorb(side._replace(aux_losses=aux_losses, decode_state=merge(side.decode_state, arrays)))
     return carry
 
 

@@ -185,17 +185,9 @@ def add_windows(
   return blocks
 
 
-class PipelinedTransformer(Pipelined):
-  """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`."""
+class PipelinedTransformer(Pipelined, RepeatedTransformer):
+  """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`.
 
-  layers_tpl: Config = template(TransformerBlock)
-
-  layers: TransformerBlock = child()
-
-  def setup(self) -> None:
-    if mixes_values(self.layers_tpl):
-      raise ConfigError(
-        f'{self.path_name}.layers_tpl.attention_tpl.value_residual_tpl: stages of a pipeline get no values of the '
-        'first layer; set it to None, or use a RepeatedTransformer'
-      )
-    super().setup()
+  Attributes: the same as for `Pipelined`, and
+    sliding_windows: see `add_windows`.
+  """

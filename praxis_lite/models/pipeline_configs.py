@@ -49,7 +49,7 @@ def set_pipeline(
   if not stacks:
     network = target(find_network(config))
     name = getattr(network, '__name__', network)
-    raise ConfigError(f'set_pipeline: {name} has no stack of blocks that are all alike, so it has no stages')
+    raise ConfigError(f'set_pipeline: {name} has no stack of repeated blocks, so it has no stages')
   pipelined = [_to_stages(getattr(network, name), name).set(**fields) for network, name in stacks]
   for (network, name), stack in zip(stacks, pipelined):
     stack.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
@@ -71,27 +71,12 @@ def _to_stages(repeated: Config, field: str) -> Config:
   if not is_a(repeated, Repeat):
     name = getattr(target(repeated), '__name__', target(repeated))
     raise ConfigError(
-      f'set_pipeline: {field} is the Config of {name}; stages need blocks that are all alike, so it must be that of a '
-      'Repeat or a RepeatedTransformer'
+      f'set_pipeline: {field} is the Config of {name}; stages need repeated blocks, so it must be that of a Repeat '
+      'or a RepeatedTransformer'
     )
-  of_transformer = is_a(repeated, (RepeatedTransformer, PipelinedTransformer))
+  of_transformer = is_a(repeated, RepeatedTransformer)
   pipelined: Config[Any] = Config(PipelinedTransformer if of_transformer else Pipelined)
-  if getattr(repeated, 'sliding_windows', None) is not None:
-    raise ConfigError(
-      f'set_pipeline: {field}.sliding_windows makes blocks of several kinds, and stages need blocks that are '
-      f'all alike; set {field}.layers_tpl.attention_tpl.sliding_window, which applies to all of them'
-    )
-  if isinstance(repeated.layers_tpl, tuple | list):
-    if len(repeated.layers_tpl) == 1:
-      raise ConfigError(
-        f'set_pipeline: {field}.layers_tpl has its one block in a {type(repeated.layers_tpl).__name__}, so its '
-        'variables have other paths than those of a pipeline; set it to the block itself'
-      )
-    raise ConfigError(
-      f'set_pipeline: {field}.layers_tpl has blocks of {len(repeated.layers_tpl)} kinds in turn, and stages need '
-      'blocks that are all alike'
-    )
-  for name in field_names(Repeat) or ():
+  for name in field_names(RepeatedTransformer if of_transformer else Repeat) or ():
     if name in repeated.__arguments__ and name != 'weight_split_dims_mapping':
       setattr(pipelined, name, getattr(repeated, name))
   return pipelined

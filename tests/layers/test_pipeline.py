@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from side_inputs import gradients
-from test_repeat import Residual
+from test_repeat import Residual, Shift
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, ShardingError
@@ -99,6 +99,73 @@ def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, 
   got, expected = (
     jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(variables, x, shift)
     for f in (of_pipeline, of_sequence)
+  )
+  assert all(np.isfinite(v).all() for v in jax.tree.leaves(got))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+KINDS = Residual, Shift
+
+
+def patterned(L, S, M, R, num_first, **sub):
+  kinds = tuple(Config(kind, dims=D, mesh_axis_names=('data', 'stage'), **sub) for kind in KINDS)
+  layer = Config(Pipelined, layers_tpl=kinds, first_tpl=kinds[1:] * num_first, num_layers=L, num_stages=S)
+  return layer.set(num_microbatches=M, circular_repeat=R).instantiate()
+
+
+def by_turn(variables, L, num_first):
+  """Returns (name, place in its stack or None, class, variables) for each layer, with its variables in order."""
+  found = []
+  for i in range(L):
+    turn, kind = divmod(i - num_first, 2) if i >= num_first else (0, 1)
+    in_stage = num_first <= i < L - (L - num_first) % 2
+    name = f'layers_{kind}' if in_stage else f'first_{i}' if i < num_first else f'rest_{kind}'
+    of_layer = variables[name]
+    if in_stage:
+      ranks = {'w': 2, 'shift': 1, 'calls': 0}
+      of_layer = {n: v.reshape(-1, *v.shape[v.ndim - ranks[n] :])[turn] for n, v in of_layer.items()}
+    found.append((name, turn if in_stage else None, KINDS[kind], of_layer))
+  return found
+
+
+def pattern_by_turn(variables, L, num_first, M, x, shift, key, **sub):
+  """Returns (outputs, auxiliary loss, calls by name); layers outside of stages see the whole batch."""
+  drawn, aux, calls = jax.random.fold_in(fold_in_path(key, ()), 0), 0.0, {}
+  for i, (name, turn, cls, weights) in enumerate(by_turn(variables, L, num_first)):
+    layer, outs = Config(cls, dims=D, **sub).instantiate(), []
+    for m in [slice(None)] if turn is None else [slice(m, None, M) for m in range(M)]:
+      key_m = drawn if turn is None else jax.random.fold_in(drawn, m.start)
+      y, side = layer.apply(weights, x[m], shift[m], key=jax.random.fold_in(key_m, i))
+      ((value, weight),) = side.aux_losses.values()
+      weights = {**weights, **side.updates}
+      outs.append((y, value * weight))
+      aux += value * weight / (1 if turn is None else M)
+    for m, (y, _) in zip(range(M), outs):
+      x = y if turn is None else x.at[m::M].set(y)
+    calls.setdefault(name, []).append(weights['calls'])
+  return x, aux, calls
+
+
+# layers, stages, microbatches, rounds, rows, first layers: uneven stages and a rest; circular and a first layer
+@pytest.mark.slow
+@pytest.mark.parametrize('L, S, M, R, B, num_first', [(7, 2, 3, 1, 6, 0), (10, 2, 4, 2, 8, 1)])
+def test_a_pattern_in_stages_computes_what_its_layers_do_in_turn(L, S, M, R, B, num_first):
+  sub = {'aux': True, 'noise': 0.1}
+  layer = patterned(L, S, M, R, num_first, **sub)
+  variables, key = drawn_variables(layer.abstract_init()), jax.random.key(2)
+
+  def of_pipeline(variables, x, shift):
+    y, side = layer.apply(variables, x, shift, key=key)
+    calls = {name: list(jnp.ravel(of['calls'])) for name, of in side.updates.items()}
+    return jnp.sum(y**2) + sum(value * weight for value, weight in side.aux_losses.values()), (y, calls)
+
+  def in_turn(variables, x, shift):
+    y, aux, calls = pattern_by_turn(variables, L, num_first, M, x, shift, key, **sub)
+    return jnp.sum(y**2) + aux, (y, calls)
+
+  got, expected = (
+    jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(variables, normal(B, D), normal(B, 1))
+    for f in (of_pipeline, in_turn)
   )
   assert all(np.isfinite(v).all() for v in jax.tree.leaves(got))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
@@ -209,6 +276,21 @@ def test_a_stage_may_repeat_a_layer():
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+def test_a_pattern_has_the_variables_and_results_of_a_scan():
+  """Also a pattern of a single layer; 7 rows fill 3 microbatches."""
+  for kinds, L in ((1, 5), (2, 7)):
+    pattern = tuple(Config(kind, dims=D) for kind in KINDS[:kinds])
+    fields = {'layers_tpl': pattern, 'num_layers': L, 'first_tpl': pattern[:1] * (kinds - 1)}
+    whole = Config(Repeat, **fields).instantiate()
+    layer = Config(Pipelined, num_stages=2, num_microbatches=3, name='lm', **fields).instantiate()
+    variables, x = drawn_variables(whole.abstract_init()), normal(7, D)
+    assert jax.tree.structure(layer.abstract_init()) == jax.tree.structure(variables)
+    got, expected = jax.jit(lambda layers=(layer, whole), v=variables, x=x: [one.apply(v, x)[0] for one in layers])()
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+  described = '2 stages x 4 layers and 1 layer in no stage, 3 microbatches of 3 rows in 4 ticks, bubble 25.0%'
+  assert describe_pipelines(layer, 7) == [f'lm: {described}']
+
+
 class Counting(Layer):
   """Passes a pair of arrays on."""
 
@@ -224,13 +306,21 @@ def test_layers_may_pass_on_a_tuple():
   np.testing.assert_array_equal(count, [4, 4, 4])
 
 
-@pytest.mark.parametrize('R', [1, 2])
-def test_caches_go_through_the_stages(R):
-  L, x = 6, normal(3, 2, D)
-  layer = pipelined(L, 2, 4, R).instantiate()
-  repeat = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=L).instantiate()
+@pytest.mark.parametrize('R, kinds, num_first', [(1, 1, 0), (2, 1, 0), (2, 2, 1)])
+def test_caches_go_through_the_stages(R, kinds, num_first):
+  L, x = 6 if kinds == 1 else 10, normal(3, 2, D)
+  config = pipelined(L, 2, 4, R)
+  if kinds == 2:
+    pattern = config.layers_tpl, Config(Shift, dims=D)
+    config.set(layers_tpl=pattern, first_tpl=pattern[1:] * num_first)
+  repeated = Config(Repeat, num_layers=L, layers_tpl=config.layers_tpl, first_tpl=config.first_tpl, unroll=1)
+  layer, repeat = config.instantiate(), repeated.instantiate()
   variables = drawn_variables(layer.abstract_init())
-  of_repeat = by_layer(variables, L)
+
+  def flat(tree, like):
+    return jax.tree.map(lambda v, one: v.reshape(one.shape), tree, like)
+
+  of_repeat = flat(variables, jax.eval_shape(repeat.init, jax.random.key(0)))
   state = layer.apply(variables, 2, method='init_decode_state')[1].decode_state
   expected = repeat.apply(of_repeat, 2, method='init_decode_state')[1].decode_state
 
@@ -243,7 +333,7 @@ def test_caches_go_through_the_stages(R):
   for x_BD in x:
     (y, state), (y_repeat, expected) = extend(x_BD, state, expected)
     np.testing.assert_allclose(y, y_repeat, rtol=1e-5)
-  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), expected['layers']['sum'], rtol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), flat(state, expected), expected)
 
 
 def test_what_is_kept_for_the_backward_pass():
@@ -273,10 +363,10 @@ def test_mistakes_are_named():
     ({'microbatch_size': 2}, r'and both are set'),
     ({'num_stages': 0}, r'Pipelined.num_stages: expected at least 1, got 0'),
     ({'num_stages': 9}, r'Pipelined.num_stages: 9 stages need at least 9 layers, and num_layers is 8'),
-    ({'circular_repeat': 3}, r'Pipelined.circular_repeat: 3 does not divide num_layers, 8'),
+    ({'circular_repeat': 3}, r'Pipelined.circular_repeat: 3 does not divide the number of repetitions, 8'),
     ({'circular_repeat': 4}, r'4 stages of circular_repeat=4 groups need at least 16 layers'),
-    ({'layers_tpl': (Config(Residual, dims=D),)}, r'Pipelined.layers_tpl: .*a pattern of several'),
-    ({'first_tpl': (Config(Residual, dims=D),)}, r'Pipelined.first_tpl: the layers of a pipeline are alike'),
+    ({'layers_tpl': (Config(Residual, dims=D),) * 3}, r'4 stages need at least 12 layers, and num_layers is 8'),
+    ({'first_tpl': (Config(Residual, dims=D),) * 5}, r'4 stages need at least 9 layers, and num_layers is 8'),
     ({'stage_remat': 'ful'}, r"Pipelined.stage_remat: .*Did you mean 'full'"),
   ):
     with pytest.raises(ConfigError, match=message):

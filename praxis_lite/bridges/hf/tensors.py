@@ -271,7 +271,7 @@ class _LayerOrder(NamedTuple):
 
 def _layer_order(declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
   counts = {
-    match[1]: (weight.repeat_prefix or (1,))[0]
+    match[1]: math.prod(weight.repeat_prefix)
     for path, weight in declared.items()
     if (match := _NUMBERED.search(path_name(path)))
   }
