@@ -9,6 +9,7 @@ from __future__ import annotations
 from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.experiments.lm_sizes import PublishedSize
+from praxis_lite.experiments.recurrent import GriffinTiny
 from praxis_lite.models import set_pipeline, transformer_lm
 from praxis_lite.training import registry
 
@@ -36,6 +37,17 @@ class SyntheticLmCircular(SyntheticLmTiny):
   def model(self) -> Config:
     model = super().model().set(num_layers=8)
     return set_pipeline(model, num_stages=4, num_microbatches=4, circular_repeat=2, stage_remat='full')
+
+
+@registry.register
+class GriffinPipelined(GriffinTiny):
+  """For tests: two stages of a pattern of three blocks, and a seventh block that is in no stage."""
+
+  mesh_axis_names = AXES
+  ici_mesh_shape = (2, 1, 2, 2)
+
+  def model(self) -> Config:
+    return set_pipeline(super().model().set(num_layers=7), num_stages=2, num_microbatches=3)
 
 
 @registry.register

@@ -21,6 +21,7 @@ Layers that differ from the repeated ones, such as dense layers of a model with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -62,9 +63,13 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of a stack's first layers and of its pattern; a stack is a `Repeat`, or another layer or config
-  with such fields."""
-  return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
+  """Returns the configs of a stack's first layers and of its pattern, and of those of stacks that it repeats.
+
+  A stack is a `Repeat`, or another layer or config with such fields.
+  """
+  kinds = (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
+  of_each = (kinds_of_stack(kind) if hasattr(kind, 'layers_tpl') else (kind,) for kind in kinds)
+  return tuple(itertools.chain.from_iterable(of_each))
 
 
 def check_pattern(

@@ -86,10 +86,11 @@ class RgLru(Mixer):
   def setup(self) -> None:
     self._check_range('num_heads', 'width', least=1)
     get_activation(self.activation, f'{self.path_name}.activation')
-    D, N, width = self.input_dims, self.num_heads, self.input_dims if self.width is None else self.width
-    if width % N:
-      raise ConfigError(f'{self.path_name}.num_heads: {N} does not divide the width, {width}')
-    H = width // N
+    D, N = self.input_dims, self.num_heads
+    self.width = D if self.width is None else self.width
+    if self.width % N:
+      raise ConfigError(f'{self.path_name}.num_heads: {N} does not divide the width, {self.width}')
+    H = self.width // N
     self._shape = N, H
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)

@@ -14,7 +14,7 @@ from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.models import griffin_lm, set_pipeline, transformer_lm
 from praxis_lite.models.decoding import BeamSearch, Sampler
 from praxis_lite.runs import open_run
 from praxis_lite.runs.executor import run_train
@@ -114,8 +114,17 @@ def test_a_model_in_python_there_and_back(tmp_path):
   np.testing.assert_array_equal(back.model.lm.apply(back.variables['lm'], ids, method='logits')[0], expected)
 
 
-def test_stages_in_rounds_are_written_in_the_order_of_their_layers(tmp_path):
-  config = transformer_lm(vocab_size=16, model_dims=8, num_layers=4, num_heads=2, hidden_dims=12)
+@pytest.mark.parametrize(
+  'config',
+  [
+    transformer_lm(vocab_size=16, model_dims=8, num_layers=4, num_heads=2, hidden_dims=12),
+    pytest.param(
+      griffin_lm(vocab_size=16, model_dims=8, num_layers=14, num_heads=2, hidden_dims=12), marks=pytest.mark.slow
+    ),
+  ],
+  ids=['alike', 'pattern'],
+)
+def test_stages_in_rounds_are_written_in_the_order_of_their_layers(tmp_path, config):
   staged = set_pipeline(config.clone(), num_stages=2, num_microbatches=2, circular_repeat=2).instantiate()
   variables = staged.init(jax.random.key(0))
   write_model(tmp_path, staged, variables)

@@ -44,7 +44,7 @@ def side_inputs(B):
 
 def gradients(cls, B, read=lambda variables: variables, **fields):
   """Returns (layer, function of (variables, x, side inputs) to their gradients, (x, side inputs))."""
-  layer = Config(cls, layers_tpl=Config(Divides, dims=D), **fields).instantiate()
+  layer = Config(cls, **{'layers_tpl': Config(Divides, dims=D), **fields}).instantiate()
   x, weights = np.random.default_rng(1).standard_normal((2, B, D)).astype(np.float32)
   given, numbers = side_inputs(B)
 

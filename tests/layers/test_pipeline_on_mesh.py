@@ -9,7 +9,7 @@ import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from padded_layers import place_on
-from side_inputs import gradients
+from side_inputs import D as side_dims, Divides, gradients
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
@@ -227,22 +227,37 @@ def test_experts_in_stages_are_those_of_one_device(sizes, batch_axes, experts_on
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
-  'sizes, names, L, S, R, batch_axes',
+  'sizes, names, L, S, R, batch_axes, kinds',
   [
-    ((2,), ('stage',), 5, 2, 1, None),
-    ((3, 2), ('stage', 'unused'), 10, 3, 2, None),
-    ((2, 2), ('stage', 'data'), 5, 2, 1, 'data'),
+    ((2,), ('stage',), 5, 2, 1, None, 1),
+    ((3, 2), ('stage', 'unused'), 10, 3, 2, None, 1),
+    ((2, 2), ('stage', 'data'), 5, 2, 1, 'data', 1),
+    ((3, 2), ('stage', 'unused'), 14, 3, 2, None, 2),
+    ((2, 3), ('stage', 'data'), 12, 2, 1, 'data', 3),
   ],
 )
-def test_bubbles_and_filler_rows_do_not_reach_gradients(sizes, names, L, S, R, batch_axes):
-  """Of weights, of what goes through, and of side inputs of all kinds; 7 rows fill 4 microbatches, or 8 parts."""
-  rows, stack = 7, (lambda v: v.reshape(R, -1, *v.shape[1:])) if R > 1 else (lambda v: v)
-  layer, of_sequence, given = gradients(Repeat, rows, num_layers=L)
+def test_bubbles_and_filler_rows_do_not_reach_gradients(sizes, names, L, S, R, batch_axes, kinds):
+  """Of weights, of what goes through, and of side inputs of all kinds; 7 rows fill 4 microbatches, or 8 parts.
+
+  Patterns of several layers have a first one, too, and some are left over.
+  """
+  rows, layers = 7, Config(Divides, dims=side_dims)
+  pattern = {'num_layers': L, 'layers_tpl': layers}
+  if kinds > 1:
+    pattern.update(layers_tpl=tuple(layers.clone() for _ in range(kinds)), first_tpl=(layers.clone(),))
+
+  def stack(variables):
+    def in_rounds(name, v):
+      return v.reshape(R, -1, *v.shape[1:]) if R > 1 and name.startswith('layers') else v
+
+    return {name: jax.tree.map(lambda v, name=name: in_rounds(name, v), below) for name, below in variables.items()}
+
+  layer, of_sequence, given = gradients(Repeat, rows, **pattern)
   variables = drawn_variables(layer.abstract_init())
   split = Config(Pipelined).weight_split_dims_mapping.clone(stages=('stage',))
-  fields = {'num_layers': L, 'num_stages': S, 'num_microbatches': 4, 'circular_repeat': R, 'batch_axes': batch_axes}
-  fields |= {'mesh_axis_names': names, 'weight_split_dims_mapping': split}
-  _, of_pipeline, _ = gradients(Pipelined, rows, lambda v: jax.tree.map(stack, v), **fields)
+  fields = {'num_stages': S, 'num_microbatches': 4, 'circular_repeat': R, 'batch_axes': batch_axes}
+  fields |= {**pattern, 'mesh_axis_names': names, 'weight_split_dims_mapping': split}
+  _, of_pipeline, _ = gradients(Pipelined, rows, stack, **fields)
   mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
   def on_mesh(*arguments):

@@ -18,6 +18,7 @@ from praxis_lite.inputs import ChatInput
 from praxis_lite.instruments.testing import collectives
 from praxis_lite.layers.base.call import path_name
 from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
@@ -265,14 +266,16 @@ def test_a_pipeline_keeps_what_is_set_on_the_scan_over_blocks():
   assert {name: getattr(stages, name) for name in fields} == fields
   assert stages.layers_tpl == scan.lm_tpl.transformer_tpl.layers_tpl
   assert stages.weight_split_dims_mapping.stages == ('stage',)
-  for count, told in ((1, 'its one block in a list, .*; set it to the block itself'), (2, 'blocks of 2 kinds')):
-    listed = scan.clone()
-    listed.lm_tpl.transformer_tpl.layers_tpl = [scan.lm_tpl.transformer_tpl.layers_tpl.clone() for _ in range(count)]
-    with pytest.raises(ConfigError, match=rf'transformer_tpl\.layers_tpl has {told}'):
-      set_pipeline(listed, num_stages=2, num_microbatches=2)
   scan.lm_tpl.transformer_tpl.sliding_windows = (4, None)
-  with pytest.raises(ConfigError, match='sliding_windows makes blocks of several kinds'):
-    set_pipeline(scan, num_stages=2, num_microbatches=2)
+  assert set_pipeline(scan, num_stages=2, num_microbatches=2).lm_tpl.transformer_tpl.sliding_windows == (4, None)
+
+
+def test_blocks_of_a_stack_in_a_stack_have_the_sizes_of_the_model():
+  whole, nested = config(num_layers=6), config(num_layers=3)
+  blocks = nested.lm_tpl.transformer_tpl
+  blocks.layers_tpl = Config(Repeat, num_layers=2, layers_tpl=blocks.layers_tpl)
+  set_pipeline(nested, num_stages=3, num_microbatches=2)
+  assert nested.instantiate().total_num_params == whole.instantiate().total_num_params
 
 
 def test_contradictions_are_named():

@@ -17,12 +17,13 @@ from praxis_lite.training.task import SingleTask
 T, V = 3, 13
 
 
-def task(mesh, accumulated, **fields):
+def task(mesh, accumulated, windows=None, **fields):
   experts = Config(MoeFeedForward, num_experts=3, num_experts_per_token=1)
   experts.router_tpl.set(load_balance_loss_weight=0.5, z_loss_weight=0.5, bias_update_rate=0.125)
   model = transformer_lm(
-    vocab_size=V, model_dims=4, num_layers=3, num_heads=1, hidden_dims=4, repeat=True, experts=experts
+    vocab_size=V, model_dims=4, num_layers=7 if windows else 3, num_heads=1, hidden_dims=4, experts=experts
   )
+  model.lm_tpl.transformer_tpl.sliding_windows = windows
   set_pipeline(model, **fields)
   config = Config(SingleTask, model=model, mesh_axis_names=tuple(mesh))
   config.ici_mesh_shape = tuple(mesh.values())
@@ -53,6 +54,8 @@ def step(mesh, rows, accumulated, **fields):
     ({'stage': 3, 'data': 2}, 3, 1, {'num_stages': 3, 'num_microbatches': 5}),
     ({'stage': 2, 'data': 3}, 3, 1, {'num_stages': 2, 'num_microbatches': 4, 'batch_axes': 'data'}),
     ({'stage': 2, 'data': 3}, 3, 1, {'num_stages': 2, 'num_microbatches': 4, 'gather_axes': 'data'}),
+    # Local and global attention in turn, and one layer in no stage.
+    ({'stage': 3, 'data': 2}, 3, 1, {'num_stages': 3, 'num_microbatches': 2, 'windows': (2, None)}),
   ],
 )
 def test_a_step_is_that_of_one_device(mesh, rows, accumulated, fields):

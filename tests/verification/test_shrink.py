@@ -18,7 +18,7 @@ from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.layers.linears import Linear
-from praxis_lite.models import ClassificationModel
+from praxis_lite.models import ClassificationModel, griffin_lm, set_pipeline
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.task import SingleTask
@@ -137,6 +137,19 @@ def test_what_bounds_decoding_is_no_size_of_the_model():
   small = small_task(config.task, batch_of(config.datasets))
   assert small.config.model.decoder_tpl.max_decode_steps == 8
   assert small.config.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('num_layers', 'small_layers'), [(97, 7), (101, 11)])
+def test_stages_of_a_pattern_stay_even_or_not_and_keep_what_is_left_over(num_layers, small_layers):
+  """32 repetitions of three blocks in 16 stages, and one block left over; 33 repetitions, and two left over."""
+  model = griffin_lm(vocab_size=8, model_dims=8, num_layers=num_layers, num_heads=2, window=4)
+  set_pipeline(model, num_stages=16, num_microbatches=32)
+  task = Config(SingleTask, model=model, mesh_axis_names=('stage', 'data', 'mdl'), ici_mesh_shape=(16, 2, 1))
+  batch = {name: jax.ShapeDtypeStruct((64, 8), np.int32) for name in ('ids', 'labels')}
+  batch['weights'] = jax.ShapeDtypeStruct((64, 8), np.float32)
+  small = small_task(task, batch, most_devices=4).config.model
+  assert (small.num_layers, small.lm_tpl.transformer_tpl.num_stages) == (small_layers, 2)
 
 
 class Chunked(Linear):

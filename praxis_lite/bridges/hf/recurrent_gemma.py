@@ -73,7 +73,7 @@ class RecurrentGemma(Family):
     values['rms_norm_eps'] = blocks[0].ff_norm.epsilon
     if 'recurrent' in first:
       mixer = cast(RgLru, cast(MixerBlock, first['recurrent']).mixer)
-      values |= {'conv1d_width': mixer.kernel_size, 'lru_width': mixer.width or lm.model_dims}
+      values |= {'conv1d_width': mixer.kernel_size, 'lru_width': mixer.width}
     if 'attention' in first:
       attention = first['attention'].attention
       rotary = cast(PartialRotaryPositions, attention.rotary)

@@ -76,16 +76,29 @@ class _Split(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  """A pipeline: the field for its number of stages, that number, the small task's number, and the number of rounds."""
+  """A pipeline.
 
-  field: str
-  number: int
+  Attributes:
+    real: what the layer says about its stages.
+    small: the number of stages of the small task.
+    real_parts, small_parts: into how many parts the real and the small mesh split the stages.
+  """
+
+  real: PipelineStages
   small: int
-  rounds: int
+  real_parts: int
+  small_parts: int
 
-  def are_even(self, num_layers: int, num_stages: int) -> bool:
-    """Whether all stages have the same number of layers."""
-    return num_layers % (num_stages * self.rounds) == 0
+  @property
+  def least_layers(self) -> int:
+    return self.small * self.real.rounds * self.real.period
+
+  def fit(self, num_layers: int, small: int) -> bool:
+    """Whether stages and parts divide the small number of layers evenly iff they divide `num_layers` evenly."""
+    R, period = self.real.rounds, self.real.period  # Layers that are left over after whole patterns are in no stage.
+    pairs = (self.real.number, self.small), (self.real_parts, self.small_parts)
+    are_even = (((num_layers // period) % (R * n) == 0) == ((small // period) % (R * k) == 0) for n, k in pairs)
+    return small % (R * period) == 0 and all(are_even)
 
 
 def small_task(
@@ -121,7 +134,7 @@ def small_task(
   counts = {n for name, n in _integers(config.model) if name in _LAYERS}
   found = [layer.pipeline_stages() for layer in task.model.descendants()]
   pipelines = [_shrink_stages(stages, real, mesh) for stages in found if stages is not None]
-  others = {*_LAYERS, *_DECODING, *(p.field for p in pipelines)}
+  others = {*_LAYERS, *_DECODING, *(p.real.field for p in pipelines)}
   sizes = {n for name, n in _integers(config.model) if name not in others}
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
@@ -130,12 +143,12 @@ def small_task(
 
   def shrunk(kept: Iterable[int], more: int = 0) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
-    few = {n: first + more + _small_count(n, stacks, pipelines, real, mesh) for n in counts}
+    few = {n: first + more + _small_count(n, first, stacks, pipelines, real, mesh) for n in counts}
     layers = {n: n if n in kept else min(n, few[n]) for n in counts}
     by_field = dict.fromkeys(_LAYERS, layers)
     by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
     for p in pipelines:
-      by_field[p.field] = {**by_field.get(p.field, {}), p.number: p.small}
+      by_field[p.real.field] = {**by_field.get(p.real.field, {}), p.real.number: p.small}
     model = _change_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
@@ -153,7 +166,7 @@ def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mappin
   S = stages.number
   parts, few = (math.prod(sizes[axis] for axis in stages.axes) for sizes in (real, mesh))
   small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
-  return _Stages(stages.field, S, small, stages.rounds)
+  return _Stages(stages, small, parts, few)
 
 
 def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
@@ -226,19 +239,23 @@ def _small_size(
 
 def _small_count(
   n: int,
+  first: int,
   stacks: Sequence[_Split],
   pipelines: Sequence[_Stages],
   real: Mapping[str, int],
   mesh: Mapping[str, int],
 ) -> int:
-  """Returns a small number of layers. Mesh axes and pipeline stages divide it evenly iff they divide `n` evenly."""
+  """Returns a small number of layers for the `n - first` layers after the first ones.
+
+  Mesh axes and pipeline stages divide it evenly iff they divide the real number evenly.
+  """
   fits = (
     k
-    for k in range(max(2, *(p.small * p.rounds for p in pipelines), 2), n)
+    for k in range(max((2, *(p.least_layers for p in pipelines))), n - first)
     if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
-    and all(k % p.rounds == 0 and p.are_even(n, p.number) == p.are_even(k, p.small) for p in pipelines)
+    and all(p.fit(n - first, k) for p in pipelines)
   )
-  return next(fits, n)
+  return next(fits, n - first)
 
 
 class _Fit(NamedTuple):

@@ -69,12 +69,14 @@ class PipelineStages(NamedTuple):
     field: the field of the layer that sets this number.
     axes: the mesh axes that split the stages.
     rounds: the number of groups of layers in each stage.
+    period: the number of layers of the pattern that is repeated, which are in the same group.
   """
 
   number: int
   field: str
   axes: tuple[str, ...]
   rounds: int = 1
+  period: int = 1
 
 
 class PositionGrid(NamedTuple):
