@@ -27,6 +27,7 @@ from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import IdLimit, check_labels
+from praxis_lite.models.language_model import clear_padding
 from praxis_lite.models.positions import check_positions_of_input
 
 
@@ -172,16 +173,20 @@ def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool
 
   Args:
     encoder: the encoder, in a call of its parent.
-    batch: `ids` [B, T] int32, and perhaps `segment_ids`, `segment_pos` and `token_type_ids` of this shape.
+    batch: `ids` [B, T] int32, and perhaps `segment_ids`, `segment_pos` and `token_type_ids` of this shape. Negative ids
+      in rows of weight 0 count as 0.
     packed: whether different segment ids separate segments; if not, segment ids only mark padding.
   """
-  ids_BT, segments_BT = batch['ids'], batch.get('segment_ids')
+  ids_BT, segments_BT, types_BT = batch['ids'], batch.get('segment_ids'), batch.get('token_type_ids')
+  if (weights := batch.get('weights')) is not None:  # The vector of a negative id is NaN.
+    weights_B1 = jnp.any(weights.reshape(len(weights), -1) != 0, axis=1, keepdims=True)
+    ids_BT = clear_padding(ids_BT, weights_B1)
+    types_BT = None if types_BT is None else clear_padding(types_BT, weights_B1)
   if segments_BT is not None:
     ids_BT = jnp.where(segments_BT == 0, 0, ids_BT)  # Padding may be an invalid id, whose vector is NaN.
     if not packed:
       segments_BT = (segments_BT != 0).astype(jnp.int32)
   pos_BT = batch.get('segment_pos') if packed else None
-  types_BT = batch.get('token_type_ids')
   return encoder(ids_BT, segment_ids=segments_BT, segment_pos=pos_BT, token_type_ids=types_BT)
 
 

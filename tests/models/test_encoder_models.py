@@ -99,6 +99,22 @@ def test_labels_of_other_places_and_ids_of_padding_may_be_anything():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['first', 'mean', 'tied'])
+def test_negative_ids_in_rows_of_weight_zero_change_nothing(kind):
+  """Neither with segment ids, all of which say that there are tokens, nor without."""
+  model, variables = make(kind)
+  batch = batch_of(kind)
+  assert not batch['weights'][2].any()
+  batch['segment_ids'][2] = 1
+  for known in (batch, {name: x for name, x in batch.items() if not name.startswith('segment')}):
+    expected = loss_and_gradients(model, variables, known)
+    spoiled = {name: x.copy() for name, x in known.items()}
+    for name in {'ids', 'token_type_ids', 'labels', 'label'} & set(known):
+      spoiled[name][2] = -3
+    assert_close(loss_and_gradients(model, variables, spoiled), expected, 1e-7)
+
+
 def test_logits_in_chunks_have_the_same_loss_and_gradients():
   p = config()
   p.encoder_tpl.embedding_tpl.chunk_size = 4
