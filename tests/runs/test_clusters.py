@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import socket
 import threading
 
@@ -106,9 +107,9 @@ def job(index, count):
 
 
 def test_all_who_come_know_each_other_whoever_else_connects(address):
-  names = {}
+  met = {}
   threads = [
-    threading.Thread(target=lambda i=i: names.update({i: meet(job(i, 3), address, 20, f'n{i}')})) for i in (2, 1, 0)
+    threading.Thread(target=lambda i=i: met.update({i: meet(job(i, 3), address, 20, f'n{i}')})) for i in (2, 1, 0)
   ]
   for thread in threads:
     thread.start()
@@ -116,7 +117,27 @@ def test_all_who_come_know_each_other_whoever_else_connects(address):
     stranger.connect_ex(('localhost', int(address.split(':')[1])))
   for thread in threads:
     thread.join()
-  assert names == {i: ['n0', 'n1', 'n2'] for i in range(3)}
+  assert {i: each.names for i, each in met.items()} == {i: ['n0', 'n1', 'n2'] for i in range(3)}
+  assert {i: sorted(each.connections) for i, each in met.items()} == {0: [1, 2], 1: [0], 2: [0]}
+  met[2].connections[0].sendall(b'from 2')  # The connections stay open, also after the port is closed.
+  assert met[0].connections[2].recv(100) == b'from 2'
+  with pytest.raises(OSError):
+    socket.create_connection(('localhost', int(address.split(':')[1]))).close()
+  for each in met.values():
+    for connection in each.connections.values():
+      connection.close()
+
+
+def test_host_0_keeps_no_connection_if_it_may_not_have_so_many_files(address, monkeypatch):
+  monkeypatch.setattr(resource, 'getrlimit', lambda which: (300, 300))
+  met = []
+  thread = threading.Thread(target=lambda: met.append(meet(job(1, 2), address, 20, 'n1')))
+  thread.start()
+  assert meet(job(0, 2), address, 20, 'n0') == (['n0', 'n1'], {})
+  thread.join()
+  (connection,) = met[0].connections.values()
+  assert connection.recv(1) == b''
+  connection.close()
 
 
 def test_those_who_do_not_come_are_named(address):

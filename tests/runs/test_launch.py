@@ -387,7 +387,8 @@ with the_watchdog().running(pathlib.Path(sys.argv[1]), why_lost):
   for step in range(10_000):
     note_progress(f'step {step}')
     time.sleep(0.05)
-    multihost_utils.process_allgather(np.ones(1))
+    if 'apart' not in sys.argv:
+      multihost_utils.process_allgather(np.ones(1))
     if step == 25:  # After a beat that says so.
       print('going', flush=True)
     if step == 30 and sys.argv[3:4] == [str(job.process_id)]:
@@ -433,6 +434,21 @@ def test_in_groups_every_host_names_the_lost_one_also_if_its_whole_group_is_lost
   told = [line for line in job.lines if 'has shown no sign of life for' in line and line.startswith('host ')]
   assert {line.split(':')[0] for line in told} == {f'host {i}' for i in range(5) if i not in lost}, job.text
   assert all(any(f': host {host} (' in line for host in lost) for line in told)
+
+
+@pytest.mark.slow
+def test_a_killed_host_is_named_long_before_the_timeout_though_no_collective_fails(tmp_path, monkeypatch):
+  """As with collectives of GPUs, which wait. Groups of two: host 0 learns of host 3 only by its connection."""
+  code = 'import praxis_lite.runs.cluster.beats as beats; beats.GROUP = 2\n' + LOOP
+  job = Watched([sys.executable, '-c', code, str(tmp_path), '300', 'apart'], 5, max_restarts=0, grace_s=60)
+  killed = []
+  job.on('host 1: going', lambda: (job.signal(4, signal.SIGKILL), killed.append(time.monotonic())))
+  assert job.run() == 128 + signal.SIGKILL
+  assert time.monotonic() - killed[0] < 15  # By itself, it takes 2.3 s.
+  told = [line for line in job.lines if 'host 4 (' in line and 'its connection is closed' in line]
+  assert {line.split(':')[0] for line in told} == {f'host {i}' for i in range(4)}, job.text
+  assert any('which was in step' in line for line in told)
+  assert 'is killed' not in job.text  # By `launch`, because it ended late.
 
 
 @pytest.mark.slow

@@ -85,14 +85,20 @@ class Beats:
     if not self._is_all:
       other = self._random.randrange(self._processes)
       for index in (self._next, other):
-        with contextlib.suppress(Exception):  # There is no beat of that process yet.
-          heard[index] = json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))
+        heard |= self.beat_of(index)
       for each in heard.values():
         # A beat is up to one interval old. With it added, ages that processes pass on are never too small.
         self._note(each['anywhere'] + self._interval)
       if other not in self.watched:
         heard.pop(other, None)
     return heard
+
+  def beat_of(self, index: int) -> dict[int, dict[str, Any]]:
+    """Returns the beat of any process, by its index; empty if there is none yet, or the service does not answer."""
+    try:
+      return {index: json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))}
+    except Exception:
+      return {}
 
   @property
   def idle_anywhere(self) -> float:

@@ -51,7 +51,7 @@ def initialize_distributed(
       f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}',
       flush=True,
     )
-  names = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')
+  met = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')
   jax.distributed.initialize(
     address,
     job.num_processes,
@@ -62,5 +62,5 @@ def initialize_distributed(
     heartbeat_timeout_seconds=math.ceil(3 * hang_timeout_s) + 60,
     shutdown_timeout_seconds=math.ceil(hang_timeout_s),
   )
-  watch_hosts(names, job.process_id, hang_timeout_s)
+  watch_hosts(met, job.process_id, hang_timeout_s)
   return job

@@ -3,7 +3,8 @@
     host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of
     others     connect, send their index and name                 | processes that it watches (`beats.py`)
 
-Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it.
+Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it. The connections
+stay open: see `connections.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from praxis_lite.common.errors import LostHostError
 from praxis_lite.runs.cluster.beats import watched_by
@@ -20,12 +22,26 @@ from praxis_lite.runs.cluster.clusters import Job
 
 _PAUSE = 0.1
 _PATIENCE = 1.0
+# How many files a process may have open besides connections.
+_OTHER_FILES = 1024
 
 
-def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
-  """Waits until all processes of a job have called this; returns their names, by index.
+class Meeting(NamedTuple):
+  """All processes of a job, as one of them knows them.
 
-  With many processes, the names of processes that this one does not watch are ''; host 0 knows all names.
+  Attributes:
+    names: their names, by index. With many processes, the names of those that this one does not watch are ''; host 0
+      knows all names.
+    connections: the open connections, by index: of host 0 to all others, and of each other one to host 0. Host 0 keeps
+      none if the system does not let it have so many open files.
+  """
+
+  names: list[str]
+  connections: dict[int, socket.socket]
+
+
+def meet(job: Job, address: str, timeout_s: float, name: str) -> Meeting:
+  """Waits until all processes of a job have called this; returns their names and connections.
 
   Args:
     job: has `num_processes` and `process_id`.
@@ -42,8 +58,8 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
   try:
     if job.process_id == 0:
       return _gather(int(port), job.num_processes, name, deadline)
-    told = _report(host, int(port), job.process_id, name, deadline)
-    return [told.get(i, '') for i in range(job.num_processes)]
+    told, connection = _report(host, int(port), job.process_id, name, deadline)
+    return Meeting([told.get(i, '') for i in range(job.num_processes)], {0: connection})
   except _Missing as missing:
     hosts = f'host {missing.hosts[0]} has' if len(missing.hosts) == 1 else f'hosts {missing} have'
     raise LostHostError(
@@ -62,8 +78,9 @@ class _Missing(Exception):
     self.hosts = hosts
 
 
-def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
+def _gather(port: int, count: int, name: str, deadline: float) -> Meeting:
   names = {0: name}
+  has_room = _allow_open_files(2 * count + _OTHER_FILES)  # JAX's service has as many connections.
   with contextlib.ExitStack() as to_close:
     server = to_close.enter_context(_listening(port, count, deadline))
     connections: dict[int, socket.socket] = {}
@@ -83,7 +100,23 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         names[index], connections[index] = str(its_name), connection
     for index, connection in connections.items():
       _tell([connection], {'names': {i: names[i] for i in {0, *watched_by(index, count)}}})
-    return [names[i] for i in range(count)]
+    # A process that has connected twice keeps its last connection; the others are closed at the end of this block.
+    kept = {i: connection.dup() for i, connection in connections.items()} if has_room else {}
+    return Meeting([names[i] for i in range(count)], kept)
+
+
+def _allow_open_files(count: int) -> bool:
+  """Lets this process have at least `count` open files; returns whether it may."""
+  try:
+    import resource
+  except ImportError:  # Windows has no such limit.
+    return True
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if soft != resource.RLIM_INFINITY and soft < count:
+    with contextlib.suppress(OSError, ValueError):
+      resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+  return soft == resource.RLIM_INFINITY or soft >= count
 
 
 def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
@@ -106,7 +139,7 @@ def _listening(port: int, count: int, deadline: float) -> socket.socket:
       time.sleep(_PAUSE)
 
 
-def _report(host: str, port: int, index: int, name: str, deadline: float) -> dict[int, str]:
+def _report(host: str, port: int, index: int, name: str, deadline: float) -> tuple[dict[int, str], socket.socket]:
   while True:
     left = deadline - time.monotonic()
     try:
@@ -117,7 +150,7 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> dic
         told = json.loads(_line(connection))
         if missing := told.get('missing'):
           raise _Missing([int(i) for i in missing])
-        return {int(i): str(its_name) for i, its_name in told['names'].items()}
+        return {int(i): str(its_name) for i, its_name in told['names'].items()}, connection.dup()
     except (OSError, ValueError, AttributeError, KeyError) as error:  # Host 0 does not listen yet.
       if time.monotonic() >= deadline:
         raise error if isinstance(error, OSError) else ConnectionError('something else answers there') from None

@@ -6,10 +6,11 @@ its main thread last made progress:
 
     beat     of each process, every interval     {"beat": 17, "doing": "step 12", "at": "...", "idle": 0.2, "state": ""}
     watch    in each process                     | no beats of a host for the timeout: that host is lost
+                                                 | its connection is closed, and no beats since: that host is lost
                                                  | no progress of any host for the timeout: all hosts hang
                                                  | a host says that it has failed
 
-`beats.py` decides which processes read whose beats.
+`beats.py` decides which processes read whose beats; `connections.py` has the connections.
 
 If a host is lost or all hang, the process prints which host it was and what that host was doing, writes the stacks of
 its own threads, and ends with the exit code of `LostHostError`. Launchers then restart the job from its last
@@ -41,6 +42,8 @@ from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import BUILDING_FILES, Client, service_client
 from praxis_lite.common.processes import last_progress, note_progress
 from praxis_lite.runs.cluster.beats import Beats, beat_interval
+from praxis_lite.runs.cluster.connections import Connections
+from praxis_lite.runs.cluster.rendezvous import Meeting
 from praxis_lite.runs.records.history import note_event
 from praxis_lite.runs.trouble import GoBack
 
@@ -52,6 +55,10 @@ _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for nam
 _PATIENCE_AT_EXIT = 2.0
 # After this many beats, all groups of processes know that one of them has made progress.
 _ROUNDS = 10
+# A host whose connection is closed counts as lost after this many intervals without a beat. If it then sends as many
+# beats, only the connection was lost. One of them may be older than the end of the connection.
+_BEATS_AFTER_CLOSE = 2
+_HANG = 'no host has made progress'
 # How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
 # The key that JAX's preemption service writes to the store after any process received SIGTERM.
@@ -66,6 +73,7 @@ class _Host:
 
   name: str
   heard: float
+  beats_heard: int = 0
   beat: int = 0
   doing: str = 'starting'
   at: str = ''
@@ -83,11 +91,12 @@ class Watchdog:
   Args:
     client: the client of JAX's service.
     names: the names of the hosts in messages, by index.
+    connections: the open connections to other hosts.
     index: the index of this host.
     timeout_s: see `HANG_TIMEOUT_S`.
   """
 
-  def __init__(self, client: Client, names: list[str], index: int, timeout_s: float):
+  def __init__(self, client: Client, names: list[str], connections: Connections, index: int, timeout_s: float):
     now = time.monotonic()
     self._client = client
     self._index = index
@@ -97,6 +106,8 @@ class Watchdog:
     self._hosts = [_Host(f'host {i} ({name})' if name else f'host {i}', now) for i, name in enumerate(names)]
     self._watched = {i: self._hosts[i] for i in self._beats.watched}
     self._verdict = ''  # Why a process that this one does not watch has given up.
+    self._connections = connections
+    self._closed: dict[int, int] = {}  # By the index of each host whose connection is closed: beats heard before.
     self._contact = now
     self._main = threading.main_thread().ident
     self._building = now  # When the main thread was last seen tracing or compiling.
@@ -190,6 +201,8 @@ class Watchdog:
       }
       with contextlib.suppress(Exception):  # If the service does not answer, `_watch` will notice.
         self._hear(self._beats.exchange(beat, idle if self._state == 'running' else 0.0))
+        for closed in [i for i in self._closed if i not in self._watched]:
+          self._hear(self._beats.beat_of(closed))
         self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
@@ -201,7 +214,7 @@ class Watchdog:
     for index, said in beats.items():
       host = self._hosts[index]
       if said['beat'] != host.beat:
-        host.heard = time.monotonic()
+        host.heard, host.beats_heard = time.monotonic(), host.beats_heard + 1
         host.beat, host.doing, host.at = said['beat'], said['doing'], said['at']
         host.idle, host.state, host.is_ending = said['idle'], said['state'], said['ending']
 
@@ -222,18 +235,20 @@ class Watchdog:
 
   def _watch(self) -> None:
     last = time.monotonic()
-    while not self._is_over.wait(self._interval):
+    while not self._is_over.is_set():
+      self._connections.listen(self._interval / 4)
       now = time.monotonic()
       if now - last > self._timeout / 2:  # This process was stopped, or the machine slept: all beats are old.
         self._contact = now
         for host in self._hosts:
           host.heard = now
       last = now
-      if self._state in ('', 'running') and (reason := self._trouble(now)):
+      self._verdict = self._verdict or self._connections.verdict
+      if self._state in ('', 'running') and (reason := self._trouble(now) or self._lost_connection(now)):
         is_told = bool(self._verdict) or any(
           host.state not in ('', 'running', 'left') for host in self._watched.values()
         )
-        self.give_up(reason, needs_stacks=not is_told)
+        self.give_up(reason, needs_stacks=not is_told or reason.startswith(_HANG))
 
   def _trouble(self, now: float) -> str:
     """Returns what is wrong with another host or with all hosts; '' if nothing is."""
@@ -254,7 +269,19 @@ class Watchdog:
       len(watched) == len(self._hosts) or self._beats.idle_anywhere > self._timeout + _ROUNDS * self._interval
     ):
       last = '; '.join(f'{host} for {host.idle:.0f} s' for host in watched)
-      return f'no host has made progress for {self._timeout:.0f} s: {last}'
+      return f'{_HANG} for {self._timeout:.0f} s: {last}'
+    return ''
+
+  def _lost_connection(self, now: float) -> str:
+    """Returns which host has been silent since its connection was closed; '' if none has."""
+    patience = _BEATS_AFTER_CLOSE * self._interval
+    for i, at in list(self._connections.closed.items()):
+      host = self._hosts[i]
+      before = self._closed.setdefault(i, host.beats_heard)
+      if host.state == 'left' or host.beats_heard >= before + _BEATS_AFTER_CLOSE:
+        del self._connections.closed[i], self._closed[i]
+      elif now - max(at, host.heard) > patience:
+        return f'{host}, has shown no sign of life for {patience:g} s, and its connection is closed'
     return ''
 
   def give_up(self, reason: str, *, needs_stacks: bool = True) -> NoReturn:
@@ -269,6 +296,7 @@ class Watchdog:
     code = LostHostError.exit_code
     self._state, self._is_ending = f'it gave up, because {reason}', True
     self._beats.tell(reason)
+    is_told = self._connections.tell(reason)
     mine = self._hosts[self._index].name
     _write(f'{mine}, in {last_progress()[0]}: {reason}\n')
     if lost := self._why_lost():
@@ -279,8 +307,19 @@ class Watchdog:
         note_event(self.directory, 'lost', text=reason)  # One of the remaining processes records the loss for all.
       where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: if the job is started again, it continues from its last checkpoint\n')
-    time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read the reason from host 0.
+    self._wait_until_told(is_told)
     os._exit(code)
+
+  def _wait_until_told(self, is_sent: bool) -> None:
+    """Waits until the others may have read why this process gives up; `is_sent` if the connections have taken it.
+
+    If host 0 ended before, JAX would abort the others. Without host 0, there is no store to read from.
+    """
+    end = time.monotonic() + (4 if self._index == 0 else 2) * self._interval
+    while time.monotonic() < end:
+      if (is_sent and (self._index != 0 or not self._connections)) or 0 in self._connections.closed:
+        return
+      self._connections.listen(self._interval / 4)
 
   # ---- the end of the process
 
@@ -303,6 +342,7 @@ class Watchdog:
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'
+    self._connections.leave()
     # Python kills daemon threads at exit. If one of them is inside JAX's client at that moment, the process aborts.
     self._is_over.set()
     for thread in self._threads:
@@ -312,11 +352,11 @@ class Watchdog:
 _watchdogs: list[Watchdog] = []  # At most one watchdog.
 
 
-def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
-  """Starts the watchdog of this process, which has joined the others."""
+def watch_hosts(met: Meeting, index: int, timeout_s: float) -> None:
+  """Starts the watchdog of this process, which has met the others."""
   client = unless_unknown('hosts are not watched: a run waits for a lost one', service_client, None)
   if client is not None:
-    _watchdogs.append(Watchdog(client, names, index, timeout_s))
+    _watchdogs.append(Watchdog(client, met.names, Connections(met.connections), index, timeout_s))
 
 
 def the_watchdog() -> Watchdog | None:
