@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from test_executor import wait_for
@@ -21,9 +22,11 @@ from praxis_lite.common.files import KnownFolder
 from praxis_lite.runs import Hook, run_train
 from praxis_lite.runs.improvement import Watched, WatchedMetric
 from praxis_lite.runs.loop.progress import NOTHING_KNOWN, Progress, merge_saved
+from praxis_lite.runs.loop.saving import Saving
 from praxis_lite.runs.nonfinite import NonFiniteError, SkippedSteps
 from praxis_lite.runs.programs import DecodeProgram
 from praxis_lite.runs.records import metrics
+from praxis_lite.runs.records.history import read_history
 from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
@@ -340,6 +343,21 @@ def test_files_that_a_failed_save_writes_late_do_not_make_the_directory_anew(tmp
     run_train(run_config(), directory, hooks=[Disturb(7, lambda _: directory.rename(tmp_path / 'moved'))])
   written[0].join()
   assert not directory.exists()
+
+
+def test_a_failed_save_is_not_noted_in_a_directory_that_tensorstore_has_made_anew(tmp_path):
+  def failing():
+    raise CheckpointError('its folder is gone')
+
+  directory, lines = tmp_path / 'run', []
+  directory.mkdir()
+  kept = SimpleNamespace(directory=str(directory / 'checkpoints'), newly_complete=failing, latest_step=lambda: None)
+  saving = Saving(kept, None, lines.append)
+  assert saving.newly_complete() == [] and [event.kind for event in read_history(directory)] == ['save_failed']
+  directory.rename(tmp_path / 'moved')
+  directory.mkdir()
+  saving.newly_complete()
+  assert len(lines) == 2 and not any(directory.iterdir())
 
 
 @pytest.mark.parametrize('fate', ['moved', 'deleted', 'replaced', 'a file'])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,8 +17,10 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs.records.metrics import SummaryWriter
 from tools import fault_campaign
 from tools.fault_campaign import campaign, fault_table, make_baseline
+from tools.faults import processes
 from tools.faults.comparison import Results, _lines, curves_of, differences
 from tools.faults.faults import FAULTS, damage_events, flip_bit_of_checkpoint, kill, terminate
+from tools.faults.processes import child_processes, host_processes
 
 
 @pytest.mark.slow
@@ -80,3 +86,25 @@ def test_each_fault_of_others_is_drawn():
   wanted = {'mix_parts', 'rename_step', 'stop_host_at_end', 'hold_lock', 'move_directory', 'use_odd_path'}
   assert names >= wanted | {'replace_metrics_file', 'empty_metrics', 'replace_data'}
   assert [fault_campaign.draw_fault(1, n, [*FAULTS]) for n in range(len(FAULTS))] == [*FAULTS]
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='processes are forked on Linux')
+def test_the_processes_of_the_hosts_are_those_that_launch_has_started(tmp_path):
+  """Not the process that imports for them, which a fault would leave without an effect on the run."""
+  (tmp_path / 'sleeping.py').write_text('import time; time.sleep(60)')
+  code = (
+    'import os, sys; sys.path.insert(0, sys.argv[1]); from praxis_lite.runs.cluster.warm_start import WarmStarter\n'
+  )
+  code += "starter = WarmStarter('sleeping', [], ['json'])\n"
+  code += 'print([starter.start({}).pid for _ in range(2)], flush=True); sys.stdin.read()'
+  env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(processes.ROOT)])}
+  command = [sys.executable, '-c', code, str(tmp_path)]
+  with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launching:
+    try:
+      started = json.loads(launching.stdout.readline())
+      assert host_processes(launching.pid) == started
+      assert len(child_processes(launching.pid)) == 3
+    finally:
+      for pid in child_processes(launching.pid):
+        os.kill(pid, signal.SIGKILL)
+      launching.kill()

@@ -20,7 +20,7 @@ import numpy as np
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
 from tools.faults.lab import FILES_MADE, FILES_READ, Lab, SurvivalError
 from tools.faults.others import FAULTS_OF_OTHERS
-from tools.faults.processes import Training, child_processes
+from tools.faults.processes import Training, host_processes
 
 
 def _end_by_signal(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Training:
@@ -29,7 +29,8 @@ def _end_by_signal(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Traini
   lab.seen.too_late = code == 0
   if code not in (0, -number, 128 + number):
     raise SurvivalError(f'{signal.Signals(number).name} ended it with {code}: {run.lines[-2:]}')
-  if code == 128 + number and number != signal.SIGKILL and 'saved in' not in run.text:
+  is_before_training = number == signal.SIGINT and not run.last_step and 'interrupted' in run.text
+  if code == 128 + number and number != signal.SIGKILL and 'saved in' not in run.text and not is_before_training:
     raise SurvivalError(f'it ended with {code} and does not say what was saved: {run.lines[-2:]}')
   return run
 
@@ -123,8 +124,8 @@ def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
   host, step = int(lab.rng.integers(hosts)), int(lab.rng.integers(0, NUM_STEPS))
   lab.seen.where = f'host {host}, step {step}'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == hosts)
-  processes = child_processes(run.process.pid)
+  run.wait_for(lambda: run.last_step >= step and len(host_processes(run.process.pid)) == hosts)
+  processes = host_processes(run.process.pid)
   if len(processes) == hosts:
     os.kill(processes[host], number)
   before, lab.seen.bound = run.last_step, SAVE_INTERVAL * (1 if lab.seen.copies else 2)
@@ -145,8 +146,8 @@ def refuse_writes_of_one_host(lab: Lab) -> None:
   is_for_a_while = lab.rng.random() < 0.5
   lab.seen.where = f'host {host}, step {step}, no file above {limit} bytes{", for a while" * is_for_a_while}'
   run = lab.start()
-  if run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == 2):
-    pid = child_processes(run.process.pid)[host]
+  if run.wait_for(lambda: run.last_step >= step and len(host_processes(run.process.pid)) == 2):
+    pid = host_processes(run.process.pid)[host]
     with contextlib.suppress(ProcessLookupError):
       _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
       resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))

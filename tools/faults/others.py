@@ -15,7 +15,7 @@ from pathlib import Path
 from praxis_lite.inputs.grain_input import write_array_records
 from tools.faults.experiment import NUM_EXAMPLES, NUM_STEPS, SAVE_INTERVAL, examples
 from tools.faults.lab import FILES_MADE, Lab, SurvivalError
-from tools.faults.processes import Training, child_processes, process_state
+from tools.faults.processes import Training, host_processes, process_state
 
 _ODD_NAMES = (
   'a[x]b',
@@ -89,8 +89,8 @@ def stop_host_at_end(lab: Lab) -> None:
   is_before = bool(lab.rng.random() < 0.6)
   lab.seen.where = f'step {step}, host {("0", "1", "0 and 1")[which]}, {"before" if is_before else "after"} the signal'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(child_processes(run.process.pid)) == 2)
-  hosts = child_processes(run.process.pid)
+  run.wait_for(lambda: run.last_step >= step and len(host_processes(run.process.pid)) == 2)
+  hosts = host_processes(run.process.pid)
   hosts = hosts if which == 2 else hosts[which : which + 1]
   if not is_before:
     run.send(signal.SIGTERM)

@@ -143,6 +143,18 @@ def process_state(pid: int) -> str:
     return ''
 
 
+def host_processes(pid: int) -> list[int]:
+  """Returns the processes of the hosts that a process of `launch` has started, in order.
+
+  Its first child is the process that only imports; forked hosts have the same command line.
+  """
+  children = child_processes(pid)
+  with contextlib.suppress(OSError, IndexError):
+    if b'fork_on_request' in Path(f'/proc/{children[0]}/cmdline').read_bytes():
+      return children[1:]
+  return children
+
+
 def child_processes(pid: int) -> list[int]:
   """Returns the processes that a process has started, in order."""
   try:

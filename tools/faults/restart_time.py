@@ -22,8 +22,11 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from praxis_lite.common.jax_internals.flags import add_flags
+from tools.faults.processes import host_processes
 
 AT = 40  # The step after which a process is killed.
 LIMIT = 600  # Seconds for all of it.
@@ -54,8 +57,7 @@ def measure(processes: int, flags: tuple[str, ...]) -> dict[str, float]:
         step = re.search(r'step (\d+)/', line)
         if 'killed' not in times:
           if step and int(step[1]) >= AT:
-            children = subprocess.run(['pgrep', '-P', str(job.pid)], capture_output=True, text=True, check=True)
-            os.kill(int(children.stdout.split()[processes // 2]), signal.SIGKILL)
+            os.kill(host_processes(job.pid)[processes // 2], signal.SIGKILL)
             times['killed'] = time.monotonic()
           continue
         for name, text in (('all have ended', 'was lost'), ('joined', 'processes, found by'), ('restored', 'restored')):

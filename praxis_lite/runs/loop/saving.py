@@ -12,7 +12,7 @@ from typing import Any
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.common.errors import CheckpointError, UserError
-from praxis_lite.common.files import remove_all
+from praxis_lite.common.files import KnownFolder, remove_all
 from praxis_lite.common.processes import gather_texts, is_primary_process, note_progress
 from praxis_lite.inputs.manifest import DataManifest
 from praxis_lite.runs.improvement import Watched
@@ -49,6 +49,8 @@ class Saving(Observer):
     self._line = line
     self._step, self._is_good = 0, True  # The step of the last save, and whether the save is good so far.
     self._stalled = 0.0
+    # TensorStore may create a directory in the place of one that was moved.
+    self._folder = KnownFolder(Path(checkpointer.directory).parent)
 
   def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
     """Waits for the previous save and begins this one; returns whether there is or will be a checkpoint of this step.
@@ -119,7 +121,7 @@ class Saving(Observer):
       self._is_good = False
       self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
       if is_primary_process():
-        note_event(Path(self._checkpointer.directory).parent, 'save_failed', self._step, str(error))
+        note_event(self._folder, 'save_failed', self._step, str(error))
       return None
 
   def _last_good(self) -> str:
