@@ -98,7 +98,7 @@ def test_the_processes_of_the_hosts_are_those_that_launch_has_started(tmp_path):
   code += "starter = WarmStarter('sleeping', [], ['json'])\n"
   code += 'print([starter.start({}).pid for _ in range(2)], flush=True); sys.stdin.read()'
   env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(processes.ROOT)])}
-  command = [sys.executable, '-c', code, str(tmp_path)]
+  command = [sys.executable, '-c', code]
   with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launching:
     try:
       started = json.loads(launching.stdout.readline())
