@@ -43,7 +43,7 @@ NOT_RUN = {
   r'praxis-lite plan .*--measured': 'takes a run of many steps: plan/test_experience.py trains one',
   r'praxis-lite scaling .*': 'reads runs of many sizes: plan/test_scaling_command.py has some',
   r'praxis-lite sweep .*--search.*': 'trains for minutes: cli/test_sweep.py searches for less',
-  r'praxis-lite launch .*': 'starts processes, or names an image: runtime/test_launch.py and test_jobset.py run such',
+  r'praxis-lite launch .*': 'starts processes: runs/test_launch.py and test_cluster_recipes.py run such',
   r'praxis-lite agree .*': 'compiles a dozen programs: cli/test_agree.py runs it on a smaller model',
   r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite predict .*lines\.txt': 'reads a file that the Python of this page writes: cli/test_predict.py has it',

@@ -8,6 +8,7 @@
 #
 #   slurm         srun with two tasks trains to the end
 #   preempted     scancel --signal=TERM in the middle: both save the same step and exit with 143; again: to the end
+#   launched      the script of `launch --slurm` starts all again after a SIGKILL of one process
 #   mpirun        two ranks train to the end, with the loss of the Slurm run
 set -euo pipefail
 
@@ -112,6 +113,27 @@ srun --ntasks=2 --overcommit "${train[@]}" --job_log_dir="$work/preempted" \
   --set task.train.num_train_steps=$((saved + 10)) 2>&1 | tee "$work/again.txt" | tail -3
 grep -q "restored step $saved of" "$work/again.txt" || fail 'it did not continue from the saved step'
 grep -q "step $((saved + 10)) of $((saved + 10)): saved" "$work/again.txt" || fail 'the continued run has not ended'
+
+say 'the script of launch --slurm, with a process that is killed'
+mkdir -p "$work/bin"
+printf '#!/bin/bash\nexec "%s" -m praxis_lite "$@"\n' "$(command -v "$python")" > "$work/bin/praxis-lite"
+chmod +x "$work/bin/praxis-lite"
+PATH=$work/bin:$PATH praxis-lite launch --slurm --processes=2 --processes_per_node=2 --max_restarts=1 -- \
+  "${train[@]:3}" --job_log_dir="$work/launched" --set task.train.num_train_steps=60 \
+  --set task.train.save_interval_steps=20 > "$work/launched.sh"
+job=$(PATH=$work/bin:$PATH sbatch --parsable --overcommit --output="$work/launched.txt" "$work/launched.sh")
+for _ in $(seq 180); do
+  [ -e "$work/launched/checkpoints/20" ] && break
+  sleep 1
+done
+kill -9 "$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["pid"])' "$work/launched/heartbeats/1.json")"
+for _ in $(seq 180); do
+  [ -z "$(squeue -h -j "$job" 2> /dev/null)" ] && break
+  sleep 1
+done
+grep -q 'attempt 0 ended with 137' "$work/launched.txt" || fail 'the step was not started again'
+grep -q 'has shown no sign of life for' "$work/launched.txt" || fail 'the loss was not noticed'
+grep -q 'step 60 of 60: saved' "$work/launched.txt" || fail 'the run that lost a process has not ended'
 
 say 'two ranks under mpirun'
 mpirun --allow-run-as-root --oversubscribe -n 2 --tag-output "${train[@]}" --job_log_dir="$work/mpirun" \

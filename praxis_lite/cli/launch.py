@@ -1,6 +1,6 @@
 """`praxis-lite launch`: trains in several processes on this machine, and restarts them if one dies.
 
-With --jobset, it prints a JobSet that starts them on a Kubernetes cluster instead; with --skypilot, a SkyPilot task.
+With --jobset, --slurm or --skypilot, it prints what starts them on a cluster instead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _IMPORTS = (
   *('praxis_lite.checkpoints.orbax.handlers', 'praxis_lite.experiments.lm'),
 )
 
-_OF_JOBSETS = ('volume_claim', 'resource')
-_OF_SKYPILOT = ('accelerators', 'spot', 'volume')
-_OF_MANIFESTS = ('image', 'name', *_OF_JOBSETS, *_OF_SKYPILOT)
+
+_RECIPES = ('jobset', 'slurm', 'skypilot')
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -39,13 +38,11 @@ def _run(values: flags.FlagValues) -> int:
   if values.min_processes is not None and values.min_processes > values.processes:
     raise UserError(f'--min_processes={values.min_processes} is more than --processes={values.processes}')
   command = launched_command(values.train, devices=values.devices, elastic=values.min_processes is not None)
-  if values.jobset and values.skypilot:
-    raise UserError('--jobset and --skypilot: give one of them')
-  if values.jobset or values.skypilot:
-    _print_manifest(values)
+  if recipes := [name for name in _RECIPES if values[name].value]:
+    if len(recipes) > 1:
+      raise UserError(f'--{recipes[0]} and --{recipes[1]} are given: choose one')
+    print(_recipe(values, recipes[0]))
     return 0
-  if given := next((name for name in _OF_MANIFESTS if values[name].present), None):
-    raise UserError(f'--{given} needs --jobset or --skypilot')
   return Launcher(
     command,
     values.processes,
@@ -69,45 +66,54 @@ def _directory(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _print_manifest(values: flags.FlagValues) -> None:
+def _recipe(values: flags.FlagValues, kind: str) -> str:
+  """Returns what starts the processes on a cluster, after checking the experiment; `kind` is one of `_RECIPES`."""
   from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.runs.cluster.jobset import jobset, parse_resources
   from praxis_lite.runs.cluster.skypilot import skypilot_task
+  from praxis_lite.runs.cluster.slurm import slurm_script
   from praxis_lite.runs.loop.job import check_configs
 
-  if not values.image:
+  if not values.image and kind != 'slurm':
     raise UserError('--image is missing: name an image that contains praxis_lite and the experiment')
   given = _train_flags(values.train[1:])
   if not given.job_log_dir:
     raise UserError('--job_log_dir is missing after --: a directory on a volume that all processes see')
-  if other := next((name for name in (_OF_SKYPILOT if values.jobset else _OF_JOBSETS) if values[name].present), None):
-    raise UserError(f'--{other} is not for {"--jobset" if values.jobset else "--skypilot"}')
   leave_accelerators_alone()
   check_configs({given.exp or given.job_log_dir: configured_experiment(given)})
-  name, command = values.name or _name_of(given.exp or given.job_log_dir), ['praxis-lite', *values.train]
-  if values.jobset:
-    manifest = jobset(
+  name = values.name or _name_of(given.exp or given.job_log_dir)
+  command, grace_s, restarts = ['praxis-lite', *values.train], int(given.grace_s or 30), values.max_restarts
+  if kind == 'slurm':
+    return slurm_script(
       name,
-      values.image,
       command,
       values.processes,
-      max_restarts=values.max_restarts,
-      grace_s=int(given.grace_s or 30) + 5,
-      resources=parse_resources(values.resource),
-      volume_claim=values.volume_claim,
+      processes_per_node=values.processes_per_node,
+      spares=values.spares,
+      max_restarts=restarts,
+      grace_s=grace_s,
+      options=values.resource,
+    )
+  resources, volume = parse_resources(values.resource), values.volume_claim
+  if kind == 'skypilot':
+    if values.spares:
+      raise UserError('--spares: SkyPilot rents others for instances that are taken away; leave it out')
+    made = skypilot_task(
+      name, values.image, command, values.processes, max_restarts=restarts, resources=resources, volume=volume
     )
   else:
-    manifest = skypilot_task(
+    made = jobset(
       name,
       values.image,
       command,
       values.processes,
-      max_restarts=values.max_restarts,
-      accelerators=values.accelerators,
-      spot=values.spot,
-      volume=values.volume,
+      max_restarts=restarts,
+      grace_s=grace_s + 5,
+      spares=values.spares,
+      resources=resources,
+      volume_claim=volume,
     )
-  print(json.dumps(manifest, indent=2))
+  return json.dumps(made, indent=2)
 
 
 def _train_flags(arguments: Sequence[str]) -> flags.FlagValues:
@@ -135,9 +141,10 @@ def _flags() -> CommandFlags:
   fewer = 'If a process is lost twice in a row, go on with at least this many, on a smaller mesh; by default with all.'
   values.add_integer('min_processes', fewer, 1, least=1)
   spares = (
-    'Places beyond --processes that take over from places which were lost twice, are slow, or have a faulty device.'
+    'Places beyond --processes that take over from places which were lost twice, are slow, or have a faulty device. '
+    'Each process finds its place in PRAXIS_LITE_PLACE. With --jobset or --slurm: nodes that take over from lost ones.'
   )
-  values.add_integer('spares', f'{spares} Each process finds its place in PRAXIS_LITE_PLACE.', 1, 0, least=0)
+  values.add_integer('spares', spares, 1, 0, least=0)
   backoff = 'Seconds before the first restart. Each further restart waits twice as long, at most 60 s.'
   values.add_number('backoff_s', backoff, '5', 1, least=0)
   late = 'After losing a process, seconds that the others have to notice it and end before they are killed.'
@@ -145,21 +152,26 @@ def _flags() -> CommandFlags:
   stop = 'After Ctrl-C or SIGTERM, seconds that all processes have to save and end before they are killed.'
   values.add_number('stop_within_s', stop, '120', 600, least=0)
   values.add_switch('jobset', 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing.')
+  values.add_switch('slurm', 'Print a batch script for Slurm, for sbatch, and start nothing.')
   values.add_switch('skypilot', 'Print a task for SkyPilot, for sky jobs launch, and start nothing.')
   values.add_text('image', 'With --jobset or --skypilot: the container image.', 'registry.example/lm:1')
-  name = 'With --jobset or --skypilot: name of the job; by default made from the name of the experiment.'
-  values.add_text('name', name, 'lm')
-  values.add_text('volume_claim', 'With --jobset: the PersistentVolumeClaim to mount at /runs.', 'runs')
-  values.add_texts('resource', 'With --jobset: a resource that each pod needs.', 'nvidia.com/gpu=8')
-  values.add_text('accelerators', 'With --skypilot: the accelerators of each node.', 'H100:8')
-  values.add_switch('spot', 'With --skypilot: take nodes that the cloud may take back.')
-  values.add_text('volume', 'With --skypilot: the volume to mount at /runs.', 'runs')
+  values.add_text('name', 'On a cluster: name of the job; by default made from the name of the experiment.', 'lm')
+  values.add_text(
+    'volume_claim',
+    'With --jobset: the PersistentVolumeClaim, with --skypilot: the volume, to mount at /runs.',
+    'runs',
+  )
+  needs = 'With --jobset: a resource that each pod needs. With --slurm: an option of sbatch, such as gpus-per-node=8.'
+  values.add_texts(
+    'resource', f'{needs} With --skypilot: a field of its resources, such as accelerators=H100:8.', 'nvidia.com/gpu=8'
+  )
+  values.add_integer('processes_per_node', 'With --slurm: the number of processes of each node.', 8, 1, least=1)
   return values
 
 
 COMMAND = Command(
   'launch',
-  'train in several processes here, or print a job',
+  'train in several processes here, or on a cluster',
   'train in several processes on this machine, each in the place of a host, with simulated or real devices. Each line '
   'of output begins with the name of its process. After Ctrl-C or SIGTERM, all processes save the same step. If a '
   'process dies, or exits with 75 because another one was lost, all are restarted and resume from the last '

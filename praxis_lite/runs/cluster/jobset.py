@@ -5,6 +5,9 @@
     2, a mistake                   the JobSet fails: another attempt would make the mistake again
     any other, or a lost node      all pods are restarted, at most `max_restarts` times, from the last checkpoint
 
+With `spares`, as many more pods hold nodes, and do nothing. Kubernetes evicts one, whose priority is lower, when a pod
+of the run needs its node after a restart. So a lost node costs no wait for a new one.
+
 The pods, and their hosts in the network, are named NAME-hosts-0-0, NAME-hosts-0-1, ...; the first has process 0.
 The directory of the run must be on a volume that all of them see.
 """
@@ -22,6 +25,7 @@ _CONTAINER = 'train'
 # Kubernetes appends '-hosts-0-' and an index to the name, and limits the result, a host name, to 63 characters.
 _MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
 _VOLUME = 'runs'
+_SPARES, _SPARE_PRIORITY = 'spares', 'praxis-lite-spare'
 
 JsonObject = dict[str, object]
 
@@ -34,6 +38,7 @@ def jobset(
   *,
   max_restarts: int,
   grace_s: int,
+  spares: int = 0,
   resources: Mapping[str, str] | None = None,
   volume_claim: str | None = None,
   mount_path: str = '/runs',
@@ -47,6 +52,7 @@ def jobset(
     processes: number of pods.
     max_restarts: how often all pods are restarted.
     grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
+    spares: number of pods that hold spare nodes. Then the manifest is a list, with the class of their priority.
     resources: what each pod needs, such as {'nvidia.com/gpu': '8'}.
     volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
 
@@ -85,23 +91,70 @@ def jobset(
     'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
     'template': {'spec': pod},
   }
-  return {
+  groups = [{'name': _GROUP, 'replicas': 1, 'template': {'spec': job}}]
+  if spares:
+    groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
+  manifest: JsonObject = {
     'apiVersion': 'jobset.x-k8s.io/v1alpha2',
     'kind': 'JobSet',
     'metadata': {'name': name},
     'spec': {
       'network': {'enableDNSHostnames': True, 'subdomain': name},
+      'successPolicy': {'operator': 'All', 'targetReplicatedJobs': [_GROUP]},
       'failurePolicy': {
         'maxRestarts': max_restarts,
-        'rules': [{'name': 'mistake', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}],
+        'rules': [
+          {
+            'name': 'mistake',
+            'action': 'FailJobSet',
+            'onJobFailureReasons': ['PodFailurePolicy'],
+            'targetReplicatedJobs': [_GROUP],
+          }
+        ],
       },
-      'replicatedJobs': [{'name': _GROUP, 'replicas': 1, 'template': {'spec': job}}],
+      'replicatedJobs': groups,
     },
+  }
+  return {'apiVersion': 'v1', 'kind': 'List', 'items': [_spare_priority(), manifest]} if spares else manifest
+
+
+def _spare_job(image: str, spares: int, resources: Mapping[str, str]) -> JsonObject:
+  """Returns a job of pods that do nothing until they are evicted; then others wait for a node in their place."""
+  container = {
+    'name': _SPARES,
+    'image': image,
+    'command': ['sleep', 'infinity'],
+    'resources': {'limits': dict(resources)},
+  }
+  pod = {
+    'restartPolicy': 'Never',
+    'terminationGracePeriodSeconds': 0,
+    'priorityClassName': _SPARE_PRIORITY,
+    'containers': [container],
+  }
+  evicted = {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
+  return {
+    'parallelism': spares,
+    'completions': spares,
+    'backoffLimit': 1_000_000,
+    'podFailurePolicy': {'rules': [evicted]},
+    'template': {'spec': pod},
+  }
+
+
+def _spare_priority() -> JsonObject:
+  return {
+    'apiVersion': 'scheduling.k8s.io/v1',
+    'kind': 'PriorityClass',
+    'metadata': {'name': _SPARE_PRIORITY},
+    'value': -100,
+    'preemptionPolicy': 'Never',
+    'description': 'Pods that hold spare nodes for runs of praxis_lite.',
   }
 
 
 def parse_resources(values: Sequence[str]) -> dict[str, str]:
-  """Returns the resources of flags such as 'nvidia.com/gpu=8'; raises UserError if one is not of this form."""
+  """Returns names and amounts of flags such as 'nvidia.com/gpu=8'; raises UserError if one is not of this form."""
   parsed = {}
   for value in values:
     resource, is_given, amount = value.partition('=')

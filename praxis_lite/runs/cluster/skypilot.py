@@ -1,25 +1,22 @@
-"""Makes a SkyPilot task of a run: one node for each process, on any cloud that SkyPilot knows.
+"""Makes a task of a run for SkyPilot, which rents spot instances, and rents others when they are taken away.
 
-    exit code of `train`           what a managed job does
-    0 on all nodes                 it is finished
-    75 or 143, or a lost node      it begins again on all nodes, from the last checkpoint
-    any other                      it begins again, at most `max_restarts` times
+    the instances are taken away          SkyPilot rents others, possibly in another region, and runs the command again
+    exit code 75, or a signal             SkyPilot runs the command again, at most `max_restarts` times
+    any other exit code, such as 2        the job has failed
 
-`find_job` in `clusters.py` reads the variables that SkyPilot sets on each node. The directory of the run must be on a
-volume that all nodes see.
+The directory of the run must outlive the instances, on a volume or by `task.train.mirror`.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import LostHostError, UserError
 from praxis_lite.runs.cluster.jobset import JsonObject
 
-_LOST, _PREEMPTED = 75, 143
-_MOST_NAME = 48
+_PORT = 8476
+_SIGNALS = (134, 135, 137, 139)  # What a shell reports for SIGABRT, SIGBUS, SIGKILL and SIGSEGV.
 
 
 def skypilot_task(
@@ -29,46 +26,40 @@ def skypilot_task(
   processes: int,
   *,
   max_restarts: int,
-  accelerators: str | None = None,
-  spot: bool = False,
+  resources: Mapping[str, str],
   volume: str | None = None,
   mount_path: str = '/runs',
 ) -> JsonObject:
-  """Returns the task, for `sky jobs launch`, which reads JSON as YAML.
+  """Returns a task for `sky jobs launch`, which reads it as YAML.
 
   Args:
-    name: the name of the task.
+    name: the name of the job.
     image: a container image that has praxis_lite and the experiment.
     command: the command line of each process.
-    processes: number of nodes.
-    max_restarts: how often the job is restarted after errors.
-    accelerators: what each node has, such as 'H100:8'.
-    spot: whether to take nodes that the cloud may take back.
-    volume: name of a SkyPilot volume for the directory of the run, which is mounted at `mount_path`.
+    processes: the number of instances; each runs one process.
+    max_restarts: how often the command is run again after a failure; instances that are taken away do not count.
+    resources: fields of SkyPilot's `resources`, such as {'accelerators': 'H100:8'}.
+    volume: a volume of SkyPilot for the directory of the run, which is mounted at `mount_path`.
 
   Raises:
-    UserError: a name or `accelerators` is not valid.
+    UserError: several instances have no volume that they share.
   """
-  if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > _MOST_NAME:
+  if processes > 1 and volume is None:
     raise UserError(
-      f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
+      f'--volume_claim is missing: the {processes} instances share the directory of the run, on a volume that '
+      '`sky volumes` names; one instance needs only task.train.mirror'
     )
-  if accelerators is not None and not re.fullmatch(r'[A-Za-z][\w-]*:[1-9]\d*', accelerators):
-    raise UserError(f'--accelerators={accelerators}: expected a name and a number, as in --accelerators=H100:8')
-  resources: JsonObject = {
-    'image_id': f'docker:{image}',
-    'job_recovery': {'max_restarts_on_errors': max_restarts, 'recover_on_exit_codes': [_LOST, _PREEMPTED]},
+  recovery = {
+    'strategy': 'EAGER_NEXT_REGION',
+    'max_restarts_on_errors': max_restarts,
+    'recover_on_exit_codes': [LostHostError.exit_code, *_SIGNALS],
   }
-  if accelerators is not None:
-    resources['accelerators'] = accelerators
-  if spot:
-    resources['use_spot'] = True
-  task: JsonObject = {
-    'name': name,
-    'num_nodes': processes,
-    'resources': resources,
-    'run': f'{shlex.join(command)}\n',
-  }
-  if volume is not None:
-    task['volumes'] = {mount_path: volume}
-  return task
+  run = shlex.join(command)
+  if processes > 1:
+    run += (
+      f' --coordinator_address="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{_PORT}"'
+      ' --num_processes="$SKYPILOT_NUM_NODES" --process_id="$SKYPILOT_NODE_RANK"'
+    )
+  asked: JsonObject = {'use_spot': True, **resources, 'image_id': f'docker:{image}', 'job_recovery': recovery}
+  task: JsonObject = {'name': name, 'num_nodes': processes, 'resources': asked, 'run': run}
+  return task if volume is None else {**task, 'volumes': {mount_path: volume}}
