@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   baseline = make_baseline(
     folder,
     np.random.default_rng(values.seed),
-    hosts=4 if 'kill_one_of_four_hosts' in needed else 2 if any('host' in name for name in needed) else 1,
+    hosts=4 if any('of_four' in name for name in needed) else 2 if any('host' in name for name in needed) else 1,
     records=bool(needed & _IN_FILES),
     stopping='empty_metrics' in needed,
   )

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
+from tools.faults.hosts import FAULTS_OF_HOSTS
 from tools.faults.lab import FILES_MADE, FILES_READ, Lab, SurvivalError
 from tools.faults.others import FAULTS_OF_OTHERS
 from tools.faults.processes import Training, host_processes
@@ -100,42 +101,6 @@ def start_two_runs(lab: Lab) -> None:
   if codes not in ([0, 0], [0, 2]) or (codes == [0, 2] and len(refused) != 1):
     raise SurvivalError(f'they ended with {codes}: {first.lines[-1:]} {second.lines[-1:]}')
   lab.seen.too_late = codes == [0, 0]
-  lab.compare()
-
-
-def kill_one_host(lab: Lab) -> None:
-  """one host of two killed"""
-  _one_host(lab, signal.SIGKILL)
-
-
-def kill_one_of_four_hosts(lab: Lab) -> None:
-  """one host of four killed"""
-  lab.experiment = 'FaultsOnFour'
-  _one_host(lab, signal.SIGKILL, 4)
-
-
-def stop_one_host(lab: Lab) -> None:
-  """one host of two stopped"""
-  _one_host(lab, signal.SIGSTOP)
-
-
-def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
-  lab.hosts = hosts
-  host, step = int(lab.rng.integers(hosts)), int(lab.rng.integers(0, NUM_STEPS))
-  lab.seen.where = f'host {host}, step {step}'
-  run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(host_processes(run.process.pid)) == hosts)
-  processes = host_processes(run.process.pid)
-  if len(processes) == hosts:
-    os.kill(processes[host], number)
-  before, lab.seen.bound = run.last_step, SAVE_INTERVAL * (1 if lab.seen.copies else 2)
-  if run.wait(600) != 0:
-    raise SurvivalError(f'the job ended with {run.process.returncode}: {run.lines[-4:]}')
-  lab.seen.too_late = 'restart 1 of' not in run.text
-  if run.restored_step is not None:
-    lab.seen.lost = max(before - run.restored_step, 0)
-    if lab.seen.lost > lab.seen.bound:
-      raise SurvivalError(f'{lab.seen.lost} steps were lost, of {before}')
   lab.compare()
 
 
@@ -402,9 +367,6 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   stop_and_kill: 3,
   kill_three_times: 3,
   start_two_runs: 4,
-  kill_one_host: 3,
-  kill_one_of_four_hosts: 1,
-  stop_one_host: 1,
   refuse_writes_of_one_host: 3,
   fill_disk: 5,
   remove_permission: 4,
@@ -416,6 +378,7 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   damage_copy: 3,
   damage_data: 3,
   set_back_clock: 5,
+  **FAULTS_OF_HOSTS,
   **FAULTS_OF_OTHERS,
 }
 
