@@ -92,9 +92,7 @@ def test_each_fault_of_others_is_drawn():
 def test_the_processes_of_the_hosts_are_those_that_launch_has_started(tmp_path):
   """Not the process that imports for them, which a fault would leave without an effect on the run."""
   (tmp_path / 'sleeping.py').write_text('import time; time.sleep(60)')
-  code = (
-    'import os, sys; sys.path.insert(0, sys.argv[1]); from praxis_lite.runs.cluster.warm_start import WarmStarter\n'
-  )
+  code = 'import sys; from praxis_lite.runs.cluster.warm_start import WarmStarter\n'
   code += "starter = WarmStarter('sleeping', [], ['json'])\n"
   code += 'print([starter.start({}).pid for _ in range(2)], flush=True); sys.stdin.read()'
   env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(processes.ROOT)])}
