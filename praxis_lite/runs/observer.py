@@ -46,6 +46,7 @@ class Run:
     stop_reason: why the run stops after this step; None if it goes on.
     last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
       seconds since 1970; None before the first one.
+    links: bytes per second at which this process has sent its last emergency copy to each peer.
     ended_by: how the run ended, see `TrainResult`; '' until then.
     error: with several processes, the error that a hook raised. It ends the run only after all processes have saved
       together: a single process cannot save or end by itself, because the others would wait for it.
@@ -63,6 +64,7 @@ class Run:
   line: Callable[[str], object]
   stop_reason: str | None = None
   last_save: tuple[int, float] | None = None
+  links: Mapping[int, float] = dataclasses.field(default_factory=dict)
   ended_by: str = ''
   error: Exception | None = None
 

@@ -172,6 +172,16 @@ def test_status_says_how_hosts_differ_and_shows_few_lines_of_many():
   )
   forged = [dataclasses.replace(beat, speed={'median': 'x', 'product': -1}) for beat in beats]
   assert not [line for line in status_of(forged, is_held=True, now=now).lines if 'steps take' in line]
+  assert not [line for line in lines if line.startswith('slowest link')]
+  sent = [10e6, 11e6, 2e6, 12e6]
+  for beat, rate in zip(beats, sent):
+    beat.speed.update(sent_rate=rate, sent_to=(beat.process + 1) % 4)
+  assert (
+    'slowest link: process 2 on n1 sends 1.907 MiB/s to process 3 on n1, 0.18 x the median of the others'
+    in status_of(beats, is_held=True, now=now).lines
+  )
+  forged = [dataclasses.replace(beat, speed={**beat.speed, 'sent_rate': 'x', 'sent_to': []}) for beat in beats]
+  assert not [line for line in status_of(forged, is_held=True, now=now).lines if line.startswith('slowest link')]
   many = [beat_of(process=i, processes=2000, time=now) for i in range(2000)]
   many[1500] = Heartbeat(host='gone', process=1500, processes=2000, time=now - 300)
   status = status_of(many, is_held=False, now=now)

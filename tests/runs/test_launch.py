@@ -34,9 +34,11 @@ from praxis_lite.runs.records.faulty_devices import (
   leave_out_quarantined,
   record_faulty_devices,
 )
+from praxis_lite.runs.records.heartbeat import read_heartbeats
 from praxis_lite.runs.records.history import note_event, read_history
 from praxis_lite.runs.records.run_config import held_for_training
 from praxis_lite.runs.records.seats import Seat
+from praxis_lite.runs.records.status import status_of
 
 HERE = pathlib.Path(__file__).parent
 
@@ -563,6 +565,9 @@ def test_hosts_that_are_lost_with_their_memory_get_their_parts_from_peers_and_en
   differences = list(found.differences(undisturbed))
   assert found.step == undisturbed.step == 20 and len(differences) > 2
   assert all(difference.largest == 0 for difference in differences)
+  beats = read_heartbeats(tmp_path / 'whole')
+  assert [beat.speed['sent_to'] for beat in beats] == [2, 3, 0, 1]
+  assert any(line.startswith('slowest link: process ') for line in status_of(beats, is_held=False).lines)
 
 
 @pytest.mark.slow

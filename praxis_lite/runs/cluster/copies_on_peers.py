@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,20 +39,24 @@ class CopiesOnPeers:
 
   Attributes:
     unsent: why a peer does not have the last part; '' if all peers have it.
+    rates: bytes per second at which each peer has received the last part that it has.
   """
 
   def __init__(self, folder: Path, network: Peers, receivers: Sequence[int]):
     self._process = jax.process_index()
     self._folder, self._network, self._receivers = folder, network, receivers
     self.unsent = ''
+    self.rates: dict[int, float] = {}
     self.close = network.close
 
   def send(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
     """Sends a file, in parts, to the peers; `unsent` says what failed."""
-    unsent = []
+    unsent, size = [], sum(map(len, parts))
     for peer in self._receivers:
+      began = time.perf_counter()
       try:
         self._network.put(peer, name, parts)
+        self.rates[peer] = size / max(time.perf_counter() - began, 1e-9)
       except PeerError as failure:
         unsent.append(first_line(failure))
     self.unsent = '; '.join(unsent)

@@ -225,6 +225,10 @@ class EmergencyCopies:
         return f'the copy of step {copy.step} has other parts of {name}'
     return ''
 
+  def rates(self) -> dict[int, float]:
+    """Returns the bytes per second at which each peer has received its last part; {} without peers."""
+    return {} if self._peers is None else dict(self._peers.rates)  # Another thread may be changing it.
+
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
     """Removes the files of unwanted steps, even those of other processes, which may have run on this host before."""
     for folder in self._folders:

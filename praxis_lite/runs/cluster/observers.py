@@ -86,6 +86,8 @@ class CopiesOnHosts(Observer):
     said = '' if self._copies is None else self._copies.write(snapshot)
     if said:
       run.line(said)
+    if self._copies is not None:
+      run.links = self._copies.rates()
 
   def remove_copies(self, run: Run) -> None:
     if self._copies is not None:

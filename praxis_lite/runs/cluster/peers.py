@@ -56,14 +56,10 @@ class Peers:
   Args:
     folder: where this process keeps the parts that it receives.
     lineage: the lineage of the copies, which is the same in all processes.
-
-  Attributes:
-    sent, received: the number of bytes sent and received so far.
   """
 
   def __init__(self, folder: Path, lineage: int):
     self._folder, self._lineage = folder, lineage
-    self.sent = self.received = 0
     self._server = _Server(self._answer)
     token = gather_texts(secrets.token_hex(16))[0]
     self._token = token
@@ -80,7 +76,6 @@ class Peers:
         for at in range(0, len(part), _BLOCK):  # The time limit applies to each call separately.
           sock.sendall(part[at : at + _BLOCK])
       _check(file)
-    self.sent += size
 
   def get(self, peer: int, name: str, to: Path) -> None:
     """Writes a file of another process to `to`; raises PeerError if it has no such file, or the connection ends."""
@@ -142,7 +137,6 @@ class Peers:
     finally:
       with contextlib.suppress(OSError):
         incomplete.unlink()
-    self.received += request['size']
     sock.sendall(b'{"error": ""}\n')
 
 

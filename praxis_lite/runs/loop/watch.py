@@ -116,6 +116,9 @@ class Watch(Observer):
     self._speed = {**self._slow.quantiles(), 'waited': round(self._waited, 4)}
     if self._hosts is not None:
       self._speed['product'] = self._hosts.own.product
+    if self._run is not None and self._run.links:
+      peer, rate = min(self._run.links.items(), key=lambda link: link[1])
+      self._speed |= {'sent_to': peer, 'sent_rate': rate}
 
   def on_nonfinite(self, step: int, what: str) -> None:
     self._note('nonfinite', step, what)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from praxis_lite.common.figures import duration, number_of, short_number
+from praxis_lite.common.figures import duration, format_bytes, number_of, short_number
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
 
@@ -60,7 +60,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
     lines.append('last save: none yet')
   else:
     lines.append(f'last save: step {first.saved_step}, {_ago(first.saved, now)}')
-  lines += [*_spread(beats), goodput_line(seconds_of(first.goodput))]
+  lines += [*_spread(beats), *_slowest_link(beats), goodput_line(seconds_of(first.goodput))]
   return Status(is_well, lines, lives[0])
 
 
@@ -80,6 +80,21 @@ def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
     share = number_in(waits.speed, 'waited')
     text += f'; longest waits for input: process {waits.process} on {waits.host}, {share:.0%} of a step'
   yield text
+
+
+def _slowest_link(beats: Sequence[Heartbeat]) -> Iterator[str]:
+  """Yields a line about the slowest transfer of an emergency copy; nothing if fewer than two processes send them."""
+  known = [beat for beat in beats if number_in(beat.speed, 'sent_rate') > 0]
+  if len(known) < 2:
+    return
+  rates = [number_in(beat.speed, 'sent_rate') for beat in known]
+  at = rates.index(min(rates))
+  peer = int(number_in(known[at].speed, 'sent_to'))
+  host = next((f' on {beat.host}' for beat in beats if beat.process == peer), '')
+  yield (
+    f'slowest link: process {known[at].process} on {known[at].host} sends {format_bytes(rates[at])}/s to process '
+    f'{peer}{host}, {ratio_to_others(rates, at):.2f} x the median of the others'
+  )
 
 
 def ratio_to_others(values: Sequence[float], index: int) -> float:
