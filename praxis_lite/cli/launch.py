@@ -110,6 +110,8 @@ def _recipe(values: flags.FlagValues, kind: str) -> str:
       max_restarts=restarts,
       grace_s=grace_s + 5,
       spares=values.spares,
+      slices=values.slices,
+      tpu=values.tpu,
       resources=resources,
       volume_claim=volume,
     )
@@ -154,6 +156,9 @@ def _flags() -> CommandFlags:
   values.add_switch('jobset', 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing.')
   values.add_switch('slurm', 'Print a batch script for Slurm, for sbatch, and start nothing.')
   values.add_switch('skypilot', 'Print a task for SkyPilot, for sky jobs launch, and start nothing.')
+  kind = 'With --jobset: the kind and the topology of TPU slices on Google Cloud.'
+  values.add_text('tpu', kind, 'tpu-v5-lite-podslice:4x8')
+  values.add_integer('slices', 'With --jobset and --tpu: the number of slices.', 2, 1, least=1)
   values.add_text('image', 'With --jobset or --skypilot: the container image.', 'registry.example/lm:1')
   values.add_text('name', 'On a cluster: name of the job; by default made from the name of the experiment.', 'lm')
   values.add_text(

@@ -58,6 +58,10 @@ def test_the_manifest_has_what_kubernetes_requires_and_restarts_all_but_mistakes
     (['--processes=2', '--min_processes=3'], TRAIN, '--min_processes=3 is more than --processes=2'),
     (['--processes=2', '--jobset'], TRAIN, '--image is missing'),
     ([*FLAGS, '--name=Lm'], TRAIN, '--name=Lm: expected'),
+    ([*FLAGS, '--slices=2'], TRAIN, '--slices=2: expected a number that divides --processes=4, and --tpu'),
+    ([*FLAGS, '--slices=3', '--tpu=v:2x2'], TRAIN, '--slices=3: expected a number that divides'),
+    ([*FLAGS, '--tpu=v5:2x2', '--spares=1'], TRAIN, '--spares and --tpu: Google Cloud replaces a slice as a whole'),
+    ([*FLAGS, '--tpu=v5'], TRAIN, '--tpu=v5: expected a kind and a topology'),
     ([*FLAGS, '--resource=gpu'], TRAIN, '--resource=gpu: expected a name and an amount'),
     (FLAGS, TRAIN[:2], '--job_log_dir is missing after --'),
     (FLAGS, [*TRAIN, '--set', 'task.nonsense=1'], 'nonsense'),
@@ -102,6 +106,29 @@ def test_spare_pods_of_a_jobset_have_a_lower_priority_and_decide_nothing(capsys)
   (container,), (training,) = pod['containers'], hosts['template']['spec']['template']['spec']['containers']
   assert container['resources'] == training['resources']  # A spare node is one on which a pod of the run fits.
   assert 'priorityClassName' not in hosts['template']['spec']['template']['spec']
+
+
+def test_a_jobset_of_slices_leaves_it_to_google_cloud_how_processes_find_each_other(capsys):
+  flags = ['--slices=2', '--tpu=tpu-v5-lite-podslice:4x8', '--resource=google.com/tpu=4']
+  assert main(['launch', '--processes=16', '--jobset', '--image=lm:1', *flags, '--', *TRAIN]) == 0
+  manifest = json.loads(capsys.readouterr().out)
+  (pools,) = manifest['metadata']['annotations'].values()
+  assert pools == 'cloud.google.com/gke-nodepool'
+  hosts = manifest['spec']['replicatedJobs'][0]
+  job = hosts['template']['spec']
+  assert hosts['replicas'] == 2 and job['completions'] == job['parallelism'] == 8
+  pod = job['template']['spec']
+  assert 'env' not in pod['containers'][0]
+  assert pod['nodeSelector'] == {
+    'cloud.google.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice',
+    'cloud.google.com/gke-tpu-topology': '4x8',
+  }
+  # As the third pod of the second slice sees it.
+  environ = {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '2', 'TPU_WORKER_ID': '2'}
+  environ |= {'TPU_WORKER_HOSTNAMES': ','.join(f'h{i}' for i in range(8))}
+  found = find_job(environ=environ | {'MEGASCALE_NUM_SLICES': '2', 'MEGASCALE_SLICE_ID': '1'})
+  assert (found.num_processes, found.process_id, found.method) == (16, 10, 'gketpu')
+  assert find_job(environ=environ)[1:3] == (8, 2)
 
 
 # ---- Slurm

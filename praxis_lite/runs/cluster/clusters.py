@@ -139,14 +139,17 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
         'this version of Open MPI does not say where process 0 is: set coordinator_address to its host:port'
       )
     return job
-  if has('JOB_COMPLETION_INDEX') and (has('JAX_NUM_PROCESSES') or has('KUBERNETES_SERVICE_HOST')):
+  workers = environ.get('TPU_PROCESS_ADDRESSES') or environ.get('TPU_WORKER_HOSTNAMES')
+  is_tpu = bool(workers) and has('TPU_WORKER_ID')
+  # Pods with TPUs also have an index, but it begins with 0 in each slice.
+  is_counted = has('JAX_NUM_PROCESSES') or (has('KUBERNETES_SERVICE_HOST') and not is_tpu)
+  if has('JOB_COMPLETION_INDEX') and is_counted:
     processes = _number('JAX_NUM_PROCESSES', environ)
     return Job('a Kubernetes job', processes, number('JOB_COMPLETION_INDEX'))
   if has('SKYPILOT_NODE_IPS', 'SKYPILOT_NUM_NODES', 'SKYPILOT_NODE_RANK'):
     first = environ['SKYPILOT_NODE_IPS'].split()[0]
     return Job('SkyPilot', number('SKYPILOT_NUM_NODES'), number('SKYPILOT_NODE_RANK'), f'{first}:{_SKYPILOT_PORT}')
-  workers = environ.get('TPU_PROCESS_ADDRESSES') or environ.get('TPU_WORKER_HOSTNAMES')
-  if workers and has('TPU_WORKER_ID'):
+  if workers and is_tpu:
     slices = _number('MEGASCALE_NUM_SLICES', environ) or 1
     in_slice, of_slice = number('TPU_WORKER_ID'), _number('MEGASCALE_SLICE_ID', environ) or 0
     count = len(workers.split(','))

@@ -26,6 +26,8 @@ _CONTAINER = 'train'
 _MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
 _VOLUME = 'runs'
 _SPARES, _SPARE_PRIORITY = 'spares', 'praxis-lite-spare'
+# A slice of TPUs is a node pool, and each group of pods gets one of its own.
+_EXCLUSIVE, _NODE_POOL = 'alpha.jobset.sigs.k8s.io/exclusive-topology', 'cloud.google.com/gke-nodepool'
 
 JsonObject = dict[str, object]
 
@@ -39,6 +41,8 @@ def jobset(
   max_restarts: int,
   grace_s: int,
   spares: int = 0,
+  slices: int = 1,
+  tpu: str | None = None,
   resources: Mapping[str, str] | None = None,
   volume_claim: str | None = None,
   mount_path: str = '/runs',
@@ -53,12 +57,20 @@ def jobset(
     max_restarts: how often all pods are restarted.
     grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
     spares: number of pods that hold spare nodes. Then the manifest is a list, with the class of their priority.
+    slices: number of groups of pods; each is on one slice of TPUs.
+    tpu: the kind of TPU and its topology as Google Cloud names them, such as 'tpu-v5-lite-podslice:4x8'; None for other
+      nodes.
     resources: what each pod needs, such as {'nvidia.com/gpu': '8'}.
     volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
 
   Raises:
-    UserError: Kubernetes would not accept the name.
+    UserError: Kubernetes would not accept the name, the processes cannot be divided by the slices, or `tpu` is not of
+      this form.
   """
+  if processes % slices or (slices > 1 and tpu is None):
+    raise UserError(
+      f'--slices={slices}: expected a number that divides --processes={processes}, and --tpu with the kind of slices'
+    )
   if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > _MOST_NAME:
     raise UserError(
       f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
@@ -82,22 +94,33 @@ def jobset(
   if volume_claim is not None:
     container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
     pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
+  if tpu is not None:
+    accelerator, is_given, topology = tpu.partition(':')
+    if not is_given:
+      raise UserError(f'--tpu={tpu}: expected a kind and a topology, as in --tpu=tpu-v5-lite-podslice:4x8')
+    if spares:
+      raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')
+    del container['env']  # Google Cloud sets variables from which the processes find each other.
+    pod['nodeSelector'] = {
+      'cloud.google.com/gke-tpu-accelerator': accelerator,
+      'cloud.google.com/gke-tpu-topology': topology,
+    }
   mistake = {'containerName': _CONTAINER, 'operator': 'In', 'values': [UserError.exit_code]}
   job = {
-    'parallelism': processes,
-    'completions': processes,
+    'parallelism': processes // slices,
+    'completions': processes // slices,
     'completionMode': 'Indexed',  # Each pod has its number in JOB_COMPLETION_INDEX.
     'backoffLimit': 0,
     'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
     'template': {'spec': pod},
   }
-  groups = [{'name': _GROUP, 'replicas': 1, 'template': {'spec': job}}]
+  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': job}}]
   if spares:
     groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
   manifest: JsonObject = {
     'apiVersion': 'jobset.x-k8s.io/v1alpha2',
     'kind': 'JobSet',
-    'metadata': {'name': name},
+    'metadata': {'name': name, **({} if tpu is None else {'annotations': {_EXCLUSIVE: _NODE_POOL}})},
     'spec': {
       'network': {'enableDNSHostnames': True, 'subdomain': name},
       'successPolicy': {'operator': 'All', 'targetReplicatedJobs': [_GROUP]},
