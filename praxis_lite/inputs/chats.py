@@ -32,11 +32,6 @@ class ChatInput(AnswersInput):
   def num_examples(self) -> int:
     return len(self._rows)
 
-  @property
-  def num_chats(self) -> int:
-    """Chats in an epoch."""
-    return len(self._chats)
-
   def example_struct(self) -> Struct:
     return token_struct(self.seq_len)
 

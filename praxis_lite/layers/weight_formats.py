@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -329,11 +328,6 @@ class WeightFormat:
     """Returns the position of the lowest bit of each value in a byte, as an array of this rank."""
     shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
     return shifts.reshape(*(1,) * self.group_axis(rank), -1, *(1,) * self.num_outputs)
-
-  def stored_bytes(self, shape: tuple[int, ...]) -> int:
-    """Returns the bytes of a weight of this shape."""
-    scales = math.prod(self.scale_shape(shape)) * (jnp.dtype(self.scale_dtype).itemsize + self.has_zeros)
-    return math.prod(self.values_shape(shape)) + scales
 
 
 quantize = jax.jit(WeightFormat.quantize, static_argnums=0)

@@ -1,5 +1,7 @@
 """Prompts of different lengths, read by an attention layer with a cache, and then tokens one by one."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -36,5 +38,5 @@ def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
 
 
 def expected(layer, variables, x, **fields):
-  y, _ = layer.apply(variables, x, **fields)
+  y, _ = jax.jit(functools.partial(layer.apply, **fields))(variables, x)
   return np.where(np.arange(T)[:, None] < (LENGTHS + STEPS)[:, None, None], y, 0)

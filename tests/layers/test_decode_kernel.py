@@ -185,6 +185,7 @@ def test_decoding_by_the_kernel_equals_one_pass_of_rows_of_different_lengths(fie
   np.testing.assert_allclose(decoded(layer, variables, x)[0], expected(layer, variables, x), atol=5e-6)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('fields', [{'use_sinks': True, 'sliding_window': 6}, {'cache_page_size': 4}, LATENT])
 def test_caches_of_int8_decode_as_they_do_without_the_kernel(fields, on_tpu, monkeypatch):
   """Without the kernel, products of entries and scales are rounded to the dtype of the queries, here float32."""
@@ -204,7 +205,8 @@ def test_several_tokens_are_computed_by_the_kernel_if_they_are_few(on_tpu, monke
   assert (count_kernels(layer, tokens=4), count_kernels(layer, tokens=5)) == (1, 0)
 
 
-@pytest.mark.parametrize('entries, heads', [('float32', 3), ('int8', 8)])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('entries, heads', [('int8', 8), ('float32', 3)])
 def test_heads_that_do_not_fit_together_take_turns(entries, heads, monkeypatch):
   monkeypatch.setattr('praxis_lite.layers.decode_kernel._MOST_QUERIES', 3 * 8 * 2)
   cache, seen = (

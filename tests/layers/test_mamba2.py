@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -127,13 +128,14 @@ def test_a_prompt_may_be_read_in_parts():
   x, pos = inputs()[:, :11], np.array([np.arange(11), [*range(8), -1, -1, -1]])
   _, side = layer.apply(variables, 2, 11, method='init_decode_state')
   state, parts = side.decode_state, []
+  extend = jax.jit(functools.partial(layer.apply, method='extend_step'))
   for low, high in ((0, 5), (5, 6), (6, 11)):
-    y, side = layer.apply(variables, x[:, low:high], pos[:, low:high], decode_state=state, method='extend_step')
+    y, side = extend(variables, x[:, low:high], pos[:, low:high], decode_state=state)
     state, parts = side.decode_state, [*parts, y]
-  once, _ = layer.apply(variables, x)
+  once, _ = jax.jit(layer.apply)(variables, x)
   together = np.concatenate(parts, axis=1)
   np.testing.assert_allclose(np.where(pos[..., None] < 0, once, together), once, rtol=1e-4, atol=1e-5)
-  _, side = layer.apply(variables, x[:, :6], pos[:, :6], decode_state=side.decode_state, method='extend_step')
+  _, side = jax.eval_shape(extend, variables, x[:, :6], pos[:, :6], decode_state=side.decode_state)
   assert jax.tree.map(jnp.shape, side.decode_state) == jax.tree.map(jnp.shape, state)
 
 

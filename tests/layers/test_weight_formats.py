@@ -73,7 +73,6 @@ def test_every_format_is_its_formula(shape):
       dequantize(form, parts, shape[-2]), groups_by_hand(w, name, group_size, symmetric), atol=2e-6, err_msg=name
     )
     assert parts['values'].shape == form.values_shape(shape) and parts['scale'].shape == form.scale_shape(shape)
-    assert form.stored_bytes(shape) == sum(x.nbytes for x in parts.values())
 
 
 @pytest.mark.parametrize('name, steps', [('int8', 0.51), ('int4', 0.51), ('int2', 0.51), ('nf4', 0.152)])
