@@ -217,7 +217,7 @@ def test_every_optimizer_on_meshes_is_that_of_one_device(name: str, shape: tuple
   [
     pytest.param(Config(muon, placement='owner'), None, marks=pytest.mark.slow),
     (Config(muon), True),
-    (Config(shampoo, ridge=0.01), None),
+    pytest.param(Config(shampoo, ridge=0.01), None, marks=pytest.mark.slow),
     pytest.param(Config(soap, eps=0.1), None, marks=pytest.mark.slow),
   ],
 )
