@@ -79,7 +79,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     )
   if enabled:
     is_right = done is not None and done.returncode == 0
-    print(f'verified: {result.removeprefix("right: ")}' if is_right else f'not verified: {result}', flush=True)
+    print(f'verified: {result}' if is_right else f'not verified: {result}', flush=True)
 
 
 def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:

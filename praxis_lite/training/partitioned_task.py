@@ -282,7 +282,7 @@ class PartitionedTask:
     rows = self.train_rows
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
-      with axis_rules(self.jax_task.logical_axis_rules or ()):
+      with self.jax_task.name_fields(), axis_rules(self.jax_task.logical_axis_rules or ()):
         out = steps.TrainStepOutput(*step(state, prng_key, rows.take_rows(inputs)))
       if execution.taps is not None:
         execution.taps.check_seen()
@@ -309,7 +309,7 @@ class PartitionedTask:
       surroundings = placed.surroundings if self.taps is None else self.taps.surround(placed.surroundings, inputs)
       if self.edits is not None:
         mdl_vars, surroundings = self.edits.add_to(mdl_vars, surroundings)
-      with axis_rules(self.jax_task.logical_axis_rules or ()):
+      with self.jax_task.name_fields(), axis_rules(self.jax_task.logical_axis_rules or ()):
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, surroundings)
       if self.taps is not None and not self.taps.trains:
         self.taps.check_seen()

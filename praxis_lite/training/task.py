@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
+from praxis_lite.common.config.fields_at_fault import name_settable_fields
 from praxis_lite.common.devices import start_devices
-from praxis_lite.common.errors import ConfigError, check_choice, check_range, prefix_errors
+from praxis_lite.common.errors import ConfigError, UserError, check_choice, check_range, prefix_errors
 from praxis_lite.common.files import is_url
 from praxis_lite.common.trees import path_name
 from praxis_lite.models.base import BaseModel
@@ -316,12 +318,23 @@ class SingleTask(Configurable):
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     given = {f: getattr(self, f) for f in inherited if getattr(model_p, f) is None}
-    model = build_at('task.model', model_p, **given)
+    self._model_config = model_p
+    with self.name_fields():
+      model = build_at('task.model', model_p, **given)
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
     if model.frozen_variables is not None:
       self.bind_learner()
+
+  @contextlib.contextmanager
+  def name_fields(self) -> Iterator[None]:
+    """In messages of errors that the model raises inside, fields of layers have the paths that `--set` takes."""
+    try:
+      yield
+    except UserError as error:
+      name_settable_fields(error, self._model_config, 'task.model')
+      raise
 
   def bind_learner(self) -> BoundLearner:
     """Returns the learner for the variables of the model; its errors name fields of `task.train`."""

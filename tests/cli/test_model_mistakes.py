@@ -301,7 +301,7 @@ MISTAKES = {
   'field of an activation': (
     PREDICTIONS,
     "return self.shard(super().compute_predictions(batch), 'hidden')",
-    r"^Mine\.activation_split_dims_mapping has no field 'hidden'\. Its fields: out\.$",
+    r"^task\.model\.activation_split_dims_mapping has no field 'hidden'\. Its fields: out\.$",
   ),
   # What is only known when the compiled step runs.
   'if': (

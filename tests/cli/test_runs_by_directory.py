@@ -48,7 +48,7 @@ def test_eval_show_check_verify_and_decode_need_no_experiment(run, capsys):
   assert re.search(r'step 2 eval/valid', call(capsys, 'eval', run))
   assert 'task.model.hidden = 9' in call(capsys, 'show', run)
   call(capsys, 'check', run)
-  assert 'right: as on one device' in call(capsys, 'verify', run, '--quick')
+  assert 'equal to one device' in call(capsys, 'verify', run, '--quick')
   assert 'a prompt needs a language model; the model of this experiment has no decoder_tpl' in call(
     capsys, 'decode', run, '--prompt=a', code=2
   )

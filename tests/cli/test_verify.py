@@ -21,7 +21,7 @@ EXP = '--exp=digits.DigitsMlpSharded'
 def test_an_experiment_that_is_right(capsys):
   assert main(['verify', EXP]) == 0
   out = capsys.readouterr().out
-  assert 'mesh data 2 x mdl 4 = 8 devices' in out and 'right: as on one device: gradients of 7 rows' in out
+  assert 'mesh data 2 x mdl 4 = 8 devices' in out and 'equal to one device: gradients of 7 rows' in out
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_train_names_the_variable_that_is_wrong(monkeypatch):
 @pytest.mark.parametrize(
   ('code', 'out', 'err', 'line'),
   [
-    (0, 'mesh\nright: as on one device: gradients (3 s)\n', '', 'verified: as on one device: gradients (3 s)'),
+    (0, 'mesh\nequal to one device: gradients (3 s)\n', '', 'verified: equal to one device: gradients (3 s)'),
     (2, '', 'praxis-lite verify: no data\n', 'not verified: praxis-lite verify: no data'),
     (1, '', 'Traceback\nKeyError: 3\n', 'not verified: it ended with exit code 1'),
     (-9, '', '', 'not verified: it ended with exit code -9'),
@@ -106,8 +106,8 @@ def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
     (b'W1 some warning\n', 'nothing was compared'),
     (b'verify: mesh a 2 = 2 devices\n', 'still compiling, nothing was compared'),
     (
-      b'verify: mesh a 2\nW1\nverify: compared gradients of 1 rows: right (9.0 s)\n',
-      'compared gradients of 1 rows: right (9.0 s)',
+      b'verify: mesh a 2\nW1\nverify: compared gradients of 1 rows: equal (9.0 s)\n',
+      'compared gradients of 1 rows: equal (9.0 s)',
     ),
   ],
 )
@@ -126,8 +126,8 @@ def test_progress_is_said_while_it_verifies(monkeypatch, capsys):
   """What the process before a long run says until it is ended."""
   assert main(['verify', EXP, '--quick']) == 0
   lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('verify: ')]
-  assert lines[0].startswith('verify: mesh data 2 x mdl 4 = 8 devices, as it is; sizes ')
-  assert lines[1].startswith('verify: compared gradients of 7 rows: right (')
+  assert lines[0].startswith('verify: mesh data 2 x mdl 4 = 8 devices; sizes replaced: ')
+  assert lines[1].startswith('verify: compared gradients of 7 rows: equal (')
 
 
 def test_more_devices_than_are_allowed(capsys):
@@ -162,7 +162,7 @@ def test_which_runs_are_verified_first(monkeypatch, tmp_path, arguments, verifie
 
 
 def ended(code):
-  return subprocess.CompletedProcess([], code, 'right: as on one device\n', '')
+  return subprocess.CompletedProcess([], code, 'equal to one device\n', '')
 
 
 @pytest.mark.slow

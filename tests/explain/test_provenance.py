@@ -136,7 +136,7 @@ def test_a_mapping_of_the_wrong_rank_names_weight_and_field() -> None:
   network.weight_split_dims_mapping.second = ('data', 'mdl', None)
   (problem,) = check(classifier(network), SHAPES)
   assert (problem.kind, problem.path) == ('wrong rank', 'network.b')
-  assert 'give one entry per dimension in network.weight_split_dims_mapping.second' in problem.message
+  assert 'give one entry per dimension in task.model.network.weight_split_dims_mapping.second' in problem.message
 
 
 # ---------------------------------------------------------------- the train step

@@ -64,7 +64,7 @@ def mlp_over_all_axes():
 def test_products_without_their_guard(monkeypatch):
   found = verify(mlp_over_all_axes(), inputs(32), quick=True)
   assert found.is_right
-  assert found.guarded and 'guarded against XLA: dot_general in ' in format_verification(found)
+  assert found.guarded and 'faults of XLA that praxis_lite works around: dot_general in ' in format_verification(found)
   unguarded(monkeypatch)
   found = verify(mlp_over_all_axes(), inputs(32), quick=True)
   assert any(name.startswith('network.linear_') for name in found.variables())

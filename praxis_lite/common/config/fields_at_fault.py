@@ -1,4 +1,4 @@
-"""Which field an error is about: the outermost field that has the wrong value, and the line of code that set it."""
+"""Which field an error is about: the outermost field that has the wrong value, its path, and the line that set it."""
 
 from __future__ import annotations
 
@@ -64,6 +64,47 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
   line = '' if text[found.end()] == '.' else line_of_edit(config, found[1])
   shown = f' ({line})' if line and not re.search(r'\([^()]+:\d+\)$', text) else ''
   error.args = (f'{where}.{found[1]}{text[found.end() :]}{shown}',)
+
+
+def name_settable_fields(error: UserError, config: fdl.Config, where: str) -> None:
+  """Writes fields of layers, such as `lm.softmax.epsilon`, in a message as `--set` takes them, below `where`.
+
+  Fields of layers that have no config of their own, because a `setup` makes their config, do not change.
+
+  Args:
+    error: raised while a layer was built from `config`, or was called.
+    config: the config of the outermost layer.
+    where: the path of the config, such as `task.model`.
+  """
+  kind = getattr(config.__fn_or_cls__, '__qualname__', '')
+
+  def settable(match: re.Match[str]) -> str:
+    names = match[0].split('.')
+    below = _settable_path(config, names[1:] if names[0] == kind else names)
+    return match[0] if below is None else f'{where}.{below}'
+
+  error.args = (_DOTTED.sub(settable, str(error)),)
+
+
+def _settable_path(config: object, names: list[str]) -> str | None:
+  """Returns the path of a layer's field below a config, without `_tpl`; None if the config has no such field.
+
+  A child of a list, such as `blocks_0`, is made from the template of the list: `blocks_tpl` or `block_tpl`.
+  """
+  if not isinstance(config, fdl.Config) or not names:
+    return None
+  fields, name, of_list = config.__signature_info__.parameters, names[0], _ENTRY.fullmatch(names[0])
+  spellings = [name, *((of_list[1], of_list[1].removesuffix('s')) if of_list else ())]
+  found = next((spelling for spelling in spellings for end in ('', '_tpl') if f'{spelling}{end}' in fields), None)
+  if found is None or len(names) == 1:
+    return found
+  child = getattr(config, found if found in fields else f'{found}_tpl')
+  below = _settable_path(child, names[1:])
+  return below and f'{found}.{below}'
+
+
+_DOTTED = re.compile(r"""(?<![\w.'"/\]])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?![\w/(])""")
+_ENTRY = re.compile(r'(\w+)_\d+')
 
 
 def _is_set_below(error: RangeError, value: object) -> bool:

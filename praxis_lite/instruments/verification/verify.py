@@ -205,12 +205,13 @@ def format_verification(found: Verification) -> str:
   lines += [f'not compared: {text}' for text in found.not_compared]
   if found.guarded:
     first, more = found.guarded[:_MOST_GUARDED], len(found.guarded) - _MOST_GUARDED
-    lines.append(f'guarded against XLA: {"; ".join(first)}{f"; and {more} more" if more > 0 else ""}')
+    rest = f'; and {more} more' if more > 0 else ''
+    lines.append(f'faults of XLA that praxis_lite works around: {"; ".join(first)}{rest}')
   lines += [f'not of the mesh: {text}' for text in found.not_of_the_mesh]
   lines += [f'wrong: {difference}' for difference in found.differences]
   what = ', '.join(found.compared)
   if found.is_right:
-    lines.append(f'right: as on one device: {what} ({found.seconds:.1f} s)')
+    lines.append(f'equal to one device: {what} ({found.seconds:.1f} s)')
   else:
     lines += [found.remedy] if found.remedy else []
     judged = '' if any(d.remark for d in found.differences) else ', which agrees with float64'
@@ -225,10 +226,10 @@ def _describe_guarded(op: str, layer: str) -> str:
 
 
 def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
-  """Returns 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
-  as_ = 'as it is' if mesh == real else f'verified as {format_mesh(mesh)}'
-  smaller = ', '.join(f'{n} as {k}' for n, k in sizes.items())
-  return f'mesh {format_mesh(real)}, {as_}; sizes {smaller or "as they are"}'
+  """Returns 'mesh data 64 x mdl 4 = 256 devices, replaced by data 4 x mdl 2 = 8 devices; sizes replaced: 128 by 8'."""
+  smaller_mesh = '' if mesh == real else f', replaced by {format_mesh(mesh)}'
+  smaller = ', '.join(f'{n} by {k}' for n, k in sizes.items())
+  return f'mesh {format_mesh(real)}{smaller_mesh}; sizes replaced: {smaller or "none"}'
 
 
 class _Comparison:
@@ -366,7 +367,7 @@ class _Comparison:
       ]
       expected, noise = verdict.expected, verdict.noise
     self._progress(
-      f'compared {self.compared[-1]}: {f"{len(different)} results are wrong" if different else "right"} '
+      f'compared {self.compared[-1]}: {f"{len(different)} results differ" if different else "equal"} '
       f'({time.perf_counter() - start:.1f} s)'
     )
     if different and self.failed is None and mesh is None and on_mesh is None:
