@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.inputs.answers import AnswersInput, encode_answer, fill_segment, fit_answer, messages_of, said_of
-from praxis_lite.inputs.packing import best_fit_rows
+from praxis_lite.inputs.packing import best_fit_rows, check_row_length
 from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
 
@@ -60,7 +60,9 @@ class ChatInput(AnswersInput):
 
   @functools.cached_property
   def _chats(self) -> list[ChatTokens]:
-    return self._encode_objects(('prompt', 'completion'), self._encode)
+    chats: list[ChatTokens] = self._encode_objects(('prompt', 'completion'), self._encode)
+    check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(chat.ids) for chat in chats))
+    return chats
 
   def _encode(self, values: dict[str, Any]) -> ChatTokens:
     if 'messages' in values:

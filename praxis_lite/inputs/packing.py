@@ -24,8 +24,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.rows import Rows, rows_of_tokens
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
+
+# A row is too long if it is longer than this, and has room for this many times the whole data.
+_LONG_ROW = 8192
+_MOST_COPIES = 16
+
+
+def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
+  """Raises a DataError if a row is so much longer than the whole data that memory and time go into padding."""
+  if seq_len > max(_LONG_ROW, _MOST_COPIES * num_tokens):
+    raise DataError(
+      f'{field} = {seq_len}: all of the data has {number_of(num_tokens, "token")}, so nearly the whole row would be '
+      f'padding; set at most {num_tokens}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
-from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
+from praxis_lite.inputs.packing import PackedRows, check_row_length, concat_documents, pack_documents
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
 from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -187,6 +187,7 @@ class TextInput(RecordsInput, RandomAccessInput):
     kept = [(t, len(d)) for t, d in zip(tokens, documents) if len(t.ids)]
     if not kept:
       raise DataError(f'{self.label}.path: the tokenizer finds no tokens in the text of {self.path!r}')
+    check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(t.ids) + 1 for t, _ in kept))
     rows = _PACKINGS[self.packing]([t for t, _ in kept], self.tokenizer, self.seq_len)
     if self.packing == 'windows' and len(rows.tokens) <= self.seq_len:
       raise DataError(

@@ -202,9 +202,12 @@ class WarmStart:
           ' A rule is a pair: a pattern of paths here, and the path there, or None for the seed.'
         )
         raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
+      computed = ''
+      if name in self._grids and not any(n.rpartition('.')[2] == name.rpartition('.')[2] for n in known):
+        computed = "The positions of that run are not learned: set positions='sinusoidal' here too. Or "
       raise CheckpointError(
-        f'{name} is not in {self._where}.{did_you_mean(name, known)} Add a rule: ({re.escape(name)!r}, None) starts it '
-        'from the seed; or name the variable that it comes from'
+        f'{name} is not in {self._where}.{did_you_mean(name, known)} {computed}{"a" if computed else "A"}dd a rule: '
+        f'({re.escape(name)!r}, None) starts it from the seed; or name the variable that it comes from'
       )
     if use_ema and _average_of(stored) in self._saved:
       stored = _average_of(stored)

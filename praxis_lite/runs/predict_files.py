@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.inputs.text_examples import TextExamplesInput
+from praxis_lite.runs.class_names import find_class_names
 from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, is_of, make_reader
 from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
@@ -75,6 +76,7 @@ def _ends_with(file: str, *endings: str) -> bool:
 
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
+  classes = find_class_names(model)
   structs: Mapping[str, Any] = {}
   with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
     if any(_ends_with(file, *_ARRAYS) for file in files):
@@ -93,6 +95,8 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
           "result, a dict such as {'loss': loss_B}"
         )
       examples = examples_of(named, np.asarray(canonical_rows(batch, 'batch')['weights']))
+      if classes:
+        examples = ({'class': classes[cast(int, example['prediction'])]} | example for example in examples)
     yield from ({'file': file} | example for file, example in zip(images, examples)) if images else examples
 
 

@@ -19,7 +19,8 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import NestedDict, leaves, select
+from praxis_lite.common.trees import NestedDict, leaves, path_name, select
+from praxis_lite.layers.base import Layer
 from praxis_lite.models import quantize_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import quantize_streamed
@@ -97,11 +98,31 @@ def quantize_run(
       if (source / FOLDER).is_dir():
         shutil.copytree(source / FOLDER, directory / FOLDER, dirs_exist_ok=True)
       write_record(directory, quantized, mesh=mesh.shape)
+  lines += describe_unquantized(task.model)
   before, after = (sum(x.nbytes for x in leaves(tree).values()) for tree in (streamed, variables))
   return [
     *lines,
     f'{format_bytes(before)} of variables became {format_bytes(after)}',
     f'step {step}: saved in {directory / "checkpoints"}',
+  ]
+
+
+def describe_unquantized(model: Layer) -> list[str]:
+  """Returns a line about the matrices of a user's own layers, which no rule can quantize; nothing if there are none."""
+  own = {layer.path for layer in model.descendants() if not type(layer).__module__.startswith('praxis_lite.')}
+  weights = leaves(model.abstract_init())
+  scaled = {path for path in weights if (*path[:-1], f'{path[-1]}_quantized_scale') in weights}
+  names = [
+    path_name(path)
+    for path, weight in weights.items()
+    if path[:-1] in own and path not in scaled and '_quantized_' not in path[-1] and len(weight.full_shape) > 1
+  ]
+  if not names:
+    return []
+  shown = ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
+  return [
+    f'not quantized: {shown}, which layers of your own declare; the weights of Linear, Projection and experts can be '
+    'quantized, also as children of your layers'
   ]
 
 
@@ -122,7 +143,8 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
   rules = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized)
   if not rules or not all(rule.trained for rule in rules):
     raise ConfigError(
-      'task.model.quantized: name a format; it may be left out only if the rules of the model, with which it was '
+      "name a format, as in --format=int4, or in Python a rule, as in Config(QuantizedWeights, format='int4'); it may "
+      'be left out only if the rules of the model (task.model.quantized), with which it was '
       'trained, all say trained=True'
     )
   return tuple(

@@ -13,7 +13,9 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
-from praxis_lite.inputs import ByteTokenizer, LabelledTextInput, MaskedTextInput
+from praxis_lite.inputs import ArrayInput, ByteTokenizer, LabelledTextInput, MaskedTextInput
+from praxis_lite.layers import Linear
+from praxis_lite.models import ClassificationModel
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.predict_files import predict_files
 from praxis_lite.runs.programs import examples_of
@@ -115,6 +117,24 @@ def test_texts_of_each_kind_of_file_are_classified_as_the_run_reads_them(tmp_pat
   ids = np.full((1, 6), 7)
   (tmp_path / 'd.jsonl').write_text(json.dumps({'ids': ids[0].tolist(), 'segment_ids': [1] * 6}))
   assert list(predict_files(run, [str(tmp_path / 'd.jsonl')])) == [{'count': 6}]
+
+
+@pytest.mark.parametrize('source', ['data', 'checkpoint', 'unnamed', 'too few'])
+def test_classes_whose_names_are_known_are_named(tmp_path, source):
+  layer = Config(ClassificationModel, num_classes=3, network_tpl=Config(Linear, input_dims=2, output_dims=2))
+  data = Config(LabelledTextInput, classes=('bad', 'so so', 'good')[: 2 if source == 'too few' else 3])
+  run = SimpleNamespace(config=SimpleNamespace(datasets=[data if source != 'checkpoint' else Config(ArrayInput)]))
+  run.layer, run.directory, run.batch_struct = layer.instantiate(), tmp_path, dict
+  run.predict = lambda batch: {'prediction': np.array([2, 0])}
+  if source in ('checkpoint', 'unnamed'):
+    labels = ('bad', 'so so', 'good') if source == 'checkpoint' else ('LABEL_0', 'LABEL_1', 'LABEL_2')
+    (tmp_path / 'hugging_face').mkdir()
+    (tmp_path / 'hugging_face' / 'config.json').write_text(json.dumps({'id2label': dict(enumerate(labels))}))
+    data.classes = None
+  np.savez(tmp_path / 'a.npz', x=np.ones((2, 2), np.float32))
+  named = {} if source in ('unnamed', 'too few') else {'class': 'good'}
+  found = list(predict_files(run, [str(tmp_path / 'a.npz')]))
+  assert found[0] == {'prediction': 2} | named and len(found) == 2
 
 
 def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 
+from praxis_lite import Layer, WeightHParams
 from praxis_lite.bridges.hf import export_run
 from praxis_lite.bridges.hf.files import read_folder
 from praxis_lite.checkpoints import Checkpointer
@@ -20,11 +21,11 @@ from praxis_lite.common.trees import leaves, leaves_by_path, merge, select
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.instruments.explain.explanation import format_counts
 from praxis_lite.instruments.explain.report import parameter_table
-from praxis_lite.layers import Lora, MoeFeedForward, QuantizedWeights
+from praxis_lite.layers import Embedding, Linear, Lora, MoeFeedForward, QuantizedWeights
 from praxis_lite.models import add_adapters, dequantize_variables, quantize_variables, quantize_weights, transformer_lm
 from praxis_lite.models.adapters import adapter_paths
 from praxis_lite.runs import open_run, run_train
-from praxis_lite.runs.quantized import quantize_run
+from praxis_lite.runs.quantized import describe_unquantized, quantize_run
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, quantize_streamed
 from praxis_lite.runs.records.record import read_record
 from praxis_lite.training import train_adapters, train_rewards
@@ -117,8 +118,24 @@ def test_a_run_is_quantized_evaluated_exported_and_fine_tuned(tmp_path):
     run_train(unlike, tmp_path / 'unlike')
 
 
+def test_matrices_of_own_layers_are_named():
+  """Not vectors, not what is quantized, and not the embeddings and the softmax of the package."""
+
+  class Own(Layer):
+    def setup(self):
+      for name in ('a', 'b', 'c', 'd'):
+        self.create_variable(name, WeightHParams((2, 3)))
+      self.create_variable('vector', WeightHParams((3,)))
+      self.create_child('linear', Config(Linear, input_dims=2, output_dims=3))
+      self.create_child('embedding', Config(Embedding, num_classes=2, input_dims=3))
+
+  (line,) = describe_unquantized(Config(Own).instantiate())
+  assert line.startswith('not quantized: a, b, c and 1 more, which layers of your own declare; ')
+  assert describe_unquantized(quantize_weights(lm(), Config(QuantizedWeights, format='int4')).instantiate()) == []
+
+
 def test_a_run_without_rules_for_training_needs_a_format(tmp_path):
-  with pytest.raises(ConfigError, match='name a format'):
+  with pytest.raises(ConfigError, match='name a format, as in --format=int4'):
     quantize_run(configure(SyntheticLmTiny), tmp_path / 'base', tmp_path / 'int8')
 
 

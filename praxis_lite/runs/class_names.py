@@ -1,0 +1,28 @@
+"""The names of a classifier's classes, if its data or the checkpoint that it was imported from knows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from praxis_lite.common.files import user_path
+from praxis_lite.models.classifier import Classifier
+from praxis_lite.runs.records.moved_files import FOLDER
+from praxis_lite.runs.trained import TrainedModel
+
+
+def find_class_names(model: TrainedModel) -> Sequence[str] | None:
+  """Returns the name of each class, in the order of their numbers; None if the names are unknown.
+
+  They are `classes` of a dataset of the run, or `id2label` of the Hugging Face checkpoint that the run began from.
+  """
+  if not isinstance(model.layer, Classifier):
+    return None
+  found = [getattr(config, 'classes', None) for config in model.config.datasets]
+  imported = None if model.directory is None else user_path(model.directory) / FOLDER / 'config.json'
+  if imported is not None and imported.is_file():
+    labels = json.loads(imported.read_bytes()).get('id2label') or {}
+    names = [str(labels.get(str(number))) for number in range(len(labels))]
+    # Without names, transformers writes these.
+    found.append(None if names == [f'LABEL_{number}' for number in range(len(names))] else names)
+  return next((names for names in found if names and len(names) == model.layer.num_classes), None)
