@@ -147,6 +147,27 @@ def test_a_matrix_that_would_fit_when_transposed_is_named():
     layer.apply(layer.init(jax.random.key(0)), jnp.ones((2, 18)))
 
 
+class Confused(Layer):
+  """Multiplies its input with the weight of its state."""
+
+  dims: int = 18
+
+  def setup(self):
+    self.create_variable('of_input', WeightHParams((2, self.dims)))
+    self.create_variable('of_state', WeightHParams((self.dims, self.dims)))
+
+  def __call__(self, x):
+    return x @ self.theta.of_state
+
+
+def test_another_weight_that_would_fit_is_named_before_a_field():
+  layer = Config(Confused).instantiate()
+  with pytest.raises(ShapesError, match=r'; of_input would fit \(.*test_mistakes.py:\d+\)$'):
+    layer.apply(layer.init(jax.random.key(0)), jnp.ones((3, 2)))
+  with pytest.raises(ShapesError, match=r'; Confused.dims = 5 would fit \(.*test_mistakes.py:\d+\)$'):
+    layer.apply(layer.init(jax.random.key(0)), jnp.ones((3, 5)))
+
+
 class TurnedInItsCall(Layer):
   """Transposes a weight that fits as it is, beside one that would fit as its transpose."""
 

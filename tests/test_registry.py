@@ -232,6 +232,10 @@ def test_a_file_that_is_not_there(workspace):
       )
     ),
     (
+      'from praxis_lite.training import adamw_learner\n',
+      r"ImportError: cannot import name 'adamw_learner' .* It is in praxis_lite\.tasks\.learners \(my_run.py:1\)",
+    ),
+    (
       'from praxis_lite.models import nothing\n',
       r"ImportError: cannot import name 'nothing' from [^ ]* \([^ ]*\) \(my_run.py:1\)",
     ),

@@ -49,6 +49,7 @@ def _run(values: flags.FlagValues) -> int:
     report = _explain_compiled(config, values.compiled) if values.compiled else explain_task(config)
     if values.sharding or values.compiled:
       print(format_report(report))
+      print('\nThe last column names fields of layers; --set takes them below task.model')
     if values.html:
       from praxis_lite.instruments.explain.page import write_page
 

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ def _perhaps_meant(error: Exception) -> str:
     return f' It is {current_name(name)} now'
   if isinstance(error, ImportError) and (wanted := re.match(r"cannot import name '(\w+)'", str(error))):
     old = f'{name}.{wanted[1]}'
-    return f' It is {current_name(old)} now' if current_name(old) != old else ''
+    return f' It is {current_name(old)} now' if current_name(old) != old else _where_defined(wanted[1], name)
   if not isinstance(error, NameError | AttributeError) or name is None:
     return ''
   if isinstance(error, NameError):
@@ -118,6 +119,18 @@ def _perhaps_meant(error: Exception) -> str:
   if isinstance(error.obj, dict) and name in error.obj:
     return f' An entry of a dict is read as [{name!r}]'
   return did_you_mean(name, (n for n in dir(error.obj) if not n.startswith('_')))
+
+
+def _where_defined(wanted: str, module: str | None) -> str:
+  """Returns the modules of this package that define a function or class, if it was imported from another of them."""
+  package = __name__.partition('.')[0]
+  if module is None or module.partition('.')[0] != package:
+    return ''
+  root = Path(__file__).parents[__name__.count('.')]
+  definition = re.compile(rf'^(?:def|class) {wanted}\b', re.MULTILINE)
+  files = [file for file in sorted(root.rglob('[!_]*.py')) if definition.search(file.read_text('utf-8'))]
+  found = ['.'.join((package, *file.relative_to(root).with_suffix('').parts)) for file in files]
+  return f' It is in {" and in ".join(found)}' if 0 < len(found) < 3 else ''
 
 
 def short_path(path: str) -> str:

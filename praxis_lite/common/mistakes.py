@@ -223,6 +223,9 @@ def _fitting_field(what: str, layer: object, weights: Mapping[str, tuple[int, ..
       return f'; {" or ".join(turned)} would fit as [{new}, {old}]'
     if plain := [name for name in named if weights[name] == (new, old) and f'{name}.T' in code]:
       return f'; {plain[0]} would fit without .T'
+    others = [name for name, shape in weights.items() if name not in named and shape[:1] == (new,) and len(shape) == 2]
+    if len(others) == 1 and '@' in code and _is_of_user(layer):
+      return f'; {others[0]} would fit'
     at_hand = [(owner, field) for owner in layers if (field := _field_of_size(owner, old))]
     same = [(owner, field) for owner, field in at_hand if field[0] == at_hand[0][1][0]]
     if same:

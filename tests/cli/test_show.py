@@ -74,7 +74,7 @@ def test_frozen_variables_are_counted_as_such(capsys):
   assert '5,274 parameters, 330 trained, 4,848 frozen, 96 not trainable, 20.6 KiB' in out
   assert "task.train.learner.bprop_variable_exclusion = ('network.*',)" in out
   sharding = shown(capsys, '--exp=digits.DigitsConvNet', exclusion, '--sharding')
-  assert 'network.conv_0.w' in sharding
+  assert 'network.conv_0.w' in sharding and sharding.splitlines()[-1].endswith('; --set takes them below task.model')
 
 
 def test_only_what_differs_from_the_defaults_is_shown_and_all_of_it_on_demand(capsys):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from praxis_lite import REQUIRED, Config, Layer, SingleTask, SplitMapping, WeightHParams, child, template
+from praxis_lite.common.config.fields_at_fault import name_settable_fields
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
 from praxis_lite.layers import Linear, RMSNorm
@@ -76,6 +77,14 @@ def message_of(*overrides):
 )
 def test_a_field_of_a_child_of_a_list(override, field):
   assert field in message_of(override)
+
+
+@pytest.mark.parametrize('field', ['blocks_0.dims', 'other.input_dims', 'blocks_0.w.shape', 'stack_2.py', 'blocks_0'])
+def test_what_no_one_can_set_does_not_change(field):
+  """A field that the parent sets, a field of a layer without a template, and what is no field."""
+  error = UserError(f'{field}: wrong')
+  name_settable_fields(error, Config(Stack), 'task.model')
+  assert str(error) == f'{field}: wrong'
 
 
 def test_a_weight_without_a_mapping_beside_one_that_has_a_mapping():

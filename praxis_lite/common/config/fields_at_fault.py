@@ -87,7 +87,7 @@ def name_settable_fields(error: UserError, config: fdl.Config, where: str) -> No
 
 
 def _settable_path(config: object, names: list[str]) -> str | None:
-  """Returns the path of a layer's field below a config, without `_tpl`; None if the config has no such field.
+  """Returns the path of a layer's field below a config, without `_tpl`; None if nobody can set such a field there.
 
   A child of a list, such as `blocks_0`, is made from the template of the list: `blocks_tpl` or `block_tpl`.
   """
@@ -96,10 +96,10 @@ def _settable_path(config: object, names: list[str]) -> str | None:
   fields, name, of_list = config.__signature_info__.parameters, names[0], _ENTRY.fullmatch(names[0])
   spellings = [name, *((of_list[1], of_list[1].removesuffix('s')) if of_list else ())]
   found = next((spelling for spelling in spellings for end in ('', '_tpl') if f'{spelling}{end}' in fields), None)
-  if found is None or len(names) == 1:
-    return found
-  child = getattr(config, found if found in fields else f'{found}_tpl')
-  below = _settable_path(child, names[1:])
+  value = None if found is None else getattr(config, found if found in fields else f'{found}_tpl', REQUIRED)
+  if value is None or value is REQUIRED or len(names) == 1:
+    return None if value is REQUIRED else found  # A parent sets what a template requires.
+  below = _settable_path(value, names[1:])
   return below and f'{found}.{below}'
 
 
