@@ -14,9 +14,12 @@ from test_runs import make_run
 
 from praxis_lite.cli import run_table
 from praxis_lite.cli.main import main
+from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import UserError
-from praxis_lite.runs.records.comparing import group_runs
+from praxis_lite.layers import QuantizedWeights
+from praxis_lite.models import quantize_weights
+from praxis_lite.runs.records.comparing import differing_fields, group_runs
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.runs import find_runs, read_run
 from praxis_lite.training import registry
@@ -91,6 +94,18 @@ def test_runs_are_in_groups_of_their_experiment_with_the_fields_that_differ_in_i
 
 
 @pytest.mark.slow_cases
+def test_the_fields_of_a_config_that_only_some_runs_have_are_not_compared(tmp_path):
+  """Of a quantized run and its source, only that one has a rule; of two quantized runs, fields of the rules."""
+  for name, rules in {'plain': (), 'four': ('int4',), 'eight': ('int8',)}.items():
+    config = configure(registry.get('lm.SyntheticLmTiny'))
+    quantize_weights(config.task.model, *(Config(QuantizedWeights, format=form) for form in rules))
+    (tmp_path / name).mkdir()
+    write_record(tmp_path / name, config)
+  found = [read_run(tmp_path / name) for name in ('plain', 'four', 'eight')]
+  assert set(differing_fields(found[:2])[0]) == {'quantized', 'quantized[0]'}
+  assert differing_fields(found[1:])[0] == ['format']
+
+
 def test_two_files_of_one_class_and_a_class_that_was_set_are_groups_of_their_own(tmp_path):
   def add(name, command):
     (tmp_path / name).mkdir()

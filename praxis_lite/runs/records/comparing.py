@@ -315,12 +315,13 @@ def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapp
   """Returns the shortest unambiguous names of the fields in which the recorded configs differ, and each run's values.
 
   The most important fields come first. If the class of a config, such as the model, differs between runs, its fields
-  are compared only among runs with the same class, and the other runs have no values for them.
+  are compared only among runs with the same class, and the other runs have no values for them. The same holds for a
+  config that some runs lack, such as the rule of a quantized run.
   """
   recorded = [run.fields for run in runs if run.fields]
   paths = dict.fromkeys(path for fields in recorded for path in fields)
   classes_of = [{p: fields[p] for p in _class_paths(fields) if p in fields} for fields in recorded]
-  classes = [p for p in paths if p != 'task' and len({own[p] for own in classes_of if p in own}) > 1]
+  classes = [p for p in paths if p != 'task' and len({own.get(p) for own in classes_of}) > 1]
   differing: dict[str, None] = {}
   by_run: list[set[str]] = [set() for _ in runs]
   for path in sorted(paths, key=_importance):
