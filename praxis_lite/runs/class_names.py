@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 
@@ -19,9 +20,12 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
   if not isinstance(model.layer, Classifier):
     return None
   found = [getattr(config, 'classes', None) for config in model.config.datasets]
+  labels: object = None
   imported = None if model.directory is None else user_path(model.directory) / FOLDER / 'config.json'
   if imported is not None and imported.is_file():
-    labels = json.loads(imported.read_bytes()).get('id2label') or {}
+    with contextlib.suppress(ValueError, AttributeError):  # A file that is not that of a checkpoint names nothing.
+      labels = json.loads(imported.read_bytes()).get('id2label')
+  if isinstance(labels, dict):
     names = [str(labels.get(str(number))) for number in range(len(labels))]
     # Without names, transformers writes these.
     found.append(None if names == [f'LABEL_{number}' for number in range(len(names))] else names)

@@ -203,7 +203,8 @@ class WarmStart:
         )
         raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
       computed = ''
-      if name in self._grids and not any(n.rpartition('.')[2] == name.rpartition('.')[2] for n in known):
+      table = '.'.join(name.split('.')[-2:])  # Such as position.w, wherever it is.
+      if name in self._grids and not any(f'.{n}'.endswith(f'.{table}') for n in known):
         computed = "The positions of that run are not learned: set positions='sinusoidal' here too. Or "
       raise CheckpointError(
         f'{name} is not in {self._where}.{did_you_mean(name, known)} {computed}{"a" if computed else "A"}dd a rule: '

@@ -14,7 +14,8 @@ from praxis_lite import Layer
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.retention import RemovedError
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import CheckpointError, UserError
+from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import Hook, open_run, run_train
 from praxis_lite.runs.init_from import WarmStart
@@ -236,3 +237,14 @@ def test_a_checkpoint_that_the_other_run_removes_meanwhile_is_told_as_such(train
   shutil.rmtree(tmp_path / 'other' / 'checkpoints' / '4')
   with pytest.raises(RemovedError, match=r'checkpoints/4 was removed before it was read'):
     start.init_state(jax.random.key(0))
+
+
+@pytest.mark.parametrize('saved', ['conv.w', 'position.w'])
+def test_a_table_of_positions_that_the_run_computes_has_its_own_remedy(saved):
+  """A masked autoencoder has sinusoidal positions, which are no variable; positions from the seed would be noise."""
+  start = object.__new__(WarmStart)
+  start._wanted, start._saved = {'network.position.w': {}}, {f'mdl_vars.{saved}': {}}
+  start._grids, start._where = {'network.position.w': PositionGrid(2, 2, 1)}, 'runs/mae/checkpoints/1'
+  with pytest.raises(CheckpointError) as told:
+    start._origin('network.position.w', (), False, False)
+  assert ("set positions='sinusoidal' here too. Or add a rule" in str(told.value)) == (saved == 'conv.w')
