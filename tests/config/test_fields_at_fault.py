@@ -120,8 +120,9 @@ def test_a_size_of_zero_is_told_by_the_name_of_the_field_that_was_set(name):
         task.instantiate()
       except ConfigError as error:
         count += 1
-        where = {'lm_tpl': 'lm', 'decoder_tpl': r'(decoder|task\.model\.decoder_tpl)'}.get(
-          path, path.removesuffix('_tpl')
+        child = path.removesuffix('_tpl')
+        where = {'task.model': r'task\.model', 'decoder_tpl': r'(task\.model\.)?decoder(_tpl)?'}.get(
+          path, rf'task\.model\.{child}'
         )
         assert re.match(rf'{where}\.{field}: ', str(error)), (path, field, str(error))
       setattr(owner, field, value) if was_set else delattr(owner, field)
