@@ -33,8 +33,7 @@ def test_what_is_set_by_path_is_named() -> None:
   with pytest.raises(ConfigError) as error:
     config.task.instantiate()
   assert str(error.value) == (
-    'task.model.lm.transformer_tpl.num_layers = 5 has no effect: TransformerLm sets it to 2; set '
-    'task.model.lm.num_layers instead'
+    'task.model.lm.transformer_tpl.num_layers = 5 has no effect: TransformerLm sets it to 2; set lm.num_layers instead'
   )
 
 
