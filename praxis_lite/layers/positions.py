@@ -17,6 +17,7 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, Configurable, build_at, target, template
 from praxis_lite.common.errors import ConfigError, check_range
+from praxis_lite.common.figures import number_of
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.embeddings import embedding_weight, lookup_rows
@@ -246,6 +247,40 @@ class YarnRotaryScaling(LinearRotaryScaling):
     return kept_h * rates_h + (1 - kept_h) * rates_h / self.factor
 
 
+class LongRotaryScaling(LinearRotaryScaling):
+  """Divides each rate by a factor of its own, and scales logits (LongRoPE, Ding et al., 2024), as in Phi 3.5.
+
+      rate_i = rate_i / factors_i,  factors = long_factors if is_long, and short_factors otherwise
+
+  Attributes:
+    original_max_len: length of the context of the original training.
+    short_factors: a factor for each pair of dims, for contexts of at most `original_max_len` tokens.
+    long_factors: the factors for longer contexts.
+    is_long: whether contexts may be longer than `original_max_len`. transformers decides this by the longest row of
+      each call. Here it is fixed, so keys in a cache stay right when a text grows.
+    attention_factor: factor of queries and of keys; None means sqrt(1 + log(factor) / log(original_max_len)).
+  """
+
+  original_max_len: int = REQUIRED
+  short_factors: tuple[float, ...] = REQUIRED
+  long_factors: tuple[float, ...] = REQUIRED
+  is_long: bool = False
+  attention_factor: float | None = None
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_len)) if self.factor > 1 else 1.0
+
+  def __call__(self, rates_h: np.ndarray) -> np.ndarray:
+    for name in ('short_factors', 'long_factors'):
+      count = number_of(len(getattr(self, name)), 'factor')
+      if len(getattr(self, name)) != len(rates_h):
+        raise ConfigError(f'LongRotaryScaling.{name}: {count} for {number_of(len(rates_h), "pair")} of dims')
+    return rates_h / np.asarray(self.long_factors if self.is_long else self.short_factors)
+
+
 class RotaryPositions(Layer):
   """Rotates pairs of dims by angles that grow with the position, so q . k depends only on offsets (Su et al., 2021).
 
@@ -275,6 +310,7 @@ class RotaryPositions(Layer):
     self.scaling: LinearRotaryScaling | None = (
       None if self.scaling_tpl is None else build_at(f'{self.path_name}.scaling', self.scaling_tpl)
     )
+    _ = self.rates_h  # Raises an error if the scaling is for other dims.
 
   @property
   def _turned(self) -> int:

@@ -116,6 +116,21 @@ CASES: dict[str, dict[str, Any]] = {
     'sliding_window': 4,
     'pad_token_id': None,
   },
+  'phi4_mini': {
+    'model_type': 'phi3',
+    **{name: value for name, value in _LLAMA.items() if name not in ('head_dim', 'max_position_embeddings')},
+    'tie_word_embeddings': True,
+    'pad_token_id': None,
+    'max_position_embeddings': 96,
+    'original_max_position_embeddings': 24,
+    'rope_parameters': {
+      'rope_type': 'longrope',
+      'rope_theta': 50.0,
+      'partial_rotary_factor': 0.75,
+      'short_factor': [1.0, 1.3],
+      'long_factor': [2.0, 7.0],
+    },
+  },
   'mixtral': {'model_type': 'mixtral', **_LLAMA, 'num_local_experts': 3, 'sliding_window': 4},
   'qwen3_moe': {
     'model_type': 'qwen3_moe',

@@ -8,7 +8,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import golden, make, write
+from checkpoints import CASES, golden, make, write
 
 from praxis_lite.bridges.hf import import_run, read_model
 from praxis_lite.bridges.hf.files import INDEX_FILE, Declared, read_header, write_folder
@@ -38,8 +38,8 @@ def one_file(tmp_path, case='llama'):
   'changes, message',
   [
     (
-      {'model_type': 'gemma3'},
-      r"config.json: model_type 'gemma3' is not supported; supported: .*, resnet, bit, convnext, clip, siglip$",
+      {'model_type': 'gemma4'},
+      r"config.json: model_type 'gemma4' is not supported; supported: .*, resnet, bit, convnext, clip, siglip$",
     ),
     (
       {'model_type': 'mamba'},
@@ -52,8 +52,8 @@ def one_file(tmp_path, case='llama'):
     ({'hidden_act': 'mish'}, r"config.json: hidden_act = 'mish' is not supported; known: silu, "),
     ({'hidden_size': 'x'}, r"config.json: hidden_size = 'x'; expected an integer of at least 1"),
     (
-      {'rope_parameters': {'rope_type': 'longrope'}},
-      r"rope_parameters of type 'longrope' is not supported; only default",
+      {'rope_parameters': {'rope_type': 'dynamic'}},
+      r"rope_parameters of type 'dynamic' is not supported; only default",
     ),
     ({'rope_parameters': {'rope_type': 'linear'}}, r"rope_parameters of type 'linear' lacks 'factor'"),
     ({'quantization_config': {'quant_method': 'mxfp4'}}, r'quantization_config = .* is not supported; only null is'),
@@ -117,10 +117,21 @@ def test_experts_in_some_layers_are_refused(tmp_path):
     ),
     ('gemma3', {'rope_parameters': {'sliding_attention': 3}}, 'rope_parameters.sliding_attention = 3; expected a JSON'),
     (
-      'phi3',
+      'llama',
       {'rope_parameters': {'partial_rotary_factor': 0.5}},
       'partial_rotary_factor other than 1 is not supported',
     ),
+    (
+      'phi4_mini',
+      {'rope_parameters': {**CASES['phi4_mini']['rope_parameters'], 'short_factor': [1.0]}},
+      'short_factors: 1 factor for 2 pairs of dims',
+    ),
+    (
+      'phi4_mini',
+      {'rope_parameters': {**CASES['phi4_mini']['rope_parameters'], 'long_factor': 3}},
+      'long_factor = 3; expected a list of numbers',
+    ),
+    ('phi4_mini', {'rope_parameters': {'rope_type': 'longrope'}}, "type 'longrope' lacks 'short_factor'"),
   ],
 )
 def test_what_a_family_cannot_be_is_told(case, changes, message, tmp_path):

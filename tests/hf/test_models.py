@@ -283,6 +283,17 @@ def test_a_layer_of_a_user_is_named():
     ),
     ('mamba2', {}, 7_285_403_648),
     (
+      'phi3',
+      {'hidden_size': 3072, 'intermediate_size': 8192, 'num_hidden_layers': 32, 'vocab_size': 200_064}
+      | {
+        'num_attention_heads': 24,
+        'num_key_value_heads': 8,
+        'tie_word_embeddings': True,
+        'partial_rotary_factor': 0.75,
+      },
+      3_836_021_760,
+    ),
+    (
       'recurrent_gemma',
       {'num_attention_heads': 10, 'num_key_value_heads': 1, 'intermediate_size': 15_360},
       2_682_862_080,
@@ -298,6 +309,7 @@ def test_a_layer_of_a_user_is_named():
     'DeepSeek-V3',
     'Qwen3-Next-80B-A3B',
     'Mamba-Codestral-7B',
+    'Phi-4-mini',
     'RecurrentGemma-2B',
     'gpt-oss-20b',
     'gpt-oss-120b',
@@ -342,6 +354,6 @@ def test_the_guide_names_all_families_and_the_scalings_of_positions_that_are_imp
   rows = re.findall(r'^\| (`\w+`(?:, `\w+`)*) \|', guide, re.MULTILINE)
   assert {name for row in rows for name in re.findall(r'\w+', row)} >= FAMILIES.keys()
   (paragraph,) = re.findall(r'^Rotary positions may be scaled .*?is refused', guide, re.DOTALL | re.MULTILINE)
-  with pytest.raises(ConfigError, match=r"'longrope' is not supported; only default, linear, llama3 and yarn are$"):
-    FAMILIES['llama'].model(HfConfig(CASES['llama'] | {'rope_parameters': {'rope_type': 'longrope'}}))
-  assert all(kind in paragraph.lower() for kind in ('linear', 'llama3', 'yarn'))
+  with pytest.raises(ConfigError, match=r"'dynamic' is not supported; only default, linear, llama3, yarn and longro"):
+    FAMILIES['llama'].model(HfConfig(CASES['llama'] | {'rope_parameters': {'rope_type': 'dynamic'}}))
+  assert all(kind in paragraph.lower() for kind in ('linear', 'llama3', 'yarn', 'longrope'))

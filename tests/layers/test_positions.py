@@ -22,6 +22,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.positions import (
   LinearRotaryScaling,
   Llama3RotaryScaling,
+  LongRotaryScaling,
   YarnRotaryScaling,
   relative_position_bucket,
 )
@@ -205,6 +206,19 @@ def test_yarn_scaling_has_the_rates_and_the_magnitude_of_transformers():
   np.testing.assert_allclose(np.linalg.norm(rotated), scaling.magnitude * np.linalg.norm(x), rtol=1e-6)
   with pytest.raises(ConfigError, match=r'beta_slow, 32.0, must be less than beta_fast, 32.0'):
     YarnRotaryScaling(factor=32.0, original_max_len=4096, beta_slow=32.0)
+
+
+def test_long_scaling_has_factors_for_short_and_for_long_contexts():
+  config = Config(LongRotaryScaling, factor=4.0, original_max_len=24, short_factors=(1.0, 2.0), long_factors=(3.0, 8.0))
+  rates = np.array([1.0, 0.1])
+  for is_long, expected in ((False, [1.0, 0.05]), (True, [1 / 3, 0.0125])):
+    scaling = config.clone().set(is_long=is_long).instantiate()
+    np.testing.assert_allclose(scaling(rates), expected, rtol=1e-12)
+    assert scaling.magnitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(24)))
+  assert config.clone().set(factor=1.0).instantiate().magnitude == 1
+  assert config.clone().set(attention_factor=1.2).instantiate().magnitude == 1.2
+  with pytest.raises(ConfigError, match='short_factors: 2 factors for 3 pairs of dims'):
+    Config(RotaryPositions, dims=6, name='rotary', scaling_tpl=config).instantiate()
 
 
 def test_odd_dims_cannot_be_rotated():

@@ -63,7 +63,7 @@ def set_decoder(model: Config, checkpoint: HfCheckpoint) -> list[str]:
   size = checkpoint.config.size('vocab_size')
   searches = says.get('num_beams', 1) > 1 and not says.get('do_sample')
   if searches:
-    model.decoder_tpl = _beam_search(file, says)
+    model.decoder_tpl = _beam_search(file, says).set(max_context=model.decoder_tpl.max_context)
   decoder: Config = model.decoder_tpl
   decoder.stop_ids = tuple(i for i in ends if 0 <= i < size)
   if not searches:

@@ -14,10 +14,18 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.files import parse_json, read_plain, unless_empty
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.partial_rotary import PartialRotaryPositions
-from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
+from praxis_lite.layers.positions import (
+  LinearRotaryScaling,
+  Llama3RotaryScaling,
+  LongRotaryScaling,
+  RotaryPositions,
+  YarnRotaryScaling,
+)
 
 CONFIG_FILE = 'config.json'
 MOST_LAYERS = 10_000  # More than this is a mistake in config.json.
+# Our own field of config.json: whether contexts may be longer than that of the original training (LongRoPE).
+IS_LONG = 'has_long_contexts'
 _YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
 # Activation functions by their names in config.json. If a function has several names, the first is written.
 _ACTIVATIONS = {
@@ -153,13 +161,30 @@ class HfConfig:
         length = int(self.number('original_max_position_embeddings', {'original_max_position_embeddings': length}))
         rotary.scaling_tpl = Config(YarnRotaryScaling, factor=self.number('factor', rope), original_max_len=length)
         rotary.scaling_tpl.set(**self._yarn_fields(rope))
+      elif kind in ('longrope', 'su'):
+        rotary.scaling_tpl = self._long_scaling(rope)
       elif kind != 'default':
         raise ConfigError(
-          f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3 and yarn are'
+          f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3, yarn and longrope '
+          'are'
         )
     except KeyError as missing:
       raise ConfigError(f'{self.where}: {field} of type {kind!r} lacks {missing}') from None
     return rotary
+
+  def _long_scaling(self, rope: dict[str, Any]) -> Config[LongRotaryScaling]:
+    """Returns the scaling of LongRoPE."""
+    field = 'original_max_position_embeddings'
+    length = self.number(field, {field: rope.get(field) or self[field]})
+    factor = rope.get('factor') or self.number('max_position_embeddings') / length
+    scaling = Config(LongRotaryScaling, factor=self.number('factor', {'factor': factor}), original_max_len=int(length))
+    for name in ('short_factor', 'long_factor'):
+      if not isinstance(rope[name], list):
+        raise ConfigError(f'{self.where}: {name} = {rope[name]!r}; expected a list of numbers')
+      setattr(scaling, f'{name}s', tuple(self.number(name, {name: value}) for value in rope[name]))
+    if rope.get('attention_factor') is not None:
+      scaling.attention_factor = self.number('attention_factor', rope)
+    return scaling.set(is_long=bool(self.values.get(IS_LONG, False)))
 
   def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `YarnRotaryScaling` that are optional in config.json."""
@@ -224,6 +249,18 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
       'original_max_position_embeddings': scaling.original_max_len,
       **{name: getattr(scaling, name) for name in _YARN_FIELDS},
     }
+  elif isinstance(scaling, LongRotaryScaling):
+    values['rope_scaling'] = {
+      'rope_type': 'longrope',
+      'factor': scaling.factor,
+      'original_max_position_embeddings': scaling.original_max_len,
+      'short_factor': list(scaling.short_factors),
+      'long_factor': list(scaling.long_factors),
+      **({} if scaling.attention_factor is None else {'attention_factor': scaling.attention_factor}),
+    }
+    values['original_max_position_embeddings'] = scaling.original_max_len
+    values['max_position_embeddings'] = round(scaling.factor * scaling.original_max_len)
+    values |= {IS_LONG: True} if scaling.is_long else {}
   elif scaling is not None:
     values['rope_scaling'] = {'rope_type': 'linear', 'factor': scaling.factor}
   return values

@@ -24,7 +24,7 @@ from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name, rope_values
 from praxis_lite.bridges.hf.layer_pairs import linear_pairs, out_projection_pairs, projection_pairs, table_pairs
 from praxis_lite.bridges.hf.tensors import Pair
-from praxis_lite.common.config import Config
+from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import (
   FeedForward,
@@ -35,6 +35,7 @@ from praxis_lite.layers import (
   SharedEmbeddingSoftmax,
   TransformerLm,
 )
+from praxis_lite.layers.positions import LongRotaryScaling
 from praxis_lite.models import LanguageModel, transformer_lm
 
 
@@ -123,6 +124,9 @@ class LlamaLike(Family):
     elif len(cycle) > 1:
       block.attention_tpl.sliding_window = None
       lm.transformer_tpl.sliding_windows = windows
+    scaling = None if rotary[0] is None else rotary[0].scaling_tpl
+    if scaling is not None and target(scaling) is LongRotaryScaling and not scaling.is_long:
+      model.decoder_tpl.max_context = scaling.original_max_len
     return model
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
@@ -243,6 +247,11 @@ class LlamaLike(Family):
 class Gemma3(LlamaLike):
   """Gemma 3, whose layers with a sliding window have different rotary positions."""
 
+  def _windows(self, hf: HfConfig) -> list[int | None]:
+    if hf['layer_types'] is None:
+      hf.must_be('sliding_window_pattern', self.layers_in_period)
+    return super()._windows(hf)
+
   def _positions(self, hf: HfConfig) -> list[Config[RotaryPositions] | None]:
     return [hf.rotary() if window is None else hf.local_rotary() for window in self._windows(hf)]
 
@@ -344,7 +353,7 @@ LLAMA_LIKE = (
     'Gemma3ForCausalLM',
     _GEMMA2
     | {'attn_logit_softcapping': None, 'final_logit_softcapping': None}
-    | {'rope_theta': 1e6, 'rope_local_base_freq': 10_000.0},
+    | {'rope_theta': 1e6, 'rope_local_base_freq': 10_000.0, 'vocab_size': 262_208, 'num_attention_heads': 8},
     is_gemma=True,
     qk_norm='head',
     norm_policy='primer_hybrid',

@@ -25,6 +25,7 @@ from praxis_lite.bridges.hf.files import Tensor, read_folder
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
 from praxis_lite.bridges.hf.mxfp4 import join_scales
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
+from praxis_lite.bridges.hf.text_part import text_part, text_tensors
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.trees import NestedDict, Path, nest, node_at
@@ -61,9 +62,13 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
     CheckpointError: the files are missing, truncated or not safetensors.
   """
   folder = os.fspath(folder)
-  config = read_config(folder)
+  whole = read_config(folder)
+  config = text_part(whole)
   family = family_of(config)
   tensors = read_folder(folder)
+  left_out: tuple[str, ...] = ()
+  if config is not whole:
+    tensors, left_out = text_tensors(tensors, folder)
   others = {*_OTHER_HEADS} - family.own_heads
   head = next((name for name in tensors if name.split('.')[0] in others), None)
   if head is not None:
@@ -84,7 +89,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   readable = dict[str, Tensor](stored)
   if quantization:
     readable = join_packed(stored) if is_compressed(quantization) else join_scales(stored)
-  notes = _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
+  notes = left_out + _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
   if hf['tie_word_embeddings'] and family.head in readable:
     embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
     if embedding in readable and _are_equal(readable[family.head], readable[embedding]):

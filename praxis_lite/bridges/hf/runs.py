@@ -35,6 +35,7 @@ from praxis_lite.bridges.hf.reader import (
   streamed_variables,
 )
 from praxis_lite.bridges.hf.tensors import add_copies, pieces
+from praxis_lite.bridges.hf.text_part import text_part
 from praxis_lite.bridges.hf.whisper import set_transcription
 from praxis_lite.bridges.hf.writer import MAX_FILE_BYTES, write_checkpoint, write_tensors
 from praxis_lite.checkpoints import Checkpointer
@@ -301,7 +302,8 @@ def export_run(
     raise UserError(f'--out={out} exists and is not an empty folder; name another')
   task = config.task.instantiate()
   model = task.model
-  recorded = read_json(directory / FOLDER / CONFIG_FILE) if (directory / FOLDER / CONFIG_FILE).is_file() else {}
+  kept = directory / FOLDER / CONFIG_FILE
+  recorded = text_part(HfConfig(read_json(kept))).values if kept.is_file() else {}
   family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
     values = _merge({k: v for k, v in recorded.items() if k not in _OUTDATED}, values)

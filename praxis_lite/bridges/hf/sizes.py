@@ -13,6 +13,7 @@ from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config, read_json
 from praxis_lite.bridges.hf.reader import HfCheckpoint
 from praxis_lite.bridges.hf.runs import imported_config
+from praxis_lite.bridges.hf.text_part import text_part
 from praxis_lite.common.config import target
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.inputs import TextInput
@@ -44,7 +45,7 @@ def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfi
   Raises:
     ConfigError: the model is of no supported family.
   """
-  hf = config if isinstance(config, HfConfig) else HfConfig(config)
+  hf = text_part(config if isinstance(config, HfConfig) else HfConfig(config))
   found = imported_config(HfCheckpoint('', hf, family_of(hf), {}), '')
   model = found.task.model
   model.fprop_dtype = 'bfloat16'
