@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 from praxis_lite.bridges.hf.compressed_tensors import is_compressed
 from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.bridges.hf.fp8_blocks import block_of
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
@@ -78,7 +79,7 @@ class Family:
 
   def takes(self, quantization: object) -> bool:
     """Whether weights may be stored as `quantization_config` of config.json says."""
-    return quantization is None or is_compressed(quantization)
+    return quantization is None or is_compressed(quantization) or block_of(quantization) is not None
 
   def refusal(self) -> str:
     """Returns the end of the error message for an architecture that `accepts` rejects."""

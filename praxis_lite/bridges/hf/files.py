@@ -41,7 +41,9 @@ _DTYPES: dict[str, np.dtype] = {
 }
 _MASKS: dict[str, np.dtype] = {'BOOL': np.dtype(np.bool_), 'U8': np.dtype(np.uint8)}
 _INTEGERS: dict[str, np.dtype] = {'I8': np.dtype(np.int8), 'I32': np.dtype(np.int32), 'I64': np.dtype(np.int64)}
-_NAMES = {dtype: name for name, dtype in (_DTYPES | _MASKS | _INTEGERS).items()}
+_EIGHT_BITS: dict[str, np.dtype] = {'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn)}
+_KNOWN = _DTYPES | _MASKS | _INTEGERS | _EIGHT_BITS
+_NAMES = {dtype: name for name, dtype in _KNOWN.items()}
 _METADATA = '__metadata__'
 
 
@@ -98,7 +100,7 @@ class StoredTensor(NamedTuple):
     return np.array(np.memmap(self.file, self.dtype, 'r', self.offset, self.shape)[index])
 
   def read_bytes(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Like `read`, for a tensor of bytes."""
+    """Like `read`, for a tensor whose elements have 8 bits: returns them as bytes."""
     return np.array(np.memmap(self.file, np.uint8, 'r', self.offset, self.shape)[index])
 
   def read_integers(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -196,7 +198,7 @@ def read_header(file: str) -> dict[str, StoredTensor]:
   if end > size:
     raise CheckpointError(f'{file} is truncated: its header describes {end} bytes, and there are {size}')
   for tensor in found.values():
-    dtype = (_DTYPES | _MASKS | _INTEGERS).get(tensor.kind)
+    dtype = _KNOWN.get(tensor.kind)
     if dtype is not None and tensor.offset + math.prod(tensor.shape) * dtype.itemsize > size:
       raise CheckpointError(f'{file} is damaged: {tensor.name} of shape {list(tensor.shape)} goes beyond its end')
   return found
