@@ -1,4 +1,4 @@
-"""Language models with mixtures of experts: a tiny one, and two of published sizes with their shardings.
+"""Language models with mixtures of experts: two tiny ones, and two of published sizes with their shardings.
 
 praxis-lite train --exp=moe.MoeTiny --job_log_dir=runs/moe
 praxis-lite show --exp=moe.Mixtral8x7B
@@ -9,7 +9,7 @@ from __future__ import annotations
 from praxis_lite.common.config import Config
 from praxis_lite.experiments.lm import counting_data
 from praxis_lite.experiments.lm_sizes import PublishedSize
-from praxis_lite.layers import MoeFeedForward, Router
+from praxis_lite.layers import LatentAttention, MoeFeedForward, MultiTokenPrediction, RotaryPositions, Router
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
@@ -29,15 +29,42 @@ class MoeTiny(BaseExperiment):
   def datasets(self) -> list[Config]:
     return counting_data(seq_len=32, batch_size=6)
 
-  def task(self) -> Config:
+  def model(self) -> Config:
     router = Config(Router, load_balance_loss_weight=0.01, z_loss_weight=0.001)
     experts = Config(MoeFeedForward, num_experts=5, num_shared_experts=1, router_tpl=router)
-    model = transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, hidden_dims=15, experts=experts)
+    return transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, hidden_dims=15, experts=experts)
+
+  def task(self) -> Config:
+    model = self.model()
     model.decoder_tpl.set(max_decode_steps=16, max_context=32)
     task = Config(LanguageModelTask, model=set_sharding(model.set(packed=False), expert_axis='data'))
     task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=5)
     task.train.set(num_train_steps=20, log_interval_steps=5, save_interval_steps=10)
     task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    return task
+
+
+@registry.register
+class LatentTiny(MoeTiny):
+  """DeepSeek-V3 in small: latent attention, experts after a dense layer, and a module that predicts a further token."""
+
+  def model(self) -> Config:
+    router = Config(Router, score='sigmoid', bias_update_rate=0.001)
+    experts = Config(MoeFeedForward, num_experts=6, num_experts_per_token=2, num_shared_experts=1, router_tpl=router)
+    sizes = {'vocab_size': 37, 'model_dims': 18, 'num_layers': 3, 'num_heads': 3, 'hidden_dims': 15}
+    model = transformer_lm(**sizes, first_hidden_dims=(45,), experts=experts)
+    for block in (*model.lm_tpl.transformer_tpl.first_tpl, model.lm_tpl.transformer_tpl.layers_tpl):
+      out = block.attention_tpl.out_tpl
+      block.attention_tpl = Config(LatentAttention, latent_dims=7, query_latent_dims=9, rotary_dims=4, out_tpl=out)
+      block.attention_tpl.rotary_tpl = Config(RotaryPositions)
+    model.lm_tpl.mtp_tpl = Config(MultiTokenPrediction, num_modules=1, loss_weight=0.3)
+    return model
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.learner = adamw_learner(learning_rate=1e-2, warmup_steps=10)
+    task.train.set(num_train_steps=200, log_interval_steps=50, eval_interval_steps=100, save_interval_steps=100)
+    task.evaluate.max_batches = 4
     return task
 
 

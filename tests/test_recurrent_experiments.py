@@ -1,10 +1,10 @@
-"""The experiments of `recurrent.py` learn, in a shorter form, and are right on meshes."""
+"""The experiments on counting sequences learn, in a shorter form, and are right on meshes."""
 
 from __future__ import annotations
 
 import pytest
 
-from praxis_lite.experiments import recurrent
+from praxis_lite.experiments import moe, recurrent
 from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.models import mamba2_lm
 from praxis_lite.runs import run_train
@@ -15,7 +15,10 @@ from praxis_lite.training.experiment import configure
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'experiment',
-  [getattr(recurrent, f'{name}Tiny') for name in ('Mamba2', 'Hybrid', 'Gru', 'Lstm', 'Delta', 'Ssm', 'Griffin')],
+  [
+    *(getattr(recurrent, f'{name}Tiny') for name in ('Mamba2', 'Hybrid', 'Gru', 'Lstm', 'Delta', 'Ssm', 'Griffin')),
+    moe.LatentTiny,
+  ],
 )
 def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
   """Rows count through 37 ids: a guess is log 37 = 3.6 nats."""
