@@ -51,8 +51,15 @@ class LatentTiny(MoeTiny):
   def model(self) -> Config:
     router = Config(Router, score='sigmoid', bias_update_rate=0.001)
     experts = Config(MoeFeedForward, num_experts=6, num_experts_per_token=2, num_shared_experts=1, router_tpl=router)
-    sizes = {'vocab_size': 37, 'model_dims': 18, 'num_layers': 3, 'num_heads': 3, 'hidden_dims': 15}
-    model = transformer_lm(**sizes, first_hidden_dims=(45,), experts=experts)
+    model = transformer_lm(
+      vocab_size=37,
+      model_dims=18,
+      num_layers=3,
+      num_heads=3,
+      hidden_dims=15,
+      first_hidden_dims=(45,),
+      experts=experts,
+    )
     for block in (*model.lm_tpl.transformer_tpl.first_tpl, model.lm_tpl.transformer_tpl.layers_tpl):
       out = block.attention_tpl.out_tpl
       block.attention_tpl = Config(LatentAttention, latent_dims=7, query_latent_dims=9, rotary_dims=4, out_tpl=out)
