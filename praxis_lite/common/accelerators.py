@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TypeVar
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
+
+T = TypeVar('T')
 
 GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9
@@ -102,6 +105,12 @@ def _peaks(bf16: str, f32: str, int8: str, float8: str) -> dict[str, float]:
   return {dtype: float(peak) * _TERA for dtype, peak in peaks.items()}
 
 
+def _entry(table: Mapping[str, T], table_name: str, key: str) -> T:
+  if key not in table:
+    raise LookupError(f'{table_name} in {__name__} has no entry for {key!r}, which a row of the figures needs')
+  return table[key]
+
+
 # ---------------------------------------------------------------- TPU
 
 # Peaks in 1e12/s; memory in GiB; bandwidth, a link and the network of a chip in GB/s; chips per host. The figure of a
@@ -149,7 +158,7 @@ def _tpu(row: str) -> Accelerator:
     chips_per_host=int(host),
     network=float(network) * _GIGA,
     source=_TPU_SOURCES.get(name, f'Google Cloud documentation: TPU {name}'),
-    network_source=_TPU_NETWORK_SOURCES[name],
+    network_source=_entry(_TPU_NETWORK_SOURCES, '_TPU_NETWORK_SOURCES', name),
     torus=len(largest),
     wraps_at=int(wraps_at),
     largest=largest,
@@ -215,7 +224,7 @@ def _gpu(row: str, details: str) -> Accelerator:
   peaks = _peaks(bf16, f32, int8, float8)
   numbers, device_name, system, source = details.strip().split(' | ')
   cores, clock, l2_mib = map(float, numbers.split())
-  shared_kib, threads, units = _MULTIPROCESSORS[capability]
+  shared_kib, threads, units = _entry(_MULTIPROCESSORS, '_MULTIPROCESSORS', capability)
   return Accelerator(
     name=name,
     kind='gpu',
