@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
@@ -152,7 +153,7 @@ class CachedAttention:
     if num_slots < _KERNEL_FROM:
       return f'is for caches of at least {_KERNEL_FROM} slots, not {num_slots}'
     if platform() == 'gpu':
-      return self._gpu_kernel_obstacle(dtype, dims)
+      return self._gpu_kernel_obstacle(dtype, dims, num_rows)
     for of, known in ((dtype, _KERNEL_DTYPES[:2]), (self.dtype, _KERNEL_DTYPES)):
       if (name := jnp.dtype(of).name) not in known:
         return f'takes {", ".join(known[:-1])} and {known[-1]}, not {name}'
@@ -160,7 +161,9 @@ class CachedAttention:
       return f'does not compute in {jnp.dtype(dtype).name} on this chip'
     return self.kernel_split(num_rows)[1]
 
-  def _gpu_kernel_obstacle(self, dtype: DTypeLike, dims: int) -> str:
+  def _gpu_kernel_obstacle(self, dtype: DTypeLike, dims: int, num_rows: int | None) -> str:
+    if export.is_symbolic_dim(num_rows):
+      return 'takes a fixed number of rows on GPUs'
     if not memory_of_single_gpu():
       return 'is for a single GPU that is known'
     if self.bias is not None:

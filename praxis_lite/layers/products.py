@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.fp8 import check_fp8, fp8_tensordot
@@ -67,9 +68,11 @@ def _tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
   dimensions of a weight, as in the output projection of attention to one token, it writes all terms to memory first. A
   matrix unit multiplies `_ROWS_AT_ONCE` rows in the time of one.
   """
-  rows, lead = math.prod(x.shape[:-axes]) if axes > 1 else 0, x.shape[:-axes]
-  needed = -(-_LEAST_PRODUCT // max(1, w.size))
-  if not 0 < rows < needed <= _ROWS_AT_ONCE or not memory_of_single_gpu():
+  lead, needed = x.shape[:-axes], -(-_LEAST_PRODUCT // max(1, w.size))
+  if axes == 1 or needed > _ROWS_AT_ONCE or any(map(export.is_symbolic_dim, lead)) or not memory_of_single_gpu():
+    return jnp.tensordot(x, w, axes=axes)
+  rows = math.prod(lead)
+  if not 0 < rows < needed:
     return jnp.tensordot(x, w, axes=axes)
   few = x.reshape(rows, *x.shape[-axes:])
   filled = jnp.pad(few, ((0, needed - rows), *[(0, 0)] * axes))

@@ -61,7 +61,8 @@ def test_a_mapping_that_cannot_be_is_an_error_with_its_field(wt: Any, kind: str,
   (problem,) = check(classifier(wt), BATCH)
   assert problem.severity is Severity.ERROR
   assert problem.kind == kind
-  assert problem.path.startswith('network.linear_0')
+  field = 'task.model.network.linear.weight_split_dims_mapping.wt'
+  assert problem.path == (field if len(wt) == 2 else 'network.linear_0.w')  # The rank is that of the weight.
   assert message in problem.message
   assert has_errors([problem])
 
@@ -109,7 +110,7 @@ def test_an_activation_mapping_of_the_wrong_rank_is_found_by_tracing() -> None:
   task = classifier()
   task.model.network_tpl.linear_tpl.activation_split_dims_mapping.out = ('data', None, 'mdl')
   (problem,) = check(task, BATCH)
-  assert (problem.kind, problem.path) == ('wrong rank', 'network.linear_0.activation_split_dims_mapping.out')
+  assert (problem.kind, problem.path) == ('wrong rank', 'task.model.network.linear.activation_split_dims_mapping.out')
 
 
 def test_a_strategy_that_cannot_be_read_is_an_error() -> None:

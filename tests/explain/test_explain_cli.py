@@ -36,5 +36,5 @@ def test_check_returns_0_with_warnings_and_1_with_errors(capsys: pytest.CaptureF
   wrong = "--set=task.model.softmax_tpl.weight_split_dims_mapping.wt=('mdl','dta')"
   assert main(['check', '--exp=digits.DigitsMlpSharded', wrong]) == 1
   out = capsys.readouterr().out
-  assert "error: unknown axis: softmax.weight_split_dims_mapping.wt: axis 'dta' is not a mesh axis" in out
+  assert "error: unknown axis: task.model.softmax.weight_split_dims_mapping.wt: axis 'dta' is not a mesh axis" in out
   assert "Did you mean 'data'?" in out

@@ -68,7 +68,7 @@ def test_a_config_that_the_layers_cannot_be_is_refused(changes, message, tmp_pat
 
 def test_sizes_that_the_layers_refuse_are_said_to_be_those_of_the_file(tmp_path):
   folder = make(tmp_path, 'llama', num_key_value_heads=5)
-  with pytest.raises(ConfigError, match=r'config\.json: lm\..*num_kv_heads: 5 does not divide num_heads'):
+  with pytest.raises(ConfigError, match=r'config\.json: task\.model\.lm\..*num_kv_heads: 5 does not divide num_heads'):
     import_run(folder, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 

@@ -136,6 +136,21 @@ def test_the_reason_for_another_way_is_said(fields, reason, on_gpu):
   assert steps_with_kernels(layer) == (not reason)
 
 
+def test_an_exported_step_of_any_number_of_rows_is_in_plain_jax(on_gpu):
+  layer = build()
+  variables = drawn_variables(layer.abstract_init())
+
+  def step(x):
+    state = layer.apply(variables, x.shape[0], 17, method='init_decode_state')[1].decode_state
+    pos = jnp.zeros(x.shape[:2], jnp.int32)
+    return layer.apply(variables, x, pos, decode_state=state, method='extend_step')[0]
+
+  rows = jax.export.symbolic_shape('rows')
+  exported = jax.export.export(jax.jit(step))(jax.ShapeDtypeStruct((*rows, 1, D), jnp.float32))
+  x = inputs()[:, :1]
+  np.testing.assert_allclose(exported.call(x), step(x), atol=1e-6)
+
+
 def test_several_gpus_and_unknown_ones_have_no_kernel(on_gpu, monkeypatch):
   monkeypatch.setattr(cached_attention, 'memory_of_single_gpu', lambda: 0.0)
   layer = build()

@@ -251,5 +251,5 @@ def test_images_with_other_channels_and_a_split_length_are_named():
 
 @pytest.mark.parametrize('case, name', [('v1.5', 'ResNet'), ('convnext', 'ConvNeXt')])
 def test_there_are_no_stages_of_a_pipeline(case, name):
-  with pytest.raises(ConfigError, match=f'set_pipeline: {name} has no stack of blocks that are all alike'):
+  with pytest.raises(ConfigError, match=f'set_pipeline: {name} has no stack of repeated blocks'):
     set_pipeline(config(case), num_stages=2, num_microbatches=2)

@@ -68,7 +68,7 @@ def test_one_device_is_wrong():
   assert any('gradient of network.w' in text for text in found.not_of_the_mesh)
   text = format_verification(found)
   assert 'one device is wrong in float32' in text and 'the mesh agrees with float64' in text
-  assert text.splitlines()[-1].startswith('right: ')
+  assert text.splitlines()[-1].startswith('equal to one device: ')
 
 
 def test_both_are_wrong():
