@@ -162,7 +162,7 @@ class CachedAttention:
     return self.kernel_split(num_rows)[1]
 
   def _gpu_kernel_obstacle(self, dtype: DTypeLike, dims: int, num_rows: int | None) -> str:
-    if export.is_symbolic_dim(num_rows):
+    if num_rows is not None and export.is_symbolic_dim(num_rows):
       return 'takes a fixed number of rows on GPUs'
     if not memory_of_single_gpu():
       return 'is for a single GPU that is known'
