@@ -57,6 +57,11 @@ class Formula:
   bias: OffsetBias | None = None  # Bias added to the bounded logits; None disables it.
   dropout_rate: float = 0.0  # Share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
 
+  def to_logits(self, products: jax.Array) -> jax.Array:
+    """Returns the bounded logits, without a bias, of products of queries and keys."""
+    logits = self.scale * products
+    return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
 
 class Sums(NamedTuple):
   """The running sums of online softmax, in the dtype of sums: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""

@@ -211,7 +211,7 @@ def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
   key_BKSH = vectors(arrays.key, arrays.key_scale)
   value_BKSV = key_BKSH if arrays.value is None else vectors(arrays.value, arrays.value_scale)
   products = jnp.einsum('BKQH,BKSH->BKQS', arrays.query, key_BKSH, preferred_element_type=jnp.float32)
-  logits_BKQS = _bound(formula, products)
+  logits_BKQS = formula.to_logits(products)
   if arrays.bias is not None:
     logits_BKQS += arrays.bias
   logits_BKQS = jnp.where(jnp.tile(arrays.seen, (1, Q // T, 1))[:, None], logits_BKQS, MASKED)
@@ -219,12 +219,6 @@ def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
   sums = add_keys(sums, logits_BKQS[:, :, None], value_BKSV)
   out_BK1QV, _ = finish_sums(sums, arrays.sinks[:, None, :, 0])
   return out_BK1QV[:, :, 0].astype(dtype)
-
-
-def _bound(formula: Formula, products: jax.Array) -> jax.Array:
-  """Returns the logits of products of queries and keys."""
-  logits = formula.scale * products
-  return logits if formula.soft_cap is None else formula.soft_cap * jnp.tanh(logits / formula.soft_cap)
 
 
 def _has_slots_last(dims: int) -> bool:
@@ -287,7 +281,7 @@ def _kernel(
         slot = (first[b] + i) * P + jax.lax.broadcasted_iota(jnp.int32, value.shape, _has_slots_last(V))
         value = jnp.where(slot < num_slots, value, jnp.zeros_like(value))
       products_QP = _product(query_QH, key, int(not _has_slots_last(H)))
-      logits_QP = _bound(formula, products_QP if of.key_scale is None else products_QP * of.key_scale[c : c + 1])
+      logits_QP = formula.to_logits(products_QP if of.key_scale is None else products_QP * of.key_scale[c : c + 1])
       if of.bias is not None:
         logits_QP += of.bias[c]
       logits_QP = jnp.where(seen, logits_QP, MASKED)

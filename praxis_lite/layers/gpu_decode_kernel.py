@@ -93,7 +93,7 @@ def _attend_jvp(formula: Formula, primals: tuple[_Arrays], tangents: tuple[_Arra
 def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
   query, key, value = (x.astype(jnp.float32) for x in arrays[:3])
   seen = arrays.seen[:, None, None]
-  logits = jnp.where(seen, _bound(formula, jnp.einsum('BKGH,BKSH->BKGS', query, key)), MASKED)
+  logits = jnp.where(seen, formula.to_logits(jnp.einsum('BKGH,BKSH->BKGS', query, key)), MASKED)
   top = jnp.max(logits, axis=-1, keepdims=True)
   if arrays.sinks is not None:
     top = jnp.maximum(top, arrays.sinks[..., None])
@@ -103,12 +103,6 @@ def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
     whole += jnp.exp(arrays.sinks - top[..., 0])
   out = jnp.einsum('BKGS,BKSH->BKGH', weights, value) / jnp.where(whole == 0, 1.0, whole)[..., None]
   return out.astype(arrays.query.dtype)
-
-
-def _bound(formula: Formula, products: jax.Array) -> jax.Array:
-  """Returns the logits of products of queries and keys."""
-  logits = formula.scale * products
-  return logits if formula.soft_cap is None else formula.soft_cap * jnp.tanh(logits / formula.soft_cap)
 
 
 def _kernel(
@@ -140,7 +134,7 @@ def _kernel(
     loaded = jnp.broadcast_to(inside[:, None], (_SLOTS, H))
     x, y = (triton.load(of.at[at], mask=loaded, other=0.0) for of in (key, value))
     found = (triton.load(seen.at[b, slot], mask=inside, other=0) != 0)[None, :]
-    logits = jnp.where(found, _bound(formula, _dot(q, x.T)), MASKED)
+    logits = jnp.where(found, formula.to_logits(_dot(q, x.T)), MASKED)
     after = jnp.maximum(highest, jnp.max(logits, axis=1))
     weights = jnp.where(found, jnp.exp(logits - after[:, None]), 0.0)
     shrunk = jnp.exp(highest - after)

@@ -40,6 +40,7 @@ from jax.extend.core import Primitive
 
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.call import variables_of_call
 from praxis_lite.layers.grouped_matmul import GROUPED_PRODUCT
 from praxis_lite.sharding.explicit import save_all_but_gathered
 from praxis_lite.sharding.host_memory import HOST_MEMORY
@@ -51,8 +52,8 @@ T = TypeVar('T')
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
 # Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
-# See `Remat.fit_to_memory`. The rest of the memory is for embeddings, logits and the batch.
-_KEPT_FOR_A_WEIGHT, _BYTES_OF_A_WEIGHT, _SHARE_OF_GPU = 1.5, 16, 0.6
+# See `Remat.fit_to_memory`. The other 35 % of the memory are for logits, the batch and temporaries.
+_KEPT_FOR_A_WEIGHT, _BYTES_OF_A_WEIGHT, _SHARE_OF_GPU = 1.5, 16, 0.65
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
 _SAVED_AS_PRODUCTS = _OF_ATTENTION | {GROUPED_PRODUCT}
 
@@ -143,7 +144,8 @@ class Remat(NamedTuple):
     """Returns these policies with 'none' instead of 'auto' if a single GPU can hold all that the backward pass reads.
 
     Blocks of transformers keep about 1.5 times as many values for a token as they have weights for each of its D dims.
-    A weight takes 16 bytes, with its gradient and the moments of Adam.
+    A weight of the model takes 16 bytes, with its gradient and the moments of Adam. Several stacks of a model share the
+    rest of the memory in proportion to their weights.
 
     Args:
       x: the input of the layers, an array [..., D] or a tree of such arrays.
@@ -151,11 +153,13 @@ class Remat(NamedTuple):
     """
     if 'auto' not in self.policies or not (memory := memory_of_single_gpu()):
       return self
-    inputs, weights = jax.tree.leaves(x), sum(math.prod(w.shape) for w in jax.tree.leaves(variables))
+    inputs, weights = jax.tree.leaves(x), _count(variables)
     if any(array.ndim < 2 or any(map(export.is_symbolic_dim, array.shape)) for array in inputs):
       return self
+    in_model = max(weights, _count(variables_of_call()), 1)
+    rest = _SHARE_OF_GPU * memory - _BYTES_OF_A_WEIGHT * in_model
     kept = sum(_KEPT_FOR_A_WEIGHT * array.nbytes * weights / array.shape[-1] ** 2 for array in inputs)
-    if kept + _BYTES_OF_A_WEIGHT * weights > _SHARE_OF_GPU * memory:
+    if kept > rest * weights / in_model:
       return self
     return self._replace(policies=tuple('none' if policy == 'auto' else policy for policy in self.policies))
 
@@ -208,3 +212,7 @@ class Remat(NamedTuple):
       return tag in self.save_names or policy(primitive, *args, **params)
 
     return saveable
+
+
+def _count(variables: Any) -> int:
+  return sum(math.prod(w.shape) for w in jax.tree.leaves(variables))

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
-from praxis_lite.layers import MultiHeadAttention
+from praxis_lite.layers import MultiHeadAttention, Sequential, StackedTransformer, TransformerBlock
 from praxis_lite.models import transformer_lm
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.weights import WeightHParams
@@ -97,7 +97,7 @@ def trace_gradient(kind, rows, length=64, devices=1, stacked=False, **fields):
 
 @pytest.mark.parametrize('stacked', [False, True])
 def test_a_single_gpu_with_room_keeps_all_activations(stacked):
-  """A token of a layer needs about 1.5 x 12.1 x 128 values in 2 bytes, so 0.6 x 80 GiB are enough for 5.5 million."""
+  """A token of a layer needs about 1.5 x 12.1 x 128 values in 2 bytes, so 0.65 x 80 GiB are enough for 6 million."""
   h100 = functools.partial(trace_gradient, 'NVIDIA H100 80GB HBM3', stacked=stacked)
   assert 'Remat._saveable' not in h100(8) and 'Remat._saveable' in h100(8, remat='products')
   assert 'Remat._saveable' not in h100(40_000) and 'Remat._saveable' in h100(100_000)
@@ -105,6 +105,25 @@ def test_a_single_gpu_with_room_keeps_all_activations(stacked):
   assert 'Remat._saveable' in trace_gradient('NVIDIA H100 80GB HBM3', 8, devices=2, stacked=stacked)
   if not stacked:
     assert 'Remat._saveable' in h100(8, unroll=1)  # A loop copies what is kept into stacks, and out of them.
+
+
+@pytest.mark.parametrize('num_layers, is_kept', [(4, True), (8, False)])
+def test_the_stacks_of_a_model_share_the_memory(num_layers, is_kept):
+  """One stack of 8 layers would fit into 0.65 x 80 GiB; two of them do not."""
+  D, rows, length = 4096, 8, 2048
+  block = Config(TransformerBlock, input_dims=D, num_heads=32, hidden_dims=11008)
+  stack = Config(StackedTransformer, num_layers=num_layers, layers_tpl=block, fprop_dtype=jnp.bfloat16)
+  two = Config(Sequential, layers_tpl=(stack, stack)).instantiate()
+  x = jax.ShapeDtypeStruct((rows, length, D), jnp.bfloat16)
+
+  def program(layer):
+    variables = jax.eval_shape(lambda: layer.init(jax.random.key(0)))
+    mesh = abstract_mesh({'data': 1}, 'gpu', 'NVIDIA H100 80GB HBM3')
+    with jax.sharding.use_abstract_mesh(mesh), pretend_cudnn_for_plans():
+      return str(jax.make_jaxpr(lambda v, x: layer.apply(v, x)[0])(variables, x))
+
+  assert 'Remat._saveable' not in program(stack.instantiate())
+  assert ('Remat._saveable' not in program(two)) == is_kept
 
 
 @pytest.mark.parametrize('platform, branches', [('gpu', 0), ('cpu', 1)])

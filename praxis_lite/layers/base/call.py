@@ -256,6 +256,12 @@ def current_frame() -> Frame | None:
   return frames[-1] if frames else None
 
 
+def variables_of_call() -> NestedDict:
+  """Returns the variables of the outermost call in progress, such as those of the whole model; {} outside of calls."""
+  frames = _frames.get()
+  return frames[0].variables if frames else {}
+
+
 def frame_holding(path: Path) -> Frame | None:
   """Returns the innermost frame whose tree contains `path`, for example one outside of a scan; None if none does."""
   return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
