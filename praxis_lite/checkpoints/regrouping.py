@@ -77,7 +77,11 @@ class Regrouping:
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 
   def to_read(self, shapes: object) -> NestedDict:
-    """Returns the padded shapes to read, with shardings: `shapes` with the names and groups of the checkpoint."""
+    """Returns the padded shapes to read, with shardings.
+
+    `shapes` are those of the train state. The returned ones are of the same arrays, with the checkpoint's names and
+    grouping of stacks.
+    """
     there: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
@@ -85,7 +89,10 @@ class Regrouping:
     return nest(there)
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
-    """Converts the arrays that were read to those of the train state, which have these padded and true shapes."""
+    """Converts arrays that were read from the checkpoint to the names and grouping of the train state.
+
+    `shapes` and `true_shapes` are the padded and true shapes of the train state.
+    """
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():

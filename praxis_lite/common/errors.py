@@ -109,7 +109,8 @@ def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
 def prefix_errors(path: str, field: str | None = None) -> Iterator[None]:
   """Prepends the path of a config to the message of a `UserError` raised inside.
 
-  A message that begins with `field` continues the path, as `task.train` and `learner.x: wrong` do.
+  If a message begins with `field`, it continues the path: 'learner.x: wrong' becomes 'task.train.learner.x: wrong'.
+  Otherwise, a colon separates them: 'task.train: wrong'.
   """
   try:
     yield

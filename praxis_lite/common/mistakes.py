@@ -296,7 +296,7 @@ def check_arguments(method: Callable[..., object], where: str, arguments: Mappin
 
 
 def _missing_entry(error: KeyError, place: _Place) -> str | None:
-  """Returns which entry a dict lacks that a line of code reads; None if the error is about something else."""
+  """Returns a message if a line of code reads an entry that a dict lacks; None if the error is about something else."""
   key = error.args[0] if error.args else None
   for name, value in place.frame.f_locals.items():
     reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # The line reads this key, or a key in a variable.

@@ -69,7 +69,8 @@ class ChatTemplate:
       raise ConfigError(
         'HfTokenizer: chat templates need the package jinja2, which is not installed; pip install praxis_lite[hf]'
       ) from None
-    # The template may compute with the text between these marks, but a message cannot contain them by chance.
+    # These marks surround each answer in the rendered text, because the template may go on computing with an answer
+    # after marking it. They are random, so a message cannot contain them by chance.
     begin, end = (f'\ue000{secrets.token_hex(8)}{kind}\ue001' for kind in 'be')
     try:
       template = _environment(begin, end).from_string(self._source)

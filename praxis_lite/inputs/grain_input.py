@@ -137,7 +137,7 @@ class GrainInput(RecordsInput, StreamedInput):
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
     """Yields the parts of a source in order. Closing the generator ends the threads or processes that read ahead."""
     grain = import_grain()
-    yield source[0]  # Read here, because a run checks one batch first, which needs no workers.
+    yield source[0]  # Read without workers, because a run first checks one batch.
     if len(source) == 1:
       return
     dataset = grain.MapDataset.source(source)[1:]

@@ -98,7 +98,7 @@ class PackedRows:
     return batch
 
   def windows(self, starts: np.ndarray) -> Rows:
-    """Returns a row with ids tokens[s : s + T] for each s in `starts`, [B], in the same form as `rows`."""
+    """Returns a batch like `rows`, whose rows have the ids tokens[s : s + T], for each s in `starts`, [B]."""
     source = starts[:, None] + np.arange(self.seq_len + 1)
     batch = rows_of_tokens(self.tokens[source].astype(np.int32))
     if self.num_bytes is not None:

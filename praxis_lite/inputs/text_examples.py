@@ -66,8 +66,9 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     Args:
       names: the names of the values in a line.
       parsers: see `read_lines`.
-      encode: a function of an example, from a parser or from the field; its UserError or ValueError says what is wrong.
-      what: the name of the examples in the error message if there are none.
+      encode: a function of an example, as a parser returned it or the field has it. Its UserError or ValueError says
+        what is wrong with the example.
+      what: the plural for examples in the error message that there are none.
     """
     field = self._given if self.path is None else 'path'
     kept = []

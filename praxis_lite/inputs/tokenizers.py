@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
 A byte tokenizer needs no training and no file, and accepts any bytes. The vocabulary of a character tokenizer consists
-of the characters of a text. SentencePiece needs a trained model file. The last two need UTF-8. All tokenizers count the
+of the characters of a text. SentencePiece needs a trained model file. Both need UTF-8. All tokenizers count the
 bytes of text that each token represents, so that losses can be compared in nats per byte.
 """
 

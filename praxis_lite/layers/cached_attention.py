@@ -212,7 +212,8 @@ class CachedAttention:
   def _page(self, query_BTNH: jax.Array, slots: int) -> int:
     """Returns how many slots are read at once, a divisor of `slots`.
 
-    Several tokens read at most a page, to limit their logits, unless these are few; see `_fits_at_once`.
+    Several tokens read at most `page_size` slots, to limit the number of their logits, unless all slots can be read at
+    once; see `_fits_at_once`.
     """
     if self.page_size is None or slots <= self.page_size or self._fits_at_once(query_BTNH, slots):
       return slots

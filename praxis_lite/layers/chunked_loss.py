@@ -371,9 +371,10 @@ def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.A
 def _logits(
   x: jax.Array, w: jax.Array, b: jax.Array | None, chunks: ClassChunks, start: jax.Array, first_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Returns the float32 logits of one chunk of each part [..., S, C], their classes [S, C], and whether these count.
+  """Returns the float32 logits of one chunk of each part [..., S, C], and the classes [S, C] that they belong to.
 
-  The last result is [S, C] bool; None if all count.
+  The third result, [S, C] bool, says which classes count; None if all do. A class does not count if an earlier chunk
+  has it, or if it is padding.
 
   Args:
     x, b, chunks: see `chunked_cross_entropy`; b is in parts.

@@ -237,7 +237,7 @@ class TransformerEncoderDecoder(Layer):
         one source without padding.
       source_segment_pos: int32 [B, S], position of a token in its source; None means 0, 1, 2, ...
       segment_ids: int32 [B, T], 0 for padding; targets attend within their segment, and to the source with this number.
-        None means that each row is one target, which attends to all of its row of sources but padding.
+        None means that each row is one target, which attends to all source tokens of its row except padding.
       segment_pos: int32 [B, T], position of a token in its target; None means 0, 1, 2, ...
     """
     source = self.encode(source_ids_BS, source_segment_ids, source_segment_pos), source_segment_ids

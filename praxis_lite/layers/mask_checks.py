@@ -1,7 +1,7 @@
 """Checks a mask before attention uses it: the shapes of its arrays, and what methods of a user's own classes return.
 
 Attention in blocks cuts arrays and broadcasts results. With arrays of another length, or results without a dimension
-for the keys, it would silently compute something else than dense attention.
+for the keys, it would silently compute other results than dense attention.
 """
 
 from __future__ import annotations

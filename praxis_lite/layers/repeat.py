@@ -46,8 +46,9 @@ T = TypeVar('T')
 # otherwise. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
 _FEW_DECODED, _MOST_DECODED_UNROLLED, _LARGE_LAYER = 4, 16, 8 << 20
 _MOST_UNROLLED = 48  # Layers.
-# A single GPU decodes up to 48 large layers without a loop, if they take at most this share of its memory, because then
-# they are in memory twice. An H100 needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see docs/benchmarks.md.
+# Without a loop, layers are in memory twice. So a single GPU decodes 17 to 48 large layers without a loop only if they
+# take at most this share of its memory. An H100 then needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see
+# docs/benchmarks.md.
 _SHARE_OF_GPU = 1 / 4
 
 
@@ -210,7 +211,7 @@ class Repeat(Layer):
     (self._decode_unrolled if self._decodes_unrolled else self._run)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Returns the last result for the next tokens: runs each repetition's `extend_step` with its caches."""
+    """Runs the `extend_step` of each repetition on the next tokens, with its own caches; returns the last result."""
     return (self._decode_unrolled if self._decodes_unrolled else self._run)('extend_step', x, *args, **kwargs)
 
   @property

@@ -37,7 +37,7 @@ def rnnt_loss(blank_BTU: jax.Array, label_BTU: jax.Array, frames_B: jax.Array, l
   exists_NU = (frame_NU >= 0) & (frame_NU < T)
 
   def to_diagonals(x_BTU: jax.Array) -> jax.Array:
-    """Returns [N, B, U]: for each of N diagonals, t + u = n, its entries by u; impossible if frame t does not exist."""
+    """Returns [N, B, U]: entry [n, b, u] is x[b, n - u, u], or `_IMPOSSIBLE` if there is no frame n - u."""
     index_BNU = jnp.broadcast_to(jnp.clip(frame_NU, 0, T - 1), (B, T + U - 1, U))
     found_BNU = jnp.take_along_axis(x_BTU.astype(jnp.float32), index_BNU, axis=1)
     return jnp.moveaxis(jnp.where(exists_NU, found_BNU, _IMPOSSIBLE), 1, 0)

@@ -25,9 +25,10 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class DepthwiseConv1D(Layer):
-  """y[t] = sum_w x[t + w - before] * w[w] + b, separately for each dim; x is 0 outside of the sequence.
+  """y[t] = sum_i x[t + i - before] * w[i] + b, separately for each dim; x is 0 outside of the sequence.
 
-  `before` is W - 1 if the convolution is causal, so that no frame sees later ones; otherwise (W - 1) / 2, rounded down.
+  i goes from 0 to W - 1. `before` is W - 1 if the convolution is causal, so that no frame sees later ones; otherwise
+  (W - 1) / 2, rounded down.
 
   Attributes:
     dims: D.

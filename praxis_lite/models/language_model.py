@@ -136,8 +136,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if this model cannot learn from a batch.
 
-    This is the case for pairs of answers and prompts without answers, for prefixes or segments that the model does not
-    support, and for ids, labels and positions that are out of range.
+    That is a batch of pairs of answers, or of prompts without answers; one with prefixes or segments that the model
+    does not support; or one with ids, labels or positions out of range.
     """
     if has_pairs(batch):
       raise ConfigError(
@@ -281,7 +281,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), **prefix)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns additional arguments of the network's `extend_step` for prompts of these lengths."""
+    """Returns the argument `prefix_lengths` of the network's `extend_step` if prompts are prefixes; otherwise ()."""
     return (lengths_B,) if self.model_type == 'prefix' else ()
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:

@@ -15,14 +15,14 @@ ReaderT = TypeVar('ReaderT', bound=BaseInput)
 
 
 def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str, what: str) -> ReaderT:
-  """Returns the first dataset of a kind among the run's, preferably one for evaluation.
+  """Returns an input that reads a file like a dataset of the run: the first of a kind, if possible one for evaluation.
 
   Args:
     model: the model, with the config of its run.
     kind: the class of the dataset.
-    field: the name of its field for files, which is set to `file`.
-    file: the first of the files.
-    what: what the files are, for the message.
+    field: the name of the dataset's field for files, which is set to `file`.
+    file: the file, or the first of several.
+    what: what the files contain, for the message.
 
   Raises:
     ConfigError: no dataset of the run is of this kind.

@@ -29,7 +29,11 @@ _LIMIT = 'task.train.max_skipped_steps'
 
 
 class NonFiniteError(UserError):
-  """The loss or a gradient was not finite in a step, and the learner is set to raise; or in too many steps in a row."""
+  """The loss or a gradient was not finite.
+
+  If the learner is set to raise, one such step suffices. Otherwise, this is raised for too many such steps in a row, or
+  at the end of a run if such steps, the last ones, are more than half of all steps of this process.
+  """
 
 
 class Hints(NamedTuple):
@@ -55,7 +59,7 @@ class SkippedSteps:
     raises: whether the learner is set to raise an error at the first such step.
     clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
     line: prints a line.
-    tell: called with the number of each skipped step that follows a step that was taken, and with what was wrong.
+    tell: called at the first of the steps skipped in a row, with its number and with what was wrong.
     rate_field: the path of the learning rate in the config of the learner.
     in_a_row: how many steps have been skipped since the last step that was taken.
   """
@@ -75,12 +79,12 @@ class SkippedSteps:
 
   @property
   def too_many(self) -> bool:
-    """Whether more steps in a row were skipped than a run tolerates."""
+    """Whether the number of steps skipped in a row has reached `limit`; False without a limit."""
     return 0 < (self.limit or 0) <= self.in_a_row
 
   @property
   def most_steps(self) -> bool:
-    """Whether the steps just skipped in a row are more than half of all steps of this process."""
+    """Whether the steps just skipped in a row are more than half of this process's steps; False without a limit."""
     return bool(self.limit) and 2 * self.in_a_row > self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:

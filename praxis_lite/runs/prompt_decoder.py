@@ -47,11 +47,12 @@ class _DecodeCall(NamedTuple):
   """The program and the settings that decode a group of prompts.
 
   Attributes:
-    tasks: the task with the settings of the sampler applied.
+    tasks: the task on its mesh, decoding with the settings of the call.
     bucket: the sizes of the program; None if the model has a `decode` without buckets.
     max_tokens: the largest number of tokens after a prompt.
     stop_ids: tokens that end a continuation.
-    sources: whether prompts are sources; `EncoderDecoderModel.decode` can continue their texts in segments.
+    sources: whether prompts are sources of an encoder-decoder. Then tokens after the length of a source are the
+      beginning of its target, so a further call can continue it.
     most: the largest number of tokens in a prompt, to which padding is cut; None without a limit.
   """
 
@@ -80,7 +81,7 @@ class _DecodeCall(NamedTuple):
     Args:
       prompts, max_tokens, num_drawn: see `fit_to_bucket`.
       row: the number of the first prompt.
-      lengths: the lengths of sources.
+      lengths: the lengths of sources; None if prompts are only sources.
       adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
     """
     if lengths is not None and self.sources:
@@ -104,7 +105,7 @@ class PromptDecoder:
 
   Args:
     task: the config of the model's task.
-    tasks: the task on its mesh.
+    tasks: the task, built from this config, on its mesh.
     tokenizer: returns the tokenizer of the model, or None; called only if it is needed.
     run: (task, batch of prompts, key) -> what the model decodes, arrays by name.
   """
@@ -310,7 +311,7 @@ class PromptDecoder:
     max_tokens: list[int],
     drawn: int,
   ) -> list[list[int]]:
-    """Returns the next tokens of each row, see `continuations.Decode`; `lengths` has prompt lengths, or is None."""
+    """Returns the next tokens of each row, see `continuations.Decode`; for `lengths`, see `_DecodeCall.to_batch`."""
     decoded = self._run(call.tasks, call.to_batch(read, max_tokens, drawn, first_row, lengths, adapters), key)
     if statistics is not None:
       statistics.add(decoded)

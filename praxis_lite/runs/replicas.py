@@ -79,7 +79,7 @@ class ReplicaSums:
     self._program = self._program.lower(self._shapes).compile()  # type: ignore[assignment]
 
   def __call__(self, state: TrainState) -> jax.Array:
-    """Returns uint32 [D, A], the same on every device; does not wait for it, and does not change the state."""
+    """Returns the checksums, uint32 [D, A], the same on every device, without waiting for the result."""
     return self._program(state)
 
   def compare(self, table_DA: np.ndarray) -> list[ReplicaDifference]:

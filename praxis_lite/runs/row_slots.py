@@ -64,8 +64,9 @@ class RowSlots:
   def take(self, prompt: Sequence[int], kept: int = 0, plan: TakenRow | None = None) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
-    A free row that has the longest shared prefix is taken itself; otherwise the free row that was released first. All
-    but the last token of a prompt can be shared.
+    If a free row has the longest prefix in common with the prompt, it is taken, and no copy is needed. Otherwise the
+    free row that was released first is taken, and the prefix, if there is one, is to be copied from the row that has
+    it. All but the last token of a prompt can be shared.
 
     Args:
       prompt: the tokens of the prompt.

@@ -1,8 +1,8 @@
 """How initial values and updates of a weight depend on widths: the maximal update parametrisation.
 
 A weight is compared with the same weight of a smaller model. A fan that differs is a width, which may grow without
-limit; an equal fan is not a width. With n the growth of the fan in, initial values and updates are multiplied, compared
-with the smaller model, by
+limit; an equal fan is not a width. Let n be the ratio of the fan in to that of the smaller model. Then initial values
+and updates are those of the smaller model times
 
     kind     fan in   fan out   initial values   an entry of the update
     input    equal    grows     1                1
@@ -11,8 +11,8 @@ with the smaller model, by
 
 (Yang et al., 2022, Tensor Programs V). So activations, and their changes in a step, keep their size in all layers.
 Vectors, such as biases and scales of norms, and tables of embeddings, whose fan in is the number of ids, are inputs.
-In a stack with d times as many layers, branches are multiplied by d^-a, and updates by d^(a-1) too (Yang et al., 2023,
-Tensor Programs VI; Dey et al., 2025).
+In a stack with d times as many layers, branches are multiplied by d^-a, where a is `Growth.depth_exponent`, and updates
+also by d^(a-1) (Yang et al., 2023, Tensor Programs VI; Dey et al., 2025).
 """
 
 from __future__ import annotations

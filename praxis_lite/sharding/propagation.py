@@ -46,9 +46,9 @@ class Site:
     op: the operation. Its arrays are the operands, then the results.
     where: the name of the operation in profiles.
     shapes: the global shape of each array.
-    mesh: the axes that may split them, in the order of the mesh, except axes that `shard_map` maps.
+    mesh: the axes that may split the arrays, in the order of the mesh, except axes that `shard_map` maps.
     is_mapped: whether a `shard_map` is around it.
-    mended: the changes to its operands other than constraints.
+    mended: descriptions of the changes to the operands other than constraints.
   """
 
   def __init__(
@@ -297,7 +297,7 @@ def callee(call: ir.Operation) -> str:
 
 
 def operation_name(op: ir.Operation) -> str:
-  """Returns the name of an operation inside its function, without the names of the calls of that function."""
+  """Returns the name of an operation inside its function, not preceded by the names of calls that lead there."""
   return str(op.location).partition('"')[2].partition('"')[0]
 
 
@@ -333,7 +333,7 @@ def inline_calls(module: ir.Operation, named: bool = True) -> None:
   functions, done = functions_of(module), set()
 
   def inline(name: str) -> None:
-    """Inlines the calls in a function, after those in the functions that it calls."""
+    """Inlines the calls in a function, first those in the functions that it calls."""
     done.add(name)
     for call in operations(functions[name], {'func.call'}):
       if callee(call) not in done:

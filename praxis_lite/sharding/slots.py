@@ -180,9 +180,9 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
-  """Returns `dims` if they explain the slot's true shape, otherwise None.
+  """Returns `dims` if they agree with the slot's true shape, otherwise None.
 
-  An optimizer may treat the distinct sizes for which `dims` were found differently from the true sizes.
+  They may not: they were found with other sizes, which an optimizer may treat differently from the true sizes.
   """
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None

@@ -339,7 +339,7 @@ class TappedParts:
     }
 
   def combine(self) -> dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]]:
-    """Returns, for each (statistics, label), the parts by name, each combined over all batches."""
+    """Returns {(statistics, label): parts by name}, with each part combined over all batches."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
     for name, (_, combined) in self._parts.items():

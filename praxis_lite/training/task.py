@@ -128,8 +128,8 @@ class InitFromParams(Configurable):
       random initial values.
     use_ema: whether to take the moving averages, if the checkpoint has them.
     store_changes_only: whether checkpoints leave out variables that come from the other run and that the learner does
-      not train, such as all but adapters. They are read from the checkpoint of the other run, which must therefore be
-      kept: if that run still trains, its max_to_keep may remove it. This can only be set when a run starts.
+      not train, such as all variables except adapters. They are read from the checkpoint of the other run, which must
+      therefore be kept: if that run still trains, its max_to_keep may remove it. Set this only when a run starts.
   """
 
   path: str | None = None

@@ -326,8 +326,9 @@ def _fit(value: object, slot: _Slot, hint: object) -> Any:
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
   """Copies edited fields from `old` to `new`, a config of another class; `untouched` is `old` before it was edited.
 
-  If a field holds a config in both, and its class in `old` was not edited, only the fields edited inside it are copied
-  into the config in `new`, even if that is of another class. Any other edited field is copied whole if `new` has it.
+  An edited field that `new` lacks is dropped. If both `old` and `new` hold a config in the field, and the edit did not
+  replace the class of the one in `old`, only the fields edited inside are copied into the config in `new`, whatever
+  its class. Any other edited field is copied whole.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():

@@ -51,10 +51,10 @@ T = TypeVar('T')
 
 
 def scan_sizes(equation: JaxprEqn) -> ScanSizes:
-  """Returns how the operands of a `scan` are divided.
+  """Returns how many operands of a `scan` are constants, carried values and scanned arrays.
 
   Raises:
-    UnknownJax: its parameters do not have a known form.
+    UnknownJax: the parameters of the scan do not have a known form.
   """
   params = equation.params
   with reading("scan's parameters"):
@@ -67,10 +67,10 @@ def scan_sizes(equation: JaxprEqn) -> ScanSizes:
 
 
 def while_sizes(equation: JaxprEqn) -> WhileSizes:
-  """Returns how the operands of a `while` are divided.
+  """Returns how many operands of a `while` are constants of its condition, constants of its body, and carried values.
 
   Raises:
-    UnknownJax: its parameters do not have a known form.
+    UnknownJax: the parameters of the loop do not have a known form.
   """
   params = equation.params
   with reading("while's parameters"):

@@ -13,7 +13,7 @@ import re
 
 from praxis_lite.common.jax_internals.flags import split_flags
 
-# Variables that XLA reads when JAX starts; values that are given stay.
+# Environment variables that XLA reads when JAX starts. If one of them is set, its value is kept.
 THREADS, _ALSO_THREADS = 'PJRT_NPROC', 'NPROC'
 _THREADS_PER_DEVICE = 4
 _MAX_THREADS = 256  # XLA starts at most this many threads.

@@ -59,7 +59,7 @@ class Goal(NamedTuple):
     tokens: number of tokens to train on; None means 20 for each active parameter.
     budget: the highest price; None means no limit.
     seconds: the longest time; None means no limit.
-    loss: the loss to reach, from which `tokens` follows, with its range; None if only the number of tokens is given.
+    loss: the loss to reach, from which `tokens` follows; None if only the number of tokens is given.
   """
 
   tokens: float | None = None

@@ -278,7 +278,7 @@ def _compile(
   return compiled, text, [*added]
 
 
-# Flags for programs that the GPU compiler refuses only because this machine has no GPU, by a part of its error.
+# Flags for programs that the GPU compiler refuses only because this machine has no GPU, by a part of the error message.
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
   # Since JAX 0.11, the compiler asks the GPU how much memory CUB's sort needs. XLA's own sort replaces CUB's.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},

@@ -88,7 +88,7 @@ _FEWEST_STEPS, _SHORTEST_STEP, _FARTHEST = 50, 0.005, 4.0
 
 
 def format_experience(file: Path) -> str:
-  """Returns a table of the stored quotients by chip and mode: the number of runs, the mean and the spread."""
+  """Returns a table of the stored quotients of measured and planned figures by chip and mode; or why there are none."""
   rows = [('chip', 'plans', 'runs', 'chips of each', 'step / planned', 'range', 'spread', 'memory / planned')]
   for kind, runs in sorted(_read(file).items()):
     chip, _, mode = kind.partition(' ')

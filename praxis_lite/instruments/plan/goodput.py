@@ -21,7 +21,7 @@ _TO_HOST = 12e9
 # The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
-# Another interval between saves is advised if it raises the share of useful work by at least 1 % of that share.
+# Another interval between saves is advised if the current one loses at least 1 % of the useful work of the best one.
 _FAR = 0.01
 
 

@@ -20,7 +20,9 @@ from praxis_lite.training.task import SingleTask
 
 
 def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[StepResults, list[StepResults]]:
-  """Returns the results of a case in float64, on the same values, and a list of results with noise, one for each seed.
+  """Returns the results of a case in float64, without noise, and a list of results with noise, one for each seed.
+
+  Variables and batch have the same values as in the case.
 
   Raises:
     Exception: any error of a layer that does not support float64.

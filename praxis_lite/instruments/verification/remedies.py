@@ -71,7 +71,8 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     if causes and right_without(causes):
       return _text(causes, mappings)
     rest = [choice for choice in choices if choice not in causes]
-    low, high = 0, len(rest)  # Without the first `low` choices, results are wrong; without the first `high`, right.
+    # Bisection: without the causes and the first `low` of the rest, results are wrong; without the first `high`, right.
+    low, high = 0, len(rest)
     while high - low > 1 and time.monotonic() < end:
       middle = (low + high) // 2
       if right_without([*causes, *rest[:middle]]):

@@ -125,7 +125,7 @@ class Taps:
     if problem:
       return x
     calls = itertools.chain([point], (f'{point}_{number}' for number in itertools.count(1)))
-    for call in calls:  # Each call has a probe of its own: the gradients by one probe would be added up.
+    for call in calls:  # Each call has its own probe; if calls shared one, autodiff would add up their statistics.
       reports = jax.eval_shape(lambda call=call: _reports(jnp.zeros(x.shape), real, wanted, call))
       if not any(map(frame.has_summary, reports)):
         break

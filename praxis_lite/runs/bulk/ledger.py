@@ -1,4 +1,4 @@
-"""Ledger: the plan of work on the rows of files, and which of its shards are finished: those whose files exist."""
+"""Ledger: the plan of work on the rows of files. A shard of the plan is finished if its output file exists."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Beats:
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:
-    """Returns why another process has given up; '' if none has, or there is one group, or no answer."""
+    """Returns why another process has given up; '' if none has, if there is only one group, or without an answer."""
     if self._is_all:
       return ''
     try:

@@ -178,7 +178,9 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 
 
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
-  """Returns the failure domain of each process: `size` successive processes, and all that share a folder with them.
+  """Returns a number for each process, equal for processes that may be lost together.
+
+  Those are `size` successive processes, and all that share a folder with one of them.
 
   Args:
     folders: a text for the folder of each process, see `folders_of_all`.

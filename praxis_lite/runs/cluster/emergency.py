@@ -200,7 +200,7 @@ class EmergencyCopies:
       remove_all(home)
 
   def close(self) -> None:
-    """Waits until this process has finished writing, and sends and receives nothing more."""
+    """Waits until this process has finished writing, then stops answering the other processes."""
     self._wait()
     if self._peers is not None:
       self._peers.close()

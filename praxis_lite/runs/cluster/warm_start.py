@@ -131,10 +131,10 @@ class WarmStarter:
 
 
 def fork_on_request() -> None:
-  """Imports, then forks for each message until the socket closes.
+  """Imports modules, then forks a process for each message, until the socket closes.
 
-  In a forked process, this returns at the end of the module. `sys.argv` are the arguments of `WarmStarter`, and the
-  standard input is its socket.
+  A forked process runs the module, and returns from this function when the module ends. `sys.argv` has the arguments of
+  `WarmStarter`, and the standard input is its socket.
   """
   _, module, imports, *arguments = sys.argv
   asked = socket.socket(fileno=os.dup(0))

@@ -212,7 +212,11 @@ def _paths(run: RunState, name: str) -> list[str]:
 
 
 def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
-  """Returns the columns for a name: the name itself or, if fields of a run match it and differ, one for each field."""
+  """Returns the columns for a name.
+
+  If the fields that it matches have different values in some run, these are one for each of the fields that a run sets;
+  otherwise one, the name itself.
+  """
   if all(len(_different_values(run, name)) < 2 for run in runs):
     return [name]
   paths = sorted(dict.fromkeys(path for run in runs for path in _paths(run, name)), key=_importance)

@@ -83,7 +83,10 @@ def compare_defaults(
 
 
 def restore_defaults(roots: Mapping[str, object], text: str) -> OtherDefaults:
-  """Sets fields to the defaults that an old record has only as `text` where today's differ; returns the differences."""
+  """Sets fields that have other defaults today to those in `text`, the config as text that an old record has.
+
+  Returns the differences.
+  """
   recorded = fields_of(text)
   used, unused = {}, {}
   for path, config in configs_by_path(roots).items():

@@ -186,7 +186,7 @@ class Engine:
         self._end(ticket, CANCELLED if self.failure is None else f'the engine failed: {type(self.failure).__name__}')
 
   def _take_calls(self) -> None:
-    """Makes the calls in the queue; waits for a call if the batcher has no work."""
+    """Runs the calls in the queue; if the batcher has no work, first waits for a call."""
     if not (self._batcher.num_running or self._batcher.num_waiting):
       self._calls.get()()
     try:

@@ -105,7 +105,7 @@ def _common_split(one: ArraySplit, other: ArraySplit) -> ArraySplit:
 
 
 def _common_axes(before: Sequence[Axis], after: Sequence[Axis]) -> tuple[Axis, ...]:
-  """Returns the major axes that split a dimension both before and after."""
+  """Returns the longest common beginning of the axes that split a dimension before and after, major first."""
   common = []
   for old, new in zip(before, after):
     if old != new:

@@ -105,7 +105,7 @@ class Clipping:
 
 
 def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
-  """Returns the dimensions of a stored variable, after those of its stack, along which the entries of a unit lie."""
+  """Returns the dimensions of a stored variable that one unit spans; never those of its stack."""
   rank, stack = len(weight.shape), len(weight.repeat_prefix)
   inputs = weight.fan_in_axes
   if inputs is None and weight.fan_out_axes is None and rank > 1:

@@ -97,7 +97,7 @@ class GroupedOptimizer:
     self._treats_stacks = any(map(_treats_stacks, nested_configs(config)))
 
   def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
-    """Whether this optimizer was made from equal arguments."""
+    """Whether this optimizer was made from arguments equal to the given ones."""
     if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
       return False
     try:

@@ -1,4 +1,4 @@
-"""SOAP: Adam in a basis of eigenvectors, each matrix whole on its owner; AdamW for other variables.
+"""SOAP: for matrices, Adam in a basis of eigenvectors, computed whole; for other variables, AdamW.
 
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and their eigenvectors A and B:
 
@@ -12,8 +12,8 @@ For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and thei
 (Vyas et al., 2024, algorithms 3 and 4.) As there, the first step only computes the first eigenvectors, so a gradient is
 never rotated by its own eigenvectors. A side that is larger than `largest_side` keeps A = I.
 
-The statistics of one gradient may have eigenvalues of zero, whose eigenvectors would depend on rounding, and so on the
-mesh. They are replaced by unit vectors, made orthogonal to the other eigenvectors.
+The statistics of one gradient may have eigenvalues of zero. Their eigenvectors would depend on rounding, and therefore
+on the mesh, so unit vectors, made orthogonal to the other eigenvectors, replace them.
 
 `owners.py` says where whole matrices are computed on a mesh, and how the statistics are split.
 """
