@@ -191,7 +191,7 @@ class Checkpointer:
     self._retention.wait()
 
   def newly_complete(self) -> list[tuple[int, Path]]:
-    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait.
+    """Returns (step, folder) of each checkpoint that has become complete since the last call; [] during a save.
 
     Raises:
       CheckpointError: saving failed.

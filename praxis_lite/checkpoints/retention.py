@@ -45,7 +45,10 @@ def step_folder(job_log_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps of the complete checkpoints in a folder, in order. Reads only the names of their folders."""
+  """Returns the steps of the complete checkpoints in a folder, in order; [] if the folder cannot be read.
+
+  This reads only the names of the folders in it.
+  """
   try:
     return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdecimal())
   except OSError:

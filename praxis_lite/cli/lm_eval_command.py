@@ -12,7 +12,7 @@ from praxis_lite.common.foreign_text import printable
 
 
 def run_lm_eval() -> None:
-  """Runs `lm_eval` with the arguments of this process; a mistake of the user is one line, and exit code 2."""
+  """Runs `lm_eval` with the arguments of this process; reports a mistake of the user in one line, with exit code 2."""
   try:
     from praxis_lite.bridges.lm_eval import register_with_lm_eval
 

@@ -221,7 +221,10 @@ _RUN_CODE_OF_USERS = ('train', 'eval', 'predict', 'decode', 'replay', 'launch')
 
 @contextlib.contextmanager
 def _filter_output(command: Command) -> Iterator[None]:
-  """Filters control sequences from a command's output, because the records it prints may be untrusted."""
+  """Filters control sequences from a command's output, because the records that it prints may be untrusted.
+
+  The output of commands that run code of users is not filtered.
+  """
   if command.name in _RUN_CODE_OF_USERS:
     yield
     return

@@ -209,7 +209,7 @@ def _check_flags(values: flags.FlagValues) -> None:
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
   """Fits the mesh to the topology, unless --set gives a mesh; prints the change, and returns it as overrides.
 
-  For --search, it only prints the change, because the search itself fits the mesh.
+  For --search, this prints the change and returns [], because the search itself fits the mesh.
   """
   from praxis_lite.common.config.overrides import apply_overrides
   from praxis_lite.instruments.plan.fitting import made_to_fit

@@ -114,7 +114,7 @@ def _one_row_each(topology: Topology) -> str:
 def write_planned_experiment(job: PlanJob, overrides: Sequence[str] = ()) -> list[str]:
   """Writes the file of --write_experiment, with the plan's settings and these further overrides.
 
-  Returns a line about the file, or no line without the flag.
+  Returns a list of one line about the file; [] without the flag.
   """
   if not job.values.write_experiment:
     return []

@@ -57,12 +57,13 @@ def compute_shards(
     command: the name of the command, which other processes run with the same flags.
     values: its flags.
     ledger: the work.
-    run: computes some shards in this process, and calls the second argument repeatedly.
+    run: computes the shards with these numbers in this process; the second argument, which it calls repeatedly, ends
+      the process if its parent has ended.
     make_worker: returns a function that computes a shard; called in each actor of Ray, so it must be picklable.
     uses_gpus: whether each process or actor needs a GPU of its own, if there are GPUs.
 
   Returns:
-    Whether all shards should be finished now; a process with an index only computes its part.
+    True if this command was to finish all shards; False in a process with an index, which computes only its part.
   """
   from praxis_lite.runs.bulk.processes import end_without_parent, run_processes
 

@@ -162,7 +162,7 @@ def _name_failing(
 
 
 def _describe_importances(search: Search, ranges: list[SearchRange]) -> Iterator[str]:
-  """Yields a table of how much each field matters, with bars, and its best value."""
+  """Yields a table of how much each field matters, with bars, and of its best value; nothing if this is not known."""
   shares, best = search.importances(), search.best()
   if not shares or best is None:
     return

@@ -139,7 +139,7 @@ class ImageRecordInput(TFRecordInput):
     image_ops.decode_image(stored[self.image_feature], self.channels)
 
   def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns the arrays of an example other than its image."""
+    """Returns the arrays of an example other than its image, by name: its label, if there is one."""
     tf = import_tensorflow()
     if self.label_feature is None:
       return {}

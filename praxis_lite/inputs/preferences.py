@@ -132,7 +132,7 @@ class PreferenceInput(AnswersInput):
 
   @functools.cached_property
   def _sequences(self) -> list[tuple[ChatTokens | None, ...]]:
-    """For each pair, the tokens in each part of a batch, perhaps also `mismatched`; None without such an answer."""
+    """For each pair, its tokens in each part of a batch; None in the part of an answer that the pair lacks."""
     pairs = self._pairs
     if not self.mismatched:
       return [tuple(pair) for pair in pairs]

@@ -1,8 +1,9 @@
 """Tokenizers: text to token ids and back.
 
 A byte tokenizer needs no training and no file, and accepts any bytes. The vocabulary of a character tokenizer consists
-of the characters of a text. SentencePiece needs a trained model file. Both need UTF-8. All tokenizers count the
-bytes of text that each token represents, so that losses can be compared in nats per byte.
+of the characters of a text. SentencePiece needs a trained model file. Tokenizers of characters and SentencePiece need
+UTF-8. All tokenizers count the bytes of text that each token represents, so that losses can be compared in nats per
+byte.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class ConformerEncoder(Layer):
     self.create_child('stack', stack)
 
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the states, [B, U, D], and their paddings, [B, U]; these are None if `paddings` is None.
+    """Returns the states, [B, U, D], and their paddings, [B, U], which are None if `paddings` is None.
 
     Args:
       x_BTM: features.

@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
   turn: jax.Array | None = None
 
   def unstack(self) -> KVCache:
-    """Returns the cache of this layer from the stack."""
+    """Returns the cache of this layer, taken from the stack if it is in one."""
     turn = self.turn
     if turn is None:
       return self

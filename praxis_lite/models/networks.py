@@ -23,7 +23,7 @@ _NETWORKS: dict[str, tuple[type, ...]] = {
 
 
 def find_network(config: Config) -> Config:
-  """Returns the config of the network, given the config of a model or of a network."""
+  """Returns the config of the network of a model; for the config of a network, the config itself."""
   if hasattr(config, 'lm_tpl'):
     return config.lm_tpl
   for name, kinds in _NETWORKS.items():

@@ -46,6 +46,9 @@ class GrowingText:
   def add(self, ids: Sequence[int], *, is_all: bool) -> str:
     """Returns the new text. An incomplete character is held back until its last token, unless no tokens follow.
 
+    If new tokens change text that was already returned, this returns ''; or, if no tokens follow, the text from the
+    first change on.
+
     Args:
       ids: all tokens of the continuation so far.
       is_all: whether no tokens follow.

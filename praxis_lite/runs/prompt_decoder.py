@@ -208,7 +208,10 @@ class PromptDecoder:
   def find_constraint(
     self, regex: str | None, json_schema: str | os.PathLike[str] | Mapping[str, Any] | None
   ) -> TextConstraint | None:
-    """Returns the constraint of these settings, see `make_constraint`. Equal settings get the same object."""
+    """Returns the constraint of these settings, see `make_constraint`; None if both are None.
+
+    Equal settings get the same object.
+    """
     if regex is None and json_schema is None:
       return None
     name = repr((regex, json_schema))

@@ -181,7 +181,7 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns entries of the array, from parts that contain all inputs."""
+    """Returns the part of the array that belongs to `parts`, the parts of variables with all inputs of some outputs."""
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -297,7 +297,7 @@ class Search:
     return trial
 
   def _curve(self, point: Point) -> list[tuple[int, float]]:
-    """Returns (step, value) pairs of the metric of a trial, with smaller values better."""
+    """Returns (step, value) pairs of the metric of a trial, with smaller values better; [] before the first value."""
     run = read_run(self._folder / point.name)
     try:
       metric, mode = metric_to_compare([run], self._metric, self._mode)

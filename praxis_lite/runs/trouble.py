@@ -137,7 +137,7 @@ class LossSpikes:
     self._in_a_row = 0
 
   def add(self, step: int, loss: float) -> str | None:
-    """Adds the loss of the next step; returns a message if it completes a jump."""
+    """Adds the loss of the next step; returns a message if it completes a jump, otherwise None."""
     median = statistics.median(self._recent) if len(self._recent) >= min(_FEWEST, self._recent.maxlen or 0) else None
     if median is None or self._factor is None or not loss > self._factor * median > 0:
       self._recent.append(loss)

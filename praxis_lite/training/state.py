@@ -156,7 +156,7 @@ def state_layout(
 def _slot_specs(
   unpadded: TrainState, specs_of_vars: NestedDict, learner: BoundLearner, mesh: Mesh | AbstractMesh
 ) -> Any:
-  """Returns the specs of the optimizer's slots, which the optimizer or the variables of the slots determine."""
+  """Returns the specs of the optimizer's slots, which it or their variables determine; None without optimizer state."""
   if unpadded.opt_states is None:
     return None
   specs = opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes)

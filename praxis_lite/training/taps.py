@@ -173,7 +173,10 @@ class StepTaps:
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    """Returns the surroundings, with taps, for a call of the model; see `Taps` for `probed` and `share`."""
+    """Returns the surroundings with the taps of values in a call of the model, if there are any.
+
+    See `Taps` for `probed` and `share`.
+    """
     if not self._activations:
       return surroundings
     self.seen.clear()

@@ -315,7 +315,10 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
 
 
 def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
-  """Returns a problem if a batch has too many padding rows. All arrays of a batch have the same number of rows."""
+  """Returns one problem if a batch has too many padding rows, otherwise none.
+
+  All arrays of a batch have the same number of rows.
+  """
   for e in inputs:
     if e.wasted_fraction > limits.wasted_fraction:
       size, rows = e.dims[0].size, e.dims[0].padded

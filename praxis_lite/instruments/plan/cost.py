@@ -351,7 +351,7 @@ class _CostModel:
     return name if instruction.op_name or of_loop else loop
 
   def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
-    """Returns the collectives in the computation of a fusion, or of a generic asynchronous start."""
+    """Returns the collectives in the computation of a fusion or a generic asynchronous start; [] for others."""
     if instruction.opcode not in ('fusion', 'async-start'):
       return []
     return self._collectives_below(instruction)

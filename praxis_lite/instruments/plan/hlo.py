@@ -129,7 +129,7 @@ class Instruction:
 
   @property
   def called_computations(self) -> list[str]:
-    """Names of the computations that it runs, except those that it applies to each element."""
+    """Names of the computations that it runs, except those that it applies to each element; [] for collectives."""
     if self.collective or self.opcode in _APPLIES_TO_ELEMENTS or self.opcode.endswith(('-done', '-update')):
       return []
     groups = _CALLED.findall(self.attributes)

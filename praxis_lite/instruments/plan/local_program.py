@@ -256,7 +256,10 @@ class _Reader:
     return LocalOperation(f'{within}/{operation_name(op)}', count, moved, flops, dtype, loop=self._loop)
 
   def _custom_call(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
-    """Returns the work of a custom call: attention, a grouped product, or the estimate of its author or layer."""
+    """Returns the work of a custom call; [] if nothing says how many FLOPs it takes.
+
+    The call may be attention or a grouped product, or its author or layer gives an estimate.
+    """
     target, name = ir.StringAttr(op.attributes['call_target_name']).value, f'{within}/{operation_name(op)}'
     if target == SPLIT_BY_RULE:
       return self._attention(op, count, within)

@@ -332,7 +332,7 @@ class _Planner:
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
-  """Returns notes about rows that only pad the batch; raises ConfigError if they are most of the work."""
+  """Returns a note if some rows only pad the batch; raises ConfigError if they are most of the work."""
   microbatches = partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
   multiple, share = partitioned.row_parts * microbatches, f'{1 - true / computed:.0%} of the work'

@@ -132,7 +132,7 @@ class Why:
     return self._exchange(axes, layers) or Cause(Reason.OTHER, layers, layers)
 
   def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: str = '') -> Cause | None:
-    """Returns the communication over `axes` that the nearest layer declares.
+    """Returns the communication over `axes` that the nearest layer declares; None if no layer declares any.
 
     Args:
       axes, layers: the axes and the layers of a collective.
@@ -208,7 +208,10 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause that names the declaration that contradicts others about `axes`, or else the layers' fields."""
+    """Returns a cause that names the field whose declaration contradicts others about `axes`.
+
+    If no declarations contradict each other, see `_unsaid`.
+    """
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:
       return self._unsaid(reason, axes, layers, what)
@@ -311,7 +314,10 @@ def _and(axes: Iterable[str]) -> str:
 
 
 def _parts(sharding: str) -> str:
-  """Returns '2x4x1 parts' for 'devices=[2,4,1]<=[2,2,2]T(0,2,1)'; drops a last dimension that counts copies."""
+  """Returns '2x4x1 parts' for 'devices=[2,4,1]<=[2,2,2]T(0,2,1)', without a last dimension that counts copies.
+
+  Returns other shardings, such as 'replicated', unchanged.
+  """
   found = re.match(r'devices=\[([\d,]+)\]', sharding)
   if not found:
     return sharding

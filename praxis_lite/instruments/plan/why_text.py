@@ -20,7 +20,7 @@ def format_why(plan: Plan, every: bool = False) -> str:
   """Returns the causes of a plan's collectives as text: expected ones by kind, then surprises and their remedies.
 
   Args:
-    plan: the plan of a compiled step; other plans have no causes.
+    plan: the plan of a step. If it was not compiled, there are no causes: the text says so if `every`, or else is ''.
     every: lists each collective separately, and includes surprises of negligible cost.
   """
   if plan.mode != 'compiled':

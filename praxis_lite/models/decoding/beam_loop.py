@@ -321,7 +321,10 @@ class BeamLoop(Generic[DecodingState]):
     return _Progress(number + 1, beams, first_beam + chosen.parent, best, done_B[:, None])
 
   def _log_probs(self, logits_RV: jax.Array, progress: _Progress) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probabilities of the next tokens, [R, V]: those of the model, and those after `adjust` to rank by."""
+    """Returns the model's log-probabilities of the next tokens, and those by which beams are ranked, [R, V] each.
+
+    The latter are the result of `adjust`; without it, both are equal.
+    """
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV

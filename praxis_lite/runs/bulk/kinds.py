@@ -203,7 +203,10 @@ def _pair(row: RowValues) -> tuple[Any, Any]:
 
 
 class _Prompt(NamedTuple):
-  """A prompt: its tokens; and those before the continuation when that is decoded to text, None if it stays tokens."""
+  """The tokens of a prompt.
+
+  If the continuation is decoded to text, `before` has the tokens that precede it in the text; otherwise it is None.
+  """
 
   ids: list[int]
   before: list[int] | None

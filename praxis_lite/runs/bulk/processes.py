@@ -48,7 +48,7 @@ def run_processes(arguments: Sequence[str], indices: Sequence[int], *, uses_gpus
 
 
 def visible_gpus() -> list[str]:
-  """Returns the GPUs that JAX would use, by their names in CUDA_VISIBLE_DEVICES, without starting JAX."""
+  """Returns the GPUs that JAX would use, by their names in CUDA_VISIBLE_DEVICES; [] for none. Does not start JAX."""
   platforms = os.environ.get('JAX_PLATFORMS', '')
   if platforms and not {'cuda', 'gpu'} & {*platforms.split(',')}:
     return []

@@ -311,9 +311,10 @@ class Watchdog:
     os._exit(code)
 
   def _wait_until_told(self, is_sent: bool) -> None:
-    """Waits until the others may have read why this process gives up; `is_sent` if the connections have taken it.
+    """Waits until the others have probably read why this process gives up.
 
-    If host 0 ended before, JAX would abort the others. Without host 0, there is no store to read from.
+    If host 0 ended first, JAX would abort the others. Once host 0 has ended, waiting is useless, because the store from
+    which the others read has ended too. `is_sent` says whether the connections have sent the reason.
     """
     end = time.monotonic() + (4 if self._index == 0 else 2) * self._interval
     while time.monotonic() < end:
@@ -365,7 +366,10 @@ def the_watchdog() -> Watchdog | None:
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:
-  """Writes the stacks of all threads to the run's directory, or to stderr; returns as text where they are."""
+  """Writes the stacks of all threads to the run's directory, or if that fails to stderr.
+
+  Returns a text that names the file; '' for stderr.
+  """
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ class CometLogger(Logger):
   """Sends metrics to Comet, with the API key in COMET_API_KEY.
 
   Attributes, besides those of `Logger`:
-    project: None uses the name of the directory that contains the run.
+    project: the name of the project; None uses the name of the directory that contains the run.
     workspace: None uses the default of the account.
     offline_directory: a directory that collects data for a later `comet upload`; None sends the data at once.
   """

@@ -12,7 +12,7 @@ class MlflowLogger(Logger):
   """Sends metrics to the MLflow server at MLFLOW_TRACKING_URI.
 
   Attributes, besides those of `Logger`:
-    experiment: None uses the name of the directory that contains the run.
+    experiment: the name of the experiment; None uses the name of the directory that contains the run.
   """
 
   package = extra = 'mlflow'

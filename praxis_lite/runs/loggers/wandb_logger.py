@@ -13,7 +13,7 @@ class WandbLogger(Logger):
   """Sends metrics to Weights & Biases.
 
   Attributes, besides those of `Logger`:
-    project: None uses the name of the directory that contains the run.
+    project: the name of the project; None uses the name of the directory that contains the run.
     entity: user or team; None uses the default of the account.
   """
 

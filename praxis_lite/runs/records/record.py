@@ -321,7 +321,7 @@ def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
 
 
 def _configs(entries: object) -> list[Config]:
-  """Returns the configs of a list that the record contains."""
+  """Returns the configs in a list from the record; [] if `entries` is not a list."""
   return [c for c in entries if isinstance(c, Config)] if isinstance(entries, list) else []
 
 

@@ -23,7 +23,7 @@ CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
 
 def guard_lapack(call: Instance) -> tuple[ArraySplit, ...] | None:
-  """Returns splits of only the batch dimensions, the same in all arrays, and only even ones."""
+  """Returns even splits of only the batch dimensions, the same in all arrays; None for other calls."""
   if not is_lapack(call.site.op):
     return None
   number = len(_batch_shape(call.site.op))

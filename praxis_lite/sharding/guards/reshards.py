@@ -56,7 +56,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
   names = {op.name for op in operations(module.operation)} - _OUTER
   propagation = Propagation(module, names, _NUM_DIMS, with_sources=True)
   constraints = [site for site in propagation.sites if site.op.name == _CONSTRAINT]
-  # Propagation removes constraints, so these have no instances.
+  # Propagation removes constraints, so `propagation.instances` yields none of them.
   known = {site.op.results[0]: split_of(site.op.results[0], sizes) for site in constraints}
   stated = {site.op.results[0]: known[site.op.results[0]] if is_closed(site.op) else None for site in constraints}
   found: dict[Site, tuple[ArraySplit, ...]] = {}

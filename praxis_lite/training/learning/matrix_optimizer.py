@@ -138,7 +138,7 @@ def put_sides(squares: PerSide, into: PerSide) -> PerSide:
 
 
 def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
-  """Returns the square arrays of a side, in which 'statistics', the moving average of x x^T, is updated; {} for {}.
+  """Returns the square arrays of a side with updated 'statistics', the moving average of x x^T; {} if `side` is {}.
 
   Args:
     side: arrays [N, m, m] by name.

@@ -1,4 +1,4 @@
-"""SOAP: for matrices, Adam in a basis of eigenvectors, computed whole; for other variables, AdamW.
+"""SOAP: for matrices, Adam in a basis of eigenvectors; for other variables, AdamW.
 
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n], and their eigenvectors A and B:
 

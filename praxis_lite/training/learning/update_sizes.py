@@ -181,7 +181,7 @@ def _get_at(tree: Any, path: Path) -> Any:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns, for each variable, one that the optimizer treats alike; the variable itself if paths may matter."""
+  """Returns, for each variable, the first one that the optimizer treats like it; if paths may matter, itself."""
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
