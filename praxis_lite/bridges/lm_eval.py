@@ -132,7 +132,10 @@ class RunLM(LM):
     return str(getattr(self.tokenizer, 'path', type(self.tokenizer).__name__)).replace('/', '__')
 
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """Returns a chat as text, in the tokenizer's template, up to where the model's answer begins."""
+    """Returns a chat as text, in the tokenizer's template, up to where the model's answer begins.
+
+    Raises UserError if the tokenizer has no chat template, or without `add_generation_prompt`.
+    """
     if not isinstance(self.tokenizer, HfTokenizer) or not add_generation_prompt:
       raise UserError(
         'lm_eval: --apply_chat_template needs a tokenizer with a chat template, and no beginning of answers'
@@ -159,7 +162,10 @@ class RunLM(LM):
     return until, {name: float(x) if name == 'temperature' else x for name, x in settings.items()}
 
   def _fit(self, context: str, max_tokens: int) -> list[int]:
-    """Returns the tokens of a context, without the first ones if the model cannot see context and answer together."""
+    """Returns the tokens of a context, without the first ones if the model cannot see context and answer together.
+
+    Raises ConfigError if the answer leaves no room for a token of the context.
+    """
     tokens = encode_prompt(self.tokenizer, context)
     if self._context is None:
       return tokens

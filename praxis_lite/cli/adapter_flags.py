@@ -24,7 +24,7 @@ def add_adapters_flag(values: CommandFlags, use: str) -> None:
 
 
 def folders_of_adapters(given: Sequence[str]) -> dict[str, str]:
-  """Returns the folder of each adapter by its name, from texts 'name=folder'."""
+  """Returns the folder of each adapter by its name, from texts 'name=folder'; raises UserError for other texts."""
   found: dict[str, str] = {}
   for text in given:
     name, _, folder = text.partition('=')

@@ -61,7 +61,7 @@ def _to_factor(text: str) -> float:
 
 
 def _read_batches(config: ExperimentConfig, steps: int) -> list[NestedDict]:
-  """Returns the first batches of the training input."""
+  """Returns the first `steps` batches of the training input; raises UserError if there are fewer."""
   from praxis_lite.runs.records.run_inputs import build_datasets
 
   batches = list(itertools.islice(build_datasets(config.datasets).the_training_input(), steps))

@@ -72,7 +72,7 @@ def check_cheapest_flags(values: flags.FlagValues) -> None:
 
 
 def read_prices(values: flags.FlagValues) -> Mapping[str, float]:
-  """Returns the price per hour of a chip, by the name of the chip."""
+  """Returns the price per hour of a chip, by the name of the chip; raises UserError unless --prices is valid."""
   from praxis_lite.instruments.plan.targets import TARGETS, find_target
 
   known = ', '.join(name for name, target in TARGETS.items() if target.kind != 'cpu')
@@ -96,7 +96,7 @@ def read_prices(values: flags.FlagValues) -> Mapping[str, float]:
 
 
 def read_numbers(values: flags.FlagValues) -> list[int]:
-  """Returns the numbers of chips to consider."""
+  """Returns the numbers of chips to consider: those of --chips, or all powers of 2; raises UserError for others."""
   if wrong := [text for text in values.chips if not re.fullmatch(r'[1-9]\d{0,6}', text.strip())]:
     raise UserError(f'--chips: expected numbers of chips such as 64,128, got {wrong[0]!r}')
   powers = [2**i for i in range(_MOST_CHIPS.bit_length())]
@@ -104,7 +104,10 @@ def read_numbers(values: flags.FlagValues) -> list[int]:
 
 
 def read_deadline(text: str, now: datetime.datetime | None = None) -> float:
-  """Returns the seconds until a deadline: '30d', '36h', or the end of a date such as '2026-12-24'."""
+  """Returns the seconds until a deadline: '30d', '36h', or the end of a date such as '2026-12-24'.
+
+  Raises UserError for other texts, and for a date in the past.
+  """
   found = re.fullmatch(r'(\d+(?:\.\d+)?)([dh])', text.strip())
   if found and float(found[1]) > 0:
     return float(found[1]) * _UNITS[found[2]]

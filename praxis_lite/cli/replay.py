@@ -40,7 +40,10 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _other_devices() -> Sequence[jax.Device]:
-  """Returns the devices of this machine, rotated by one, so that each part of the step runs on another device."""
+  """Returns the devices of this machine, rotated by one, so that each part of the step runs on another device.
+
+  Raises UserError if there is only one device.
+  """
   import jax
 
   from praxis_lite.common.devices import start_devices

@@ -110,7 +110,10 @@ def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> Finis
 
 
 def _last_loss(state: RunState, metric: str) -> tuple[int, float]:
-  """Returns the last step with a metric, and its value there; for the training loss, the mean of the last steps."""
+  """Returns the last step with a metric, and its value there; for the training loss, the mean of the last steps.
+
+  Raises UserError if the run lacks the metric, its value is not finite, or was last written long before the end.
+  """
   assert state.num_steps is not None
   names = [metric] if metric in state.metrics else fnmatch.filter(state.metrics, metric)
   if not names:

@@ -95,7 +95,7 @@ def _made_by(values: flags.FlagValues) -> list[str]:
 
 
 def _text_of(name: str) -> str:
-  """Returns the config of an experiment, or the recorded config of a run, as text."""
+  """Returns the config of an experiment, or the recorded config of a run, as text; raises UserError without either."""
   from praxis_lite.common.config.text import to_text
   from praxis_lite.runs.records.record import has_record, read_record
   from praxis_lite.runs.records.runs import runs_near

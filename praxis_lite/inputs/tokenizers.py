@@ -84,12 +84,16 @@ class BaseTokenizer(Configurable):
   def word_starts(self) -> np.ndarray:
     """Returns which ids begin a word, [vocab_size] bool; other ids continue the word of the token before them.
 
-    White space and punctuation begin words; letters and digits after them continue the word.
+    White space and punctuation begin words; letters and digits after them continue the word. Raises ConfigError if the
+    tokenizer does not know this.
     """
     raise ConfigError(f'{type(self).__name__} does not know where words begin')
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the bytes that each id represents inside a text, [vocab_size]; b'' for control ids."""
+    """Returns the bytes that each id represents inside a text, [vocab_size]; b'' for control ids.
+
+    Raises ConfigError if the tokenizer does not know this.
+    """
     raise ConfigError(f'{type(self).__name__} does not know which bytes its tokens stand for')
 
   def encode(self, text: str) -> list[int]:
@@ -101,7 +105,10 @@ class BaseTokenizer(Configurable):
     return self.encode(text)
 
   def chat_tokens(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> ChatTokens:
-    """Returns the tokens of a whole chat, and which of them are answers; see `HfTokenizer.chat_tokens`."""
+    """Returns the tokens of a whole chat, and which of them are answers; see `HfTokenizer.chat_tokens`.
+
+    Raises ConfigError if the tokenizer has no chat template.
+    """
     raise ConfigError(
       f'{type(self).__name__} has no chat template, which the messages of chats need; set '
       "tokenizer_tpl=praxis_lite.inputs.HfTokenizer with the path of a chat model's tokenizer"

@@ -43,7 +43,7 @@ class DispatchPlan(NamedTuple):
     return self.choice_of_slot if self.slot_of_choice is None else self.choice_of_slot // self.slot_of_choice.shape[1]
 
   def has_slot(self) -> jax.Array:
-    """Returns [N, K] bool, whether the choice has a slot."""
+    """Returns [N, K] bool, whether the choice has a slot; raises ValueError if the plan does not list choices."""
     if self.slot_of_choice is None:
       raise ValueError('the plan does not list the choices of tokens')
     return self.slot_of_choice < self.choice_of_slot.size

@@ -135,7 +135,7 @@ class GroupedMixer(Mixer):
   def _read(
     self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns values, [B, T, N, H], keys and queries, [B, T, G, S]; with positions, of the next tokens in decoding."""
+    """Returns values, [B, T, N, H], keys and queries, [B, T, G, S]; with `pos_BT`, of the next tokens in decoding."""
 
     def read(proj: Projection, conv: CausalConv) -> jax.Array:
       x = proj(x_BTD)

@@ -46,7 +46,7 @@ class StackingOverTime(Layer):
     return self.left_context + 1 + self.right_context
 
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the stacked frames, [B, U, W D], and their paddings, [B, U]; None if `paddings` is None.
+    """Returns the stacked frames, [B, U, W D], and their paddings, [B, U], which are None if `paddings` is None.
 
     Args:
       x_BTD: frames.

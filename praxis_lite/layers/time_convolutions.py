@@ -194,7 +194,7 @@ class ConvSubsampling(Layer):
       draw_bias(layer, fan_in)
 
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns frames, [B, U, D], and their paddings, [B, U]; None if `paddings` is None.
+    """Returns frames, [B, U, D], and their paddings, [B, U], which are None if `paddings` is None.
 
     Args:
       x_BTM: features.

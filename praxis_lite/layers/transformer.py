@@ -138,7 +138,10 @@ class RepeatedTransformer(Repeat):
     return super().extend_step(x, *args, **kwargs, **self._first_values(x))
 
   def _make_first(self) -> None:
-    """Adds a first block, outside of the scan, that does not mix its values."""
+    """Makes the first block not mix its values; if there is none outside of the scan, adds one.
+
+    Raises ConfigError if there is none to add, because blocks alternate in a pattern.
+    """
     if not self.first_tpl:
       if not isinstance(self.layers_tpl, Config):
         raise ConfigError(

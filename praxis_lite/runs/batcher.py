@@ -448,7 +448,10 @@ class Batcher:
       raise errors[0]
 
   def _tell(self, request: Request, tell: Callable[[], object]) -> Exception | None:
-    """Calls the stream of a request, which may submit and cancel requests; returns the error it raises, or None."""
+    """Calls the stream of a request, which may submit and cancel requests.
+
+    If the stream raises an error, cancels the request and returns the error; otherwise returns None.
+    """
     try:
       tell()
     except Exception as error:

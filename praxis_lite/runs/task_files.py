@@ -153,7 +153,10 @@ def evaluate_questions(
 
 
 def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
-  """Yields, for each question, whether the most probable choice is right, as a whole and per byte: 1, 0 or NaN."""
+  """Yields, for each question, whether the choice of the largest log-probability is right, and of that per byte.
+
+  Each is 1 or 0; both are NaN if a log-probability is NaN.
+  """
   pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
   scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))
   for question in questions:

@@ -41,7 +41,10 @@ ResultT = TypeVar('ResultT')
 
 
 def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-  """Decorates a function to accept other projects' names of its arguments: `also_named(axis_name='axis')`."""
+  """Decorates a function to accept other projects' names of its arguments: `also_named(axis_name='axis')`.
+
+  A call that gives both names of an argument raises ShardingError.
+  """
 
   def rename(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     own = tuple(inspect.signature(fn).parameters)

@@ -207,7 +207,10 @@ def _gradients_of_several(loss_fn: Callable[..., Any], paths_by_loss: Mapping[st
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
-  """Reshapes [B, ...] to [k, B / k, ...]; part i has the rows i, i + k, i + 2 k, ..."""
+  """Reshapes [B, ...] to [k, B / k, ...]; part i has the rows i, i + k, i + 2 k, ...
+
+  Raises ConfigError if k does not divide B.
+  """
   if x.shape[0] % parts:
     raise ConfigError(
       f'task.train.learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches'

@@ -98,7 +98,7 @@ class HfConfig:
       raise ConfigError(f'{self.where}: {name} = {json.dumps(value)} is not supported; only {shown} is')
 
   def activation(self, name: str) -> str:
-    """Returns an activation function, by its name in `layers/activations.py`."""
+    """Returns an activation function, by its name in `layers/activations.py`; raises ConfigError if it is not known."""
     value = self[name]
     if not isinstance(value, str) or value not in _ACTIVATIONS:
       raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')

@@ -367,7 +367,10 @@ def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, 
 
 
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
-  """Returns the folder with the tokenizer's files: `kept`, or the folder of a dataset's `HfTokenizer`."""
+  """Returns the folder with the tokenizer's files: that of the first `HfTokenizer` among the datasets.
+
+  If `kept` has a tokenizer, or no dataset has an `HfTokenizer`, it is `kept`.
+  """
   templates = [getattr(dataset, 'tokenizer_tpl', None) for dataset in config.datasets]
   tokenizers = [t for t in templates if isinstance(t, Config) and target(t) is HfTokenizer and t.path is not REQUIRED]
   if not tokenizers or tokenizer_in(kept) is not None:

@@ -209,7 +209,10 @@ class _Slot(NamedTuple):
 
 
 def _slot(container: object, segment: str | int, path: str, hint: object, may_be_new: bool = False) -> _Slot:
-  """Returns the place that `segment` names in the container at `path`, whose annotation is `hint`."""
+  """Returns the place that `segment` names in the container at `path`, whose annotation is `hint`.
+
+  Raises UnknownFieldError if there is no such place.
+  """
   if isinstance(container, Config):
     return _field_slot(container, target(container), segment, path)
   if isinstance(container, dict):

@@ -202,7 +202,7 @@ def declared_exchanges(model: Layer) -> dict[str, Exchange]:
 
 
 def traced_exchanges(step: TracedStep) -> dict[str, Exchange]:
-  """Returns the communication that layers declared while the step was traced, by the path of the causing field."""
+  """Returns the communication that layers declared while the step was traced, by the field that causes it."""
   found = {}
   for constraint in step.constraints:
     if constraint.exchange is not None:

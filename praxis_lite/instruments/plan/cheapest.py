@@ -385,7 +385,7 @@ class _Search:
   # ---------------------------------------------------------------- options
 
   def _options(self) -> dict[str, Option]:
-    """Returns the best known setting of each offer, by the offer's name."""
+    """Returns the best known setting of each offer, by the offer's name; notes why it leaves out other offers."""
     found = {}
     for name, settings in self._settings.items():
       options = [option for option in map(self._option, settings) if option.peak <= option.plan.memory.capacity]

@@ -349,7 +349,7 @@ class _Liveness:
 
 
 def _phase_of(loop: Instruction, body: Computation) -> str:
-  """Returns the phase of a loop; if XLA dropped its name, a phase of its body, preferably 'backward'."""
+  """Returns the phase of a loop; if XLA dropped its name, a phase of its body, preferably 'backward'; '' if none."""
   if loop.op_name:
     return LayerNames.phase(loop.op_name)
   phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}

@@ -333,7 +333,7 @@ def _is_valid(small: SmallTask) -> bool:
 
 
 def _replace_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
-  """Returns the shapes of a batch with other sizes, except in dimension 0."""
+  """Returns the shapes of a batch, with sizes replaced by those in `sizes` except in dimension 0."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
   )

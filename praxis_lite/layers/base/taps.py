@@ -177,12 +177,12 @@ class Taps:
 
 
 def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: str = '') -> Any:
-  """Returns a value at a point after the edits of the call, and lets its taps listen.
+  """Returns the value of a point with the edits of the call, and lets the taps of the call listen to it.
 
   Args:
     frame: the call.
     path, method: the layer and its method.
-    value: its result, or its first argument; an array or a tree of them.
+    value: the result of the method, or its first argument; an array or a tree of them.
     side: '.in' for an argument.
   """
   surroundings = frame.surroundings

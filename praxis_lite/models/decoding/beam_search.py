@@ -132,7 +132,10 @@ class BeamSearch(Decoder):
     """Raises a `ConfigError` if the search needs stop tokens and there are none."""
 
   def _coverage(self, steps: DecodingSteps[DecodingState]) -> Callable[[DecodingState], jax.Array]:
-    """Returns the function that computes the coverage term [R] from a state."""
+    """Returns the function that computes the coverage term [R] from a state.
+
+    Raises ConfigError if the model has no sources.
+    """
     coverage_of: Callable[[DecodingState], jax.Array] | None = getattr(steps, 'coverage', None)
     if coverage_of is None:
       raise ConfigError(

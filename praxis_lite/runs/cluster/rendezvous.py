@@ -126,7 +126,10 @@ def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None
 
 
 def _listening(port: int, count: int, deadline: float) -> socket.socket:
-  """Returns a socket that listens on all interfaces; waits while an earlier process of the job uses the port."""
+  """Returns a socket that listens on all interfaces.
+
+  Waits while an earlier process of the job uses the port; raises OSError after the deadline.
+  """
   while True:
     try:
       # Listens for IPv4 and IPv6 if possible, like JAX's service.

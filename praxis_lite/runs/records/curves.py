@@ -71,7 +71,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
     return pd.DataFrame(dict(self), index=pd.Index(self.steps, name='step'))
 
   def __repr__(self) -> str:
-    """Returns one line per metric."""
+    """Returns a heading, and one line per metric."""
     width = max(map(len, self), default=0)
     lines = [f'<metrics of {number_of(len(self.steps), "step")}>']
     for name in self:

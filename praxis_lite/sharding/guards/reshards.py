@@ -81,7 +81,10 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
 
 
 def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
-  """Makes the reshards of an operand, one for each call of its function, first gather along all axes that move."""
+  """If a reshard of an operand may abort XLA, makes all its reshards gather along the axes that move before the rest.
+
+  `reshards` has the splits before and after, for each call of the function of the operation.
+  """
   if not any(map(_may_abort, reshards)):
     return
   (before, *others), afters = zip(*reshards)

@@ -336,7 +336,7 @@ def _results(eqn: JaxprEqn, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _is_loop(eqn: JaxprEqn) -> bool:
-  """Whether a scan has no per-iteration inputs or outputs, like a scan that `fori_loop` makes."""
+  """Whether a scan is short and has no per-iteration inputs or outputs, like a scan that `fori_loop` makes."""
   try:
     sizes = scan_sizes(eqn)
   except UnknownJax:
