@@ -474,7 +474,7 @@ class Checkpointer:
       self._best.take_back()
       if jax.process_count() == 1:
         with contextlib.suppress(Exception):
-          self._mend()  # Allows reading. Background work in the folder may fail again, so the next save mends again.
+          self._mend()  # So that reading works. Work in the background may fail later, so the next save mends again.
       self._is_broken = True
       why = str(error) if isinstance(error, CheckpointError) else error_summary(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error

@@ -1,4 +1,4 @@
-"""What commands share that compute the shards of a ledger: their flags, and the processes that compute."""
+"""What the commands that compute the shards of a ledger have in common: their flags, and the processes that compute."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ class Pipelined(Repeat):
     return {layer.name: tree.get(layer.name, {}) for layer in self._blocks}
 
   def _constrain_to_stages(self, x: jax.Array) -> jax.Array:
-    """Constrains dimension 0 to be split over the stage axis, and leaves the other dimensions to the compiler."""
+    """Constrains dimension 0 to be split over the stage axis, if there is one; the compiler may split the others."""
     if self._stages is None:
       return x
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
@@ -469,7 +469,7 @@ class Pipelined(Repeat):
     return Summary(stacked.reshape(self._repetitions, *x.shape[3:]), summary.kind)
 
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
-    """Returns parts of statistics, [repetitions, ...], of those of each tick and stage, [ticks, S, c, ...].
+    """Combines the parts of statistics of ticks and stages, [ticks, S, c, ...], to those of layers, [repetitions, ...].
 
     Args:
       kind: how parts combine.

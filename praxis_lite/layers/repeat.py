@@ -97,7 +97,7 @@ class StackCall(NamedTuple):
 
   @property
   def is_differentiated(self) -> bool:
-    """Whether gradients may be computed, which is not so in decoding."""
+    """Whether gradients may be computed; False in decoding."""
     return self.method == '__call__'
 
 

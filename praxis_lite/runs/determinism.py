@@ -52,7 +52,7 @@ def step_twice(
     number: the number of the step, for the message.
 
   Raises:
-    DeterminismError: the new states differ. If they differ in one process of several, all of them raise.
+    DeterminismError: the new states differ. If they differ in one of several processes, all processes raise.
   """
   copy = jax.tree.map(jnp.copy, state)
   first = step(copy, prng_key, batch)

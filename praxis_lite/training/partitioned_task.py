@@ -139,7 +139,10 @@ class PartitionedTask:
       self.untapped = PartitionedTask(jax_task, self.batch_shape, layout=self.layout, edits=edits)
 
   def _specs_inside(self, inputs_shape: NestedDict) -> list[PartitionSpec | None]:
-    """Returns the specs of the arrays of a batch inside a step; [] if each device takes whole rows."""
+    """Returns the specs of the arrays of a batch inside a step; [] if each device takes whole rows.
+
+    An invalid mapping also gives [], because it raises an error when the step is traced.
+    """
     mapping, names = self.jax_task.train.inputs_split_mapping, self.mesh.axis_names
     if self.jax_task.partitioning != 'auto':
       return []

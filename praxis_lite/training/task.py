@@ -329,7 +329,7 @@ class SingleTask(Configurable):
 
   @contextlib.contextmanager
   def name_fields(self) -> Iterator[None]:
-    """In messages of errors that the model raises inside, fields of layers have the paths that `--set` takes."""
+    """Inside the block, messages of errors of the model name fields of layers by the paths that `--set` takes."""
     try:
       yield
     except UserError as error:

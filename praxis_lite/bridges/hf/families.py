@@ -104,7 +104,8 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
 
   Args:
     model: the built model.
-    preferred: the `model_type` to try first, such as that of the checkpoint that the model was imported from, or None.
+    preferred: the `model_type` to try first, such as that of the checkpoint that the model was imported from; None
+      prefers none.
 
   Raises:
     ConfigError: the model belongs to no family; the message names the nearest one and the differences.

@@ -71,7 +71,7 @@ class _Literals(ast.NodeTransformer):
       raise ConfigError(str(error)) from None
 
   def _maker(self, function: ast.expr) -> Callable[..., object]:
-    """Returns the class, or the class method of a class, that a call names."""
+    """Returns the class, or the class method of a class, that a call names; raises ValueError if it names neither."""
     match function:
       case ast.Name(id=name) if name in self._classes:
         return self._classes[name]

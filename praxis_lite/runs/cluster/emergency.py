@@ -238,7 +238,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Shards) -> None:
-    """Writes a copy to all directories, and sends it to the peers; fails if it is written to no directory."""
+    """Writes a copy to all directories, and sends it to the peers; sets `_error` if no directory could be written."""
     name, parts, errors = f'{record["step"]}.{self._process}', encode_copy(record, shards), []
     for folder in self._folders:
       incomplete = folder / f'{name}{INCOMPLETE}'

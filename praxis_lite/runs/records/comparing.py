@@ -128,7 +128,7 @@ def _make_group(
 
 
 def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> list[RunState]:
-  """Returns the runs in order; runs without a value, or whose value is NaN, are always last."""
+  """Returns the runs in the order that `sort` names; runs without a value, or whose value is NaN, are always last."""
   name, is_reversed = sort.removeprefix('-'), sort.startswith('-')
 
   def score(run: RunState) -> Any:

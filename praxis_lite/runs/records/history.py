@@ -129,7 +129,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
 
   Args:
     events: the history.
-    beat: the last heartbeat of process 0, which knows more about the last attempt than the history does; or None.
+    beat: the last heartbeat of process 0, which says more about the last attempt than the history; None without one.
     is_alive: whether process 0 is alive.
   """
   starts = [i for i, event in enumerate(events) if event.kind == 'started']
