@@ -79,8 +79,8 @@ class Regrouping:
   def to_read(self, shapes: object) -> NestedDict:
     """Returns the padded shapes to read, with shardings.
 
-    `shapes` are those of the train state. The returned ones are of the same arrays, with the checkpoint's names and
-    grouping of stacks.
+    `shapes` has the shapes of the train state. The result has the same arrays, with the checkpoint's names and grouping
+    of stacks.
     """
     there: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():

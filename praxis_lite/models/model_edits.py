@@ -146,7 +146,7 @@ class _Rules(Generic[RuleT]):
     return i
 
   def check(self, i: int, why: str) -> None:
-    """Raises ConfigError if a regex of rule `i` matches no layer, or one that got no rule; `why` says why it got none."""
+    """Raises ConfigError if a regex of rule `i` matches no layer, or one that got no rule, with `why` as the reason."""
     for pattern in self.rules[i].patterns:
       field = f'{self.field}[{i}].layers'
       matched = [name for name in self._kinds if re.fullmatch(pattern, name)]

@@ -1,8 +1,8 @@
 """How initial values and updates of a weight depend on widths: the maximal update parametrisation.
 
 A weight is compared with the same weight of a smaller model. A fan that differs is a width, which may grow without
-limit; an equal fan is not a width. Let n be the ratio of the fan in to that of the smaller model. Then initial values
-and updates are those of the smaller model times
+limit; an equal fan is not a width. Let n be the ratio of the fan in to the smaller model's fan in. Then, relative to
+the smaller model, initial values and updates are multiplied by
 
     kind     fan in   fan out   initial values   an entry of the update
     input    equal    grows     1                1

@@ -210,7 +210,7 @@ class Why:
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
     """Returns a cause that names the field whose declaration contradicts others about `axes`.
 
-    If no declarations contradict each other, see `_unsaid`.
+    Without a contradiction, returns the result of `_unsaid`.
     """
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:

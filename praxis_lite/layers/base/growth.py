@@ -72,7 +72,7 @@ class GrownLayer:
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:
-    """Returns the counterpart of a layer that itself has a smaller model; None takes a child of the parent's."""
+    """Returns the counterpart of a layer that has its own smaller model; None uses a child of the parent's."""
     return None
 
   def _find_counterpart(self, parent: GrownLayer | None, name: str) -> Counterpart | None:

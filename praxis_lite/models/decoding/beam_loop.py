@@ -321,9 +321,9 @@ class BeamLoop(Generic[DecodingState]):
     return _Progress(number + 1, beams, first_beam + chosen.parent, best, done_B[:, None])
 
   def _log_probs(self, logits_RV: jax.Array, progress: _Progress) -> tuple[jax.Array, jax.Array]:
-    """Returns the model's log-probabilities of the next tokens, and those by which beams are ranked, [R, V] each.
+    """Returns the model's log-probabilities of the next tokens, [R, V], and adjusted ones, [R, V], to rank beams with.
 
-    The latter are the result of `adjust`; without it, both are equal.
+    Without `adjust`, both are equal.
     """
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
