@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Columns that a Markdown table has only if at least one run has a value for them.
 _FIGURES = ('step time', 'memory', 'communication, as planned')
-_MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # Largest number of fields in a row of a pipe, and of characters in a value.
+_MOST_FIELDS, _MOST_CHARACTERS = 8, 24  # The most fields in a list or a piped row, and characters in a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module path in front of the name of a class or function.
 _TIMES, _MEMORY = 'step / planned', 'memory / planned'
 _FIXED = ('run', 'step', 'age', 'loss', 'best', _TIMES, _MEMORY)

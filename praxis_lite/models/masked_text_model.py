@@ -72,7 +72,10 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if an id, label, type or position is out of range, or a row predicts over `max_places`."""
+    """Raises a `ConfigError` if an id, label, type or position is out of range.
+
+    Also raises it if a row has more than `max_places` positions to predict.
+    """
     check_tokens(self.encoder, data, batch)
     check_positions_of_input(self.position_limits(), data, batch)
     weights = np.asarray(batch.get('weights', 0))
