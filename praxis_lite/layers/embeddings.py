@@ -161,7 +161,7 @@ def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange
   remark = f'over {"+".join(axes)}, {both}{"" if is_even else "; the vectors are not split evenly"}'
   of_ids[dim] = of_ids[dim][: -len(axes)]
   if of_classes and any(of_ids) and are_few(ids.size, V):
-    return None  # A guard would copy so few ids to each device; see `guard_lookup`.
+    return None  # If ids are so few, a guard copies all of them to each device; see `guard_lookup`.
   entries = [axes_to_entry(own) for own in of_ids]
   of_vectors = PartitionSpec(*entries, axes_to_entry(axes))
   is_less, rows = is_even and exchanged < gathered, PartitionSpec(*vectors.spec[:-1])

@@ -83,9 +83,9 @@ def compare_defaults(
 
 
 def restore_defaults(roots: Mapping[str, object], text: str) -> OtherDefaults:
-  """Sets fields that have other defaults today to those in `text`, the config as text that an old record has.
+  """Sets fields whose recorded defaults differ from today's to the recorded ones; returns the differences.
 
-  Returns the differences.
+  Records of early versions have defaults only in `text`, the config as text.
   """
   recorded = fields_of(text)
   used, unused = {}, {}
