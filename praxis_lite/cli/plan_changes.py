@@ -264,7 +264,7 @@ def _names(part: str) -> bool:
 
 
 def read_topology(name: str, values: flags.FlagValues) -> Topology:
-  """Returns the topology with this name, corrected by measurements of its chips and the network flags."""
+  """Returns the topology with this name and the network of the flags, corrected by measurements on its kind of chip."""
   from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology
   from praxis_lite.instruments.plan.compilers import missing_compiler
   from praxis_lite.instruments.plan.experience import apply_experience, experience_file

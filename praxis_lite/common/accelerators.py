@@ -46,7 +46,8 @@ class Accelerator:
   Attributes:
     name: the name in a topology, such as 'v5p'.
     kind: 'tpu', 'gpu' or 'cpu'.
-    device_kinds: how the words of `jax.Device.device_kind` begin, such as 'tpu v5 lite'; the longest match counts.
+    device_kinds: what to look for in `jax.Device.device_kind`, such as 'tpu v5 lite'. An entry matches if each of its
+      words begins a word there; of all chips' entries, the longest that matches counts.
     peaks: operations per second by dtype, in the spelling of HLO.
     memory, bandwidth: bytes, and bytes per second, of a chip.
     link: bytes per second of one fast link (TPU), or of all fast links of a chip (GPU), in one direction.

@@ -345,7 +345,7 @@ def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class ParseEach:
-  """Makes rows from records with a function of one record, which error messages call `where`."""
+  """Makes rows from records with `parse_fn`, a function of one record; `where` is its name in error messages."""
 
   parse_fn: Callable[[Any], Rows]
   where: str

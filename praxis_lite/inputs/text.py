@@ -298,9 +298,10 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
-  """Returns the byte to cut `data` at: after the last line end between its shares `fraction - reach` and `fraction`.
+  """Returns the index at which to cut `data`: after the last line end in a range of `reach * len(data)` bytes.
 
-  If there is no line end there, the cut is at the share `fraction`, but not inside a UTF-8 character.
+  The range ends at `fraction * len(data)`. Without a line end, the cut is there, or at the beginning of the UTF-8
+  character that it would fall into.
   """
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)

@@ -59,10 +59,10 @@ def _stored_row(packed: PackedRows, row: int) -> dict[str, np.ndarray]:
 
 
 def read_token_row(record: bytes) -> Rows:
-  """Returns the row of a record, each array [T]: the arrays of a row of `TextInput`.
+  """Returns the row that a record holds: the arrays of a row of `TextInput`, each [T].
 
   Raises:
-    DataError: the record is not one of these rows.
+    DataError: `praxis-lite tokenize` did not write the record.
   """
   stored = features_of_example(record, 'tokens')
   try:

@@ -95,7 +95,9 @@ class ImageEncoder(Layer):
 
 
 class ImageDecoder(Layer):
-  """Doubles a grid of latents S times: each time, a convolution makes 4 channels for one, which become 2 x 2 pixels.
+  """Doubles the height and width of a grid of latents S times.
+
+  Each time, a convolution computes 4 times as many channels as the result has; they are rearranged into 2 x 2 pixels.
 
   Attributes:
     input_dims: D.

@@ -118,7 +118,7 @@ class LogMel(Layer):
     return self.shard(y_BTM), 1 - is_frame_BT.astype(jnp.int32)
 
   def _centered_frames(self, samples_BN: jax.Array, length_B1: jax.Array) -> jax.Array:
-    """Returns frames [B, T, L] around their samples; the sound is reflected at its first and its last sample."""
+    """Returns frames [B, T, L], frame t centered at sample t * frame_step; the sound is reflected at both ends."""
     N = samples_BN.shape[1]
     starts_T = np.arange(1 + N // self.frame_step) * self.frame_step - self.frame_length // 2
     at_K = np.abs(starts_T[:, None] + np.arange(self.frame_length)).reshape(-1)

@@ -166,7 +166,9 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
 
 
 def check_adapters(rows: Rows, names: Sequence[str]) -> None:
-  """Raises DataError if a batch has numbers of adapters that the model does not have, which devices do not report.
+  """Raises DataError if a batch has the number of an adapter that the model does not have.
+
+  On a device, such a number gives NaN instead of an error.
 
   Args:
     rows: a batch, which may have `adapters`, the number of each row's adapter.
@@ -310,7 +312,7 @@ def is_decoder(task: Config, kind: type[Decoder]) -> bool:
 
 
 def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Config:
-  """Returns a config of `cls` with `decoder`'s values of the fields of the class `common`."""
+  """Returns a config of `cls` that takes the fields of `common` from `decoder`; others have their defaults."""
   names = field_names(Config(common)) or ()
   return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
 

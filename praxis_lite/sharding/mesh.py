@@ -186,7 +186,8 @@ def device_kind() -> str:
 def ask_device(question: Callable[[str], T]) -> T:
   """Returns `question(kind)` for the kind of the ambient mesh's devices; see `device_kind`.
 
-  `have_same_answers` calls `question` again for other kinds, so it must be a function at the top level of a module.
+  `question` is remembered, and `have_same_answers` calls it later for other kinds. So it must be a function at the top
+  level of a module, whose answer depends only on the kind.
   """
   _QUESTIONS.setdefault(question)
   device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None) or jax.devices()[0]

@@ -166,10 +166,11 @@ def test_sampling_is_as_generation_config_says(tmp_path):
 def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
   source = make(tmp_path / 'source', 'llama')
   says = {'temperature': 0.6, 'repetition_penalty': 1.2, 'length_penalty': 2.0, 'stop_strings': ['END']}
+  says |= {'token_healing': True, 'prefix': '', 'suffix': [], 'constraints': None}
   decoder, (_, ignored, unused, *_) = decoder_of(source, tmp_path / 'run', **says)
   assert (decoder.temperature, decoder.top_k, decoder.repetition_penalty) == (0.0, None, 1.2)
   assert ignored.endswith('without do_sample, decoding is greedy, so it ignores temperature = 0.6')
-  assert unused.endswith("settings, so they are not used: length_penalty = 2.0, stop_strings = ['END']")
+  assert unused.endswith("settings, so they are not used: length_penalty = 2.0, stop_strings = ['END'], token_healing = True")
   for ids, kept, end in ((9999, (), '; no token ends a continuation'), ([-1, 2], (2,), '')):
     decoder, (_, line, *_) = decoder_of(source, tmp_path / str(kept), eos_token_id=ids)
     assert decoder.stop_ids == kept

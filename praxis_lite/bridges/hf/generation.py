@@ -28,7 +28,8 @@ _ALWAYS: dict[str, Any] = {
 # Settings of beam search, which is used if `num_beams` is over 1 and tokens are not sampled.
 _OF_BEAMS: dict[str, Any] = {'num_beams': 1, 'length_penalty': 1.0, 'num_beam_groups': 1, 'diversity_penalty': 0.0}
 _USED = {*_SAMPLED, *_ALWAYS, 'do_sample', 'eos_token_id'}
-# Settings that never change a token. A setting in none of these tables is off if it is null, false, 0, 1 or empty.
+# Settings that never change a token. For a setting that is in none of these tables, `_unused_lines` writes a line,
+# unless it is off: null, false, 0, 1 or empty.
 _NO_EFFECT = {
   *('transformers_version', '_from_model_config', 'bos_token_id', 'pad_token_id', 'decoder_start_token_id'),
   *('use_cache', 'cache_implementation', 'assistant_confidence_threshold', 'num_assistant_tokens'),
@@ -140,7 +141,7 @@ def _unused_lines(file: str, says: Mapping[str, Any], searches: bool) -> list[st
   greedy = [n for n, default in _SAMPLED.items() if not says.get('do_sample') and says.get(n, default) != default]
   used = _USED | _NO_EFFECT | ({*_OF_BEAMS, 'early_stopping'} if searches else set())
   negative = searches and says.get('length_penalty', 1.0) < 0
-  others = [n for n, value in says.items() if n not in used and value not in (False, 0, 1, [], {})]
+  others = [n for n, value in says.items() if n not in used and (value is True or value not in (0, 1, '', [], {}))]
   lines = []
   if greedy:
     draws = 'beam search draws no tokens' if searches else 'decoding is greedy'
