@@ -26,7 +26,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
-from praxis_lite.runs.prompts import check_ids, encode_prompt
+from praxis_lite.runs.prompts import check_ids, encode_prompt, numbers_of_adapters
 
 _LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
 
@@ -69,7 +69,8 @@ def score_rows(
   continuations: Sequence[str] | Sequence[Sequence[int]],
   batch_size: int,
   run: Callable[[Rows], dict[str, Any]],
-  adapters: np.ndarray | None = None,
+  adapters: str | Sequence[str | None] | None = None,
+  names: Sequence[str] = (),
 ) -> list[Score]:
   """Returns the score of each continuation.
 
@@ -79,7 +80,7 @@ def score_rows(
     contexts, continuations: see `TrainedModel.score`.
     batch_size: the largest number of rows in a batch.
     run: returns the model's scores, arrays by name, for a batch.
-    adapters: the number of the adapter of each row, see `numbers_of_adapters`.
+    adapters, names: see `numbers_of_adapters`.
   """
   for name, given in (('contexts', contexts), ('continuations', continuations)):
     if isinstance(given, str):
@@ -92,13 +93,14 @@ def score_rows(
     fit(batch_size, int, None)
   if batch_size < 1:
     raise ConfigError(f'score: batch_size = {batch_size}; expected at least 1')
+  numbers = numbers_of_adapters(adapters, names, len(contexts), 'score')
   rows = [_row(i, limits, tokenizer, *pair) for i, pair in enumerate(zip(contexts, continuations))]
   scores = [Score(row.continuation, np.zeros(0, np.float32), True) for row in rows]
   order = sorted((i for i, row in enumerate(rows) if row.continuation), key=lambda i: rows[i].length)
   for first in range(0, len(order), batch_size):
     group = order[first : first + batch_size]
     batch = _batch([rows[i] for i in group], limits)
-    out = run(batch if adapters is None else {**batch, 'adapters': adapters[group]})
+    out = run(batch if numbers is None else {**batch, 'adapters': numbers[group]})
     for i, log_probs, is_greedy in zip(group, out['log_probs'], out['is_greedy']):
       at = slice(len(rows[i].context) - 1, rows[i].length)
       scores[i] = Score(rows[i].continuation, np.array(log_probs[at]), bool(is_greedy[at].all()))

@@ -39,7 +39,7 @@ from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.export import ExportOptions, ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, numbers_of_adapters, tokenizer_of
+from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.records.run_inputs import Datasets, build_datasets
@@ -234,8 +234,8 @@ class TrainedModel:
     def run(batch: Rows) -> Any:
       return self._run_by_rows(self.tasks, batch, lambda task: task.score_step).predictions
 
-    numbers = numbers_of_adapters(adapters, names_of_adapters(self.layer), len(contexts), 'score')
-    return score_rows(limits, lambda: self.tokenizer, contexts, continuations, batch_size, run, numbers)
+    names = names_of_adapters(self.layer)
+    return score_rows(limits, lambda: self.tokenizer, contexts, continuations, batch_size, run, adapters, names)
 
   @overload
   def decode(self, prompts: Sequence[str], **settings: Unpack[SamplerSettings]) -> list[str]: ...

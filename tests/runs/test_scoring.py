@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import Config, SingleTask, WeightHParams
-from praxis_lite.common.errors import DataError
+from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.models import BaseModel
 from praxis_lite.models.base import ScoreLimits
@@ -100,3 +100,6 @@ def test_any_model_that_says_how_it_scores_is_scored():
   np.testing.assert_allclose(score.log_probs, expected, rtol=1e-6)
   with pytest.raises(DataError, match=r'4, at position .* is not in the vocabulary'):
     model.score([[1]], [[4]])
+  for pairs in ((iter([[1]]), [[2]]), ([[1]], iter([[2]]))):
+    with pytest.raises(UserError, match=r'^score: (contexts|continuations) is <.*; expected a list'):
+      model.score(*pairs)
