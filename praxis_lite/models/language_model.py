@@ -214,7 +214,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if adapters_B is None:
       return getattr(self.lm, method)(*arguments, **visible)
     surroundings = dataclasses.replace(self.surroundings, adapters=adapters_B)
-    out, _ = self.lm.apply(self.lm.variables, *arguments, method=method, surroundings=surroundings, **visible)
+    key = self.next_prng_key() if self.has_prng_key() else None
+    out, side = self.lm.apply(
+      self.lm.variables, *arguments, key=key, method=method, surroundings=surroundings, **visible
+    )
+    self.lm.absorb(side)
     return out
 
   def position_limits(self) -> dict[str, PositionLimit]:

@@ -168,6 +168,21 @@ def test_requests_of_a_batcher_use_their_own_adapters(mesh):
     model.attach_adapters({})
 
 
+def test_side_outputs_of_the_network_are_kept():
+  experts = Config(MoeFeedForward, num_experts=2)
+  model = transformer_lm(vocab_size=8, model_dims=4, num_heads=2, num_layers=1, experts=experts)
+  model = add_adapters(model, Config(Lora, layers=r'.*\.query', names=('a', 'b'))).instantiate()
+  values = drawn_variables(model.abstract_init())
+  batch = {name: np.arange(6, dtype=np.int32).reshape(2, 3) for name in ('ids', 'labels')}
+  batch['weights'] = np.ones((2, 3), np.float32)
+
+  def side(**more):
+    call = functools.partial(model.apply, do_eval=True, method='compute_predictions')
+    return jax.eval_shape(call, values, {**batch, **more})[1]
+
+  assert side().summaries and side(adapters=np.array([-1, 1], np.int32)) == side()
+
+
 def test_a_request_names_its_adapter_as_its_model():
   def parse(**fields):
     body = json.dumps({'prompt': [1], **fields}).encode()
