@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,18 +95,18 @@ def read_token_row(record: bytes) -> Rows:
 def tokenizer_settings(tokenizer: BaseTokenizer) -> dict[str, Any]:
   """Returns what tells a tokenizer from others, as JSON values: its class, its ids, and a hash of how it reads a text.
 
-  The hash tells apart tokenizers of different tables. A tokenizer that cannot read the text has none.
+  The hash tells apart tokenizers of different tables. For a tokenizer that cannot read the text, it is of its table.
   """
   try:
     (sample,) = tokenizer.encode_documents([_SAMPLE.encode()])
-    read = hashlib.sha256(np.asarray(sample.ids, '<i8').tobytes()).hexdigest()[:16]
+    known = np.asarray(sample.ids, '<i8').tobytes()
   except DataError:  # Some characters are not in the vocabulary.
-    read = ''
+    known = json.dumps([tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]).encode()
   return {
     'tokenizer': type(tokenizer).__name__,
     'vocab_size': tokenizer.vocab_size,
     'special_ids': list(tokenizer.special_ids),
-    'sample': read,
+    'sample': hashlib.sha256(known).hexdigest()[:16],
   }
 
 

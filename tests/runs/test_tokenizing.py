@@ -110,6 +110,13 @@ def test_another_tokenizer_or_folder_is_refused(tmp_path):
   tokenize(tmp_path / 'out', write(tmp_path / 'a.jsonl', TEXTS))
   with pytest.raises(DataError, match=r'tokenizer_tpl: the tokens in .* another tokenizer: its vocab_size is 259'):
     TokenizedInput(path=str(tmp_path / 'out'), batch_size=1, tokenizer_tpl=Config(ByteTokenizer, bos_id=257)).get_next()
+  data = write(tmp_path / 'b.jsonl', ['abc'])
+  tokenize(tmp_path / 'abc', data, tokenizer=Config(CharTokenizer, vocabulary='abc'))
+  other = Config(CharTokenizer, vocabulary='cba')
+  with pytest.raises(DataError, match=r'tokenizer_tpl: the tokens in .* another tokenizer: its sample is'):
+    TokenizedInput(path=str(tmp_path / 'abc'), batch_size=1, tokenizer_tpl=other).get_next()
+  with pytest.raises(DataError, match='was begun with sample = '):
+    tokenize(tmp_path / 'abc', data, tokenizer=other)
   with pytest.raises(DataError, match=r'has no plan\.json; expected a folder that `praxis-lite tokenize'):
     TokenizedInput(path=str(tmp_path), batch_size=1).get_next()
   with pytest.raises(ConfigError, match='leave out features and parse_fn'):
