@@ -19,7 +19,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -397,12 +397,17 @@ class _ParseExamples:
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:
   """Writes `tf.train.Example`s for `ArrayRecordInput`; columns are arrays [examples, ...] or lists of bytes."""
+  write_array_record_file(path, serialized_examples(rows))
+
+
+def write_array_record_file(path: str, records: Iterable[bytes]) -> None:
+  """Writes records as they are; raises ConfigError if Grain is not installed."""
   import_grain()
   from array_record.python import array_record_module
 
   writer = array_record_module.ArrayRecordWriter(path, 'group_size:1')
   try:
-    for record in serialized_examples(rows):
+    for record in records:
       writer.write(record)
   finally:
     writer.close()

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from praxis_lite import inputs
 from praxis_lite.common.config import Config, target
+from praxis_lite.inputs.grain_input import write_array_record_file
 from praxis_lite.inputs.tokenized import token_records, tokenizer_settings
 
 BATCH = 4
@@ -70,10 +70,8 @@ def _write_tokens(folder, documents):
   folder.mkdir()
   (folder / 'plan.json').write_text(json.dumps({'settings': settings, 'shards': [0]}))
   tokens = inputs.ByteTokenizer().encode_documents([text.encode() for text in documents])
-  writer = ArrayRecordWriter(str(folder / 'part-00000.array_record'), 'group_size:1')
-  for record in token_records(tokens, inputs.ByteTokenizer(), 8, 'concat'):
-    writer.write(record)
-  writer.close()
+  records = token_records(tokens, inputs.ByteTokenizer(), 8, 'concat')
+  write_array_record_file(str(folder / 'part-00000.array_record'), records)
 
 
 def _case(name, root):

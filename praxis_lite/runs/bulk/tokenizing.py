@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from praxis_lite.common.errors import DataError, first_line
 from praxis_lite.inputs import BaseTokenizer
-from praxis_lite.inputs.grain_input import import_grain
+from praxis_lite.inputs.grain_input import import_grain, write_array_record_file
 from praxis_lite.inputs.text import check_text
 from praxis_lite.inputs.tokenized import token_records
 from praxis_lite.inputs.tokenizers import Tokens
@@ -117,14 +117,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 def _to_bytes(records: Iterable[bytes]) -> bytes:
   """Returns the content of an ArrayRecord file; the package writes only to paths."""
-  from array_record.python import array_record_module
-
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / 'part'
-    writer = array_record_module.ArrayRecordWriter(os.fspath(file), 'group_size:1')
-    try:
-      for record in records:
-        writer.write(record)
-    finally:
-      writer.close()
+    write_array_record_file(os.fspath(file), records)
     return file.read_bytes()
