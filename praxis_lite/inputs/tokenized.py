@@ -72,22 +72,10 @@ def read_token_row(record: bytes) -> Rows:
     used = int(lengths.sum())
     if not len(lengths) or lengths.min() < 1 or used > T or len(tokens) != ends[-1]:
       raise ValueError(f'{len(tokens)} tokens in segments of {lengths.tolist()} do not make a row of {T}')
-    of_ids = np.delete(np.arange(len(tokens)), ends - 1)
-    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-    def row(values: np.ndarray, fill: int = 0, dtype: str = 'int32') -> np.ndarray:
-      return np.pad(values, (0, T - used), constant_values=fill).astype(dtype)
-
-    arrays = {
-      'ids': row(tokens[of_ids], pad),
-      'labels': row(tokens[of_ids + 1], pad),
-      'weights': row(np.ones(used), dtype='float32'),
-      'segment_ids': row(np.repeat(np.arange(1, len(lengths) + 1), lengths)),
-      'segment_pos': row(np.arange(used) - begins),
-    }
-    if 'num_bytes' in stored:
-      arrays['bytes'] = row(stored['num_bytes'][of_ids + 1], dtype='float32')
-    return arrays
+    offsets, splits = np.cumsum(lengths) - lengths, np.array([0, len(lengths)])
+    num_bytes = stored.get('num_bytes')
+    packed = PackedRows(tokens, num_bytes, ends - lengths - 1, lengths, offsets, splits, int(T), int(pad))
+    return {name: x[0] for name, x in packed.rows(np.array([0])).items()}
   except (KeyError, ValueError, IndexError, TypeError) as error:
     raise DataError(f'the record is no row that `praxis-lite tokenize` wrote: {error}') from None
 
