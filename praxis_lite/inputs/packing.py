@@ -140,6 +140,9 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
   return PackedRows(tokens, num_bytes, starts, lengths, np.zeros_like(starts), row_splits, seq_len, pad)
 
 
+PACKINGS = {'concat': concat_documents, 'packed': pack_documents}
+
+
 def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None) -> tuple[Rows, np.ndarray]:
   """Packs prompts into rows, so that a language model reads them with little padding before it continues them.
 

@@ -26,7 +26,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
-from praxis_lite.inputs.packing import PackedRows, check_row_length, concat_documents, pack_documents
+from praxis_lite.inputs.packing import PACKINGS, PackedRows, check_row_length, concat_documents
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
 from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
@@ -35,7 +35,7 @@ SPLITS = ('train', 'validation', 'test')
 STDLIB_HELDOUT_FRACTION = 0.05
 # With at least this many files, `split_by='auto'` splits by file. With fewer files, hashes of names give uneven splits.
 _MANY_FILES = 20
-_PACKINGS = {'concat': concat_documents, 'packed': pack_documents, 'windows': concat_documents}
+_PACKINGS = {**PACKINGS, 'windows': concat_documents}
 
 
 class _Corpus(NamedTuple):

@@ -22,13 +22,12 @@ from praxis_lite.common.config import REQUIRED, Config, build_at
 from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.files import user_path
 from praxis_lite.inputs.grain_input import ArrayRecordInput
-from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
+from praxis_lite.inputs.packing import PACKINGS, PackedRows
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.inputs.shard_folders import ShardFolder, read_shard_folder
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
-PACKINGS = {'concat': concat_documents, 'packed': pack_documents}
 FORMAT = 'array_record'
 _SAMPLE = (
   'The quick brown fox, 1234567890.\n\tif x[0] != "a": return {}\nÄrger, naïve, Ελλάδα, Москва, 東京, नमस्ते, 🙂\n'
