@@ -14,6 +14,13 @@ from praxis_lite.common.errors import DataError, first_line
 from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.files import read_file
 
+PLAN = 'plan.json'
+
+
+def part_name(number: int, format: str) -> str:
+  """Returns the name of the file of a shard; `format` is its ending."""
+  return f'part-{number:05}.{format}'
+
 
 class ShardFolder(NamedTuple):
   """A folder in which no shard is missing.
@@ -39,15 +46,15 @@ def read_shard_folder(folder: Path, command: str, format: str, where: str = '') 
   Raises:
     DataError: the plan or a shard is missing, or the plan is damaged.
   """
-  plan = folder / 'plan.json'
+  plan = folder / PLAN
   if not plan.is_file():
-    raise DataError(f'{where}{folder} has no plan.json; expected a folder that `praxis-lite {command} --output` wrote')
+    raise DataError(f'{where}{folder} has no {PLAN}; expected a folder that `praxis-lite {command} --output` wrote')
   try:
     content = parse_json(read_file(str(plan), str(folder)))
     settings, number = dict(content.get('settings', {})), len(content['shards'])
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise DataError(f'{where}{plan} is damaged, {type(error).__name__}: {first_line(error)}') from None
-  parts = [folder / f'part-{i:05d}.{format}' for i in range(number)]
+  parts = [folder / part_name(i, format) for i in range(number)]
   if missing := [part.name for part in parts if not part.is_file()]:
     raise DataError(
       f'{where}{folder}: {len(missing)} of {number} parts are missing, such as {missing[0]}; run `praxis-lite '

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.inputs.shard_folders import PLAN, part_name
 from praxis_lite.runs.bulk.output_folder import OutputFolder, check_not_input
-from praxis_lite.runs.bulk.plan import PLAN, ShardPlan, check_unchanged, make_plan
-
-_PART = 'part-'
+from praxis_lite.runs.bulk.plan import ShardPlan, check_unchanged, make_plan
 
 
 class Ledger:
@@ -82,4 +81,4 @@ class Ledger:
     return f'{self.output}/{self._name(number)}'
 
   def _name(self, number: int) -> str:
-    return f'{_PART}{number:05}.{self._format}'
+    return part_name(number, self._format)

@@ -11,7 +11,6 @@ from praxis_lite.common.errors import DataError
 from praxis_lite.common.files import parse_json
 from praxis_lite.runs.bulk.input_files import InputFile, Part, cut_file, list_inputs, stamp_of, sum_of_input
 
-PLAN = 'plan.json'
 _VERSION = 1
 
 
