@@ -1,4 +1,4 @@
-"""What a bulk prediction computes for the rows of a batch.
+"""What `praxis-lite predict --what` computes for the rows of a batch of many.
 
 predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_examples` take them; or, if a dataset of
                      the run reads texts or images, {"text": ...} and {"file": "a.png"}

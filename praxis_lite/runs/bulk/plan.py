@@ -1,4 +1,4 @@
-"""ShardPlan: the work of a bulk prediction, cut into shards. It is made once, and written with a checksum."""
+"""ShardPlan: the work of `predict` or `tokenize` on many rows, cut into shards. Made once, with a checksum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION = 1
 
 
 class ShardPlan(NamedTuple):
-  """The work of a bulk prediction.
+  """The work on the rows of files.
 
   Attributes:
     settings: what the results depend on besides the input: JSON values by name.
