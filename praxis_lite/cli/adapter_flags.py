@@ -16,6 +16,8 @@ if TYPE_CHECKING:
   from praxis_lite.common.trees import NestedDict
   from praxis_lite.runs.trained import TrainedModel
 
+_STEPS = 'steps_of_adapters.'
+
 
 def add_adapters_flag(values: CommandFlags, use: str) -> None:
   """Adds the flag --adapters; `use` is a sentence that says how an adapter is used."""
@@ -37,9 +39,16 @@ def folders_of_adapters(given: Sequence[str]) -> dict[str, str]:
 
 
 def read_adapters(
-  folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str]
+  folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str], identities: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written."""
+  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written.
+
+  Args:
+    folders: the folder of each adapter, by name.
+    model: the model that is to have the adapters.
+    trusted: see `open_run`.
+    identities: see `identities_of_adapters`: names the step to read of each run; None reads the newest.
+  """
   from praxis_lite.bridges.hf import read_adapter
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
   from praxis_lite.layers import Lora
@@ -50,7 +59,8 @@ def read_adapters(
   for name, folder in folders.items():
     with prefix_errors(f'--adapters={name}={folder}'):
       if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
-        found[name] = read_run_adapter(open_run(folder, trusted=trusted), model)
+        step = (identities or {}).get(_STEPS + name)
+        found[name] = read_run_adapter(open_run(folder, trusted=trusted), model, step)
       elif (kind := kind_in_folder(folder)) is Lora:
         found[name] = read_adapter(folder, model.config.task.model)
       else:
@@ -64,14 +74,13 @@ def read_adapters(
 def identities_of_adapters(folders: Mapping[str, str]) -> dict[str, Any]:
   """Returns what tells the content of each folder from others, by `adapters.NAME`: the seal of a checkpoint, or a hash.
 
+  For a run, `steps_of_adapters.NAME` is the step of its newest checkpoint.
+
   Raises:
     UserError: a folder is neither a run with a checkpoint nor one of peft.
   """
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE
-  from praxis_lite.checkpoints.checkpointer import Checkpointer
-  from praxis_lite.checkpoints.contents import read_checkpoint_record
-  from praxis_lite.checkpoints.retention import step_folder
-  from praxis_lite.checkpoints.seal import SEAL
+  from praxis_lite.checkpoints.identity import checkpoint_identity
 
   found: dict[str, Any] = {}
   for name, folder in folders.items():
@@ -81,11 +90,6 @@ def identities_of_adapters(folders: Mapping[str, str]) -> dict[str, Any]:
         for file in sorted(Path(folder).glob('adapter_*')):
           digest.update(file.read_bytes())
         found[f'adapters.{name}'] = digest.hexdigest()
-        continue
-      checkpointer = Checkpointer(folder, read_only=True)
-      try:
-        step = checkpointer.existing_step(None)
-      finally:
-        checkpointer.close()
-      found[f'adapters.{name}'] = read_checkpoint_record(step_folder(folder, step), 'about').get(SEAL)
+      else:
+        found[_STEPS + name], found[f'adapters.{name}'] = checkpoint_identity(folder)
   return found

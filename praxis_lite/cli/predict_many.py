@@ -118,23 +118,16 @@ def make_worker(arguments: Sequence[str]) -> Callable[[int], None]:
 
 
 def _open_ledger(values: CommandFlags, config: ExperimentConfig, job_log_dir: str) -> ResultLedger:
-  from praxis_lite.checkpoints.checkpointer import Checkpointer
-  from praxis_lite.checkpoints.contents import read_checkpoint_record
-  from praxis_lite.checkpoints.retention import step_folder
-  from praxis_lite.checkpoints.seal import SEAL
+  from praxis_lite.checkpoints.identity import checkpoint_identity
   from praxis_lite.common.config.text import fields_of, to_text
   from praxis_lite.common.foreign_text import is_secret, remove_secrets
   from praxis_lite.runs.bulk.results import ResultLedger
 
-  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=values.on_damage)
-  try:
-    step = checkpointer.existing_step(values.step)
-  finally:
-    checkpointer.close()
+  step, seal = checkpoint_identity(job_log_dir, values.step, values.on_damage)
   fields = fields_of(to_text(config.roots()))
   settings: dict[str, Any] = {
     'step': step,
-    'checkpoint': read_checkpoint_record(step_folder(job_log_dir, step), 'about').get(SEAL),
+    'checkpoint': seal,
     # This includes the settings of the data, such as its tokenizer and how it reads texts and images.
     'config': {path: remove_secrets(value) for path, value in fields.items() if not is_secret(path)},
     **{name: values[name].value for name in ('what', 'batch_size', 'format', 'keep', 'seed')},
@@ -156,7 +149,7 @@ def _make_job(values: CommandFlags, config: ExperimentConfig, job_log_dir: str, 
   config = use_kept_vocabulary(config, job_log_dir)
   model = restore_model(config, job_log_dir, step=step, seed=values.seed, on_damage=values.on_damage, use_ema=ema)
   if folders := folders_of_adapters(values.adapters):
-    model = model.attach_adapters(read_adapters(folders, model, values.trust))
+    model = model.attach_adapters(read_adapters(folders, model, values.trust, ledger.plan.settings))
   generation: Generation = {'max_tokens': values.max_tokens, 'temperature': values.temperature}
   generation |= {'top_k': values.top_k, 'top_p': values.top_p, 'stop': values.stop, 'seed': values.seed}
   compute = make_compute(model, values.what, values.batch_size, generation, values.keep)

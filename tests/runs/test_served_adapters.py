@@ -14,7 +14,9 @@ from drawn_state import drawn_variables
 from tiny_language_model import import_tiny_run
 
 from praxis_lite.bridges.hf import write_adapter
-from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer, identity
+from praxis_lite.checkpoints.identity import checkpoint_identity
+from praxis_lite.cli.adapter_flags import identities_of_adapters, read_adapters
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import DataError
@@ -39,7 +41,7 @@ def variables_of(run):
   return run.load().variables
 
 
-def write_run(folder, base, change=lambda path, x: x, ema=False, few_bits=False, rule=RULE, dtype='float32'):
+def write_run(folder, base, change=lambda path, x: x, ema=False, few_bits=False, rule=RULE, dtype='float32', step=5):
   """A run of adapters whose other variables are those of the run `base`, perhaps changed; returns its variables."""
   config = dataclasses.replace(base.config, task=base.config.task.clone())
   if rule is not None:
@@ -51,13 +53,14 @@ def write_run(folder, base, change=lambda path, x: x, ema=False, few_bits=False,
     of_base = select(of_base, lambda path: 'ff' not in path)
   drawn = drawn_variables(config.task.model.instantiate().abstract_init())
   variables = jax.tree.map(np.asarray, merge(drawn, of_base))
-  own = select(variables, lambda path: 'lora' in path)
+  own = jax.tree.map(lambda x: x * (step / 5), select(variables, lambda path: 'lora' in path))
+  variables = merge(variables, own)
   if dtype != 'float32':
     variables = merge(jax.tree.map(lambda x: x.astype(dtype), variables), own)
   averages = jax.tree.map(lambda x: x + 1, own) if ema else None
-  state = TrainState(np.asarray(5, np.int32), variables, None, averages)
+  state = TrainState(np.asarray(step, np.int32), variables, None, averages)
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    checkpointer.save(5, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), None)
+    checkpointer.save(step, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), None)
     checkpointer.wait()
   write_record(folder, config)
   return merge(variables, averages) if ema else variables
@@ -126,6 +129,22 @@ def test_rows_of_a_bulk_prediction_name_their_adapters(base, tmp_path, capsys):
   ):
     assert main(['predict', *flags, *more]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_an_adapter_is_read_at_the_step_that_the_plan_names(base, tmp_path, monkeypatch):
+  write_run(tmp_path / 'one', base)
+  folders = {'one': str(tmp_path / 'one')}
+  found = identities_of_adapters(folders)
+  assert found['steps_of_adapters.one'] == 5 and found['adapters.one'].startswith('5:')
+  write_run(tmp_path / 'one', base, step=10)
+  model = base.load()
+  (_, pinned), (_, newest) = (read_adapters(folders, model, [], given)['one'] for given in (found, None))
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(2 * x, y), pinned, newest)
+  assert identities_of_adapters(folders)['steps_of_adapters.one'] == 10
+  monkeypatch.setattr(identity, 'read_checkpoint_record', lambda *args: {})  # As of versions without a seal.
+  write_run(tmp_path / 'other', base, step=10)
+  one, same, other = (checkpoint_identity(tmp_path / name) for name in ('one', 'one', 'other'))
+  assert one == same and one.step == other.step and len({one.seal, other.seal, None}) == 3
 
 
 def test_names_that_no_request_could_tell_apart(serve):

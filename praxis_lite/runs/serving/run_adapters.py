@@ -23,15 +23,16 @@ from praxis_lite.runs.run import SavedRun
 from praxis_lite.runs.trained import TrainedModel
 
 
-def read_run_adapter(run: SavedRun, served: TrainedModel) -> tuple[Config, NestedDict]:
+def read_run_adapter(run: SavedRun, served: TrainedModel, step: int | None = None) -> tuple[Config, NestedDict]:
   """Returns the config of a run's model, and the variables of its adapters in their true shapes.
 
-  Like `decode`, it reads the newest checkpoint, and the moving averages if `task.decode.use_ema` says so. Weights in
-  few bits are compared only if both models store them in the same way; a note on stderr counts the others.
+  Like `decode`, it reads the moving averages if `task.decode.use_ema` says so. Weights in few bits are compared only if
+  both models store them in the same way; a note on stderr counts the others.
 
   Args:
     run: a run that has trained adapters.
     served: a model without adapters.
+    step: the step of the checkpoint to read; None reads the newest.
 
   Raises:
     UserError: the run has no checkpoint, or its weights other than the adapters differ from the served model's.
@@ -41,7 +42,7 @@ def read_run_adapter(run: SavedRun, served: TrainedModel) -> tuple[Config, Neste
   shapes = jax.tree.map(lambda weight: weight.as_struct(), task.model.abstract_init())
   own = adapter_paths(task.model)
   with contextlib.closing(Checkpointer(run.directory, read_only=True)) as checkpointer:
-    stored = checkpointer.streamed_variables(shapes, use_ema=task.decode.use_ema)
+    stored = checkpointer.streamed_variables(shapes, use_ema=task.decode.use_ema, step=step)
     arrays: dict[Path, StreamedArray] = leaves(stored)
     if own:
       _check_base({path: x for path, x in arrays.items() if path not in own}, served, config.task.model)
