@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,6 +209,20 @@ def test_a_missing_entry_is_told_with_those_that_there_are(call, key):
   ) as told:
     call('read', {'x': jnp.ones(3)}, key)
   assert isinstance(told.value, KeyError) and isinstance(told.value, UserError)
+
+
+def test_a_missing_entry_is_told_under_the_name_of_the_own_argument():
+  class Reads(Layer):
+    def __call__(self, b):
+      return b['label']
+
+  layer = Config(Reads).instantiate()
+  for given, message in (
+    ({'weights': jnp.ones(3)}, "the batch, b, has no entry 'label'; its entries: weights. The input, or"),
+    ({'x': jnp.ones(3)}, "b has no entry 'label'; its entries: x. ("),
+  ):
+    with pytest.raises(MissingEntryError, match=f'^Reads.__call__: {re.escape(message)}'):
+      layer.apply({}, given)
 
 
 def test_what_is_not_about_arrays_or_a_dict_at_hand_keeps_its_type(call):

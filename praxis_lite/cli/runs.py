@@ -14,7 +14,7 @@ from praxis_lite.common.foreign_text import printable
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.runs.records.comparing import group_runs
+  from praxis_lite.runs.records.comparing import group_runs, value_shared_by_all
   from praxis_lite.runs.records.runs import find_runs, read_run
 
   if values.csv and values.markdown:
@@ -29,6 +29,9 @@ def _run(values: flags.FlagValues) -> int:
     print(f'note: {printable(fault, one_line=True)}', file=sys.stderr)
   columns = values.columns or (['all'] if values.csv else [])
   groups = group_runs(found, values.metric, values.mode, sort=values.sort, columns=columns)
+  if (same := value_shared_by_all(found, values.sort)) is not None:
+    note = f'note: --sort={values.sort}: all runs have the same value, {same}; the best run is first'
+    print(printable(note, one_line=True), file=sys.stderr)
   if values.html:
     from praxis_lite.cli.run_page import write_run_page
 

@@ -302,9 +302,11 @@ def _missing_entry(error: KeyError, place: _Place) -> str | None:
     reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # The line reads this key, or a key in a variable.
     if isinstance(value, dict) and key not in value and re.search(reads, place.code):
       entries = ', '.join(map(str, value)) or 'none'
-      remedy = ' The input, or the rows given to predict, must have it.' if name == 'batch' else ''
+      is_batch = name == 'batch' or 'weights' in value
+      remedy = ' The input, or the rows given to predict, must have it.' if is_batch else ''
+      what = f'the batch{f", {name}," * (name != "batch")}' if is_batch else name
       meant = did_you_mean(str(key), map(str, value))
-      return f'the {name} has no entry {key!r}; its entries: {entries}.{meant}{remedy}'
+      return f'{what} has no entry {key!r}; its entries: {entries}.{meant}{remedy}'
   return None
 
 

@@ -88,7 +88,8 @@ def score_rows(
     if not hasattr(given, '__len__'):
       raise UserError(f'score: {name} is {given!r}; expected a list')
   if len(contexts) != len(continuations):
-    raise UserError(f'score: there are {len(contexts)} contexts and {len(continuations)} continuations; expected pairs')
+    given = f'{number_of(len(contexts), "context")} and {number_of(len(continuations), "continuation")}'
+    raise UserError(f'score: {given}; expected pairs')
   with prefix_errors('score: batch_size'):
     fit(batch_size, int, None)
   if batch_size < 1:

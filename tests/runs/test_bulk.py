@@ -161,10 +161,11 @@ def test_nothing_is_written_if_the_check_before_it_ends_the_process(tmp_path):
 
 
 def test_a_plan_is_written_once_and_a_temporary_file_that_is_gone_is_written_again(tmp_path, monkeypatch):
-  folder = LocalFolder(str(tmp_path))
+  folder = LocalFolder(str(tmp_path / 'out'))
+  assert folder.names() == [] and not (tmp_path / 'out').exists()  # A command that ends with an error leaves no folder.
   folder.create('plan.json', b'first')
   folder.create('plan.json', b'second')
-  assert folder.read('plan.json') == b'first' and os.listdir(tmp_path) == ['plan.json']
+  assert folder.read('plan.json') == b'first' and folder.names() == os.listdir(tmp_path / 'out') == ['plan.json']
   replace, calls = os.replace, []
 
   def replace_after_clean(source, target):

@@ -154,10 +154,18 @@ def test_a_field_that_changed_in_training_shows_its_earlier_values(tmp_path, cap
     ('valid/loss', ['a10', 'b', 'a2', 'none']),
     ('loss', ['a10', 'b', 'a2', 'none']),
     ('-step', ['a2', 'a10', 'b', 'none']),
+    ('-num_layers', ['a10', 'b', 'a2', 'none']),  # A field that does not differ gives no order.
   ],
 )
 def test_the_best_run_is_first_or_another_order_is_asked_for(folder, sort, order):
   assert names(groups_of(folder / 'lm', sort=sort)[0]) == order
+
+
+def test_a_field_to_sort_by_that_does_not_differ_is_told(folder, capsys):
+  for sort, is_told in (('-seq_len', True), ('learning_rate', False), ('loss', False)):
+    assert main(['runs', str(folder / 'lm'), f'--sort={sort}']) == 0
+    told = capsys.readouterr().err
+    assert (told == f'note: --sort={sort}: all runs have the same value, 32; the best run is first\n') == is_told, told
 
 
 def test_runs_whose_value_is_nan_are_last(tmp_path):
@@ -200,7 +208,8 @@ def test_an_experiment_without_the_metric_has_no_best(tmp_path, capsys):
 
 def test_columns_are_metrics_by_their_ends(folder):
   best = groups_of(folder / 'digits', columns=['accuracy', 'loss'])[0].values[0]
-  assert best == {'accuracy': '1', 'loss': '8'}  # Those of the evaluation, where training has the metric too.
+  # Those of the evaluation, where training has the metric too. The table has a column `loss` for the training.
+  assert best == {'accuracy': '1', 'eval/test/loss': '8'}
   assert groups_of(folder / 'digits', columns=['train/loss'])[0].values[1]['train/loss'] == '4'
 
 

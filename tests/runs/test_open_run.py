@@ -379,6 +379,7 @@ def test_processors_of_a_call_change_its_tokens(lm):
     ({'beam_size': 2, 'stream': print}, r'^decode: stream: the continuations are known only when a beam search ends'),
     ({'beam_size': 2, 'stop': ['ab']}, r"^decode: stop=\['ab'\]: texts are known only when a beam search ends"),
     ({'beam_size': 'two'}, r'^decode: beam_size: expected '),
+    ({'stream': lambda piece: None}, r'^decode: stream: expected .*<lambda> \(function\); it must take 2 arguments$'),
     ({'logit_processors': (3,)}, r'logit_processors'),
     ({'beam_size': 2, 'lookup': 3}, r'^lookup = 3: beam search takes no guesses; leave out one of them'),
     ({'draft_tokens': 3}, r'SpeculativeSampler.lookup: got None; expected a number, such as 3, or a draft model'),
@@ -416,7 +417,7 @@ def test_a_draft_model_is_a_language_model(lm, model):
   'contexts, continuations, message',
   [
     ('def', ['main'], r"^score: contexts is one text; expected a list, as in \['def'\]"),
-    (['def'], [], r'^score: there are 1 contexts and 0 continuations; expected pairs'),
+    (['def'], [], r'^score: 1 context and 0 continuations; expected pairs'),
     (['def'], [None], r"^score: pair 0 has None; expected a text, such as '', or a list of tokens$"),
     (['def'], [[1]], r'^score: pair 0 has a text and a list of tokens; expected two texts, or two lists'),
     ([[1]], [[0.5]], r'^score: pair 0 has \[0.5\]; expected a text, or a list of tokens'),

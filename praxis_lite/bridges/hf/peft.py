@@ -235,9 +235,12 @@ def _check_all_are_written(found: Mapping[Path, Sequence[Piece]], declared: Nest
   for path in leaves(declared).keys() - found.keys():
     if re.fullmatch(ADAPTER_VARIABLES, path_name(path)):
       raise ConfigError(
-        f'{path_name(path)}: this family stores the weight of this adapter in a tensor that peft cannot adapt; write '
-        'merged weights: write_model(folder, model, variables)'
+        f'{path_name(path)}: this family stores the weight of this adapter in a tensor that peft cannot adapt; '
+        f'{_MERGED}'
       )
+
+
+_MERGED = 'write merged weights: leave out --adapter, or call write_model(folder, model, variables)'
 
 
 def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
@@ -248,7 +251,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
       if other != path:
         raise ConfigError(
           f'{path_name(path)} and {path_name(other)} are one tensor in this family, {piece.name}, and have adapters of '
-          'their own, which peft cannot express; write merged weights: write_model(folder, model, variables)'
+          f'their own, which peft cannot express; {_MERGED}'
         )
 
 

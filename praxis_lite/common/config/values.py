@@ -39,6 +39,7 @@ from praxis_lite.common.config.literals import BRACKETS, lone_quote, read_litera
 from praxis_lite.common.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.common.config.text import format_value
 from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.figures import number_of
 
 
 class Text(str):
@@ -90,6 +91,10 @@ def _only_int(hint: object) -> bool:
 
 def _guess_meaning(value: object, hint: object, current: object) -> str:
   """Returns a guess of what was meant by a value that does not fit, as the end of a message; '' without a guess."""
+  if callable(value):
+    taken = [args[0] for member in members_of(hint) if (args := typing.get_args(member)) and isinstance(args[0], list)]
+    if taken:
+      return f'; it must take {number_of(len(taken[0]), "argument")}'
   if isinstance(value, str) and value[:1] in BRACKETS and unclosed_bracket(value):
     return f'; {unclosed_bracket(value)} is not closed'
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):

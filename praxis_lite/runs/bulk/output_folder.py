@@ -36,13 +36,14 @@ class OutputFolder(Protocol):
 
 
 class LocalFolder:
-  """A folder on disk, which is created if it does not exist."""
+  """A folder on disk, which the first file creates if it does not exist."""
 
   def __init__(self, path: str):
     self._path = Path(os.path.abspath(user_path(path)))
-    self._path.mkdir(parents=True, exist_ok=True)
 
   def names(self) -> list[str]:
+    if not os.path.lexists(self._path):
+      return []
     return [name for name in os.listdir(self._path) if not name.startswith('.')]
 
   def read(self, name: str) -> bytes:
@@ -60,6 +61,7 @@ class LocalFolder:
     self._write(name, data, link)
 
   def _write(self, name: str, data: bytes, put: Callable[[str, Path], object]) -> None:
+    self._path.mkdir(parents=True, exist_ok=True)
     for attempt in range(_ATTEMPTS):
       handle, temporary = tempfile.mkstemp(dir=self._path, prefix=f'{_HIDDEN}{name}-')
       try:

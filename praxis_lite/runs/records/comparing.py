@@ -139,10 +139,21 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
       return _none_if_nan(_ORDERS[name](run))
     return _natural(value) if (value := _value(run, name)) and value.lower() != 'nan' else None
 
+  if name not in _ORDERS and len({_value(run, name) for run in runs}) == 1:
+    return _sort_runs(runs, metric, mode, 'best')  # The field is the same in all of these runs.
   by_name = sorted(runs, key=_ORDERS['name'])
   with_value = [(value, run) for run in by_name if (value := score(run)) is not None]
   ordered = [run for _, run in sorted(with_value, key=lambda pair: pair[0], reverse=is_reversed)]
   return [*ordered, *(run for run in by_name if score(run) is None)]
+
+
+def value_shared_by_all(runs: Sequence[RunState], sort: str) -> str | None:
+  """Returns the value of the field to sort by if it does not differ, so that it gives no order; otherwise None."""
+  name = sort.removeprefix('-')
+  if name in _ORDERS or len(runs) < 2 or not all(run.fields and _paths(run, name) for run in runs):
+    return None
+  values = {_value(run, name) for run in runs if name not in run.metrics}
+  return values.pop() if len(values) == 1 else None
 
 
 def _none_if_nan(value: Any) -> Any:
@@ -175,11 +186,16 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
   if (several := max((_metrics(run, name) for run in runs), key=len, default=[])) and len(several) > 1:
     raise UserError(f'{name}: several metrics end with it; write {" or ".join(several)}')
   if not several:
-    metrics, fields = _metrics_of_all(runs), dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
-    close = did_you_mean(name, [*fields, *_add_ends(metrics)])
-    lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': metrics}
-    has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]
-    raise UserError(f'{name}: no run has a field or a metric of this name.{close}{"".join(has)}')
+    fields = dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
+    close = did_you_mean(name, [*fields, *_add_ends(_metrics_of_all(runs))])
+    raise UserError(f'{name}: no run has a field or a metric of this name.{close}{_what_differs(runs)}')
+
+
+def _what_differs(runs: Sequence[RunState]) -> str:
+  """Returns sentences that name the fields in which runs differ and their metrics, as the end of a message."""
+  lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': _metrics_of_all(runs)}
+  has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]
+  return ''.join(has)
 
 
 _MOST_NAMED = 8
@@ -217,6 +233,9 @@ def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
   If the fields that it matches have different values in some run, these are one for each of the fields that a run sets;
   otherwise one, the name itself.
   """
+  if name == 'loss':  # Each table has a column of this name, for the training.
+    whole = {tuple(_metrics(run, name)) for run in runs if _metrics(run, name)}
+    return list(*whole) if len(whole) == 1 else [name]
   if all(len(_different_values(run, name)) < 2 for run in runs):
     return [name]
   paths = sorted(dict.fromkeys(path for run in runs for path in _paths(run, name)), key=_importance)
