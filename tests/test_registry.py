@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 
 import pytest
 
+from praxis_lite.common import importing
 from praxis_lite.common.errors import UserError
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import BaseExperiment, configure
@@ -249,6 +251,24 @@ def test_a_module_that_raises_says_what_and_where(workspace, text, message):
   for module, name in (('my_run', 'my_run.Mine'), (r'my_run\.py', 'my_run.py:Mine')):
     with pytest.raises(UserError, match=f'cannot import {module}: {message}'):
       registry.get(name)
+
+
+def test_only_this_package_is_searched_for_a_name(tmp_path):
+  """Files beside the package, such as those of site-packages, are not read; folders of the package may be links."""
+  copied = tmp_path / 'praxis_lite' / 'common' / 'importing.py'
+  write(tmp_path, {'beside.py': 'def wanted(): pass\n', 'tasks/mine.py': 'class wanted:\n  pass\n'})
+  (tmp_path / 'beside' / 'more').mkdir(parents=True)
+  for name in ('beside/more/old.py', 'tasks/old.py'):
+    (tmp_path / name).write_bytes(b'# caf\xe9\ndef other(): pass\n')
+  write(tmp_path, {'praxis_lite/common/importing.py': pathlib.Path(importing.__file__).read_text()})
+  (tmp_path / 'praxis_lite' / 'tasks').symlink_to('../tasks')
+  (tmp_path / 'praxis_lite' / 'gone.py').symlink_to('nothing.py')
+  spec = importlib.util.spec_from_file_location(importing.__name__, copied)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  for name, where in (('wanted', 'mine'), ('other', 'old')):
+    error = ImportError(f"cannot import name '{name}' from 'praxis_lite.models'", name='praxis_lite.models')
+    assert str(module.import_failure('x', error)).endswith(f'. It is in praxis_lite.tasks.{where}')
 
 
 def test_a_failure_inside_a_library_is_located_in_the_users_own_code(workspace):

@@ -5,6 +5,7 @@ An error in a user's module becomes one line that says what was raised, and wher
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import linecache
 import os
@@ -129,11 +130,14 @@ def _where_defined(wanted: str, module: str | None) -> str:
   package = __name__.partition('.')[0]
   if module is None or module.partition('.')[0] != package:
     return ''
-  root = Path(__file__).parents[__name__.count('.')]
   definition = re.compile(rf'^(?:def|class) {wanted}\b', re.MULTILINE)
-  files = [file for file in sorted(root.rglob('[!_]*.py')) if definition.search(file.read_text('utf-8'))]
-  found = ['.'.join((package, *file.relative_to(root).with_suffix('').parts)) for file in files]
-  return f' It is in {" and in ".join(found)}' if 0 < len(found) < 3 else ''
+  found = []
+  for folder, _, names in os.walk(_PACKAGE, followlinks=True):  # In a clone, some of its packages are links.
+    for file in (Path(folder, name) for name in names if name.endswith('.py') and not name.startswith('_')):
+      with contextlib.suppress(OSError):
+        if definition.search(file.read_text('utf-8', errors='replace')):
+          found.append('.'.join((package, *file.relative_to(_PACKAGE).with_suffix('').parts)))
+  return f' It is in {" and in ".join(sorted(found))}' if 0 < len(found) < 3 else ''
 
 
 def short_path(path: str) -> str:
