@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from praxis_lite.common.files import user_path
 from praxis_lite.models.classifier import Classifier
@@ -30,3 +31,16 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
     # Without names, transformers writes these.
     found.append(None if names == [f'LABEL_{number}' for number in range(len(names))] else names)
   return next((names for names in found if names and len(names) == model.layer.num_classes), None)
+
+
+def add_class_names(examples: Iterable[dict[str, Any]], names: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+  """Yields examples, as JSON values, with the name of the class whose number is their `prediction` as `class`.
+
+  Args:
+    examples: what a model predicts, or reports in evaluation, for single examples.
+    names: see `find_class_names`.
+  """
+  for example in examples:
+    number = example.get('prediction')
+    is_class = names is not None and type(number) is int and 0 <= number < len(names)
+    yield {'class': names[number]} | example if names and is_class else example

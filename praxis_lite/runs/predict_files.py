@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.inputs.text_examples import TextExamplesInput
-from praxis_lite.runs.class_names import find_class_names
+from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, is_of, make_reader
 from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
@@ -95,8 +95,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
           "result, a dict such as {'loss': loss_B}"
         )
       examples = examples_of(named, np.asarray(canonical_rows(batch, 'batch')['weights']))
-      if classes:
-        examples = ({'class': classes[cast(int, example['prediction'])]} | example for example in examples)
+      examples = add_class_names(examples, classes)
     yield from ({'file': file} | example for file, example in zip(images, examples)) if images else examples
 
 

@@ -135,6 +135,9 @@ def test_classes_whose_names_are_known_are_named(tmp_path, source):
   named = {} if source in ('unnamed', 'too few') else {'class': 'good'}
   found = list(predict_files(run, [str(tmp_path / 'a.npz')]))
   assert found[0] == {'prediction': 2} | named and len(found) == 2
+  for others in ({'loss': np.zeros(2)}, {'prediction': np.array([3, -1])}, {'prediction': np.ones((2, 2))}):
+    run.evaluate_examples = lambda batch, others=others: others  # A classifier of one's own may report other values.
+    assert list(predict_files(run, [str(tmp_path / 'a.npz')], what='evaluate')) == list(examples_of(others, np.ones(2)))
 
 
 def test_a_model_that_reports_nothing_for_an_example_is_told(tmp_path):
