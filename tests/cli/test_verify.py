@@ -171,14 +171,14 @@ def test_a_file_that_uses_a_device_when_it_is_imported(tmp_path):
   (tmp_path / 'own.py').write_text(text + '\nclass Own(DigitsMlp):\n  pass\n')
   command = [sys.executable, '-m', 'praxis_lite', 'verify', '--quick', f'--exp={tmp_path}/own.py:Own']
   ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-  assert ended.returncode == 0 and 'right: ' in ended.stdout, ended.stderr
+  assert ended.returncode == 0 and 'equal to one device: ' in ended.stdout, ended.stderr
 
 
 @pytest.mark.slow
 def test_train_verifies_in_a_process_of_its_own(capsys):
   verify.verify_first([EXP, '--set=task.train.num_train_steps=1000'])
   out = capsys.readouterr().out
-  assert out.startswith(('verified: as on one device', 'not verified: the check did not finish')), out
+  assert out.startswith(('verified: equal to one device', 'not verified: the check did not finish')), out
 
 
 def test_the_results_of_a_step_are_not_called_return():
