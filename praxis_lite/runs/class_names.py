@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from praxis_lite.common.files import user_path
+from praxis_lite.common.files import parse_json, read_plain, user_path
 from praxis_lite.models.classifier import Classifier
+from praxis_lite.runs.records.id2label import names_of_classes
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.trained import TrainedModel
 
@@ -21,15 +21,11 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
   if not isinstance(model.layer, Classifier):
     return None
   found = [getattr(config, 'classes', None) for config in model.config.datasets]
-  labels: object = None
-  imported = None if model.directory is None else user_path(model.directory) / FOLDER / 'config.json'
-  if imported is not None and imported.is_file():
-    with contextlib.suppress(ValueError, AttributeError):  # A file that is not that of a checkpoint names nothing.
-      labels = json.loads(imported.read_bytes()).get('id2label')
-  if isinstance(labels, dict):
-    names = [str(labels.get(str(number))) for number in range(len(labels))]
-    # Without names, transformers writes these.
-    found.append(None if names == [f'LABEL_{number}' for number in range(len(names))] else names)
+  if model.directory is not None:
+    # The run may not be imported, and a file that is not that of a checkpoint names nothing.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+      values = parse_json(read_plain(user_path(model.directory) / FOLDER / 'config.json'))
+      found.append(names_of_classes(values))
   return next((names for names in found if names and len(names) == model.layer.num_classes), None)
 
 
@@ -42,5 +38,6 @@ def add_class_names(examples: Iterable[dict[str, Any]], names: Sequence[str] | N
   """
   for example in examples:
     number = example.get('prediction')
-    is_class = names is not None and type(number) is int and 0 <= number < len(names)
-    yield {'class': names[number]} | example if names and is_class else example
+    if names and type(number) is int and 0 <= number < len(names):
+      example = {'class': names[number]} | example
+    yield example

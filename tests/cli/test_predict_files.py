@@ -119,20 +119,31 @@ def test_texts_of_each_kind_of_file_are_classified_as_the_run_reads_them(tmp_pat
   assert list(predict_files(run, [str(tmp_path / 'd.jsonl')])) == [{'count': 6}]
 
 
-@pytest.mark.parametrize('source', ['data', 'checkpoint', 'unnamed', 'too few'])
+LABELS = {
+  'checkpoint': {'id2label': {'0': 'bad', '2': 'good', '1': 'so so'}},
+  'unnamed': {'id2label': {'0': 'LABEL_0', '1': 'LABEL_1', '2': 'LABEL_2'}},
+  'a gap': {'id2label': {'0': 'bad', '1': 'so so', '3': 'good'}},
+  'from one': {'id2label': {'1': 'bad', '2': 'so so', '3': 'good'}},
+  'no texts': {'id2label': {'0': 'bad', '1': None, '2': 'good'}},
+  'no labels': {'id2label': None},
+  'no object': [],
+  'too deep': '[' * 100_000,
+}
+
+
+@pytest.mark.parametrize('source', ['data', 'too few', *LABELS])
 def test_classes_whose_names_are_known_are_named(tmp_path, source):
   layer = Config(ClassificationModel, num_classes=3, network_tpl=Config(Linear, input_dims=2, output_dims=2))
   data = Config(LabelledTextInput, classes=('bad', 'so so', 'good')[: 2 if source == 'too few' else 3])
-  run = SimpleNamespace(config=SimpleNamespace(datasets=[data if source != 'checkpoint' else Config(ArrayInput)]))
+  run = SimpleNamespace(config=SimpleNamespace(datasets=[data if source not in LABELS else Config(ArrayInput)]))
   run.layer, run.directory, run.batch_struct = layer.instantiate(), tmp_path, dict
   run.predict = lambda batch: {'prediction': np.array([2, 0])}
-  if source in ('checkpoint', 'unnamed'):
-    labels = ('bad', 'so so', 'good') if source == 'checkpoint' else ('LABEL_0', 'LABEL_1', 'LABEL_2')
+  if source in LABELS:
     (tmp_path / 'hugging_face').mkdir()
-    (tmp_path / 'hugging_face' / 'config.json').write_text(json.dumps({'id2label': dict(enumerate(labels))}))
-    data.classes = None
+    text = LABELS[source] if source == 'too deep' else json.dumps(LABELS[source])
+    (tmp_path / 'hugging_face' / 'config.json').write_text(text)
   np.savez(tmp_path / 'a.npz', x=np.ones((2, 2), np.float32))
-  named = {} if source in ('unnamed', 'too few') else {'class': 'good'}
+  named = {'class': 'good'} if source in ('data', 'checkpoint') else {}
   found = list(predict_files(run, [str(tmp_path / 'a.npz')]))
   assert found[0] == {'prediction': 2} | named and len(found) == 2
   for others in ({'loss': np.zeros(2)}, {'prediction': np.array([3, -1])}, {'prediction': np.ones((2, 2))}):

@@ -21,6 +21,7 @@ from praxis_lite.layers.positions import (
   RotaryPositions,
   YarnRotaryScaling,
 )
+from praxis_lite.runs.records.id2label import read_id2label
 
 CONFIG_FILE = 'config.json'
 MOST_LAYERS = 10_000  # More than this is a mistake in config.json.
@@ -276,8 +277,8 @@ def activation_name(ours: str, field: str) -> str:
 
 def count_classes(hf: HfConfig) -> int:
   """Returns the number of classes; raises ConfigError if it is 1, which means regression."""
-  labels = hf.values.get('id2label')
-  count = len(labels) if isinstance(labels, dict) else hf.size('num_labels')
+  labels = read_id2label(hf.values)
+  count = hf.size('num_labels') if labels is None else len(labels)
   if count < 2:
     raise ConfigError(f'{hf.where}: a head with {count} label computes a number, and only classes are supported')
   return count
