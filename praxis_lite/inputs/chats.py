@@ -61,7 +61,8 @@ class ChatInput(AnswersInput):
   @functools.cached_property
   def _chats(self) -> list[ChatTokens]:
     chats: list[ChatTokens] = self._encode_objects(('prompt', 'completion'), self._encode)
-    check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(chat.ids) for chat in chats))
+    if self.is_training:
+      check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(chat.ids) for chat in chats))
     return chats
 
   def _encode(self, values: dict[str, Any]) -> ChatTokens:

@@ -34,7 +34,10 @@ _MOST_COPIES = 16
 
 
 def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
-  """Raises a DataError if a row is so much longer than the whole data that memory and time go into padding."""
+  """Raises a DataError if a row is so much longer than the whole data that memory and time go into padding.
+
+  This is for data used in training: a few held-out examples have rows of the same length as the training data.
+  """
   if seq_len > max(_LONG_ROW, _MOST_COPIES * num_tokens):
     raise DataError(
       f'{field} = {seq_len}: all of the data has {number_of(num_tokens, "token")}, so nearly the whole row would be '

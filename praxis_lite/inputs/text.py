@@ -187,7 +187,8 @@ class TextInput(RecordsInput, RandomAccessInput):
     kept = [(t, len(d)) for t, d in zip(tokens, documents) if len(t.ids)]
     if not kept:
       raise DataError(f'{self.label}.path: the tokenizer finds no tokens in the text of {self.path!r}')
-    check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(t.ids) + 1 for t, _ in kept))
+    if self.is_training:
+      check_row_length(f'{self.label}.seq_len', self.seq_len, sum(len(t.ids) + 1 for t, _ in kept))
     rows = _PACKINGS[self.packing]([t for t, _ in kept], self.tokenizer, self.seq_len)
     if self.packing == 'windows' and len(rows.tokens) <= self.seq_len:
       raise DataError(

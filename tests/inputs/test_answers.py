@@ -259,3 +259,10 @@ def test_chats_of_other_forms_are_named():
 def test_a_chat_without_an_answer_is_bad(chat_tokenizer):
   with pytest.raises(DataError, match="no message with the role 'assistant' has a token"):
     chats_input(examples=[{'messages': [USER]}], tokenizer_tpl=chat_tokenizer).get_next()
+
+
+def test_chats_far_shorter_than_a_row_are_refused_only_in_training():
+  fields = {'examples': [{'prompt': 'ab', 'completion': 'xyz'}], 'batch_size': 1, 'seq_len': 131_072}
+  assert next(chats_input(**fields))['ids'].shape == (1, 131_072)
+  with pytest.raises(DataError, match=r'^chats\.seq_len = 131072: all of the data has \d tokens'):
+    next(chats_input(is_training=True, **fields))

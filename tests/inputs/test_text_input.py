@@ -172,10 +172,13 @@ def test_windows_that_are_not_shuffled_are_the_rows_of_concat(tmp_path):
 @pytest.mark.parametrize('packing', ['concat', 'packed', 'windows'])
 def test_rows_far_longer_than_the_text_are_refused_before_any_memory_is_taken(tmp_path, packing):
   _write(tmp_path, a='some text to be read', b='and more')
-  source = TextInput(path=tmp_path, packing=packing, **FIELDS | {'seq_len': 10**12})
+  source = TextInput(path=tmp_path, packing=packing, is_training=True, **FIELDS | {'seq_len': 10**12})
   with pytest.raises(DataError, match=r'seq_len = 10{12}: all of the data has 30 tokens.*; set at most 30$'):
     source.num_examples  # noqa: B018
-  assert TextInput(path=tmp_path, **FIELDS | {'seq_len': 8192}).num_examples == 1
+  assert TextInput(path=tmp_path, is_training=True, **FIELDS | {'seq_len': 8192}).num_examples == 1
+  if packing != 'windows':  # These need a longer text.
+    heldout = TextInput(path=tmp_path, packing=packing, **FIELDS | {'seq_len': 131_072})
+    assert heldout.num_examples == 1 and next(heldout)['weights'].sum() == 30
 
 
 def test_windows_need_a_longer_text(tmp_path):
