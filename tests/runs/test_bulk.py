@@ -19,6 +19,8 @@ from warm_python import WarmPopen
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs import ImageRecordInput, LabelledTextInput
+from praxis_lite.layers import Linear
+from praxis_lite.models import ClassificationModel
 from praxis_lite.runs.bulk import processes
 from praxis_lite.runs.bulk.input_files import list_inputs, read_part
 from praxis_lite.runs.bulk.job import ShardJob
@@ -28,6 +30,7 @@ from praxis_lite.runs.bulk.on_ray import run_on_ray
 from praxis_lite.runs.bulk.output_folder import LocalFolder, StoredFolder
 from praxis_lite.runs.bulk.results import ResultLedger
 from praxis_lite.runs.cluster.object_store import ObjectStore
+from praxis_lite.runs.predict_files import predict_files
 
 SETTINGS = {'format': 'jsonl', 'step': 3}
 ROOT = pathlib.Path(__file__).parents[2]
@@ -486,6 +489,21 @@ def test_texts_are_read_as_by_the_dataset_of_the_run_that_reads_texts():
   with pytest.raises(DataError, match='has lists of unequal lengths'):
     other([{'ids': [1, 2]}, {'ids': [1]}], 0)
   assert other([{'ids': [1, 2]}, {'ids': [1, 3]}], 0) == [{'size': 2}, {'size': 2}]
+
+
+def test_classes_are_named_as_by_predict_for_files(tmp_path):
+  network = Config(Linear, input_dims=2, output_dims=2)
+  layer = Config(ClassificationModel, num_classes=2, network_tpl=network).instantiate()
+  config = SimpleNamespace(datasets=[Config(LabelledTextInput, classes=('no', 'yes'))])
+  model = SimpleNamespace(config=config, layer=layer, directory=None, batch_struct=dict)
+  model.predict = lambda batch: {'prediction': np.array([1, 0]), 'probabilities': np.eye(2)}
+  model.evaluate_examples = lambda batch: {'loss': np.zeros(2)}
+  rows = [{'x': [1.0, 2.0]}] * 2
+  named = make_compute(model, 'predict', 2, {})(rows, 0)
+  assert [(row['class'], row['prediction']) for row in named] == [('yes', 1), ('no', 0)]
+  np.savez(tmp_path / 'a.npz', x=np.ones((2, 2)))
+  assert named == list(predict_files(model, [str(tmp_path / 'a.npz')]))
+  assert make_compute(model, 'evaluate', 2, {})(rows, 0) == [{'loss': 0.0}] * 2
 
 
 @pytest.mark.slow

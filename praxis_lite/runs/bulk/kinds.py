@@ -28,6 +28,7 @@ from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.models.adapters import names_of_adapters
+from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.file_readers import datasets_by_use, make_reader
 from praxis_lite.runs.predict_files import check_shapes
@@ -107,6 +108,7 @@ class _Predict:
   def __init__(self, model: TrainedModel, what: str, keep: Collection[str]):
     self._model, self._keep = model, keep
     self._compute = model.predict if what == 'predict' else model.evaluate_examples
+    self._classes = find_class_names(model)
     self._structs: Mapping[str, Any] = {}
     with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
       self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
@@ -125,7 +127,7 @@ class _Predict:
     named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
     if not named:
       raise ConfigError(f'{type(self._model.layer).__name__} reports no values of single examples')
-    return [dict(example) for example in examples_of(named, np.ones(len(rows), np.float32))]
+    return list(add_class_names(examples_of(named, np.ones(len(rows), np.float32)), self._classes))
 
   def _to_arrays(self, rows: Sequence[RowValues]) -> Mapping[str, Any]:
     for name, read in (('text', self._texts_to_arrays), ('file', self._images_to_arrays)):
