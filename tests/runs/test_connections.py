@@ -124,9 +124,9 @@ def test_a_host_whose_connection_alone_was_lost_is_not_taken_for_lost(monkeypatc
     time.sleep(0.5)
     sockets[0].shutdown(socket.SHUT_RDWR)
     end = time.monotonic() + 5
-    while not (first._hosts[1].beats_heard >= 8 and second._hosts[0].beats_heard >= 8) and time.monotonic() < end:
+    while not (first._hosts[1].beat >= 8 and second._hosts[0].beat >= 8) and time.monotonic() < end:
       time.sleep(0.05)
-    assert not lost and not first._closed and not first._connections.closed
+    assert not lost and not first._connections.closed
     # What is silent for a while after that is no loss either.
     second._beats.exchange = lambda beat, idle: {}
     second._contact = time.monotonic() + 100
@@ -145,3 +145,24 @@ def test_a_host_that_is_silent_after_its_connection_was_closed_is_lost(monkeypat
       time.sleep(0.02)
     assert 0.4 <= time.monotonic() - began < 1.5  # The timeout is 2 s.
     assert all('its connection is closed' in why for why in lost)
+
+
+def test_a_connection_that_is_closed_during_a_beat_does_not_cut_the_beat_short(monkeypatch):
+  """Host 0 reads the beats of hosts in other groups, too, while their connections are closed."""
+  sockets, lost, read = socket.socketpair(), [], []
+  monkeypatch.setattr(Watchdog, '_lost_connection', lambda self, now: '')
+  with watching(monkeypatch, sockets, lost) as (first, _):
+    closed = first._connections.closed
+
+    def beat_of(index):
+      read.append(index)
+      closed[index + 1] = 0.0
+      return {}
+
+    first._beats.beat_of, first._watched = beat_of, {0: first._hosts[0]}
+    closed[7] = 0.0
+    first._client.key_value_set(watchdog.PREEMPTION_KEY, 'host 1')
+    end = time.monotonic() + 5
+    while not (read and first.preempted_since) and time.monotonic() < end:
+      time.sleep(0.01)
+    assert read and first.preempted_since is not None

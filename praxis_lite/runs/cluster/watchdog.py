@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -73,7 +74,7 @@ class _Host:
 
   name: str
   heard: float
-  beats_heard: int = 0
+  arrivals: tuple[float, ...] = (-math.inf,) * _BEATS_AFTER_CLOSE  # Of its last beats.
   beat: int = 0
   doing: str = 'starting'
   at: str = ''
@@ -107,7 +108,6 @@ class Watchdog:
     self._watched = {i: self._hosts[i] for i in self._beats.watched}
     self._verdict = ''  # Why a process that this one does not watch has given up.
     self._connections = connections
-    self._closed: dict[int, int] = {}  # By the index of each host whose connection is closed: beats heard before.
     self._contact = now
     self._main = threading.main_thread().ident
     self._building = now  # When the main thread was last seen tracing or compiling.
@@ -201,8 +201,9 @@ class Watchdog:
       }
       with contextlib.suppress(Exception):  # If the service does not answer, `_watch` will notice.
         self._hear(self._beats.exchange(beat, idle if self._state == 'running' else 0.0))
-        for closed in [i for i in self._closed if i not in self._watched]:
-          self._hear(self._beats.beat_of(closed))
+        for closed in list(self._connections.closed):  # A copy, because `_watch` changes it meanwhile.
+          if closed not in self._watched:
+            self._hear(self._beats.beat_of(closed))
         self._verdict = self._verdict or self._beats.verdict()
         self._contact = time.monotonic()
         if self.preempted_since is None:
@@ -214,7 +215,8 @@ class Watchdog:
     for index, said in beats.items():
       host = self._hosts[index]
       if said['beat'] != host.beat:
-        host.heard, host.beats_heard = time.monotonic(), host.beats_heard + 1
+        host.heard = time.monotonic()
+        host.arrivals = (*host.arrivals[1:], host.heard)
         host.beat, host.doing, host.at = said['beat'], said['doing'], said['at']
         host.idle, host.state, host.is_ending = said['idle'], said['state'], said['ending']
 
@@ -277,9 +279,8 @@ class Watchdog:
     patience = _BEATS_AFTER_CLOSE * self._interval
     for i, at in list(self._connections.closed.items()):
       host = self._hosts[i]
-      before = self._closed.setdefault(i, host.beats_heard)
-      if host.state == 'left' or host.beats_heard >= before + _BEATS_AFTER_CLOSE:
-        del self._connections.closed[i], self._closed[i]
+      if host.state == 'left' or host.arrivals[0] > at:
+        del self._connections.closed[i]
       elif now - max(at, host.heard) > patience:
         return f'{host}, has shown no sign of life for {patience:g} s, and its connection is closed'
     return ''
