@@ -22,7 +22,8 @@ from praxis_lite.common.jax_internals.processes import cluster_kinds, is_cloud_t
 
 # `praxis-lite launch` sets this variable, in the processes that it starts, to its own process id.
 LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
-_SKYPILOT_PORT = 8476
+# The port of process 0 where the cluster gives only its host.
+COORDINATOR_PORT = 8476
 
 
 class Job(NamedTuple):
@@ -148,7 +149,7 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
     return Job('a Kubernetes job', processes, number('JOB_COMPLETION_INDEX'))
   if has('SKYPILOT_NODE_IPS', 'SKYPILOT_NUM_NODES', 'SKYPILOT_NODE_RANK'):
     first = environ['SKYPILOT_NODE_IPS'].split()[0]
-    return Job('SkyPilot', number('SKYPILOT_NUM_NODES'), number('SKYPILOT_NODE_RANK'), f'{first}:{_SKYPILOT_PORT}')
+    return Job('SkyPilot', number('SKYPILOT_NUM_NODES'), number('SKYPILOT_NODE_RANK'), f'{first}:{COORDINATOR_PORT}')
   if workers and is_tpu:
     slices = _number('MEGASCALE_NUM_SLICES', environ) or 1
     in_slice, of_slice = number('TPU_WORKER_ID'), _number('MEGASCALE_SLICE_ID', environ) or 0

@@ -18,8 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from praxis_lite.common.errors import UserError
+from praxis_lite.runs.cluster.clusters import COORDINATOR_PORT
 
-_PORT = 8476
 _GROUP = 'hosts'
 _CONTAINER = 'train'
 # Kubernetes appends '-hosts-0-' and an index to the name, and limits the result, a host name, to 63 characters.
@@ -80,10 +80,10 @@ def jobset(
     'image': image,
     'command': list(command),
     'env': [
-      {'name': 'JAX_COORDINATOR_ADDRESS', 'value': f'{name}-{_GROUP}-0-0.{name}:{_PORT}'},
+      {'name': 'JAX_COORDINATOR_ADDRESS', 'value': f'{name}-{_GROUP}-0-0.{name}:{COORDINATOR_PORT}'},
       {'name': 'JAX_NUM_PROCESSES', 'value': str(processes)},
     ],
-    'ports': [{'containerPort': _PORT}],
+    'ports': [{'containerPort': COORDINATOR_PORT}],
     'resources': {'limits': dict(resources or {})},
   }
   pod: JsonObject = {

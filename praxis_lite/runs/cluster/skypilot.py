@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from praxis_lite.common.errors import LostHostError, UserError
 from praxis_lite.runs.cluster.jobset import JsonObject
 
-_PORT = 8476
 _SIGNALS = (134, 135, 137, 139)  # What a shell reports for SIGABRT, SIGBUS, SIGKILL and SIGSEGV.
 
 
@@ -35,7 +34,7 @@ def skypilot_task(
   Args:
     name: the name of the job.
     image: a container image that has praxis_lite and the experiment.
-    command: the command line of each process.
+    command: the command line of each process; the processes find each other through SkyPilot's variables.
     processes: the number of instances; each runs one process.
     max_restarts: how often the command is run again after a failure; instances that are taken away do not count.
     resources: fields of SkyPilot's `resources`, such as {'accelerators': 'H100:8'}.
@@ -54,12 +53,6 @@ def skypilot_task(
     'max_restarts_on_errors': max_restarts,
     'recover_on_exit_codes': [LostHostError.exit_code, *_SIGNALS],
   }
-  run = shlex.join(command)
-  if processes > 1:
-    run += (
-      f' --coordinator_address="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{_PORT}"'
-      ' --num_processes="$SKYPILOT_NUM_NODES" --process_id="$SKYPILOT_NODE_RANK"'
-    )
   asked: JsonObject = {'use_spot': True, **resources, 'image_id': f'docker:{image}', 'job_recovery': recovery}
-  task: JsonObject = {'name': name, 'num_nodes': processes, 'resources': asked, 'run': run}
+  task: JsonObject = {'name': name, 'num_nodes': processes, 'resources': asked, 'run': shlex.join(command)}
   return task if volume is None else {**task, 'volumes': {mount_path: volume}}
