@@ -75,46 +75,20 @@ def jobset(
     raise UserError(
       f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
     )
-  container: JsonObject = {
-    'name': _CONTAINER,
-    'image': image,
-    'command': list(command),
-    'env': [
-      {'name': 'JAX_COORDINATOR_ADDRESS', 'value': f'{name}-{_GROUP}-0-0.{name}:{COORDINATOR_PORT}'},
-      {'name': 'JAX_NUM_PROCESSES', 'value': str(processes)},
-    ],
-    'ports': [{'containerPort': COORDINATOR_PORT}],
-    'resources': {'limits': dict(resources or {})},
-  }
-  pod: JsonObject = {
-    'restartPolicy': 'Never',
-    'terminationGracePeriodSeconds': grace_s,
-    'containers': [container],
-  }
-  if volume_claim is not None:
-    container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
-    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
-  if tpu is not None:
-    accelerator, is_given, topology = tpu.partition(':')
-    if not is_given:
-      raise UserError(f'--tpu={tpu}: expected a kind and a topology, as in --tpu=tpu-v5-lite-podslice:4x8')
-    if spares:
-      raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')
-    del container['env']  # Google Cloud sets variables from which the processes find each other.
-    pod['nodeSelector'] = {
-      'cloud.google.com/gke-tpu-accelerator': accelerator,
-      'cloud.google.com/gke-tpu-topology': topology,
-    }
-  mistake = {'containerName': _CONTAINER, 'operator': 'In', 'values': [UserError.exit_code]}
-  job = {
-    'parallelism': processes // slices,
-    'completions': processes // slices,
-    'completionMode': 'Indexed',  # Each pod has its number in JOB_COMPLETION_INDEX.
-    'backoffLimit': 0,
-    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
-    'template': {'spec': pod},
-  }
-  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': job}}]
+  if tpu is not None and spares:
+    raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')
+  pod = _pod(
+    name,
+    image,
+    command,
+    processes,
+    grace_s=grace_s,
+    tpu=tpu,
+    resources=resources or {},
+    volume_claim=volume_claim,
+    mount_path=mount_path,
+  )
+  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': _job(pod, processes // slices)}}]
   if spares:
     groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
   manifest: JsonObject = {
@@ -139,6 +113,64 @@ def jobset(
     },
   }
   return {'apiVersion': 'v1', 'kind': 'List', 'items': [_spare_priority(), manifest]} if spares else manifest
+
+
+def _pod(
+  name: str,
+  image: str,
+  command: Sequence[str],
+  processes: int,
+  *,
+  grace_s: int,
+  tpu: str | None,
+  resources: Mapping[str, str],
+  volume_claim: str | None,
+  mount_path: str,
+) -> JsonObject:
+  """Returns the pod of a process; the arguments are those of `jobset`."""
+  container: JsonObject = {
+    'name': _CONTAINER,
+    'image': image,
+    'command': list(command),
+    'ports': [{'containerPort': COORDINATOR_PORT}],
+    'resources': {'limits': dict(resources)},
+  }
+  pod: JsonObject = {
+    'restartPolicy': 'Never',
+    'terminationGracePeriodSeconds': grace_s,
+    'containers': [container],
+  }
+  if tpu is not None:  # Google Cloud sets variables from which the processes find each other.
+    pod['nodeSelector'] = _nodes_of_slices(tpu)
+  else:
+    variables = {'JAX_COORDINATOR_ADDRESS': f'{name}-{_GROUP}-0-0.{name}:{COORDINATOR_PORT}'}
+    variables['JAX_NUM_PROCESSES'] = str(processes)
+    container['env'] = [{'name': variable, 'value': value} for variable, value in variables.items()]
+  if volume_claim is not None:
+    container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
+    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
+  return pod
+
+
+def _nodes_of_slices(tpu: str) -> dict[str, str]:
+  """Returns the labels of nodes in slices of TPUs."""
+  accelerator, is_given, topology = tpu.partition(':')
+  if not is_given:
+    raise UserError(f'--tpu={tpu}: expected a kind and a topology, as in --tpu=tpu-v5-lite-podslice:4x8')
+  return {'cloud.google.com/gke-tpu-accelerator': accelerator, 'cloud.google.com/gke-tpu-topology': topology}
+
+
+def _job(pod: JsonObject, pods: int) -> JsonObject:
+  """Returns a job of pods that are numbered, and are not started again one by one."""
+  mistake = {'containerName': _CONTAINER, 'operator': 'In', 'values': [UserError.exit_code]}
+  return {
+    'parallelism': pods,
+    'completions': pods,
+    'completionMode': 'Indexed',  # Each pod has its number in JOB_COMPLETION_INDEX.
+    'backoffLimit': 0,
+    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
+    'template': {'spec': pod},
+  }
 
 
 def _spare_job(image: str, spares: int, resources: Mapping[str, str]) -> JsonObject:
