@@ -6,6 +6,7 @@ With --jobset, --slurm or --skypilot, it prints what starts them on a cluster in
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -27,7 +28,13 @@ _IMPORTS = (
 )
 
 
-_RECIPES = ('jobset', 'slurm', 'skypilot')
+# The flags that each way to start a run takes, beyond --processes and --max_restarts.
+_ON_THIS_MACHINE = ('devices', 'min_processes', 'spares', 'backoff_s', 'end_within_s', 'stop_within_s')
+_RECIPES = {
+  'jobset': ('name', 'resource', 'spares', 'image', 'volume_claim', 'tpu', 'slices'),
+  'slurm': ('name', 'resource', 'spares', 'processes_per_node'),
+  'skypilot': ('name', 'resource', 'image', 'volume_claim'),
+}
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -35,12 +42,14 @@ def _run(values: flags.FlagValues) -> int:
 
   if values.processes is None:
     raise UserError('--processes is missing: say how many, as in --processes=2')
+  recipes = [name for name in _RECIPES if values[name].value]
+  if len(recipes) > 1:
+    raise UserError(f'--{recipes[0]} and --{recipes[1]} are given: choose one')
+  _check_flags(values, recipes[0] if recipes else '')
   if values.min_processes is not None and values.min_processes > values.processes:
     raise UserError(f'--min_processes={values.min_processes} is more than --processes={values.processes}')
   command = launched_command(values.train, devices=values.devices, elastic=values.min_processes is not None)
-  if recipes := [name for name in _RECIPES if values[name].value]:
-    if len(recipes) > 1:
-      raise UserError(f'--{recipes[0]} and --{recipes[1]} are given: choose one')
+  if recipes:
     print(_recipe(values, recipes[0]))
     return 0
   return Launcher(
@@ -57,6 +66,16 @@ def _run(values: flags.FlagValues) -> int:
   ).run()
 
 
+def _check_flags(values: flags.FlagValues, recipe: str) -> None:
+  """Raises UserError for a flag that has no effect with a recipe, or with '' on this machine."""
+  taken = _RECIPES.get(recipe, _ON_THIS_MACHINE)
+  where = f'with --{recipe}' if recipe else 'on this machine'
+  for name in dict.fromkeys((*_ON_THIS_MACHINE, *itertools.chain(*_RECIPES.values()))):
+    if values[name].present and name not in taken:
+      listed = ', '.join(f'--{each}' for each in taken)
+      raise UserError(f'--{name} has no effect {where}: leave it out; flags with an effect there are {listed}')
+
+
 def _directory(arguments: Sequence[str]) -> Path | None:
   """Returns the run directory in the arguments of `train`; None if they are invalid, which `train` reports."""
   try:
@@ -69,7 +88,7 @@ def _directory(arguments: Sequence[str]) -> Path | None:
 def _recipe(values: flags.FlagValues, kind: str) -> str:
   """Returns what starts the processes on a cluster, after checking the experiment; `kind` is one of `_RECIPES`."""
   from praxis_lite.common.devices import leave_accelerators_alone
-  from praxis_lite.runs.cluster.jobset import jobset, parse_resources
+  from praxis_lite.runs.cluster.jobset import MOST_NAME, jobset, parse_resources
   from praxis_lite.runs.cluster.skypilot import skypilot_task
   from praxis_lite.runs.cluster.slurm import slurm_script
   from praxis_lite.runs.loop.job import check_configs
@@ -82,6 +101,10 @@ def _recipe(values: flags.FlagValues, kind: str) -> str:
   leave_accelerators_alone()
   check_configs({given.exp or given.job_log_dir: configured_experiment(given)})
   name = values.name or _name_of(given.exp or given.job_log_dir)
+  if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > MOST_NAME:
+    raise UserError(
+      f'--name={name}: expected at most {MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
+    )
   command, grace_s, restarts = ['praxis-lite', *values.train], int(given.grace_s or 30), values.max_restarts
   if kind == 'slurm':
     return slurm_script(
@@ -96,8 +119,6 @@ def _recipe(values: flags.FlagValues, kind: str) -> str:
     )
   resources, volume = parse_resources(values.resource), values.volume_claim
   if kind == 'skypilot':
-    if values.spares:
-      raise UserError('--spares: SkyPilot rents others for instances that are taken away; leave it out')
     made = skypilot_task(
       name, values.image, command, values.processes, max_restarts=restarts, resources=resources, volume=volume
     )
@@ -127,10 +148,11 @@ def _train_flags(arguments: Sequence[str]) -> flags.FlagValues:
 
 
 def _name_of(experiment: str) -> str:
-  """Returns a valid Kubernetes name, such as 'stdlib-lm' for 'lm.StdlibLm'."""
+  """Returns a valid Kubernetes name, such as 'stdlib-lm' for 'lm.StdlibLm', and 'run-1' for 'runs/1'."""
   last = re.split(r'[.:/]', experiment.rstrip('/'))[-1]
   words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '-', last).lower()
-  return re.sub(r'[^a-z0-9]+', '-', words).strip('-')[:48].strip('-')
+  name = re.sub(r'[^a-z0-9]+', '-', words).strip('-')
+  return (name if name[:1].isalpha() else f'run-{name}')[:48].strip('-')
 
 
 def _flags() -> CommandFlags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -10,8 +11,8 @@ import subprocess
 
 import pytest
 
+from praxis_lite.cli.launch import _ON_THIS_MACHINE, _RECIPES, COMMAND, _name_of
 from praxis_lite.cli.main import main
-from praxis_lite.common.errors import UserError
 from praxis_lite.runs.cluster.clusters import find_job
 from praxis_lite.runs.cluster.jobset import jobset, parse_resources
 from praxis_lite.runs.cluster.slurm import slurm_script
@@ -72,7 +73,19 @@ def test_the_manifest_has_what_kubernetes_requires_and_restarts_all_but_mistakes
     (['--processes=2', '--slurm', '--resource=gpu'], TRAIN, '--resource=gpu: expected an option of sbatch'),
     (['--processes=2', '--slurm', '--resource=time=1\n#SBATCH --x'], TRAIN, 'expected an option of sbatch'),
     (['--processes=2', '--skypilot', '--image=lm:1'], TRAIN, '--volume_claim is missing: the 2 instances share'),
-    (['--processes=1', '--skypilot', '--image=lm:1', '--spares=1'], TRAIN, '--spares: SkyPilot rents others'),
+    (['--processes=1', '--skypilot', '--image=lm:1', '--spares=1'], TRAIN, '--spares has no effect with --skypilot'),
+    (['--processes=1', '--skypilot', '--tpu=x:1'], TRAIN, '--tpu has no effect with --skypilot'),
+    (['--processes=1', '--skypilot', '--slices=1'], TRAIN, '--slices has no effect with --skypilot'),
+    (['--processes=2', '--slurm', '--image=i'], TRAIN, '--image has no effect with --slurm'),
+    (['--processes=2', '--slurm', '--volume_claim=v'], TRAIN, '--volume_claim has no effect with --slurm'),
+    (['--processes=2', '--slurm', '--min_processes=1'], TRAIN, '--min_processes has no effect with --slurm'),
+    ([*FLAGS, '--devices=2'], TRAIN, '--devices has no effect with --jobset'),
+    ([*FLAGS, '--processes_per_node=2'], TRAIN, 'flags with an effect there are --name, --resource, --spares, --image'),
+    (['--processes=2', '--name=x'], TRAIN, '--name has no effect on this machine'),
+    (['--processes=2', '--slurm', '--name=my run'], TRAIN, '--name=my run: expected'),
+    (['--processes=1', '--skypilot', '--image=i', '--name=Lm'], TRAIN, '--name=Lm: expected'),
+    ([*FLAGS, f'--name={"a" * 51}'], TRAIN, 'expected at most 50 lower-case letters'),
+    (['--processes=1', '--skypilot', '--image=i', '--resource=image_id=x'], TRAIN, '--resource=image_id=x: leave it'),
     (['--processes=1', '--skypilot'], TRAIN, '--image is missing'),
   ],
 )
@@ -81,9 +94,17 @@ def test_mistakes_are_found_before_anything_starts(capsys, flags, train, message
   assert message in capsys.readouterr().err
 
 
-def test_names_are_of_a_length_that_leaves_room_for_those_of_pods():
-  with pytest.raises(UserError, match='at most'):
-    jobset('a' * 60, 'lm:1', [], 1, max_restarts=0, grace_s=1)
+def test_every_flag_has_an_effect_somewhere_and_names_made_from_experiments_are_valid():
+  own = {flag.name for flag in COMMAND.flags.list_flags()} - {
+    'train',
+    'processes',
+    'max_restarts',
+    'traceback',
+    *_RECIPES,
+  }
+  assert own == {*_ON_THIS_MACHINE, *itertools.chain(*_RECIPES.values())}
+  names = {'lm.StdlibLm': 'stdlib-lm', '/runs/1': 'run-1', 'a/exp.py:Ω': 'run', 'x' * 60: 'x' * 48}
+  assert {given: _name_of(given) for given in names} == names
   assert parse_resources(['a=1', 'b/c=2']) == {'a': '1', 'b/c': '2'}
 
 
@@ -226,8 +247,10 @@ def test_a_skypilot_task_names_its_processes_and_what_is_run_again(capsys, tmp_p
   output = subprocess.run(['bash', '-c', task['run']], env=env, capture_output=True, text=True, check=True).stdout
   assert output.splitlines() == TRAIN
   assert find_job(environ=env)[1:4] == (2, 1, '10.0.0.7:8476')
-  assert main(['launch', '--processes=1', *SKY[1:-1], '--', *TRAIN]) == 0
+  assert task['resources']['use_spot'] is True
+  assert main(['launch', '--processes=1', *SKY[1:-1], '--resource=use_spot=false', '--', *TRAIN]) == 0
   alone = json.loads(capsys.readouterr().out)
+  assert alone['resources']['use_spot'] is False
   assert alone['run'].endswith('--grace_s=25') and 'volumes' not in alone
 
 

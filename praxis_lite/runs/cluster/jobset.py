@@ -14,7 +14,6 @@ The directory of the run must be on a volume that all of them see.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from praxis_lite.common.errors import UserError
@@ -23,7 +22,7 @@ from praxis_lite.runs.cluster.clusters import COORDINATOR_PORT
 _GROUP = 'hosts'
 _CONTAINER = 'train'
 # Kubernetes appends '-hosts-0-' and an index to the name, and limits the result, a host name, to 63 characters.
-_MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
+MOST_NAME = 63 - len(f'-{_GROUP}-0-9999')
 _VOLUME = 'runs'
 _SPARES, _SPARE_PRIORITY = 'spares', 'praxis-lite-spare'
 # A slice of TPUs is a node pool, and each group of pods gets one of its own.
@@ -50,7 +49,7 @@ def jobset(
   """Returns the manifest, for `kubectl apply`, which reads it as JSON.
 
   Args:
-    name: the name of the JobSet.
+    name: the name of the JobSet: at most `MOST_NAME` lower-case letters, digits and hyphens, beginning with a letter.
     image: a container image that has praxis_lite and the experiment.
     command: the command line of each process.
     processes: number of pods.
@@ -64,16 +63,11 @@ def jobset(
     volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
 
   Raises:
-    UserError: Kubernetes would not accept the name, the processes cannot be divided by the slices, or `tpu` is not of
-      this form.
+    UserError: the processes cannot be divided by the slices, or `tpu` is not of this form.
   """
   if processes % slices or (slices > 1 and tpu is None):
     raise UserError(
       f'--slices={slices}: expected a number that divides --processes={processes}, and --tpu with the kind of slices'
-    )
-  if not re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name) or len(name) > _MOST_NAME:
-    raise UserError(
-      f'--name={name}: expected at most {_MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
     )
   if tpu is not None and spares:
     raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')

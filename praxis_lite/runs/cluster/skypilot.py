@@ -37,22 +37,25 @@ def skypilot_task(
     command: the command line of each process; the processes find each other through SkyPilot's variables.
     processes: the number of instances; each runs one process.
     max_restarts: how often the command is run again after a failure; instances that are taken away do not count.
-    resources: fields of SkyPilot's `resources`, such as {'accelerators': 'H100:8'}.
+    resources: fields of SkyPilot's `resources`, such as {'accelerators': 'H100:8'}; 'true' and 'false' are booleans.
     volume: a volume of SkyPilot for the directory of the run, which is mounted at `mount_path`.
 
   Raises:
-    UserError: several instances have no volume that they share.
+    UserError: several instances have no volume that they share, or `resources` has a field that this task sets.
   """
   if processes > 1 and volume is None:
     raise UserError(
       f'--volume_claim is missing: the {processes} instances share the directory of the run, on a volume that '
       '`sky volumes` names; one instance needs only task.train.mirror'
     )
+  for field in {'image_id', 'job_recovery'} & {*resources}:
+    raise UserError(f'--resource={field}={resources[field]}: leave it out, because --image and --max_restarts set it')
   recovery = {
     'strategy': 'EAGER_NEXT_REGION',
     'max_restarts_on_errors': max_restarts,
     'recover_on_exit_codes': [LostHostError.exit_code, *_SIGNALS],
   }
-  asked: JsonObject = {'use_spot': True, **resources, 'image_id': f'docker:{image}', 'job_recovery': recovery}
+  fields = {field: {'true': True, 'false': False}.get(value.lower(), value) for field, value in resources.items()}
+  asked: JsonObject = {'use_spot': True, **fields, 'image_id': f'docker:{image}', 'job_recovery': recovery}
   task: JsonObject = {'name': name, 'num_nodes': processes, 'resources': asked, 'run': shlex.join(command)}
   return task if volume is None else {**task, 'volumes': {mount_path: volume}}
