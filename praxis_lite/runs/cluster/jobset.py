@@ -121,7 +121,7 @@ def _pod(
   volume_claim: str | None,
   mount_path: str,
 ) -> JsonObject:
-  """Returns the pod of a process; the arguments are those of `jobset`."""
+  """Returns the pod of a process; see `jobset` for the arguments."""
   container: JsonObject = {
     'name': _CONTAINER,
     'image': image,
