@@ -170,7 +170,7 @@ def test_settings_of_generation_config_that_are_not_used_are_told(tmp_path):
   decoder, (_, ignored, unused, *_) = decoder_of(source, tmp_path / 'run', **says)
   assert (decoder.temperature, decoder.top_k, decoder.repetition_penalty) == (0.0, None, 1.2)
   assert ignored.endswith('without do_sample, decoding is greedy, so it ignores temperature = 0.6')
-  assert unused.endswith("settings, so they are not used: length_penalty = 2.0, stop_strings = ['END'], token_healing = True")
+  assert unused.endswith("are not used: length_penalty = 2.0, stop_strings = ['END'], token_healing = True")
   for ids, kept, end in ((9999, (), '; no token ends a continuation'), ([-1, 2], (2,), '')):
     decoder, (_, line, *_) = decoder_of(source, tmp_path / str(kept), eos_token_id=ids)
     assert decoder.stop_ids == kept

@@ -63,6 +63,7 @@ def test_all_time_belongs_to_one_activity_and_steps_taken_again_are_lost():
   anew.resume(record, 0)
   assert anew.seconds()['lost'] == 13.5
   assert goodput_line(again.seconds()).startswith('20 s in all: training 50%, lost to restarts 18%, compiling 15%')
+  assert goodput_line(again.seconds(), is_resumed=True).startswith('20 s in all launches: training 50%')
   for damage in ({}, {'seconds': [1]}, {'seconds': {'productive': 'x', 'lost': -1}, 'marks': {'x': 1}, 'step': None}):
     damaged = Goodput(clock)
     damaged.resume(damage, 3)

@@ -143,7 +143,8 @@ class Watch(Observer):
       self._memory = memory_peaks()
       peaks = [f'{name.removeprefix("speed/").removesuffix("_peak_bytes")} {value / 2**30:.2f} GiB' for name, value in
                self._memory.items()]  # fmt: skip
-      run.line(goodput_line(self._goodput.seconds()) + (f'; peak memory: {", ".join(peaks)}' if peaks else ''))
+      line = goodput_line(self._goodput.seconds(), is_resumed=self._first_step > 0)
+      run.line(line + (f'; peak memory: {", ".join(peaks)}' if peaks else ''))
     if run.step > total:
       past = f'past the {total} of task.train.num_train_steps, so no step was taken'
       run.line(f'step {run.step}, {past}: saved in {where}')

@@ -124,12 +124,18 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
   return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
 
-def goodput_line(seconds: Mapping[str, float]) -> str:
-  """Returns one line: the share of training, and the shares of other activities that round to at least one percent."""
+def goodput_line(seconds: Mapping[str, float], *, is_resumed: bool = False) -> str:
+  """Returns one line: the share of training, and the shares of other activities that round to at least one percent.
+
+  Args:
+    seconds: the seconds by activity, of all launches of a run.
+    is_resumed: whether the line says that the seconds are those of all launches.
+  """
   spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
   others = [(ACTIVITIES[name], share) for name, share in spent if name != 'productive' and share >= 0.005]
   parts = [('training', shares(seconds).get('productive', 0.0)), *others]
-  return f'{duration(sum(seconds.values()))} in all: {", ".join(f"{name} {share:.0%}" for name, share in parts)}'
+  of = 'all launches' if is_resumed else 'all'
+  return f'{duration(sum(seconds.values()))} in {of}: {", ".join(f"{name} {share:.0%}" for name, share in parts)}'
 
 
 class SlowSteps:
