@@ -52,9 +52,10 @@ def test_a_conformer_learns_to_write_down_digits(tmp_path, capsys):
   first, second = map(json.loads, capsys.readouterr().out.splitlines())
   assert first == second and first['file'].endswith('a.wav') and set(first) == {'file', 'text', 'log_prob'}
   assert sum(letter in 'sixfour ' for letter in first['text']) > 4
-  (tmp_path / 'b.wav').write_bytes(b'')
-  assert main(['predict', f'--job_log_dir={run}', str(tmp_path / 'b.wav')]) != 0
-  assert 'b.wav: is not a WAV file' in capsys.readouterr().err
+  for other in ('b.wav', 'b.mp3', 'b.FLAC'):
+    (tmp_path / other).write_bytes(b'')
+    assert main(['predict', f'--job_log_dir={run}', str(tmp_path / other)]) != 0
+    assert f'{other}: is not a WAV file; convert it' in capsys.readouterr().err
   assert main(['predict', f'--job_log_dir={run}', str(tmp_path / 'a.wav'), '--what=evaluate']) != 0
   assert 'has no transcript to compare with' in capsys.readouterr().err
   assert main(['decode', f'--job_log_dir={run}', '--prompt=a']) != 0

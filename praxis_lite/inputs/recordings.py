@@ -148,7 +148,9 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     if not 0 < len(samples) <= self.num_samples:
       seconds, most = len(samples) / self.sample_rate, self.num_samples / self.sample_rate
       example = f"--set 'datasets[*].num_samples={len(samples)}'"
-      longer = f'; cut it, or allow longer ones, as by {example}' if len(samples) else ''
+      # A decoder with given tokens reads windows of one length.
+      longer = '; cut it' if self.prefix_ids else f'; cut it, or allow longer ones, as by {example}'
+      longer = longer if len(samples) else ''
       raise DataError(f'lasts {seconds:.2f} s, and must be longer than 0 s and at most {most:.2f} s{longer}')
     if not np.isfinite(samples).all():
       raise DataError('has samples that are not finite numbers')

@@ -33,6 +33,7 @@ from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.transcribe_files import transcribe_files
 
 _ARRAYS = ('.npz', '.jsonl')
+_SOUNDS = ('.wav', '.flac', '.mp3', '.ogg', '.opus', '.m4a')  # All but the first are refused as not WAV.
 _IMAGES = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
 
 
@@ -65,7 +66,7 @@ def predict_files(
 
 def _kind(file: str, fills: bool) -> str:
   """Returns what a file contains: 'recordings', 'texts' to fill in, or other 'examples'."""
-  if _ends_with(file, '.wav'):
+  if _ends_with(file, *_SOUNDS):
     return 'recordings'
   return 'texts' if fills and not _ends_with(file, *_ARRAYS, *_IMAGES) else 'examples'
 

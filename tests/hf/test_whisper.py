@@ -12,11 +12,13 @@ from checkpoints import assert_same_tensors, write
 from on_meshes import load
 
 from praxis_lite.bridges.hf import read_model
+from praxis_lite.bridges.hf.whisper import set_transcription
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs import CharTokenizer, write_wav
 from praxis_lite.layers import WindowLogMel
+from praxis_lite.models import whisper
 from praxis_lite.models.decoding import SpeculativeSampler
 from praxis_lite.runs import open_run
 from praxis_lite.runs.records.record import read_record, write_record
@@ -138,6 +140,23 @@ def test_logits_are_those_of_numpy_on_every_mesh_and_tensors_are_written_as_they
   }
 
 
+@pytest.mark.parametrize(
+  'generation, steps',
+  [
+    (GENERATION, P - 4),
+    ({**GENERATION, 'max_length': P - 2}, P - 6),
+    ({**GENERATION, 'max_length': 1000}, P - 4),
+    ({**GENERATION, 'max_length': None, 'is_multilingual': False}, P - 2),
+    ({**GENERATION, 'max_length': 2}, 1),
+    ({}, P - 1),
+  ],
+)
+def test_a_transcript_may_be_as_long_as_the_checkpoint_says(generation, steps):
+  model = whisper(vocab_size=V, model_dims=D, num_layers=2, num_encoder_layers=3, num_heads=N, max_len=P)
+  set_transcription(model, generation)
+  assert model.decoder_tpl.max_decode_steps == steps
+
+
 @pytest.mark.slow
 def test_an_imported_run_writes_down_wav_files_as_numpy_and_is_exported(tmp_path, capsys):
   folder, config, tensors = make(tmp_path / 'source')
@@ -154,6 +173,7 @@ def test_an_imported_run_writes_down_wav_files_as_numpy_and_is_exported(tmp_path
   recorded = read_record(run).config
   model = recorded.task.model
   assert (model.start_id, model.prefix_ids) == (START, (33, 34, 36)) and model.decoder_tpl.stop_ids == (END,)
+  assert model.decoder_tpl.max_decode_steps == P - 4
   assert (model.suppressed_ids, model.first_suppressed_ids) == ((4, 9, 11), (7, END))
   data = recorded.datasets[0]
   assert (data.num_samples, data.label_len, data.prefix_ids) == (WINDOW, P, (START, 33, 34, 36))

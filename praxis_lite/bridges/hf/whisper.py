@@ -93,14 +93,18 @@ class Whisper(Family):
 
 
 def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str, Any]) -> None:
-  """Sets the tokens that begin a transcript, and the tokens that are never generated, from generation_config.json.
+  """Sets how a transcript begins, what is never generated, and how long it may be, from generation_config.json.
 
   A transcript begins with the tokens for the language, English, and the task, transcription, which models of one
-  language lack. The last token turns timestamps off.
+  language lack. The last token turns timestamps off. With these and the start token, a transcript has at most
+  `max_length` tokens, or, if the file does not say so, as many as the decoder has positions.
   """
   language, task = ((generation.get(f'{name}_to_id') or {}).get(of) for name, of in _GIVEN.items())
   given = () if generation.get('is_multilingual') is False else (language, task)
   model.prefix_ids = tuple(i for i in (*given, generation.get('no_timestamps_token_id')) if type(i) is int)
+  positions, most = model.lm_tpl.position_tpl.max_len, generation.get('max_length')
+  length = min(most, positions) if type(most) is int else positions
+  model.decoder_tpl.max_decode_steps = max(1, length - 1 - len(model.prefix_ids))
   for ours, theirs in _SUPPRESSED.items():
     if isinstance(ids := generation.get(theirs), list):
       setattr(model, ours, tuple(i for i in ids if type(i) is int and i >= 0))
