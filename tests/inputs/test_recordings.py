@@ -114,7 +114,7 @@ def test_rows_of_a_decoder_begin_with_given_tokens(folder):
   assert batch['labels'].tolist() == [[8, *b'no', 1], [8, 1, 0, 0]]
   assert batch['weights'].tolist() == [[0, 1, 1, 1], [0, 1, 0, 0]]
   write_wav(folder / 'long.wav', np.zeros(9), 8000)
-  with pytest.raises(DataError, match='lasts 0.00 s, .*; cut it$'):
+  with pytest.raises(DataError, match=r'lasts 0.00 s, .*; cut it$'):
     list(make(folder, ['long.wav\tno'], prefix_ids=(7, 8), tokenizer_tpl=tokenizer))
 
 
