@@ -1,6 +1,6 @@
 """Attention of one token of each row to the slots of a cache, by a kernel in Pallas for one NVIDIA GPU.
 
-A token reads its whole cache, and little else, so the time is that of reading. The slots are divided into parts, so
+A token reads little but its cache, so reading the cache takes most of the time. The slots are divided into parts, so
 that all multiprocessors read at the same time, also for a single row; each part has its own softmax, and XLA joins them
 (flash decoding; Dao et al., 2023). Slots after the last one that a row sees are not read.
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from praxis_lite.layers.blocks import MASKED, Formula
+from praxis_lite.layers.blocks import MASKED, Formula, add_keys, finish_sums, zero_sums
 from praxis_lite.sharding.mesh import platform
 
 _SLOTS = 64  # Slots that a program reads at a time.
@@ -43,7 +43,7 @@ def attend_one_token(
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value, [B, N, H], in the dtype of the queries.
 
-  Its gradient is that of plain attention. On CPUs, the kernel is interpreted.
+  Plain attention computes the gradient. On CPUs, the kernel is interpreted.
 
   Args:
     query_BNH: queries; head n uses kv head n // (N / K).
@@ -91,18 +91,14 @@ def _attend_jvp(formula: Formula, primals: tuple[_Arrays], tangents: tuple[_Arra
 
 
 def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
+  """Returns the result of `_attend`, computed in plain JAX from all logits at once."""
   query, key, value = (x.astype(jnp.float32) for x in arrays[:3])
-  seen = arrays.seen[:, None, None]
-  logits = jnp.where(seen, formula.to_logits(jnp.einsum('BKGH,BKSH->BKGS', query, key)), MASKED)
-  top = jnp.max(logits, axis=-1, keepdims=True)
-  if arrays.sinks is not None:
-    top = jnp.maximum(top, arrays.sinks[..., None])
-  weights = jnp.where(seen, jnp.exp(logits - top), 0.0)
-  whole = jnp.sum(weights, axis=-1)
-  if arrays.sinks is not None:
-    whole += jnp.exp(arrays.sinks - top[..., 0])
-  out = jnp.einsum('BKGS,BKSH->BKGH', weights, value) / jnp.where(whole == 0, 1.0, whole)[..., None]
-  return out.astype(arrays.query.dtype)
+  logits_BKGS = formula.to_logits(jnp.einsum('BKGH,BKSH->BKGS', query, key))
+  logits_BKGS = jnp.where(arrays.seen[:, None, None], logits_BKGS, MASKED)
+  sums = zero_sums((*logits_BKGS.shape[:3], 1, query.shape[3]), jnp.dtype(jnp.float32))
+  sums = add_keys(sums, logits_BKGS[:, :, :, None], value)
+  out_BKG1H, _ = finish_sums(sums, None if arrays.sinks is None else arrays.sinks[..., None])
+  return out_BKG1H[:, :, :, 0].astype(arrays.query.dtype)
 
 
 def _kernel(
