@@ -282,7 +282,7 @@ class Pipelined(Repeat):
     stacked: Callable[[NestedDict], NestedDict] = one
     for size in (self._in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = stacked(self._with_all_blocks(self._variables_in_stages(self._variables_of_blocks())))
+    caches = stacked(self._fill_in_blocks(self._variables_in_stages(self._variables_of_blocks())))
     for layer in self._blocks:
       layer.absorb(SideOutputs({}, {}, {}, jax.tree.map(self._to_layers, caches[layer.name])))
 
@@ -300,11 +300,11 @@ class Pipelined(Repeat):
     variables = self._variables_in_stages(own)
     trainable = {path for path, weight in leaves(self._weights_of_blocks()).items() if weight.trainable}
     # Each tick reads all weights of a stage, so they are cast once, before they are gathered and before the loop.
-    constant = jax.lax.stop_gradient(self._with_all_blocks(own))
+    constant = jax.lax.stop_gradient(self._fill_in_blocks(own))
     cast = {layer.name: layer.cast_variables(constant[layer.name]) for layer in self._blocks}
     cast = self._variables_in_stages(cast, self._gather_axes)
-    weights = Stacks(*(self._with_all_blocks(select(tree, trainable.__contains__)) for tree in (cast, variables)))
-    others = self._with_all_blocks(select(variables, lambda path: path not in trainable))
+    weights = Stacks(*(self._fill_in_blocks(select(tree, trainable.__contains__)) for tree in (cast, variables)))
+    others = self._fill_in_blocks(select(variables, lambda path: path not in trainable))
     caches = {layer.name: layer.decode_state for layer in self._blocks}
     caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), caches)
     axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if trains else ()
@@ -339,12 +339,12 @@ class Pipelined(Repeat):
     # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
     of_updates = held if leaves(others) else None
     of_ticks = map_with_path(lambda path, x: self._probe_of_ticks(path, x, schedule, devices), probes)
-    of_ticks = self._with_all_blocks(of_ticks)
+    of_ticks = self._fill_in_blocks(of_ticks)
     results = run(call.key, of_updates, weights, others, caches, shared, queue, side_rows, of_ticks)
     queue, others, caches, places, reported = results
     if held is not None:
       places = places._replace(counts=places.real & held[places.microbatch])
-    updates = self._with_all_blocks(select(others, ticks.changed.__contains__))
+    updates = self._fill_in_blocks(select(others, ticks.changed.__contains__))
     for layer in self._blocks:
       summaries, aux_losses = reported[layer.name]
       layer.absorb(
@@ -403,7 +403,7 @@ class Pipelined(Repeat):
     """Returns the declarations of the repeated layers' variables, for one repetition."""
     return {layer.name: layer.abstract_init() for layer in self._blocks}
 
-  def _with_all_blocks(self, tree: NestedDict) -> NestedDict:
+  def _fill_in_blocks(self, tree: NestedDict) -> NestedDict:
     """Returns a tree that has an entry for each repeated layer, also for those without a leaf in `tree`."""
     return {layer.name: tree.get(layer.name, {}) for layer in self._blocks}
 

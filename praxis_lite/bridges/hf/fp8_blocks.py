@@ -66,7 +66,7 @@ class Fp8Tensor(NamedTuple):
     return (values_OI * scales[np.ix_(of_rows - first[0], of_columns - first[1])]).astype(self.dtype)
 
 
-def join_blocks(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, Tensor]:
+def join_block_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, Tensor]:
   """Returns the tensors of a checkpoint; joins values in 8 bits and the scales of their blocks in one `Fp8Tensor`.
 
   Raises:

@@ -22,7 +22,7 @@ from praxis_lite.bridges.hf.compressed_tensors import is_compressed, join_packed
 from praxis_lite.bridges.hf.families import family_of
 from praxis_lite.bridges.hf.family import Family
 from praxis_lite.bridges.hf.files import Tensor, read_folder
-from praxis_lite.bridges.hf.fp8_blocks import block_of, join_blocks
+from praxis_lite.bridges.hf.fp8_blocks import block_of, join_block_scales
 from praxis_lite.bridges.hf.hf_config import HfConfig, read_config
 from praxis_lite.bridges.hf.mxfp4 import join_scales
 from praxis_lite.bridges.hf.tensors import Piece, check_tensors, pieces
@@ -91,7 +91,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
   if quantization:
     block = block_of(quantization)
     if block is not None:
-      readable = join_blocks(stored, block)
+      readable = join_block_scales(stored, block)
     else:
       readable = join_packed(stored) if is_compressed(quantization) else join_scales(stored)
   notes = left_out + _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)

@@ -1,4 +1,4 @@
-"""Checkpoints of models of texts and images, such as Gemma 3 from 4B on, of which only the text part is imported.
+"""Reads only the text part of checkpoints of models for texts and images, such as Gemma 3 from 4B on.
 
 Their config.json has the fields of the text part in `text_config`. The names of its tensors begin in one of two ways:
 

@@ -97,7 +97,7 @@ def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str,
 
   A transcript begins with the tokens for the language, English, and the task, transcription, which models of one
   language lack. The last token turns timestamps off. With these and the start token, a transcript has at most
-  `max_length` tokens, or, if the file does not say so, as many as the decoder has positions.
+  `max_length` tokens; if the file has no `max_length`, the limit is the number of the decoder's positions.
   """
   language, task = ((generation.get(f'{name}_to_id') or {}).get(of) for name, of in _GIVEN.items())
   given = () if generation.get('is_multilingual') is False else (language, task)

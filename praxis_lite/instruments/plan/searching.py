@@ -319,7 +319,7 @@ def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns the factor by which recomputation makes a step longer if this share of the memory is filled."""
+  """Returns how many times as long a step takes with recomputation, for the share of the memory that is filled."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 

@@ -32,8 +32,8 @@ class Meeting(NamedTuple):
   Attributes:
     names: their names, by index. With many processes, the names of those that this one does not watch are ''; host 0
       knows all names.
-    connections: the open connections, by index: of host 0 to all others, and of each other one to host 0. Host 0 keeps
-      none if the system does not let it have so many open files.
+    connections: the open connections, by index: of host 0 to all others, and of each other one to host 0. If the
+      system does not allow host 0 that many open files, there are no connections.
   """
 
   names: list[str]

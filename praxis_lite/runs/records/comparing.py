@@ -188,10 +188,10 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
   if not several:
     fields = dict.fromkeys(p.rpartition('.')[2] for run in runs for p in run.fields)
     close = did_you_mean(name, [*fields, *_add_ends(_metrics_of_all(runs))])
-    raise UserError(f'{name}: no run has a field or a metric of this name.{close}{_what_differs(runs)}')
+    raise UserError(f'{name}: no run has a field or a metric of this name.{close}{_list_differences(runs)}')
 
 
-def _what_differs(runs: Sequence[RunState]) -> str:
+def _list_differences(runs: Sequence[RunState]) -> str:
   """Returns sentences that name the fields in which runs differ and their metrics, as the end of a message."""
   lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': _metrics_of_all(runs)}
   has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]

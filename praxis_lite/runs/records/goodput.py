@@ -129,7 +129,7 @@ def goodput_line(seconds: Mapping[str, float], *, is_resumed: bool = False) -> s
 
   Args:
     seconds: the seconds by activity, of all launches of a run.
-    is_resumed: whether the line says that the seconds are those of all launches.
+    is_resumed: whether to say that the seconds include earlier launches.
   """
   spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
   others = [(ACTIVITIES[name], share) for name, share in spent if name != 'productive' and share >= 0.005]
