@@ -176,5 +176,4 @@ def lookup_rows(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> j
     # The highest precision copies rows exactly; the default may round them to bfloat16.
     rows = jnp.matmul(one_hot, table_VD, precision=jax.lax.Precision.HIGHEST)
     return jnp.where(in_range[..., None], rows, jnp.nan)
-  ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Without this, -1 would select the last row.
-  return jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
+  return jnp.asarray(table_VD).at[ids].get(mode='fill', fill_value=jnp.nan, wrap_negative_indices=False)

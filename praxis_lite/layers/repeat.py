@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, RangeError
@@ -325,11 +326,11 @@ class Repeat(Layer):
     first, period = len(self.first), len(self._blocks)
     last = first + self._repetitions * period
     layers = [
-      (layer.variables, stacks[kind].others, jnp.arange(first + kind, last, period))
+      (layer.variables, stacks[kind].others, np.arange(first + kind, last, period, dtype=np.int32))
       for kind, layer in enumerate(self._blocks)
     ]
     start = carry, [of_kind.arrays for of_kind in stacks]
-    xs = jnp.arange(self._repetitions), layers
+    xs: Any = np.arange(self._repetitions, dtype=np.int32), layers
     (carry, caches), sides = jax.lax.scan(repetition, start, xs, unroll=unroll)
     for layer, side, arrays in zip(self._blocks, sides, caches):
       aux_losses = {k: mean_of_means(*v) for k, v in side.aux_losses.items()}

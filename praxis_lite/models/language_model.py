@@ -20,7 +20,7 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config, build_at, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import NestedDict
-from praxis_lite.common.weighted import WeightedScalars, weighted_mean
+from praxis_lite.common.weighted import WeightedScalars, weighted_mean, zero_where
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.packed_prompts import PackedPrompts
@@ -470,4 +470,4 @@ def weights_of_tokens(batch: NestedDict) -> jax.Array:
 
 def clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
   """Returns the ids, with 0 for negative ids of weight zero, whose vectors and gradients would be NaN."""
-  return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)
+  return zero_where((weights_BT == 0) & (ids_BT < 0), ids_BT)

@@ -109,6 +109,7 @@ class GivenGradients(NamedTuple):
   Attributes:
     gradients: the gradients of the trained variables.
     squares: the squared norm of each gradient, a scalar.
+    norm: the norm of all gradients together.
     losses: the losses by name; see `BoundLearner.paths_by_loss`.
     variables: the trained variables.
     step, sum_parts, splits: see `BoundLearner.update`.
@@ -116,6 +117,7 @@ class GivenGradients(NamedTuple):
 
   gradients: NestedDict
   squares: NestedDict
+  norm: jax.Array
   losses: Mapping[str, jax.Array]
   variables: NestedDict
   step: jax.Array
@@ -124,7 +126,8 @@ class GivenGradients(NamedTuple):
 
   def select(self, part: Callable[[NestedDict], NestedDict]) -> GivenGradients:
     """Returns the arguments for some of the variables; `part` selects these variables from a tree."""
-    return self._replace(gradients=part(self.gradients), squares=part(self.squares), variables=part(self.variables))
+    squares, variables = part(self.squares), part(self.variables)
+    return self._replace(gradients=part(self.gradients), squares=squares, norm=norm_of(squares), variables=variables)
 
 
 class BoundLearner:
@@ -262,7 +265,7 @@ class BoundLearner:
       finite = jnp.isfinite(total_loss(self._losses_that_count(losses, step))) & jnp.isfinite(grad_norm)
 
     def change() -> tuple[NestedDict, States, NestedDict | None]:
-      given = GivenGradients(gradients, squares, losses, variables, step, sum_parts, splits)
+      given = GivenGradients(gradients, squares, grad_norm, losses, variables, step, sum_parts, splits)
       updates, states = self.updates(given, opt_states)
       new_variables = self.add_updates(variables, updates, step)
       states = self.note_variables(states, new_variables, step)
@@ -380,6 +383,7 @@ def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: Sum
   return sum_parts(jax.tree.map(square, gradients, weights))
 
 
-def clip_to_norm(gradient: jax.Array, norm: jax.Array, limit: float | jax.Array) -> jax.Array:
-  """Returns the gradient, of norm `norm`; if this exceeds `limit` > 0, it is scaled down to the norm `limit`."""
-  return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
+def clip_to_norm(gradients: T, norm: jax.Array, limit: float | jax.Array) -> T:
+  """Returns the arrays of a tree, of norm `norm`; scaled down to the norm `limit` > 0 if it exceeds this."""
+  scale = limit / jnp.maximum(norm, limit)
+  return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

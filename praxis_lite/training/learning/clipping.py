@@ -70,7 +70,7 @@ class Clipping:
   def clip(
     self,
     gradients: NestedDict,
-    squares: NestedDict,
+    norm: jax.Array,
     variables: NestedDict,
     declared: NestedDict,
     sum_parts: SumParts,
@@ -79,7 +79,7 @@ class Clipping:
     """Returns (clipped gradients, new history).
 
     Args:
-      gradients, squares: the gradients, and the squared norm of each.
+      gradients, norm: the gradients, and the norm of all of them together.
       variables, declared: the variables, and their declarations.
       sum_parts: adds sums over shards across devices; the identity if each device has whole variables.
       history: the history of the steps before; needed for `z_score`.
@@ -94,13 +94,14 @@ class Clipping:
       gradients = jax.tree.map(lambda g, v, w: _clip_units(g, v, w, ratio), gradients, variables, declared)
     if not (self.z_score or self.norm):
       return gradients, history
-    norm = norm_of(squares if gradients is original else squares_of(gradients, sum_parts))
+    if gradients is not original:
+      norm = norm_of(squares_of(gradients, sum_parts))
     if self.z_score and history is not None:
       limited = history.limit(norm, self.z_score)
-      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limited), gradients)
+      gradients = clip_to_norm(gradients, norm, limited)
       history, norm = history.add(limited), limited
     if limit := self.norm:
-      gradients = jax.tree.map(lambda g: clip_to_norm(g, norm, limit), gradients)
+      gradients = clip_to_norm(gradients, norm, limit)
     return gradients, history
 
 

@@ -216,9 +216,7 @@ class _OneOptimizer(BoundLearner):
     (loss,) = given.losses.values()
     history = cast(NormHistory | None, opt_states.get(_NORMS))
     gradients, variables = self._to_update_dtype(given.gradients), self._to_update_dtype(given.variables)
-    gradients, history = self._clipping.clip(
-      gradients, given.squares, variables, self._declared, given.sum_parts, history
-    )
+    gradients, history = self._clipping.clip(gradients, given.norm, variables, self._declared, given.sum_parts, history)
     if learner.l2_regularizer_weight:
       gradients = self._plus(gradients, learner.l2_regularizer_weight, variables)
     # The factors of updates must not apply to a weight decay that the optimizer adds to them.

@@ -169,10 +169,9 @@ class _SeveralOptimizers(BoundLearner):
 
   def updates(self, given: GivenGradients, opt_states: States) -> tuple[NestedDict, States]:
     if limit := self._limit:
-      norm = norm_of(given.squares)
       given = given._replace(
-        gradients=jax.tree.map(lambda g: clip_to_norm(g, norm, limit), given.gradients),
-        squares=jax.tree.map(lambda s: clip_to_norm(s, norm**2, limit**2), given.squares),
+        gradients=clip_to_norm(given.gradients, given.norm, limit),
+        squares=clip_to_norm(given.squares, given.norm**2, limit**2),
       )
     updates, states = list[NestedDict](), States()
     for part in self._parts:
