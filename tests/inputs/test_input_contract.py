@@ -136,8 +136,8 @@ CONCRETE = sorted(
 )
 
 
-# It reads pictures as `ImageRecordInput` does, and texts beside them; tests/inputs/test_image_texts.py has quick tests.
-_SLOW = ('ImageTextRecordInput',)
+# They read records as `TFRecordInput` does; tests/inputs/test_image_records.py and test_image_texts.py have quick tests.
+_SLOW = ('ImageRecordInput', 'ImageTextRecordInput')
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CONCRETE])

@@ -93,6 +93,7 @@ def test_segments_start_where_ids_change():
   )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize('parts, packed', [(3, True), (4, False), (16, True)])
 def test_parts_that_pass_states_on_equal_the_recurrence(parts, packed):
   """Also more parts than tokens."""

@@ -384,6 +384,7 @@ def test_an_optimizer_that_must_evaluate_the_loss_again_is_refused(optimizer: An
 # ---------------------------------------------------------------- matrices
 
 
+@pytest.mark.slow
 def test_muon_knows_the_matrices_in_weights_of_any_rank() -> None:
   """Heads belong to the rows or columns, each expert is a matrix, and so is each layer of a stack."""
   ways = {'query': ((5, 3, 2), (0,), (1, 2)), 'out': ((3, 2, 5), (0, 1), (2,)), 'experts': ((2, 5, 3), (1,), (2,))}

@@ -157,6 +157,7 @@ def test_a_run_that_resumes_does_not_start_from_it_again(trained, tmp_path, caps
     open_run(tmp_path).load(ema=True)
 
 
+@pytest.mark.slow
 def test_averages_and_earlier_steps_can_be_taken_and_what_is_not_used_is_told(trained, tmp_path, capsys):
   directory, _, averages = trained
   variables = first_values(other_run(1, directory, use_ema=True), tmp_path / 'ema')

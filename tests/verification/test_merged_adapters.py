@@ -50,6 +50,7 @@ def test_weights_in_few_bits_are_merged_too():
   assert found.compared and not found.differences
 
 
+@pytest.mark.slow
 def test_models_whose_results_change_when_they_are_merged_are_left_out():
   preferred = configure(SortedTiny)
   train_adapters(preferred.task, Config(Lora, rank=2))
