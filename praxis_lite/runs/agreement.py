@@ -48,7 +48,6 @@ class Way(NamedTuple):
   """A way to compute log-probabilities of known texts.
 
   Attributes:
-    name: the name in the table.
     compute: returns an array [n] for each continuation, with the log-probabilities of its n tokens. Masked tokens are
       not compared.
     values: returns the values between the layers, by point; None if the way cannot record them.
@@ -67,7 +66,6 @@ class WayResult(NamedTuple):
   """The result of comparing a way with the reference.
 
   Attributes:
-    name: the name of the way.
     num_tokens: how many tokens were compared. A way that is checked and computes no token is wrong.
     difference: the largest difference of log-probabilities, in nats; infinity if one is not finite.
     tolerance: the largest difference that counts as equal; None if the way is shown but not checked.
@@ -93,11 +91,9 @@ class Agreement:
   """Compares ways with the training step of a model.
 
   Args:
-    model: a language model.
     texts: what to compare; see `texts_of_batch`.
 
   Attributes:
-    limits: the limits on the batches that the model can score.
     model, exact: the model without label smoothing and with room for all tokens in its experts, in its own dtype and in
       float32.
     drops_tokens: whether experts of the user's model skip tokens beyond their capacity; `model` skips no tokens.

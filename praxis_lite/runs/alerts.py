@@ -42,7 +42,6 @@ class Alerts(Observer):
 
   Args:
     command: a line for the shell.
-    directory: the run's directory.
     line: prints a line, until an attempt starts, which prints with its own console.
     limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
   """

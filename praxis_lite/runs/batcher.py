@@ -475,12 +475,7 @@ class Batcher:
 
 
 def check_setting(name: str, of_decode: Collection[str]) -> None:
-  """Raises ConfigError unless a name is a setting that a batcher has for all of its requests.
-
-  Args:
-    name: the keyword that the user gave; fields of `Sampler` are right.
-    of_decode: the names of the arguments of `TrainedModel.decode`.
-  """
+  """Raises ConfigError unless a name is a setting that a batcher has for all of its requests."""
   of_sampler = [field for field in Sampling.__annotations__ if field not in OF_OTHER_DECODERS]
   if name in of_sampler:
     return

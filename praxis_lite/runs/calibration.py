@@ -78,8 +78,6 @@ class CalibratedWeight:
   """A weight in few bits, and statistics of the inputs that it has met.
 
   Attributes:
-    stored: the format in which the weight is stored.
-    method: one of `METHODS`.
     inputs: 'sum_abs' and 'max_abs' [*stack, *E, I]; for 'awq' and 'gptq' also 'gram' [*stack, *E, I, I], which is G.
   """
 
@@ -115,7 +113,6 @@ def calibrate_weights(
   Args:
     model: the model with plain weights, on its mesh.
     quantized: the instantiated model with weights in few bits.
-    calibration: how the weights are chosen.
 
   Raises:
     UserError: there is no such dataset, or the model cannot be evaluated on it.
@@ -172,8 +169,6 @@ class _InputTaps(StepTaps):
   """Taps on the inputs of weights.
 
   Args:
-    model: the model.
-    points: the points to listen to.
     with_gram: whether products of pairs of inputs are summed, too.
   """
 

@@ -30,12 +30,7 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
 
 
 def add_class_names(examples: Iterable[dict[str, Any]], names: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-  """Yields examples, as JSON values, with the name of the class whose number is their `prediction` as `class`.
-
-  Args:
-    examples: what a model predicts, or reports in evaluation, for single examples.
-    names: see `find_class_names`.
-  """
+  """Yields examples, as JSON values, with the name of the class whose number is their `prediction` as `class`."""
   for example in examples:
     number = example.get('prediction')
     if names and type(number) is int and 0 <= number < len(names):

@@ -26,11 +26,7 @@ _MOST_STATES = 4096
 
 
 class TextConstraint(Constraint):
-  """Allows only tokens after which a continuation can still become a matching text, and then the end of the text.
-
-  Attributes:
-    eos_id: the id of the token that ends a text.
-  """
+  """Allows only tokens after which a continuation can still become a matching text, and then the end of the text."""
 
   def __init__(self, tokenizer: BaseTokenizer, grammar: str, where: str):
     library = _llguidance()

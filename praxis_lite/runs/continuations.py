@@ -31,7 +31,6 @@ class GrowingText:
   """The text of a continuation whose tokens arrive one after the other.
 
   Args:
-    tokenizer: turns tokens into text.
     prompt: the tokens before the continuation.
     stops: stop texts; the text ends with the first one that occurs in it.
 
@@ -113,11 +112,8 @@ def continue_prompts(
   """Returns the tokens that follow each prompt.
 
   Args:
-    prompts: the tokens of each prompt.
     decode: returns the next tokens of each row, see `Decode`.
     texts: find the stop texts in the continuation of each prompt; None ignores stop texts.
-    max_tokens: largest number of tokens after each prompt.
-    stop_ids: tokens that end a row.
     in_segments: whether `decode` is called for one segment after another, rather than once.
     on_tokens: called after each segment of a row, with the number of the row, its tokens so far, how many of them are
       new, and whether these are all.

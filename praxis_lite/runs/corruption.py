@@ -50,7 +50,6 @@ class Corruption(NamedTuple):
 
   Attributes:
     clean, step: the last step known to be right, and the step after which wrong values were found.
-    what: what was found, in words.
     devices: the devices that may have caused it; () if it may be any device.
     is_voted: whether a majority of devices has outvoted them.
   """
@@ -66,7 +65,6 @@ class CorruptionPolicy:
   """Decides what a run does after a corruption, and records the devices.
 
   Args:
-    directory: the run's directory.
     on_corruption: 'fail' ends the run; 'repeat' goes back to the last checkpoint and repeats the steps.
     elastic: whether the run can go on without a device.
     most: how often a run may go back because of corruption.
@@ -141,10 +139,7 @@ class ReplicaWatch(Observer):
   Between saves, the result is read a few steps later, so that neither the host nor a device waits for it.
 
   Args:
-    layout: the layout of the state.
     every_n_steps: the replicas are compared after each step whose number is a multiple of this.
-    policy: decides what happens after a difference.
-    first_step: number of steps taken before this process.
   """
 
   def __init__(self, layout: StateLayout, every_n_steps: int, policy: CorruptionPolicy, first_step: int):

@@ -25,10 +25,6 @@ def check_memory(
   """Raises ConfigError if the caches and tokens of a batch need more memory than the devices of a mesh have together.
 
   Args:
-    limits: computes the bytes of the caches.
-    mesh: the mesh.
-    num_rows: the number of rows in the batch.
-    max_tokens: the largest number of tokens after a prompt.
     bucket_of: returns the sizes of the program for a largest number of tokens after a prompt.
   """
   there = memory_of(mesh.devices.flat)

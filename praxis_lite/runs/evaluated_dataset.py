@@ -18,7 +18,6 @@ def find_dataset(datasets: Sequence[Config], wanted: str | int | Config | BaseIn
   """Returns the input to evaluate; see `TrainedModel.evaluate`.
 
   Args:
-    datasets: configs of the run's datasets.
     wanted: the name or number of one of these, an input, the config of an input, or the arrays of a batch.
 
   Raises:

@@ -169,7 +169,6 @@ def export_model(
     directory: does not exist, or is empty.
     batch_struct: for 'forward', returns the arrays of a batch by name, or their shapes and dtypes. Those that the
       predictions depend on become inputs, except `weights`, which are set to one.
-    settings: what is exported.
     about: recorded in signature.json.
 
   Raises:

@@ -18,8 +18,6 @@ def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str,
   """Returns an input that reads a file like a dataset of the run: the first of a kind, if possible one for evaluation.
 
   Args:
-    model: the model, with the config of its run.
-    kind: the class of the dataset.
     field: the name of the dataset's field for files, which is set to `file`.
     file: the file, or the first of several.
     what: what the files contain, for the message.

@@ -32,7 +32,6 @@ def fill_file(model: TrainedModel, file: str, batch_size: int) -> Iterator[dict[
   Args:
     model: a model from `SavedRun.load`; a dataset of its run must be a `MaskedTextInput`, which has the tokenizer.
     file: the path of a text in which `[MASK]`, or the mask of the tokenizer, stands for each hidden token.
-    batch_size: number of lines that are computed together.
 
   Raises:
     UserError: the file cannot be read, no line has a mask, or a line is longer than the rows of the run.

@@ -49,7 +49,6 @@ def texts_of_tokens(rows: Sequence[Sequence[int]], most_tokens: int) -> KnownTex
 
   Args:
     rows: the tokens of each text; texts shorter than `LEAST_TOKENS` are left out.
-    most_tokens: the largest number of tokens in a text.
 
   Raises:
     UserError: no text is long enough.
@@ -156,7 +155,6 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: in
   An entry is masked if the batcher drew another token than the known one.
 
   Args:
-    model, texts: the model, and the texts that it continues.
     rows: the rows of the batcher; other requests wait. With an encoder-decoder, each text has a row.
     chunk: how many tokens of a context are read at once.
   """

@@ -65,9 +65,7 @@ class Hooks(Observer):
   """Calls hooks, and names the one that raises.
 
   Args:
-    hooks: the hooks of this process.
     stop_all: makes all processes stop after the same step; None if there is only one process.
-    measure: measures the time of hooks after steps; see `Observer.measure`.
   """
 
   def __init__(

@@ -29,7 +29,6 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
   """Returns the config of the tokenizer whose files are in a folder; None if there is none.
 
   Args:
-    folder: the folder.
     path: the folder that the config names, if the files are to be copied there from `folder`.
   """
   named = os.fspath(folder if path is None else path)

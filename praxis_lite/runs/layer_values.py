@@ -103,7 +103,6 @@ def values_in_decoding(
   """Returns the values of cached decoding on the mesh of a model.
 
   Args:
-    model: a language model.
     batch: the texts, `ids` and `weights` [B, T], and sources if the model has some.
     context_lengths: how many tokens at the beginning of each text are its context.
     can_go_back: whether to use a batcher's caches, which can be read again from an earlier token.
@@ -170,7 +169,6 @@ def first_layer_difference(
 
   Args:
     expected, found: the values by point, in the order of the layers; points that only one of them has are ignored.
-    lengths: the number of tokens of each text.
     tolerance: the largest difference that counts as equal, relative to the largest value of the layer.
   """
   is_token_BT = np.arange(max(lengths)) < np.array(lengths)[:, None]

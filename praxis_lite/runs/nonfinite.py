@@ -54,11 +54,9 @@ class SkippedSteps:
   """The steps that the learner has skipped in a row, and the lines about them.
 
   Attributes:
-    first_step: the number of steps taken before this process.
     limit: how many skipped steps in a row end the run; None or 0 accepts any number.
     raises: whether the learner is set to raise an error at the first such step.
     clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
-    line: prints a line.
     tell: called at the first of the steps skipped in a row, with its number and with what was wrong.
     rate_field: the path of the learning rate in the config of the learner.
     in_a_row: how many steps have been skipped since the last step that was taken.
@@ -162,7 +160,6 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
 
   Args:
     batch: the batch of a step that was not finite, on the host.
-    data, model: the training input, and the model that is trained.
   """
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
   bad = [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]

@@ -207,7 +207,6 @@ class Observers:
     timer: measures time, from the start of the run.
     others: the other observers that exist from the start.
     all: all observers, in the order in which they are called. More are added before the first step.
-    measure: measures time; see `Observer.measure`.
   """
 
   def __init__(self, timer: Observer, others: Sequence[Observer] = ()):

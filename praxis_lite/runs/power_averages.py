@@ -32,8 +32,6 @@ def power_average(
   """Returns the variables of a checkpoint, each replaced by its average if checkpoints have averages of it.
 
   Args:
-    directory: the directory of the run.
-    learner: the config of its learner.
     variables: the variables of the checkpoint of `step`, on a mesh.
     width: the relative width of the average.
 

@@ -43,7 +43,6 @@ def predict_files(
   """Yields the predictions for each example of some files, in order, as JSON values.
 
   Args:
-    model: see `SavedRun.load`.
     files: paths of .npz and .jsonl files, of images and recordings, or of files that a dataset of the run can read.
     what: 'predict' for the outputs of `model.predict`, or 'evaluate' for the outputs of `model.evaluate_examples`.
     batch_size: the number of rows computed together; batches that a dataset of the run reads have its own size.

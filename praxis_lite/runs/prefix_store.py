@@ -21,7 +21,6 @@ class _Place:
   """A slot of the store.
 
   Attributes:
-    ids: the tokens of the row in it.
     last_used: a counter value, larger for slots that were written or read later; 0 for a slot that was never used.
   """
 
@@ -45,7 +44,6 @@ class PrefixStore:
     """Returns the slot into which the caller must copy a row with these tokens; None if the row need not be kept.
 
     Args:
-      ids: the tokens of the row.
       but: a slot that must not be replaced, because it is read next; None for no such slot.
     """
     common = [count_common(place.ids, ids) for place in self._places]
@@ -62,7 +60,6 @@ class PrefixStore:
     """Returns the slot that has the longest prefix of a prompt (without its last token), and the length of the prefix.
 
     Args:
-      prompt: the tokens of the prompt.
       more_than: the length of a prefix that is available elsewhere; if no slot has a longer prefix, or none of at least
         `least` tokens, returns None.
     """

@@ -52,7 +52,6 @@ class TaskOnMesh:
   """One task on one mesh, partitioned for each batch shape. Inputs with the same shapes share compiled steps.
 
   Attributes:
-    jax_task, mesh: the task and the mesh.
     layout: the layout of the train state on the mesh; without `opt_states`, the task is only for inference.
     taps: statistics that its steps report; None reports none.
     edits: changes of values between layers during inference; None changes none.
@@ -111,7 +110,6 @@ class TaskOnMesh:
     """Returns the `AnswerSampling` for the batches of `data`; None for inputs without prompts to answer.
 
     Args:
-      data: the input.
       key: PRNG key on the mesh, for answers.
       step: the step that is called with the completed batches.
     """
@@ -138,7 +136,6 @@ class ProgramResult(NamedTuple):
 
   Attributes:
     metrics: weighted means over all batches, on the host.
-    num_batches: the number of batches.
     seconds: duration, including compilation.
     summaries: the summaries that layers added in the first batch, without scalars, which one batch does not represent;
       and the statistics of taps over all batches.

@@ -47,10 +47,7 @@ class _DecodeCall(NamedTuple):
   """The program and the settings that decode a group of prompts.
 
   Attributes:
-    tasks: the task on its mesh, decoding with the settings of the call.
     bucket: the sizes of the program; None if the model has a `decode` without buckets.
-    max_tokens: the largest number of tokens after a prompt.
-    stop_ids: tokens that end a continuation.
     sources: whether prompts are sources of an encoder-decoder. Then tokens after the length of a source are the
       beginning of its target, so a further call can continue it.
     most: the largest number of tokens in a prompt, to which padding is cut; None without a limit.
@@ -104,7 +101,6 @@ class PromptDecoder:
   """Continues prompts with any settings of the sampler of a model.
 
   Args:
-    task: the config of the model's task.
     tasks: the task, built from this config, on its mesh.
     tokenizer: returns the tokenizer of the model, or None; called only if it is needed.
     run: (task, batch of prompts, key) -> what the model decodes, arrays by name.

@@ -24,12 +24,7 @@ _LENGTH_MULTIPLE = 16
 
 
 def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] | None = None) -> BaseTokenizer | None:
-  """Returns the tokenizer of the first dataset that has one, or else the tokenizer that the run keeps, or else None.
-
-  Args:
-    config: the configs of the run.
-    job_log_dir: the directory of the run; None if it has none.
-  """
+  """Returns the tokenizer of the first dataset that has one, or else the tokenizer that the run keeps, or else None."""
   kept = None if job_log_dir is None else kept_tokenizer(job_log_dir)
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
@@ -62,7 +57,6 @@ def chat_prompt(
   Args:
     tokenizer: a tokenizer with a chat template; otherwise raises UserError.
     message: the user's message; or the messages so far, each with a `role` and a `content`.
-    system: the system message before it; None for none.
   """
   if not isinstance(tokenizer, HfTokenizer):
     raise UserError(f'a chat needs a tokenizer with a chat template, but this run has a {type(tokenizer).__name__}')
@@ -106,7 +100,6 @@ def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_dr
   """Returns a batch of prompts for the program of a bucket.
 
   Args:
-    batch: the result of `prompt_batch`.
     bucket: has the width to which prompts are padded.
     max_tokens: the largest number of tokens to add to each prompt.
     num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
@@ -192,7 +185,6 @@ def numbers_of_adapters(
 
   Args:
     adapters: the name of the adapter of each row, None for none; or one name for all rows.
-    names: the names of the adapters of the model.
     count: B.
     what: the name of the method, for messages.
 
@@ -263,7 +255,6 @@ def task_with_sampler(
   """Returns a copy of the config of a task, with other settings for decoding.
 
   Args:
-    task: the config of the task of a language model.
     stop_ids: tokens that end a continuation, in addition to the `stop_ids` of the config.
     max_context: `max_context` of the `Sampler`; None keeps the value of the config.
     **settings: see `Sampling`.

@@ -48,8 +48,6 @@ def quantize_run(
   The new run can be evaluated, decoded, exported, and fine-tuned with adapters; its optimizer starts afresh.
 
   Args:
-    config: the configs of the run.
-    job_log_dir: its directory.
     out: the directory of the new run, which has no checkpoint yet.
     *rules: configs that say which weights are stored and how, such as `Config(QuantizedWeights, format='int4',
       group_size=64)`. Without rules, weights are stored as they were rounded in training.

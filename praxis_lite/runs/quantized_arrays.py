@@ -67,10 +67,6 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
 
   The trees are 'integers', which begin at -2^(b-1) for b bits; 'scale'; and 'zero', in the same range as the integers,
   if some weights have zero points.
-
-  Args:
-    model: the instantiated model with weights in few bits.
-    streamed: its variables.
   """
   variables = leaves(streamed)
   found: dict[str, dict[tuple[str, ...], StreamedArray]] = {'integers': {}, 'scale': {}, 'zero': {}}
@@ -100,8 +96,6 @@ class _Part(StreamedArray):
   Attributes:
     weight: the weight [*stack, *I, *O].
     stored: the format in which the weight is stored.
-    part: the name of this variable.
-    where: the name of the weight in messages.
     choice: chooses the values by data; None rounds to nearest.
     scales: a cache, shared by all parts, of the input scales of each layer of the stack and each expert read so far.
   """
@@ -169,12 +163,7 @@ class _Part(StreamedArray):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OfParts(StreamedArray):
-  """An array of the shape of a weight, computed from the variables that store the weight.
-
-  Attributes:
-    parts: the variables, by name.
-    stored: the format in which they store the weight.
-  """
+  """An array of the shape of a weight, computed from the variables that store the weight."""
 
   parts: Mapping[str, StreamedArray]
   stored: QuantizedWeight | RoundedWeight

@@ -46,7 +46,6 @@ def trace_on_one_device(
   """Computes the loss and the gradients of a step on one device, one operation at a time.
 
   Args:
-    partitioned: the task on its mesh.
     state, prng_key, batch: the arguments of the step, which are not donated.
 
   Raises:
@@ -87,8 +86,6 @@ class _Replay(NamedTuple):
 
   Attributes:
     partitioned: the task on its mesh, for batches of this step's size.
-    state: the state before the step.
-    prng_key, batch: the other arguments of the step.
     checkpoint: the step of the checkpoint from which the run was repeated; None if it was repeated from its start.
   """
 
@@ -176,7 +173,6 @@ def compare_with_checkpoint(
   Args:
     config, job_log_dir, seed: the run; nothing in it is changed.
     step: the step of the later checkpoint.
-    line: prints a line.
     devices: the devices on which to repeat the steps; None uses the first ones.
 
   Returns:

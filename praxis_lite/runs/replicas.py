@@ -33,7 +33,6 @@ class ReplicaDifference(NamedTuple):
   """A difference between replicas of one part of an array; devices are numbered in the order of the mesh.
 
   Attributes:
-    path: the path of the array.
     replicas: the devices that hold this part.
     odd: the devices that disagree with the checksum of more than half of the replicas; () without such a majority.
   """
@@ -52,9 +51,6 @@ class Suspects(NamedTuple):
 
 class ReplicaSums:
   """Computes the checksums of a train state, in one program.
-
-  Args:
-    layout: the layout of the state on its mesh.
 
   Attributes:
     replicated: the number of replicas of each part of an array, by the array's path.

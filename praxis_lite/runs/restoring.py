@@ -55,8 +55,6 @@ def restore_model(
   """Restores a checkpoint of a run on a mesh.
 
   Args:
-    config: the configs of the task and its datasets.
-    job_log_dir: the directory of the run.
     step, devices, seed, on_damage: see `RestoreOptions`.
     create_mesh: returns the mesh for a task; None creates the task's own mesh from `devices`.
     use_ema: whether to use the moving averages if the learner keeps them; or the name of the section of the task that

@@ -44,7 +44,6 @@ class RowPrograms:
   Args:
     tasks: the task of a `LanguageModel` on its mesh.
     stored_variables: the variables as stored on the mesh, padded.
-    global_step: the step of the checkpoint, on the mesh.
     num_rows, num_slots: B and S.
     chunk: C.
     num_tokens: how many tokens `extend` adds to each row.
@@ -93,8 +92,6 @@ class RowPrograms:
 
     Args:
       state: the state, which is donated.
-      row: the row.
-      ids: the tokens.
       start: the position of the first of these tokens.
       length: the number of tokens in the whole prompt.
       adapter: see `LanguageModel.read_rows`.

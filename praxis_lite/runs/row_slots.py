@@ -21,7 +21,6 @@ class _Row:
 
   Attributes:
     ids: the tokens in its caches, from the first token of a prompt on.
-    is_free: whether no request uses it.
     last_used: a counter value, larger for rows that were released later.
   """
 
@@ -34,7 +33,6 @@ class TakenRow(NamedTuple):
   """The row of a request.
 
   Attributes:
-    row: the number of the row.
     source: the row whose prefix it copies; the row itself if it already has the prefix, None if no prefix is shared.
     shared: the number of tokens in the prefix.
   """
@@ -48,7 +46,6 @@ class RowSlots:
   """The rows of a batcher.
 
   Args:
-    num_rows: the number of rows.
     reuses_prefixes: whether prompts copy prefixes from other rows.
   """
 
@@ -69,7 +66,6 @@ class RowSlots:
     it. All but the last token of a prompt can be shared.
 
     Args:
-      prompt: the tokens of the prompt.
       kept: the length of the prefix that a `PrefixStore` has; a row that shares fewer tokens is then not a source.
       plan: the result of `plan` for this prompt, with no calls in between; None calls `plan`.
     """

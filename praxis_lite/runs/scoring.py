@@ -75,10 +75,8 @@ def score_rows(
   """Returns the score of each continuation.
 
   Args:
-    limits: the limits on the batches that the model can score.
     tokenizer: returns the model's tokenizer or None; called only for texts and for empty contexts.
     contexts, continuations: see `TrainedModel.score`.
-    batch_size: the largest number of rows in a batch.
     run: returns the model's scores, arrays by name, for a batch.
     adapters, names: see `numbers_of_adapters`.
   """

@@ -136,16 +136,11 @@ class Search:
   """The trials of a search, in `folder/search.json`.
 
   Args:
-    folder: the directory of the search.
-    ranges: the ranges of the fields that vary.
-    overrides: the overrides that all trials share.
-    seed: the seed of Optuna's draws.
     metric, mode: the metric to compare by, see `metric_to_compare`.
     prunes: whether trials end early if they are worse than the median of other trials at the same step.
     config: the text of the config that all trials share.
 
   Attributes:
-    trials: all trials.
     sign: 1 if lower values of the metric are better, -1 if higher ones are; known once a run has written the metric.
 
   Raises:

@@ -138,7 +138,6 @@ def run_points(
 
   Args:
     points: the points, in the order in which they run; the next one is taken when a process can start.
-    folder: the directory of the sweep.
     command: returns the command line of a point; its output is appended to a file in the point's directory.
     ended: called when the process of a point has ended, with its exit code and the seconds that it took.
     is_hopeless: called every few seconds for each running point; if it returns True, the process gets SIGTERM.

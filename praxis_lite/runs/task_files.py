@@ -131,7 +131,6 @@ def evaluate_questions(
   bytes of the choice. Both are NaN if the model computes NaN for a choice.
 
   Args:
-    model, questions, file, metrics: the model, the questions, the settings of their file, and its metrics by name.
     interrupts: called before each batch with the number of questions done; True ends the evaluation.
   """
   answers: list[str] = []
@@ -206,7 +205,6 @@ class TaskFileProgram(InputProgram[Any]):
   """Evaluates variables on the questions of a task file, like an `EvalProgram` on an input.
 
   Args:
-    tasks: the task on its mesh.
     config: the configs of the run, whose tokenizer it uses.
     directory: the run's directory; None if it has none.
     number: the index of the file in `task_files`, for messages.

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints, overload
+from typing import Any, TypeVar, Unpack, cast, get_type_hints, overload
 
 import jax
 import numpy as np
@@ -28,7 +28,6 @@ from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models import BaseModel, combine_adapters
 from praxis_lite.models.adapters import names_of_adapters
-from praxis_lite.models.decoding import LogitProcessor
 from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.models.positions import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
@@ -49,6 +48,8 @@ from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.taps import StepTaps, Tap, arrays_by_path, finish_summaries
+
+PromptT = TypeVar('PromptT', str, Sequence[int])  # A text, or tokens.
 
 
 class SamplerSettings(Sampling, total=False):
@@ -185,30 +186,11 @@ class TrainedModel:
     assert result is not None  # `run` returns None only if it is interrupted.
     return result.metrics
 
-  @overload
-  def score(
-    self,
-    contexts: Sequence[str],
-    continuations: Sequence[str],
-    *,
-    batch_size: int = 8,
-    adapters: str | Sequence[str | None] | None = None,
-  ) -> list[Score]: ...
-  @overload
-  def score(
-    self,
-    contexts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]],
-    *,
-    batch_size: int = 8,
-    adapters: str | Sequence[str | None] | None = None,
-  ) -> list[Score]: ...
-
   @name_unknown_keywords
   def score(
     self,
-    contexts: Sequence[str] | Sequence[Sequence[int]],
-    continuations: Sequence[str] | Sequence[Sequence[int]],
+    contexts: Sequence[PromptT],
+    continuations: Sequence[PromptT],
     *,
     batch_size: int = 8,
     adapters: str | Sequence[str | None] | None = None,
@@ -244,39 +226,8 @@ class TrainedModel:
   @overload
   def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
-  @name_unknown_keywords
   def decode(
-    self,
-    prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any],
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    no_repeat_ngram_size: int | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    typical_p: float | None = None,
-    top_n_sigma: float | None = None,
-    min_tokens: int | None = None,
-    beam_size: int | None = None,
-    num_best: int | None = None,
-    length_penalty: float | None = None,
-    early_stopping: bool | None = None,
-    lookup: int | None = None,
-    draft: TrainedModel | None = None,
-    draft_tokens: int | None = None,
-    statistics: DraftStatistics | None = None,
-    logit_processors: tuple[LogitProcessor, ...] | None = None,
-    regex: str | None = None,
-    json_schema: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-    stream: Callable[[int, Any], object] | None = None,
-    batch_size: int | None = None,
-    adapters: str | Sequence[str | None] | None = None,
+    self, prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any], **given: Unpack[SamplerSettings]
   ) -> list[str] | list[list[int]] | NestedDict:
     """Continues prompts, or decodes a batch.
 
@@ -314,60 +265,26 @@ class TrainedModel:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
         the vocabulary of the model.
     """
-    settings: Sampling = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-    settings |= {'min_p': min_p, 'repetition_penalty': repetition_penalty, 'no_repeat_ngram_size': no_repeat_ngram_size}
-    settings |= {'presence_penalty': presence_penalty, 'frequency_penalty': frequency_penalty, 'min_tokens': min_tokens}
-    settings |= {'typical_p': typical_p, 'top_n_sigma': top_n_sigma, 'logit_processors': logit_processors}
-    settings |= {'beam_size': beam_size, 'num_best': num_best, 'length_penalty': length_penalty}
-    settings |= {'early_stopping': early_stopping, 'lookup': lookup, 'draft_tokens': draft_tokens}
-    others: SamplerSettings = {'seed': seed, 'stream': stream, 'batch_size': batch_size}
-    for name, value in {**settings, **others}.items():
+    check_keywords('decode', given, ['prompts', *_hints()])
+    settings: Any = {name: given.get(name) for name in Sampling.__annotations__}
+    for name in (*settings, 'seed', 'stream', 'batch_size'):
       with prefix_errors(f'decode: {name}'):
-        fit(value, _hints()[name], None)
-    constraint = self._prompts.find_constraint(regex, json_schema)
+        fit(given.get(name), _hints()[name], None)
+    constraint = self._prompts.find_constraint(given.get('regex'), given.get('json_schema'))
     if constraint is not None:
-      settings['logit_processors'] = (*(logit_processors or ()), constraint)
+      settings['logit_processors'] = (*(settings['logit_processors'] or ()), constraint)
+    seed, draft, statistics = given.get('seed'), given.get('draft'), given.get('statistics')
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
-    if draft is not None:
-      if not isinstance(draft, TrainedModel):
-        raise ConfigError(f'decode: draft: expected a model, as open_run(...).load() returns, got {draft!r}')
-      if lookup is not None:
-        raise ConfigError(f'decode: lookup = {lookup}: the draft model guesses the tokens; leave out one of them')
-      if beam_size is not None:
-        raise ConfigError(f'decode: beam_size = {beam_size}: beam search takes no draft; leave out one of them')
-      if adapters is not None:
-        raise ConfigError('decode: adapters: a draft model guesses for a model without adapters; leave out one of them')
-      self._check_unedited('draft')
-      model = self._add_draft(draft)
-    else:
-      model = self
-    return model._decode(prompts, settings, key, stop, stream, batch_size, statistics, adapters)
-
-  def _decode(
-    self,
-    prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any],
-    settings: Sampling,
-    key: jax.Array,
-    stop: Sequence[str],
-    stream: Callable[[int, Any], object] | None,
-    batch_size: int | None,
-    statistics: DraftStatistics | None,
-    adapters: str | Sequence[str | None] | None,
-  ) -> list[str] | list[list[int]] | NestedDict:
+    model = self if draft is None else self._add_draft(draft, given)
+    stop, others = given.get('stop', ()), {name: given.get(name) for name in ('stream', 'batch_size', 'adapters')}
     if not isinstance(prompts, Mapping):
-      others: Any = {
-        'adapters': adapters,
-        'stop': stop,
-        'stream': stream,
-        'batch_size': batch_size,
-        'statistics': statistics,
-      }
-      return self._prompts.decode(prompts, settings, key, **others)
-    if stop or stream is not None or batch_size is not None or adapters is not None:
+      others = {**others, 'stop': stop, 'statistics': statistics}
+      return model._prompts.decode(prompts, settings, key, **cast(Any, others))
+    if stop or any(value is not None for value in others.values()):
       raise ConfigError('decode: stop, stream, batch_size and adapters need prompts, but this is a batch of arrays')
-    tasks = self._prompts.set_sampler(settings)
+    tasks = model._prompts.set_sampler(settings)
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
-    decoded = self._decode_rows(tasks, prompts, key)
+    decoded = model._decode_rows(tasks, prompts, key)
     if statistics is not None:
       statistics.add(decoded)
     return decoded
@@ -548,8 +465,19 @@ class TrainedModel:
 
   # ---------------------------------------------------------------- how
 
-  def _add_draft(self, draft: TrainedModel) -> TrainedModel:
-    """Returns this model combined with a smaller one that guesses its tokens."""
+  def _add_draft(self, draft: TrainedModel, given: SamplerSettings) -> TrainedModel:
+    """Returns this model combined with a smaller one that guesses its tokens; checks the settings of `decode` for it."""
+    if not isinstance(draft, TrainedModel):
+      raise ConfigError(f'decode: draft: expected a model, as open_run(...).load() returns, got {draft!r}')
+    refused = {
+      'lookup': 'the draft model guesses the tokens',
+      'beam_size': 'beam search takes no draft',
+      'adapters': 'a draft model guesses for a model without adapters',
+    }
+    for name, why in refused.items():
+      if (value := given.get(name)) is not None:
+        raise ConfigError(f'decode: {name} = {value}: {why}; leave out one of them')
+    self._check_unedited('draft')
     if self._drafted is None or self._drafted[0] is not draft:
       config = drafted_task(self.config.task, draft.config.task)
       tasks = TaskOnMesh.make_for_inference(config.instantiate(), self.tasks.mesh)
@@ -587,5 +515,4 @@ class TrainedModel:
     return step_of(task), rows, task.batch_size  # The step adds rows of zero weight.
 
   def _decode_rows(self, tasks: TaskOnMesh, batch: Mapping[str, Any], key: jax.Array) -> NestedDict:
-    decoded: NestedDict = self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded
-    return decoded
+    return self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded

@@ -55,8 +55,6 @@ class Trouble(NamedTuple):
   """Steps of a run with numerical trouble.
 
   Attributes:
-    first, last: the first and the last of these steps.
-    what: what was wrong, in words.
     action: 'skip', 'raise' or 'rollback'; or 'repeat', after a device gave wrong values, see `corruption.py`.
     batches: the states of the input before the batches of these steps.
     back_to: the step of the checkpoint that the run went back to, 0 for its start; None if it did not go back.
@@ -157,10 +155,7 @@ class TroubleWatch(Observer):
   """Decides what happens after a step that is not finite, or whose loss jumps, and records it.
 
   Args:
-    directory: the run's directory.
-    loss_spike: `task.train.loss_spike`.
     on_nonfinite: what the learner does with a step that is not finite.
-    first_step: the number of steps taken before this process.
     describe: returns the names of the examples of a batch, from the state of the input before it.
     losses: (step, loss) of the last steps before this process; None reads them from `losses.json`.
   """

@@ -47,11 +47,9 @@ class Part(NamedTuple):
   """Consecutive rows of a file.
 
   Attributes:
-    file: its path or URL.
     start, stop: the range of bytes in a file of lines, or of rows in a table.
     place: the number of the first line, from 1, or of the first row, from 0.
     first: the number of the first row among all rows of the input.
-    num_rows: how many rows it has.
     sha256: the hash of the bytes for a file of lines; '' for a table.
   """
 
@@ -105,9 +103,7 @@ def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
   """Returns what identifies a file, and its parts of at most `most` rows; reads the file once.
 
   Args:
-    file: its path or URL.
     first: the number of its first row among all rows of the input.
-    most: the largest number of rows in a part.
   """
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines

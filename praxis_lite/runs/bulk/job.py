@@ -17,14 +17,8 @@ class ShardJob:
   """Computes shards.
 
   Args:
-    ledger: the work.
-    compute: returns the results of the rows of a batch.
-    batch_size: the largest number of rows in a batch.
     keep: the names of the values of a row that are copied into its result.
     most_bad: how many rows may be bad; with more, the job fails.
-
-  Attributes:
-    num_bad: how many rows were bad.
   """
 
   def __init__(

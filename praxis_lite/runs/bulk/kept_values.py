@@ -37,7 +37,6 @@ class KeptValues:
   """Selects the values to keep from the rows of one shard.
 
   Args:
-    keep: the names of the values.
     format: the format of the result files, 'jsonl' or 'parquet'. A Parquet column has values of one kind.
   """
 

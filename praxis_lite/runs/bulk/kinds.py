@@ -62,9 +62,7 @@ def make_compute(
   """Returns a function that computes the results of rows; it raises UserError if a row or the model does not fit.
 
   Args:
-    model: the model.
     what: one of `KINDS`.
-    batch_size: the largest number of rows that the function gets.
     generation: settings of 'generate'; 'teach' takes its `top_k`.
     keep: names of values that are not passed to the model, unless the examples of the run have arrays of these names.
   """

@@ -12,17 +12,7 @@ from praxis_lite.runs.bulk.plan import ShardPlan, check_unchanged, make_plan
 
 
 class Ledger:
-  """The finished shards in a folder.
-
-  Args:
-    output: the path or URL of the folder.
-    plan: the plan of the results.
-    folder: the folder, opened.
-
-  Attributes:
-    output: as above.
-    plan: as above.
-  """
+  """The finished shards in a folder."""
 
   def __init__(self, output: str, plan: ShardPlan, folder: OutputFolder):
     self.output, self.plan, self._folder = output, plan, folder
@@ -35,8 +25,6 @@ class Ledger:
     """Returns the ledger of an output folder; makes and writes its plan, if there is none.
 
     Args:
-      output: the path or URL of the folder.
-      folder: the folder.
       paths: files of the input, see `list_inputs`.
       settings: the settings that the files depend on; `format` is the ending of their names.
       shard_rows: the largest number of rows in a shard.

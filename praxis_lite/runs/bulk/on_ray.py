@@ -27,8 +27,6 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
 
   Args:
     make: returns a function that computes a shard; called once in each actor, so it must be picklable.
-    shards: the numbers of the shards.
-    num_actors: how many actors there are.
     uses_gpus: whether each actor needs a GPU of its own, if the cluster has GPUs.
 
   Raises:

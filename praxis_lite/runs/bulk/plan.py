@@ -19,8 +19,6 @@ class ShardPlan(NamedTuple):
 
   Attributes:
     settings: what the results depend on besides the input: JSON values by name.
-    files: what identifies each file of the input.
-    shards: the rows of each shard.
   """
 
   settings: dict[str, Any]
@@ -59,8 +57,6 @@ def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
   """Cuts the rows of files into shards; reads each file once.
 
   Args:
-    paths: see `list_inputs`.
-    settings: see `ShardPlan`.
     shard_rows: the largest number of rows in a shard, all from one file.
 
   Raises:

@@ -24,8 +24,6 @@ class TokenizingJob:
   """Tokenizes shards. A row of the input is a document; a file of the output has rows of tokens, all of one shard.
 
   Args:
-    ledger: the work.
-    tokenizer: makes the tokens.
     field: name of the value of a row that is the text of the document.
     seq_len, packing: see `token_records`.
   """

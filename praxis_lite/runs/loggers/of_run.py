@@ -72,9 +72,7 @@ class LoggersOfRun(Hook):
   """The loggers of a run; a context manager that finishes them. A logger that fails is reported, and no longer called.
 
   Args:
-    loggers: see `build_loggers`.
     directory: the directory of the run, in which its config and launches are recorded before anything is logged.
-    report: prints a line.
   """
 
   def __init__(self, loggers: Sequence[Logger], directory: Path, report: Callable[[str], object]):

@@ -30,9 +30,6 @@ class Feed:
     data: the training input, already at the position to read from.
     put: puts a batch on the mesh; None leaves batches on the host.
     skip: batches to skip: the states of the input before each of them.
-    observers: measure how long the devices wait for input.
-    line: prints a line.
-    timeout_s: seconds to wait for a batch.
   """
 
   def __init__(
@@ -54,7 +51,6 @@ class Feed:
     """Waits for a batch or the end of the input; returns False if `stops()` becomes true before that.
 
     Args:
-      step: number of steps taken.
       last: an array that the last step computes. Only time after it is computed counts as waiting for input.
     """
     while not self._batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):

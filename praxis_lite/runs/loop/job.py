@@ -44,7 +44,6 @@ class RunPrograms(NamedTuple):
   """The programs of a training run, which have been traced without errors.
 
   Attributes:
-    tasks: the task on its mesh.
     partitioned: the task for the batches of the training input.
     steps: the train steps for all sizes of these batches.
     answers: completes these batches with answers of the model; None if they have no prompts to answer.
@@ -66,15 +65,8 @@ class TrainJob(NamedTuple):
   """What a run trains, where, and on which data.
 
   Attributes:
-    config, directory, options: the configs of the run, its directory, and how it is trained.
-    startup: the times of the phases before the first step.
     seed, keys: the source of all its random numbers.
-    task: the task that is trained.
-    programs: the steps of the task on its mesh.
-    decoding: programs for the inputs to decode.
-    inputs: the inputs.
     corruption: decides what the run does when devices disagree.
-    loggers: the loggers that get the metrics, besides the files of the run.
     lines: lines to print about what is trained, on which devices, and how.
   """
 

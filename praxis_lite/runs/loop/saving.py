@@ -38,9 +38,7 @@ class Saving(Observer):
   With several processes, a save that fails in one of them fails in all.
 
   Args:
-    checkpointer: saves in the background.
     true_shapes: the shapes of the state without padding.
-    line: prints a line.
   """
 
   def __init__(self, checkpointer: Checkpointer, true_shapes: TrainState, line: Callable[[str], object]):
@@ -154,12 +152,8 @@ class RunSaver:
   """Saves a run, with its position in the input and its progress.
 
   Attributes:
-    saving: saves the state.
     directory: the run's directory; nothing is saved if it is lost.
-    feed: knows the position in the input.
-    data: the manifest of the training input.
     watched: the metrics whose values are part of the progress.
-    writer: writes the metrics.
     observers: called before and after saves; they know the rest of the progress.
   """
 
@@ -207,8 +201,6 @@ class RunSaver:
     """Saves a run in another directory after its own was lost; returns a message that says where, and how to continue.
 
     Args:
-      run: the run, whose state is saved.
-      lost: the error that says how the directory was lost.
       make: makes a directory in which the run can continue; called unless the lost one was only moved.
     """
     self.saving.abandon(self.directory.path)

@@ -29,15 +29,11 @@ class Start(NamedTuple):
   """The state from which a run starts. The training input is already at the position for the next step.
 
   Attributes:
-    step: number of steps taken before.
     state: the train state after `step` steps, on the mesh; the first step donates it.
     is_restored: whether the state comes from a checkpoint or an emergency copy of this run.
-    checkpointer: the checkpoints of the run, for saving.
     lost_metrics: lines of metrics up to this step that could not be written to the disk.
-    progress: the saved progress; see `Progress`.
     data: the manifest of the files of the training input, as they are now.
     origins: lines that say where the variables come from, if they come from another run or an import.
-    notes: lines about checkpoints and copies.
   """
 
   step: int

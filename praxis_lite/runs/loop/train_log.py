@@ -44,10 +44,6 @@ class TrainLog(Observer):
   If several steps in a row are skipped, the console shows the first one, and then only their number.
 
   Args:
-    partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
-    console, writer: receive the logged steps.
-    startup: reported with the first step of this process.
-    first_step: steps taken before.
     rows_after: returns the number of rows in the batch that follows a state of the input; None if all batches are
       equal.
     observers: notified when the metrics of a step have been computed; they add figures to its summaries.

@@ -41,12 +41,7 @@ class TrainingLoop:
   """Trains a run until its last step, the end of its data, or a request to stop.
 
   Attributes:
-    job: what is trained, and how.
     directory: the run's directory; nothing is saved or evaluated if it is lost.
-    feed: yields the batches.
-    saver: saves the run.
-    observers: called after steps, before pauses and after evaluations.
-    stop: says whether a signal ends the run.
     done_at: the step at which each input was last evaluated or decoded, by split, including evaluations before a
       restart.
     metrics: the results of these evaluations, by split.

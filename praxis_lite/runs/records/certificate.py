@@ -36,17 +36,14 @@ class Prediction:
 
   Attributes:
     topology, chip: the chips, in the notation of `--topology`, and the name of one chip.
-    mesh: the size of each mesh axis.
     mode: 'compiled', or 'analytic' if the plan used formulas.
     step_seconds: seconds of a step; None if unknown.
     least_seconds, most_seconds: the range of `step_seconds`, from the errors of earlier plans; None if unknown.
-    peak_bytes: the peak memory of a device.
     waiting_seconds: seconds of a step in which devices wait for communication.
     fast_bytes, network_bytes: the bytes that each device sends in a step, over fast links and over the network between
       hosts.
     failure_seconds: mean seconds between failures of any chip; None if no failures are assumed, or the time of a step
       is unknown.
-    save_stall_seconds: seconds for which a save stalls the run.
     best_save_seconds: the best seconds of work between saves (Young, 1974; Daly, 2006).
   """
 
@@ -71,7 +68,6 @@ class MeasuredSteps(NamedTuple):
 
   Attributes:
     seconds: the typical time of a step, without waits for inputs.
-    num_steps: the number of steps measured.
     device_peak: the peak memory of a device in bytes; None if the platform does not report it.
     input_wait: the share of the time in which the run waited for inputs.
   """

@@ -43,7 +43,6 @@ def group_runs(
   """Returns the runs in groups of one experiment and one class of models, sorted by title.
 
   Args:
-    runs: the runs.
     metric, mode: see `metric_to_compare`; None decides for each group separately.
     sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; a '-' in front reverses the order.
     columns: the fields and metrics to show, by their paths or the ends of these; () shows the fields that differ. If
@@ -277,7 +276,6 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
   If the input of the metric differs between runs, the name is a pattern, such as `eval/*/accuracy`.
 
   Args:
-    runs: the runs.
     metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` on which the
       configs agree, or the metric of `early_stopping`, or else the loss. If several inputs have this metric, the input
       that most runs have is used.

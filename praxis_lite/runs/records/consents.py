@@ -51,7 +51,6 @@ def give_consent(record: str, files: Iterable[str]) -> None:
 
   Args:
     record: the digest of the content of `run.json`, which this process has written.
-    files: the absolute paths of Python files.
   """
   before, folder = _read(record), _folder()
   now = {file: [value] for file in files if (value := _digest_of(file))}

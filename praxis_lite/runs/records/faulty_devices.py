@@ -30,8 +30,6 @@ class FaultyDevice(NamedTuple):
   Attributes:
     step: the step at which wrong values were found.
     host, place: the name of its host, and its index among the devices of its process.
-    device: its name in messages.
-    what: what was found, in words.
     is_voted: whether a majority of devices has outvoted it; otherwise another device may be at fault.
     is_quarantined: whether runs with `--elastic` leave it out from now on.
     event: the number of the finding, from 1; devices that were suspected together share it. 0 in older records.

@@ -139,11 +139,7 @@ def goodput_line(seconds: Mapping[str, float], *, is_resumed: bool = False) -> s
 
 
 class SlowSteps:
-  """Finds steps that take more than `factor` times the median of earlier steps; None disables this.
-
-  Attributes:
-    count: the number of slow steps so far.
-  """
+  """Finds steps that take more than `factor` times the median of earlier steps; None disables this."""
 
   def __init__(self, factor: float | None):
     self._factor = factor

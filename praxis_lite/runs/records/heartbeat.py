@@ -33,7 +33,6 @@ class Heartbeat:
 
   Attributes:
     process, processes: the index of the process, and the number of processes.
-    pid, host: the id of the process, and the name of its host.
     time, started: when the heartbeat was written, and when the process began, in seconds since 1970.
     step, total_steps: the number of steps taken so far, and of the whole run.
     rate: recent steps per second; 0 if unknown.
@@ -71,8 +70,6 @@ class HeartbeatFile:
   """Writes the heartbeat of this process from a thread.
 
   Args:
-    directory: the run's directory.
-    process: index of this process.
     current: returns the content to write; called in the thread.
   """
 

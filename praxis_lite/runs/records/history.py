@@ -57,10 +57,8 @@ class Attempt(NamedTuple):
   Attributes:
     began, ended: seconds since 1970; `ended` is the last sign of life of an attempt that was killed.
     first_step, last_step: the number of steps taken at its beginning and at its end.
-    processes: the number of processes.
     how: how it ended; 'killed' if no process has recorded the end, '' if it goes on.
     seconds: seconds by activity, as in `goodput.py`; steps that a later attempt repeated still count as productive.
-    events: what happened during the attempt, in order.
   """
 
   began: float
@@ -128,9 +126,7 @@ def attempts_of(events: Sequence[RunEvent], beat: Heartbeat | None, *, is_alive:
   """Returns the attempts of a run in order.
 
   Args:
-    events: the history.
     beat: the last heartbeat of process 0, which says more about the last attempt than the history; None without one.
-    is_alive: whether process 0 is alive.
   """
   starts = [i for i, event in enumerate(events) if event.kind == 'started']
   found: list[Attempt] = []

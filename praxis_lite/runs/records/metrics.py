@@ -85,7 +85,6 @@ class EvalResult(NamedTuple):
   """The metrics of one pass over an input.
 
   Attributes:
-    step: number of steps taken.
     split: 'eval/<input>' or 'decode/<input>'.
     metrics: numbers by name; if read from a file, they were expanded by `expand_scalars`.
   """
@@ -169,8 +168,6 @@ class SummaryWriter:
     If this fails, for example because the disk is full, it is reported, and the values are written with later ones.
 
     Args:
-      step: number of steps taken.
-      split: 'train', 'eval/<input>' or 'decode/<input>'.
       metrics: numbers, or arrays whose leading dimensions are layers, for which `name` becomes `name/0`, `name/1`, ...
       summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
         kinds only to the event files.

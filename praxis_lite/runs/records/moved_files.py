@@ -21,7 +21,6 @@ def find_moved_files(config: ExperimentConfig, directory: Path) -> None:
 
   Args:
     config: the recorded configs of the run, which are changed.
-    directory: the present directory of the run.
   """
   for top in (*config.datasets, *config.decode_datasets):
     for tokenizer in nested_configs(top):

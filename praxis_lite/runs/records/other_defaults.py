@@ -68,7 +68,6 @@ def compare_defaults(
   """Compares a recorded config with the defaults of today's code.
 
   Args:
-    roots: the config, as it was read.
     edited: paths of the fields whose values differed from the defaults when the config was recorded.
     text: the text of the config when it was recorded; '' if it is missing.
     other: the fields that reading the config has found to be gone, new or unreadable.

@@ -52,7 +52,6 @@ class RunRecord:
   """The record in a run directory.
 
   Attributes:
-    directory: the run directory.
     launches: the processes that wrote to it, in order.
     text: the config as text, with the defaults of the code that wrote it, but with today's names of modules that moved.
     lost: the reason for each field of the config that was left out, by the field's path.
@@ -183,8 +182,6 @@ def write_record(
   Call it in only one process of a run. The files appear complete or not at all.
 
   Args:
-    job_log_dir: the run directory, which exists.
-    config: configs of the run.
     seed, mesh, step: see `Launch`.
     command: the command line; None uses the command line of this process.
     keeps_record: whether to leave an existing record unchanged, and only report how the config differs from it.
@@ -251,7 +248,6 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   """Returns the record of a run directory. Its config is decoded when it is first used.
 
   Args:
-    job_log_dir: the run directory.
     trusted: further modules, packages or Python files whose code the config may name.
 
   Raises:

@@ -41,8 +41,6 @@ class RunInputs(NamedTuple):
 
   Attributes:
     config: the configs of the run, with the vocabulary that its directory keeps.
-    training: the training input.
-    evaluation, decoding: the inputs to evaluate and to decode.
     decoded_in_training: `decoding` if the task decodes at intervals; otherwise ().
     vocabulary: the characters of the run's tokenizer, in the order of their ids, which its directory keeps; None for
       other kinds of tokenizers, or without a directory.
@@ -62,7 +60,6 @@ def build_run_inputs(
   """Builds the inputs of a training run, and lets its model check a batch of each.
 
   Args:
-    config, task: the configs of the run, and its task.
     directory: the run's directory; None for a run without one.
     built: the inputs, if they have been built before; see `build_all`.
 

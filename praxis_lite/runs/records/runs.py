@@ -29,11 +29,9 @@ class RunState(NamedTuple):
   """The progress and the results of a run.
 
   Attributes:
-    directory: the run directory.
     step, num_steps: the last step in the run's files, and the number of steps in its config, if known.
     is_running: whether a process is training in the directory.
     written: when the run last wrote something, in seconds since 1970.
-    metrics: all metrics that the run has written.
     fields: the values of its recorded config, by path, and its seed; empty if it has no record.
     experiment: the experiment named in the command line, such as 'lm.StdlibLm', or 'mine' if only its file mine.py was
       named; '' if unknown.

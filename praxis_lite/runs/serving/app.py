@@ -50,8 +50,6 @@ class Served(NamedTuple):
   """The model that is served, and the limits of requests.
 
   Attributes:
-    name: the name of the model.
-    tokenizer: the tokenizer of the model; None if it has none.
     most_top: how many of the most probable tokens a request may ask for at each position.
     most_bytes: the largest size of a request's body, in bytes.
     timeout_s: the most seconds that a request may take, including sending its answer.

@@ -88,7 +88,6 @@ class Engine:
 
   Args:
     batcher: the batcher, which nobody else may use.
-    tokenizer: the tokenizer of the model; None if it has none.
     most_waiting: how many requests may wait for a row; further ones are refused at once.
     draws_seeds: whether a request without a seed gets a random one; otherwise it gets the seed of the model.
 
@@ -143,7 +142,6 @@ class Engine:
     """Adds a request.
 
     Args:
-      asked: the prompt and its settings.
       send: called with each event, in the thread of the engine; it must return at once and raise no error.
 
     Raises:

@@ -38,9 +38,7 @@ class Replies:
   """The replies to one request.
 
   Args:
-    model: the name of the model.
     tokenizer: gives the names of tokens; None names them by their ids.
-    is_chat: whether the request is a chat.
     num_top: see `Asked`.
     has_usage: see `Asked`; if True, all pieces but the last have null as `usage`.
   """

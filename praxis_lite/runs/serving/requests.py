@@ -15,8 +15,6 @@ class RequestError(Exception):
   """The error with which a request is answered.
 
   Attributes:
-    message: what is wrong, and what would be right.
-    status: the HTTP status.
     field: the field that is wrong; None if the error is not about a field.
     code: OpenAI's code of the error; None without one.
   """
@@ -37,7 +35,6 @@ class Asked(NamedTuple):
 
   Attributes:
     prompt: a text or tokens; in a chat, the messages, each with `role` and `content`.
-    is_chat: whether the request is a chat.
     max_tokens, temperature, top_p, seed, stop: see `Batcher.submit`.
     is_stream: whether the answer is sent in pieces.
     has_usage: whether the last piece contains the numbers of tokens.
@@ -112,8 +109,6 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adap
   """Returns the prompt and settings of a request.
 
   Args:
-    body: the JSON of the request.
-    is_chat: whether the request was sent to the route for chats.
     model: the name of the model, which the request may omit.
     most_top: see `Served`.
     adapters: the names of adapters, which a request may give as its model.

@@ -14,7 +14,6 @@ class ServedText:
   Args:
     tokenizer: decodes the tokens; None returns '' for any tokens.
     prompt: the tokens before the continuation.
-    stops: the stop texts.
     stop_ids: tokens that end the continuation, and are not part of the text.
   """
 
