@@ -134,11 +134,7 @@ class Agreement:
   # ---------------------------------------------------------------- ways
 
   def list_ways(self, cache_dtype: str | None = None) -> list[Way]:
-    """Returns the built-in ways.
-
-    Args:
-      cache_dtype: also decode with caches of this dtype.
-    """
+    """Returns the built-in ways, and with `cache_dtype` also decoding with caches of this dtype."""
     plain, exact, in_float32 = self.model, self.exact, self.exact is not self.model
     ways = [Way('one pass, as in evaluation', lambda: self.score(plain), lambda: self.values_in_one_pass(plain))]
     if in_float32:

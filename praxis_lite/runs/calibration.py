@@ -166,11 +166,7 @@ def _sum_over_batches(
 
 
 class _InputTaps(StepTaps):
-  """Taps on the inputs of weights.
-
-  Args:
-    with_gram: whether products of pairs of inputs are summed, too.
-  """
+  """Taps on the inputs of weights; `with_gram` also sums products of pairs of inputs."""
 
   def __init__(self, model: BaseModel, points: Mapping[str, _Point], *, with_gram: bool):
     super().__init__([], model.abstract_init(), None)

@@ -26,11 +26,7 @@ _SHOWN = 5
 
 
 class DeterminismError(CorruptionError):
-  """The same step with the same arguments gave different bits.
-
-  Attributes:
-    what: what was found, without the remedy.
-  """
+  """The same step with the same arguments gave different bits; `what` says where, without the remedy."""
 
   def __init__(self, what: str):
     super().__init__(

@@ -45,10 +45,7 @@ class KnownTexts(NamedTuple):
 
 
 def texts_of_tokens(rows: Sequence[Sequence[int]], most_tokens: int) -> KnownTexts:
-  """Returns texts of different lengths, each cut into a context, about a third of it, and a continuation.
-
-  Args:
-    rows: the tokens of each text; texts shorter than `LEAST_TOKENS` are left out.
+  """Returns the texts of `LEAST_TOKENS` or more, cut to different lengths, and into a context and a continuation.
 
   Raises:
     UserError: no text is long enough.

@@ -62,11 +62,7 @@ def check_hooks(hooks: object) -> None:
 
 
 class Hooks(Observer):
-  """Calls hooks, and names the one that raises.
-
-  Args:
-    stop_all: makes all processes stop after the same step; None if there is only one process.
-  """
+  """Calls hooks, and names the one that raises; then `stop_all`, if there are several processes, stops all of them."""
 
   def __init__(
     self,

@@ -156,11 +156,7 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
 
 
 def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
-  """Returns hints about what is wrong with a batch.
-
-  Args:
-    batch: the batch of a step that was not finite, on the host.
-  """
+  """Returns hints about what is wrong with the batch, on the host, of a step that was not finite."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
   bad = [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]
   if bad:

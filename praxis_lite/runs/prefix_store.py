@@ -18,11 +18,7 @@ def count_common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclasses.dataclass
 class _Place:
-  """A slot of the store.
-
-  Attributes:
-    last_used: a counter value, larger for slots that were written or read later; 0 for a slot that was never used.
-  """
+  """A slot of the store: the tokens of its row, and a counter, larger for slots that were used later."""
 
   ids: list[int] = dataclasses.field(default_factory=list)
   last_used: int = 0
@@ -41,11 +37,7 @@ class PrefixStore:
     self._least, self._uses = least, 0
 
   def keep(self, ids: Sequence[int], but: int | None = None) -> int | None:
-    """Returns the slot into which the caller must copy a row with these tokens; None if the row need not be kept.
-
-    Args:
-      but: a slot that must not be replaced, because it is read next; None for no such slot.
-    """
+    """Returns the slot, other than `but`, to copy a row with these tokens into; None if the row need not be kept."""
     common = [count_common(place.ids, ids) for place in self._places]
     free = [i for i in range(len(self._places)) if i != but]
     if len(ids) < self._least or not free or max(common) == len(ids):

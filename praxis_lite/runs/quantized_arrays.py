@@ -217,11 +217,7 @@ class _Pruned(_OfParts):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpreadPart(_OfParts):
-  """The integer, the scale, or the zero point of each entry of a weight; see `spread_streamed`.
-
-  Attributes:
-    kind: 'integers', 'scale' or 'zero'.
-  """
+  """The 'integers', the 'scale', or the 'zero' point of each entry of a weight; see `spread_streamed`."""
 
   stored: QuantizedWeight
   kind: str

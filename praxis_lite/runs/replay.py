@@ -43,10 +43,7 @@ _SHOWN = 5
 def trace_on_one_device(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> Trace:
-  """Computes the loss and the gradients of a step on one device, one operation at a time.
-
-  Args:
-    state, prng_key, batch: the arguments of the step, which are not donated.
+  """Computes the loss and the gradients of a step on one device, one operation at a time; donates no argument.
 
   Raises:
     ConfigError: there are several hosts, so one device cannot receive all arrays.

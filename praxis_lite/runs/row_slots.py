@@ -43,11 +43,7 @@ class TakenRow(NamedTuple):
 
 
 class RowSlots:
-  """The rows of a batcher.
-
-  Args:
-    reuses_prefixes: whether prompts copy prefixes from other rows.
-  """
+  """The rows of a batcher; with `reuses_prefixes`, prompts copy prefixes from other rows."""
 
   def __init__(self, num_rows: int, reuses_prefixes: bool = True):
     self._rows = [_Row() for _ in range(num_rows)]

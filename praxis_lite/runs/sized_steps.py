@@ -13,11 +13,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 
 class SizedSteps:
-  """The train steps of a task for each size of its batches.
-
-  Args:
-    tasks: the task partitioned for batches of each size, the smallest first.
-  """
+  """The train steps of a task, partitioned for batches of each size, the smallest first."""
 
   def __init__(self, tasks: Sequence[PartitionedTask]):
     self._tasks = tasks

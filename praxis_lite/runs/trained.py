@@ -466,7 +466,7 @@ class TrainedModel:
   # ---------------------------------------------------------------- how
 
   def _add_draft(self, draft: TrainedModel, given: SamplerSettings) -> TrainedModel:
-    """Returns this model combined with a smaller one that guesses its tokens; checks the settings of `decode` for it."""
+    """Returns this model combined with a smaller one that guesses its tokens; checks that settings of `decode` fit."""
     if not isinstance(draft, TrainedModel):
       raise ConfigError(f'decode: draft: expected a model, as open_run(...).load() returns, got {draft!r}')
     refused = {

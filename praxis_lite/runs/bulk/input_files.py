@@ -100,11 +100,7 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
 
 
 def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
-  """Returns what identifies a file, and its parts of at most `most` rows; reads the file once.
-
-  Args:
-    first: the number of its first row among all rows of the input.
-  """
+  """Returns what identifies a file, whose first row has the number `first`, and its parts of at most `most` rows."""
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines
   with open_input(file) as opened, _one_line_errors(file):

@@ -34,11 +34,7 @@ def refuse_name(name: str, what: str = '') -> UserError:
 
 
 class KeptValues:
-  """Selects the values to keep from the rows of one shard.
-
-  Args:
-    format: the format of the result files, 'jsonl' or 'parquet'. A Parquet column has values of one kind.
-  """
+  """Selects the values to keep from the rows of one shard. In the format 'parquet', a column has values of one kind."""
 
   def __init__(self, keep: Sequence[str], format: str):
     self._keep, self._format = keep, format

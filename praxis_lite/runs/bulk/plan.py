@@ -15,11 +15,7 @@ _VERSION = 1
 
 
 class ShardPlan(NamedTuple):
-  """The work on the rows of files.
-
-  Attributes:
-    settings: what the results depend on besides the input: JSON values by name.
-  """
+  """The work on the rows of files; `settings` are JSON values on which the results depend besides the input."""
 
   settings: dict[str, Any]
   files: list[InputFile]
@@ -54,10 +50,7 @@ class ShardPlan(NamedTuple):
 
 
 def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int) -> ShardPlan:
-  """Cuts the rows of files into shards; reads each file once.
-
-  Args:
-    shard_rows: the largest number of rows in a shard, all from one file.
+  """Cuts the rows of each file into shards of at most `shard_rows`; reads each file once.
 
   Raises:
     DataError: a file cannot be read, or there are no rows.

@@ -30,11 +30,7 @@ def gather_paths(text: str) -> list[str]:
 
 
 class LostDirectoryError(UserError):
-  """The directory of a run was moved or deleted while it trained, or another one is in its place.
-
-  Attributes:
-    moved_to: the new path of the directory; None if it was deleted.
-  """
+  """The directory of a run was deleted while it trained, or moved to `moved_to`, or another one is in its place."""
 
   def __init__(self, message: str, moved_to: Path | None):
     super().__init__(message)

@@ -33,11 +33,7 @@ def digest(content: bytes) -> str:
 
 
 def consented_files(record: str) -> dict[str, bool]:
-  """Returns, for each of this user's files that a run names, whether the user has consented to its present content.
-
-  Args:
-    record: the digest of the content of `run.json`.
-  """
+  """Returns the user's files that the run with this digest of `run.json` names, and whether their content is trusted."""
   return {file: _digest_of(file) in digests for file, digests in _read(record).items()}
 
 

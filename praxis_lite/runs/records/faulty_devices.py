@@ -73,11 +73,7 @@ def place_of(device: jax.Device) -> int:
 def leave_out_quarantined(
   devices: Sequence[jax.Device], directory: Path, seats: Sequence[Seat]
 ) -> tuple[list[jax.Device], list[str]]:
-  """Returns the devices that are not quarantined, and the names of the others; all processes call this.
-
-  Args:
-    seats: where each process runs, by the index of the process.
-  """
+  """Returns the devices that are not quarantined, and the names of the others; `seats` are those of all processes."""
   quarantined = [known for known in read_faulty_devices(directory) if known.is_quarantined]
   healthy, out = [], []
   for device in devices:

@@ -67,11 +67,7 @@ class Heartbeat:
 
 
 class HeartbeatFile:
-  """Writes the heartbeat of this process from a thread.
-
-  Args:
-    current: returns the content to write; called in the thread.
-  """
+  """Writes the heartbeat of this process from a thread, which calls `current` for its content."""
 
   def __init__(self, directory: Path, process: int, current: Callable[[], Heartbeat]):
     self._directory, self._name = KnownFolder(directory), f'{process}.json'

@@ -17,11 +17,7 @@ _PATH_FIELDS: dict[object, str] = {HfTokenizer: 'path', SentencePieceTokenizer: 
 
 
 def find_moved_files(config: ExperimentConfig, directory: Path) -> None:
-  """Changes the paths of tokenizers whose files are gone from a run's folder to the files that this run keeps.
-
-  Args:
-    config: the recorded configs of the run, which are changed.
-  """
+  """Changes, in a recorded config, the paths of tokenizers whose files are gone to the files that the run keeps."""
   for top in (*config.datasets, *config.decode_datasets):
     for tokenizer in nested_configs(top):
       field = _PATH_FIELDS.get(target(tokenizer), '')
