@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -136,47 +137,29 @@ class Agreement:
   def list_ways(self, cache_dtype: str | None = None) -> list[Way]:
     """Returns the built-in ways, and with `cache_dtype` also decoding with caches of this dtype."""
     plain, exact, in_float32 = self.model, self.exact, self.exact is not self.model
-    ways = [Way('one pass, as in evaluation', lambda: self.score(plain), lambda: self.values_in_one_pass(plain))]
+    ways = [Way('one pass, as in evaluation', partial(self.score, plain), partial(self.values_in_one_pass, plain))]
     if in_float32:
       ways.append(self._way_of_decoding('cached decoding', plain, is_exact=False))
     suffix = ', in float32' if in_float32 else ''
     ways.append(self._way_of_decoding(f'cached decoding{suffix}', exact))
-    paged = change_model(exact, lambda task: _set_everywhere(task, 'cache_page_size', PAGE_SIZE))
     if has_field(exact.config.task.model, 'cache_page_size'):
+      paged = change_model(exact, lambda task: _set_everywhere(task, 'cache_page_size', PAGE_SIZE))
       ways.append(self._way_of_decoding(f'decoding in pages of {PAGE_SIZE} slots{suffix}', paged))
     if cache_dtype is not None:
       stored = change_model(exact, lambda task: _set_everywhere(task, 'cache_dtype', cache_dtype))
-      ways.append(
-        self._way_of_decoding(f'decoding with {cache_dtype} caches{suffix}', stored)._replace(cache_dtype=cache_dtype)
-      )
-    chunk = 8
-    ways.append(
-      Way(
-        f'a batcher, contexts in chunks of {chunk}{suffix}',
-        lambda: batch_texts(exact, self.texts, chunk=chunk),
-        lambda: self._values_in_decoding(exact, True, chunk),
-        is_exact=True,
-      )
-    )
+      way = self._way_of_decoding(f'decoding with {cache_dtype} caches{suffix}', stored)
+      ways.append(way._replace(cache_dtype=cache_dtype))
+    name, values = f'a batcher, contexts in chunks of 8{suffix}', partial(self._values_in_decoding, exact, True, 8)
+    ways.append(Way(name, partial(batch_texts, exact, self.texts, chunk=8), values, is_exact=True))
     if self.model.tasks.mesh.size > 1:
       alone = move_to_one_device(exact)
-      ways.append(
-        Way(
-          f'one pass on one device{suffix}',
-          lambda: self.score(alone),
-          lambda: self.values_in_one_pass(alone),
-          is_exact=True,
-        )
-      )
+      name, values = f'one pass on one device{suffix}', partial(self.values_in_one_pass, alone)
+      ways.append(Way(name, partial(self.score, alone), values, is_exact=True))
     return ways
 
   def _way_of_decoding(self, name: str, model: TrainedModel, is_exact: bool = True) -> Way:
-    return Way(
-      name,
-      lambda: decode_texts(model, self.texts),
-      lambda: self._values_in_decoding(model, False, None),
-      is_exact=is_exact,
-    )
+    values = partial(self._values_in_decoding, model, False, None)
+    return Way(name, partial(decode_texts, model, self.texts), values, is_exact=is_exact)
 
   # ---------------------------------------------------------------- computing
 
@@ -195,10 +178,7 @@ class Agreement:
     """Returns the log-probabilities of a training step, or of evaluation if that is impossible; `note` says why."""
 
     def run(batch: Rows) -> dict[str, np.ndarray]:
-      predictions: dict[str, np.ndarray] = model._run_by_rows(
-        model.tasks, batch, lambda task: task.score_training_step
-      ).predictions
-      return predictions
+      return model._run_by_rows(model.tasks, batch, lambda task: task.score_training_step).predictions
 
     own = getattr(type(model.layer), 'compute_predictions', None)
     if own not in (LanguageModel.compute_predictions, EncoderDecoderModel.compute_predictions):
@@ -327,11 +307,9 @@ def _perturb(stored: NestedDict, seed: int) -> NestedDict:
       if jnp.issubdtype(x.dtype, jnp.floating):
         signs = jax.random.rademacher(jax.random.fold_in(jax.random.key(seed), i), x.shape, x.dtype)
         leaves[i] = x * (1 + signs * jnp.finfo(x.dtype).eps)
-    perturbed: NestedDict = jax.tree.unflatten(structure, leaves)
-    return perturbed
+    return jax.tree.unflatten(structure, leaves)
 
-  perturbed: NestedDict = jax.jit(change, out_shardings=jax.tree.map(lambda x: x.sharding, stored))(stored)
-  return perturbed
+  return jax.jit(change, out_shardings=jax.tree.map(lambda x: x.sharding, stored))(stored)
 
 
 def _epsilon(dtype: str) -> float:

@@ -55,7 +55,6 @@ class AnswerSampling:
     self._step.trace()
 
   def compile(self) -> None:
-    """Compiles the step."""
     self._step.compile()
 
   def complete(self, mdl_vars: NestedDict, global_step: jax.Array, batch: Rows) -> NestedDict:

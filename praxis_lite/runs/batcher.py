@@ -35,7 +35,15 @@ from praxis_lite.models.decoding.sampling import MOST_TEMPERATURE, NO_TOP_P
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.prefix_store import PrefixStore
 from praxis_lite.runs.programs import TaskOnMesh
-from praxis_lite.runs.prompts import OF_OTHER_DECODERS, Sampling, check_ids, encode_prompt, prompt_batch, stop_ids
+from praxis_lite.runs.prompts import (
+  OF_OTHER_DECODERS,
+  Sampling,
+  check_ids,
+  encode_prompt,
+  prompt_batch,
+  require_tokenizer,
+  stop_ids,
+)
 from praxis_lite.runs.records.run_config import check_seed
 from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import LEAST_SHARED, RowSlots
@@ -334,7 +342,6 @@ class Batcher:
 
   @property
   def num_waiting(self) -> int:
-    """How many requests wait for a row."""
     return len(self._waiting)
 
   @property
@@ -468,10 +475,7 @@ class Batcher:
     self._slots.release(request._row)
 
   def _tokenizer(self) -> BaseTokenizer:
-    tokenizer = self._find_tokenizer()
-    if tokenizer is None:
-      raise UserError('submit: texts need a dataset with a tokenizer, but there is none; pass a list of tokens')
-    return tokenizer
+    return require_tokenizer(self._find_tokenizer(), 'submit: ', 'pass a list of tokens')
 
 
 def check_setting(name: str, of_decode: Collection[str]) -> None:

@@ -47,7 +47,6 @@ class Console:
     """Records that a step was taken; prints no line."""
 
   def line(self, text: str) -> None:
-    """Prints `text` as a line."""
     if self._enabled:
       print(printable(text), file=self._stream, flush=True)
 

@@ -35,9 +35,9 @@ class TextConstraint(Constraint):
     self._end = np.arange(tokenizer.vocab_size) == self.eos_id
     wrapped = _LlTokenizer(tokenizer)
     self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(wrapped))
-    wrong = library.LLMatcher.validate_grammar(grammar, self._tokenizer)
-    if wrong:
-      raise ConfigError(f'{where}: {_reason(wrong)}')
+    if wrong := library.LLMatcher.validate_grammar(grammar, self._tokenizer):
+      why = re.search(r'^error: (.*)', wrong, re.MULTILINE)  # For an expression that cannot be parsed.
+      raise ConfigError(f'{where}: {why[1] if why else first_line(ValueError(wrong))}')
     self._matchers: collections.OrderedDict[tuple[int, ...], Any] = collections.OrderedDict()
     self._matchers[()] = library.LLMatcher(self._tokenizer, grammar)
     self._bits = library.numpy
@@ -156,12 +156,6 @@ def json_constraint(
   return TextConstraint(known, grammar, where)
 
 
-def _reason(text: str) -> str:
-  """Returns llguidance's error in one line; for an expression that cannot be parsed, the line with the reason."""
-  why = re.search(r'^error: (.*)', text, re.MULTILINE)
-  return why[1] if why else first_line(ValueError(text))
-
-
 def _check_tokenizer(tokenizer: BaseTokenizer | None, where: str) -> BaseTokenizer:
   """Returns a tokenizer; raises UserError if there is none."""
   if tokenizer is None:
@@ -204,10 +198,7 @@ class _LlTokenizer:
       if b''.join(self._texts[i] for i in ids) == text:
         return ids
     found: list[int] = []
-    while text:
-      size = next((n for n in range(self._longest, 0, -1) if text[:n] in self._ids), 0)
-      if not size:
-        break
+    while size := next((n for n in range(self._longest, 0, -1) if text[:n] in self._ids), 0):
       found.append(self._ids[text[:size]])
       text = text[size:]
     return found

@@ -181,8 +181,7 @@ class ReplicaWatch(Observer):
     if self._pending is None:
       return
     (step, table), self._pending = self._pending, None
-    differences = self._sums.compare(np.asarray(table.addressable_data(0)))
-    if differences:
+    if differences := self._sums.compare(np.asarray(table.addressable_data(0))):
       raise self._policy.answer(self._describe(step, differences))
     self._clean = step
 

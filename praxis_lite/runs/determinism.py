@@ -73,8 +73,7 @@ def bit_differences(first: TrainState, second: TrainState) -> list[str]:
   others = leaves_by_path(second)
   for path, a in leaves_by_path(first).items():
     for one, other in zip(a.addressable_shards, others[path].addressable_shards, strict=True):
-      count = int(_count_differences(one.data, other.data))
-      if count:
+      if count := int(_count_differences(one.data, other.data)):
         device = f'device {one.device.id} ({one.device.device_kind})'
         found.append(f'{device}, {count} of {number_of(one.data.size, "value")} of {path_name(path)}')
   return sorted(found)

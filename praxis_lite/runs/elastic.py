@@ -41,12 +41,10 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   used = math.prod(smaller.values())
   result = task.clone()
   result.ici_mesh_shape = tuple(smaller.values())
-  factor = math.ceil(needed / used)
-  learner = result.train.learner
+  factor, learner = math.ceil(needed / used), result.train.learner
   before = learner.num_microbatches
   learner.num_microbatches = before * factor
   return result, (
-    f'{number_of(num_devices, "device")} for a mesh of {needed}: {format_axes(sizes)} becomes '
-    f'{format_axes(smaller)}, and '
-    f'num_microbatches {before} becomes {before * factor}; the global batch is the same'
+    f'{number_of(num_devices, "device")} for a mesh of {needed}: {format_axes(sizes)} becomes {format_axes(smaller)}, '
+    f'and num_microbatches {before} becomes {before * factor}; the global batch is the same'
   )

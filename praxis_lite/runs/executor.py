@@ -203,7 +203,6 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
 
 def _advise(job: TrainJob) -> Iterator[str]:
-  """Yields the lines of the option `advise`."""
   if job.options.advise is not None:
     yield from job.options.advise(job.task, job.inputs.training.batch_struct())
     job.startup.mark('check')

@@ -123,10 +123,9 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
     remedy = 'pass a smaller max_tokens (--max_tokens) and' if tokens > positions else remedy
     which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
     raise ConfigError(
-      f'max_tokens: prompts of {number_of(length, "token")} (prompt_length) and {number_of(tokens, "token")} '
-      f'after them (max_tokens{which}) need '
-      f'{number_of(length + tokens - 1, "position")}, and the model has {positions}; {remedy} a smaller prompt_length '
-      '(--prompt_length)'
+      f'max_tokens: prompts of {number_of(length, "token")} (prompt_length) and {number_of(tokens, "token")} after '
+      f'them (max_tokens{which}) need {number_of(length + tokens - 1, "position")}, and the model has {positions}; '
+      f'{remedy} a smaller prompt_length (--prompt_length)'
     )
   path = user_path(directory)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -141,16 +140,14 @@ def _check_source_and_target(model: Any, settings: ExportSettings, positions: in
   most, tokens = model.most_prompt_tokens(), _max_tokens(model, settings)
   if most is not None and settings.prompt_length > most:
     raise ConfigError(
-      f'prompt_length: the sources of {number_of(settings.prompt_length, "token")} are longer than the model '
-      'can read; pass at most '
-      f'{most} (--prompt_length)'
+      f'prompt_length: the sources of {number_of(settings.prompt_length, "token")} are longer than the model can read; '
+      f'pass at most {most} (--prompt_length)'
     )
   if positions is not None and tokens > positions:
     which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
     raise ConfigError(
       f'max_tokens: targets of {number_of(tokens, "token")}{which} need as many positions, and the model has '
-      f'{positions}; pass at '
-      f'most {positions} (--max_tokens)'
+      f'{positions}; pass at most {positions} (--max_tokens)'
     )
 
 
@@ -195,7 +192,8 @@ def export_model(
       signature = exported.seal_signature(_signature(programs, flat, about), written)
       (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
       shutil.copyfile(exported.__file__, written / 'load.py')
-      (written / 'README.md').write_text(_readme(programs, settings, _first_position(model)), encoding='utf-8')
+      first_position = '1' if model.prompts_are_sources else '`lengths`'  # Of the tokens after a prompt.
+      (written / 'README.md').write_text(_readme(programs, settings, first_position), encoding='utf-8')
       if out.exists():
         out.rmdir()
       os.replace(written, out)
@@ -223,7 +221,7 @@ def _forward_program(
     raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} get the same name; rename one')
 
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
-    ones = jnp.ones(_like(inputs, weights.shape), weights.dtype)
+    ones = jnp.ones((next(iter(inputs.values())).shape[0], *weights.shape[1:]), weights.dtype)
     rows = nest({('weights',): ones, **{paths[name]: x for name, x in inputs.items()}})
     # Models that draw random numbers in predictions draw the same ones in each call.
     out, _ = model.apply(_variables(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
@@ -300,7 +298,7 @@ def _export(
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
     reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
-    able = [p for p in settings.platforms if _can_be_exported(function, (p,), shapes, inputs)]
+    able = [p for p in settings.platforms if _works(lambda p=p: guarded_export(function, (p,))(shapes, inputs))]
     fewer = f', or one platform: {" or ".join(able)}' if able else ''
     raise ConfigError(
       f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
@@ -309,9 +307,9 @@ def _export(
   return _Program(name, inputs, program)
 
 
-def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], variables: Arrays, inputs: Arrays) -> bool:
+def _works(call: Callable[[], object]) -> bool:
   try:
-    guarded_export(function, platforms)(variables, inputs)
+    call()
   except Exception:
     return False
   return True
@@ -319,23 +317,17 @@ def _can_be_exported(function: ExportedFunction, platforms: tuple[str, ...], var
 
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
   """Whether a function can be traced with a batch size of 2; called if a symbolic batch size has failed."""
-  known = {
-    n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
-  }
-  try:
-    jax.eval_shape(function, variables, known)
-  except Exception:
-    return False
-  return True
+  known = {n: jax.ShapeDtypeStruct(_known(x.shape, 2), x.dtype) for n, x in inputs.items()}
+  return _works(lambda: jax.eval_shape(function, variables, known))
+
+
+def _known(shape: Sequence[Any], size: int | None) -> list[int | None]:
+  """Returns a shape with `size` in place of a symbolic batch size."""
+  return [dim if isinstance(dim, int) else size for dim in shape]
 
 
 def _batch_dim(settings: ExportSettings) -> Any:
   return export.symbolic_shape(_BATCH)[0] if settings.batch_size is None else settings.batch_size
-
-
-def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
-  """Returns `shape` with its first entry replaced by the batch size of `inputs`."""
-  return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 
 def _variables(flat: Arrays) -> NestedDict:
@@ -369,17 +361,13 @@ def _write_saved_model(path: Path, programs: Sequence[_Program], variables: Arra
     def run(**inputs: Any) -> Any:
       return call({name: variable.value() for name, variable in module.model_variables.items()}, inputs)
 
-    specs = {name: tf.TensorSpec(_tf_shape(x), x.dtype, name=name) for name, x in program.inputs.items()}
+    specs = {name: tf.TensorSpec(_known(x.shape, None), x.dtype, name=name) for name, x in program.inputs.items()}
     return tf.function(run, autograph=False).get_concrete_function(**specs)
 
   signatures = {program.name: signature(program) for program in programs}
   if len(signatures) == 1:  # Servers use this name for requests that name no program.
     signatures['serving_default'] = signatures[programs[0].name]
   tf.saved_model.save(module, str(path), signatures=signatures)
-
-
-def _tf_shape(x: Any) -> list[int | None]:
-  return [d if isinstance(d, int) else None for d in x.shape]
 
 
 def _signature(programs: Sequence[_Program], variables: Arrays, about: Mapping[str, object]) -> dict[str, object]:
@@ -413,19 +401,13 @@ def _readme(programs: Sequence[_Program], settings: ExportSettings, first_positi
   first = programs[0]
   size = 2 if settings.batch_size is None else settings.batch_size
   zeros = ', '.join(
-    f"'{name}': np.zeros({tuple(d if isinstance(d, int) else size for d in x.shape)}, '{x.dtype}')"
-    for name, x in first.inputs.items()
+    f"'{name}': np.zeros({tuple(_known(x.shape, size))}, '{x.dtype}')" for name, x in first.inputs.items()
   )
   if 'stablehlo' in settings.formats:
     parts.append(_README_JAX.format(name=first.name, inputs=zeros))
   if 'saved_model' in settings.formats:
     parts.append(_README_TF.format(name=first.name, inputs=zeros))
   return '\n'.join(parts)
-
-
-def _first_position(model: BaseModel) -> str:
-  """Returns the position of the first token after a prompt, as text for the README."""
-  return '1' if model.prompts_are_sources else '`lengths`'
 
 
 def _table(kind: str, arrays: Arrays) -> str:

@@ -88,10 +88,8 @@ def texts_of_batch(batch: Mapping[str, Any], limits: ScoreLimits, most_rows: int
 
 
 def random_texts(limits: ScoreLimits, num_rows: int, most_tokens: int) -> KnownTexts:
-  """Returns texts of random tokens."""
   rows = np.random.default_rng(0).integers(0, limits.vocab_size, (num_rows, _fitting(most_tokens, limits)))
-  texts = texts_of_tokens(rows.tolist(), _fitting(most_tokens, limits))
-  return texts
+  return texts_of_tokens(rows.tolist(), _fitting(most_tokens, limits))
 
 
 def _fitting(most_tokens: int, limits: ScoreLimits) -> int:

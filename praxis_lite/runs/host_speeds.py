@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,34 +18,18 @@ from jax.experimental import multihost_utils
 from praxis_lite.common.figures import duration
 from praxis_lite.runs.records.status import ratio_to_others
 
-# The test: the side of its square matrices by platform (`_SIDE` for others), its number of products, and how often it
-# is timed.
-_SIDES = {'cpu': 128}
-_SIDE, _PRODUCTS, _TIMES = 2048, 8, 3
+_PRODUCTS, _TIMES = 8, 3  # The number of products of the test, and how often it is timed.
 # A host is slow if its test takes this many times as long as the median of the others, this often in a row.
 SLOW, _IN_A_ROW = 1.5, 3
-
-
-class HostSpeed(NamedTuple):
-  """What a process measures about itself.
-
-  Attributes:
-    product: seconds that the test product takes on its slowest device.
-    waited: the share of the time of steps in which the process waited for input.
-  """
-
-  product: float
-  waited: float
 
 
 class DeviceProbe:
   """Times a small product on each device of this process."""
 
-  def __init__(self, devices: Sequence[jax.Device] | None = None):
-    self._devices = list(jax.local_devices() if devices is None else devices)
-    side = _SIDES.get(self._devices[0].platform, _SIDE)
-    dtype = jnp.float32 if self._devices[0].platform == 'cpu' else jnp.bfloat16
-    self._matrices = [jax.device_put(np.eye(side, dtype=dtype), device) for device in self._devices]
+  def __init__(self) -> None:
+    devices = jax.local_devices()
+    side, dtype = (128, jnp.float32) if devices[0].platform == 'cpu' else (2048, jnp.bfloat16)
+    self._matrices = [jax.device_put(np.eye(side, dtype=dtype), device) for device in devices]
 
     def multiply(matrix: jax.Array) -> jax.Array:
       return jax.lax.fori_loop(0, _PRODUCTS, lambda _, product: product @ matrix, matrix)
@@ -69,40 +52,33 @@ class HostSpeeds:
   """Compares the hosts before saves; all processes call each method.
 
   Attributes:
-    own: the last measurement of this process.
+    own: the seconds that the test took on the slowest device of this process when it was measured last.
     slowest: the index of the slowest process, and the ratio of its time for the test to the median of the others.
   """
 
   def __init__(self) -> None:
     self._probe = DeviceProbe()
     self._in_a_row = (-1, 0)
-    self.own = HostSpeed(0.0, 0.0)
-    self.slowest = (0, 1.0)
+    self.own, self.slowest = 0.0, (0, 1.0)
 
-  def compare(self, waited: float) -> str:
-    """Measures and compares; returns a line about a host that is slow for the third time in a row; '' if there is none.
-
-    Args:
-      waited: the share of the time of steps in which this process waited for input.
-    """
-    self.own = HostSpeed(self._probe.seconds(), waited)
-    table = np.asarray(multihost_utils.process_allgather(np.asarray(self.own, np.float32)))
-    self.slowest, line = self._judge([HostSpeed(*map(float, row)) for row in table])
+  def compare(self) -> str:
+    """Measures and compares; returns a line about a host that is slow for the third time in a row, '' without one."""
+    self.own = self._probe.seconds()
+    products = np.asarray(multihost_utils.process_allgather(np.float32(self.own)))
+    self.slowest, line = self._judge(products.tolist())
     return line
 
-  def _judge(self, speeds: Sequence[HostSpeed]) -> tuple[tuple[int, float], str]:
-    products = [speed.product for speed in speeds]
+  def _judge(self, products: Sequence[float]) -> tuple[tuple[int, float], str]:
     slowest = max(range(len(products)), key=lambda i: products[i])
     ratio = ratio_to_others(products, slowest)
     count = self._in_a_row[1] + 1 if self._in_a_row[0] == slowest else 1
     self._in_a_row = (slowest, count if ratio > SLOW else 0)
-    line = ''
-    if self._in_a_row[1] == _IN_A_ROW:
-      line = (
-        f'process {slowest} is slow: before each of the last {_IN_A_ROW} saves, one of its devices took long for '
-        f'a test product, now {duration_of(speeds[slowest].product)}, {ratio:.1f} x the median of the others'
-      )
-    return (slowest, ratio), line
+    if self._in_a_row[1] != _IN_A_ROW:
+      return (slowest, ratio), ''
+    return (slowest, ratio), (
+      f'process {slowest} is slow: before each of the last {_IN_A_ROW} saves, one of its devices took long for '
+      f'a test product, now {duration_of(products[slowest])}, {ratio:.1f} x the median of the others'
+    )
 
 
 def duration_of(seconds: float) -> str:

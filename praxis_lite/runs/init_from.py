@@ -173,12 +173,8 @@ class WarmStart:
   # ---------------------------------------------------------------- the plan
 
   def _plan(self, settings: InitFromParams) -> dict[str, _Origin]:
-    rules = [(_regex(f'rules[{i}]', regex), source) for i, (regex, source) in enumerate(settings.rules)]
-    partial = [_regex(f'partial[{i}]', regex) for i, regex in enumerate(settings.partial)]
-    for i, (regex, _) in enumerate(rules):
-      self._check_matches(f'rules[{i}]', regex)
-    for i, regex in enumerate(partial):
-      self._check_matches(f'partial[{i}]', regex)
+    rules = [(self._regex(f'rules[{i}]', regex), source) for i, (regex, source) in enumerate(settings.rules)]
+    partial = [self._regex(f'partial[{i}]', regex) for i, regex in enumerate(settings.partial)]
     return {
       name: self._origin(name, rules, settings.use_ema, any(regex.fullmatch(name) for regex in partial))
       for name in self._wanted
@@ -231,10 +227,15 @@ class WarmStart:
       )
     return _Origin(stored, overlap)
 
-  def _check_matches(self, field: str, regex: re.Pattern[str]) -> None:
-    if not any(regex.fullmatch(name) for name in self._wanted):
-      close = suggest_pattern(regex.pattern, self._wanted)
-      raise ConfigError(f'{field}: {regex.pattern!r} matches no variable of this model.{close}')
+  def _regex(self, field: str, pattern: str) -> re.Pattern[str]:
+    try:
+      regex = re.compile(pattern)
+    except (re.error, TypeError) as error:
+      raise ConfigError(f'{field}: {pattern!r} is not a regular expression: {error}') from None
+    if not any(map(regex.fullmatch, self._wanted)):
+      close = suggest_pattern(pattern, self._wanted)
+      raise ConfigError(f'{field}: {pattern!r} matches no variable of this model.{close}')
+    return regex
 
 
 def constant_variables(model: Layer, learner: BoundLearner) -> set[str]:
@@ -251,13 +252,6 @@ def _grids_below(model: Layer) -> Iterator[tuple[str, PositionGrid]]:
   for layer in model.descendants():
     path = layer.path[len(model.path) :]
     yield from ((path_name((*path, name)), grid) for name, grid in layer.position_grids().items())
-
-
-def _regex(field: str, pattern: str) -> re.Pattern[str]:
-  try:
-    return re.compile(pattern)
-  except (re.error, TypeError) as error:
-    raise ConfigError(f'{field}: {pattern!r} is not a regular expression: {error}') from None
 
 
 def _expand(match: re.Match[str], replacement: str, field: str) -> str:

@@ -158,8 +158,7 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
 def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   """Returns hints about what is wrong with the batch, on the host, of a step that was not finite."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
-  bad = [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]
-  if bad:
+  if bad := [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]:
     return Hints(f'The last batch has values in {", ".join(map(repr, bad))} that are not finite')
   try:
     model.check_input(data, jax.tree.map(np.asarray, batch))
@@ -170,7 +169,8 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)
   # Labels are checked against the classifier layer with the most classes.
-  classes = {layer.path_name: n for layer in model.descendants() if (n := _num_classes(layer)) is not None}
+  given = {layer.path_name: getattr(layer, 'num_classes', None) for layer in model.descendants()}
+  classes = {name: n for name, n in given.items() if isinstance(n, int)}
   if not (classes and labels):
     return Hints(integers=', '.join(_range(name, x) for name, x in integers.items()))
   where = max(classes, key=lambda name: classes[name])
@@ -179,11 +179,6 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
       has = f'{where} has {number_of(classes[where], "class")}, 0 to {classes[where] - 1}'
       return Hints(f'The last batch has {_range(name, x)}, and {has}')
   return Hints()
-
-
-def _num_classes(layer: object) -> int | None:
-  value = getattr(layer, 'num_classes', None)
-  return value if isinstance(value, int) else None
 
 
 def _range(name: str, x: np.ndarray) -> str:

@@ -57,7 +57,10 @@ def power_average(
     factors = {path: iter(_factors(each, width, step)) for path, each in known.items()}
     sums: dict[Path, jax.Array] = {}
     for at, names in found.items():
-      shapes = {to_path(name): _shape_like(node_at(variables, path)) for name, (path, _) in names.items()}
+      like = {name: node_at(variables, path) for name, (path, _) in names.items()}
+      shapes = {
+        to_path(name): jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for name, x in like.items()
+      }
       arrays = leaves(checkpointer.restore_arrays(nest(shapes), step=at)) if names else {}
       for name, (path, _) in names.items():
         term = jnp.float32(next(factors[path])) * arrays[to_path(name)]
@@ -88,7 +91,3 @@ def _averages_in(
     if match and int(match[2]) < len(of_learner := widths.get(match[1], ())):
       averages[name] = to_path(match[3]), of_learner[int(match[2])]
   return averages
-
-
-def _shape_like(x: jax.Array) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)

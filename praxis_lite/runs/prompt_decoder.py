@@ -35,6 +35,7 @@ from praxis_lite.runs.prompts import (
   is_beam_search,
   numbers_of_adapters,
   prompt_batch,
+  require_tokenizer,
   rows_of_call,
   stop_ids,
   task_with_sampler,
@@ -208,9 +209,8 @@ class PromptDecoder:
 
     Equal settings get the same object.
     """
-    if regex is None and json_schema is None:
+    if (name := repr((regex, json_schema))) == repr((None, None)):
       return None
-    name = repr((regex, json_schema))
     if name not in self._constraints:
       self._constraints[name] = make_constraint(self._find_tokenizer(), regex, json_schema, 'decode: ')
     return self._constraints[name]
@@ -326,10 +326,7 @@ class PromptDecoder:
     return stop_ids(self._find_tokenizer() if stop else None, stop)
 
   def _tokenizer(self) -> BaseTokenizer:
-    tokenizer = self._find_tokenizer()
-    if tokenizer is None:
-      raise UserError('decode: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
-    return tokenizer
+    return require_tokenizer(self._find_tokenizer(), 'decode: ', 'pass lists of tokens')
 
 
 def _groups(prompts: Sequence[Sequence[int]], batch_size: int | None) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:

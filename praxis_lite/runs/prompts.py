@@ -44,6 +44,13 @@ def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] |
   return None if kept is None else kept.instantiate()
 
 
+def require_tokenizer(tokenizer: BaseTokenizer | None, where: str, instead: str) -> BaseTokenizer:
+  """Returns a tokenizer; raises UserError, which says what to give in place of texts, if there is none."""
+  if tokenizer is None:
+    raise UserError(f'{where}texts need a dataset with a tokenizer, but there is none; {instead}')
+  return tokenizer
+
+
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
   """Returns the tokens of `prompt`; raises UserError if it is not text. Messages call the prompt `name`."""
   return _encode(tokenizer.prompt_ids, prompt, name)

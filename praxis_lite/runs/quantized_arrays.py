@@ -118,8 +118,8 @@ class _Part(StreamedArray):
 
   def read(self, box: Box) -> np.ndarray:
     """Returns a box of the variable; raises CheckpointError if the weight has NaN or infinities there."""
-    first, last = self._inputs
-    w = self._read_finite(self._inputs_whole(box))
+    first, last = _dims_of_inputs(self.stored.format, len(self.weight.shape))
+    w = self._read_finite((*box[:first], *whole_box(self.weight.shape)[first:last], *box[last:]))
     if self.choice is None:
       whole = np.asarray(self.stored.store(jnp.asarray(w))[self.part])
     else:
@@ -147,18 +147,7 @@ class _Part(StreamedArray):
     return np.asarray(self.stored.name_parts(parts, scale)[self.part])
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns a shape to read: all inputs of one layer, and as many outputs as `part_bytes` allow."""
-    first, last = self._inputs
-    shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
-    return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.weight.shape[first:last])))
-
-  @property
-  def _inputs(self) -> tuple[int, int]:
-    return _dims_of_inputs(self.stored.format, len(self.weight.shape))
-
-  def _inputs_whole(self, box: Box) -> Box:
-    first, last = self._inputs
-    return (*box[:first], *whole_box(self.weight.shape)[first:last], *box[last:])
+    return _outputs_within(self.stored.format, self.weight.shape, sizes, part_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,9 +177,7 @@ class _OfParts(StreamedArray):
     return w[(*[slice(None)] * first, *box[first:last])]
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    first, last = _dims_of_inputs(self.stored.format, len(sizes))
-    shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
-    return _outputs_within(shape, sizes, last, part_bytes // (4 * math.prod(self.shape[first:last])))
+    return _outputs_within(self.stored.format, self.shape, sizes, part_bytes)
 
 
 class _Plain(_OfParts):
@@ -236,9 +223,17 @@ def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
   return last - form.num_inputs, last
 
 
-def _outputs_within(shape: list[int], sizes: Sequence[int], first: int, most: int) -> tuple[int, ...]:
-  """Returns `shape` with dimensions from `first` on enlarged up to `sizes`, with at most `most` entries in them."""
-  for axis in reversed(range(first, len(sizes))):
+def _outputs_within(
+  form: WeightFormat, weight: Sequence[int], sizes: Sequence[int], part_bytes: int
+) -> tuple[int, ...]:
+  """Returns a shape to read: all inputs of one layer, and as many outputs as `part_bytes` allow.
+
+  `weight` is the shape of the plain weight, and `sizes` that of the array that is read.
+  """
+  first, last = _dims_of_inputs(form, len(weight))
+  shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]
+  most = part_bytes // (4 * math.prod(weight[first:last]))
+  for axis in reversed(range(last, len(sizes))):
     shape[axis] = max(1, min(sizes[axis], most))
     most //= shape[axis]
     if shape[axis] < sizes[axis]:

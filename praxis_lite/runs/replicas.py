@@ -105,8 +105,7 @@ def find_suspects(differences: Iterable[ReplicaDifference]) -> Suspects:
   as many arrays as any other device.
   """
   differences = list(differences)
-  votes = Counter(device for difference in differences for device in difference.odd)
-  if votes:
+  if votes := Counter(device for difference in differences for device in difference.odd):
     most = max(votes.values())
     return Suspects(tuple(sorted(device for device, count in votes.items() if count == most)), True)
   return Suspects(tuple(sorted({device for difference in differences for device in difference.replicas})), False)
@@ -124,7 +123,6 @@ def _shard_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def _sum_bits(x: jax.Array) -> jax.Array:
-  """Returns the checksum of an array, a uint32 scalar."""
   words = _words(x)
   position, stride = jnp.uint32(0), 1
   for dim in reversed(range(words.ndim)):  # The index is computed here, because flattening the array might copy it.

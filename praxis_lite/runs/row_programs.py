@@ -72,9 +72,7 @@ class RowPrograms:
 
   @functools.cached_property
   def state_shapes(self) -> _State:
-    """The shapes and dtypes of the state."""
-    shapes: _State = jax.eval_shape(bind_mesh(self._start, self._tasks.mesh), self._variables)
-    return shapes
+    return jax.eval_shape(bind_mesh(self._start, self._tasks.mesh), self._variables)
 
   @property
   def state_bytes(self) -> int:
@@ -83,9 +81,7 @@ class RowPrograms:
     return of_rows + of_rows * self._num_kept // self._num_rows
 
   def start(self) -> _State:
-    """Returns the state of empty rows."""
-    state: _State = self._make_program(self._start, ())(self._variables)
-    return state
+    return self._make_program(self._start, ())(self._variables)
 
   def read(self, state: _State, row: int, ids: Sequence[int], start: int, length: int, adapter: int = -1) -> _State:
     """Reads up to C tokens of a prompt into a row.
@@ -99,13 +95,11 @@ class RowPrograms:
     padded = np.zeros((1, self.chunk), np.int32)
     padded[0, : len(ids)] = ids
     numbers = (np.int32(x) for x in (row, start, length, adapter))
-    after: _State = self._read(self._variables, state, padded, *numbers)
-    return after
+    return self._read(self._variables, state, padded, *numbers)
 
   def copy(self, state: _State, source: int, row: int) -> _State:
     """Copies a row to another one."""
-    after: _State = self._copy(state, np.int32(source), np.int32(row))
-    return after
+    return self._copy(state, np.int32(source), np.int32(row))
 
   def start_store(self) -> _State:
     """Returns an empty store."""
@@ -115,21 +109,17 @@ class RowPrograms:
       return jnp.zeros(shape, x.dtype)
 
     def start() -> _State:
-      empty: _State = jax.tree.map(zeros, self._axes, self.state_shapes)
-      return empty
+      return jax.tree.map(zeros, self._axes, self.state_shapes)
 
-    store: _State = jax.jit(start, out_shardings=self._store_shardings)()
-    return store
+    return jax.jit(start, out_shardings=self._store_shardings)()
 
   def keep(self, state: _State, store: _State, row: int, place: int) -> _State:
     """Returns the store with a row of the state copied into a slot."""
-    after: _State = self._keep(store, state, np.int32(row), np.int32(place))
-    return after
+    return self._keep(store, state, np.int32(row), np.int32(place))
 
   def fetch(self, state: _State, store: _State, place: int, row: int) -> _State:
     """Copies the row in a slot of the store into a row of the state; returns the state."""
-    after: _State = self._fetch(state, store, np.int32(place), np.int32(row))
-    return after
+    return self._fetch(state, store, np.int32(place), np.int32(row))
 
   def extend(self, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
     """Adds up to `num_tokens` tokens to each row; the new tokens are NumPy arrays."""
@@ -166,8 +156,7 @@ class RowPrograms:
       return model.apply(unpadded, *arguments, do_eval=True, method=method, surroundings=self._surroundings)[0]
 
   def _start(self, variables: NestedDict) -> _State:
-    state: _State = self._apply(variables, self._num_rows, self._num_slots, method='start_rows')
-    return state
+    return self._apply(variables, self._num_rows, self._num_slots, method='start_rows')
 
   @functools.cached_property
   def _axes(self) -> _State:
@@ -194,8 +183,7 @@ class RowPrograms:
       entries = zip(complete_spec(sharding.spec, x.ndim), x.shape)
       return NamedSharding(mesh, PartitionSpec(*(e if size % num_parts(e, mesh) == 0 else None for e, size in entries)))
 
-    shardings: _State = jax.tree.map(to_even, self.state_shapes, compiled.output_shardings)
-    return shardings
+    return jax.tree.map(to_even, self.state_shapes, compiled.output_shardings)
 
   def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
     """Returns a jitted form of `fn`, which returns the state and further results with the shardings `others`."""
@@ -213,10 +201,7 @@ class RowPrograms:
 
   @functools.cached_property
   def _copy(self) -> Callable[..., _State]:
-    def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:
-      return self._move_row(state, state, source, row)
-
-    return self._make_program(copy, (0,))
+    return self._make_program(lambda state, source, row: self._move_row(state, state, source, row), (0,))
 
   @functools.cached_property
   def _keep(self) -> Callable[..., _State]:
@@ -245,16 +230,14 @@ class RowPrograms:
       entries = complete_spec(sharding.spec, x.ndim)
       return NamedSharding(self._tasks.mesh, PartitionSpec(*(None if i == axis else e for i, e in enumerate(entries))))
 
-    shardings: _State = jax.tree.map(leave_rows_whole, self._axes, self.state_shapes, self._shardings)
-    return shardings
+    return jax.tree.map(leave_rows_whole, self._axes, self.state_shapes, self._shardings)
 
   @functools.cached_property
   def _extend(self) -> Callable[..., tuple[_State, NewTokens]]:
     def extend(variables: NestedDict, state: _State, rows: RowSettings) -> tuple[_State, NewTokens]:
       rows = rows._replace(keys=jax.random.wrap_key_data(rows.keys))
       sizes = self.num_tokens, self._num_top
-      after: tuple[_State, NewTokens] = self._apply(variables, state, rows, *sizes, method='extend_rows')
-      return after
+      return self._apply(variables, state, rows, *sizes, method='extend_rows')
 
     return self._make_program(extend, (1,), self._whole)
 

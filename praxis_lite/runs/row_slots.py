@@ -73,7 +73,6 @@ class RowSlots:
     return place
 
   def ids_of(self, row: int) -> list[int]:
-    """Returns the tokens in the caches of a row."""
     return list(self._rows[row].ids)
 
   def plan(self, prompt: Sequence[int]) -> TakenRow:

@@ -8,6 +8,7 @@ model.decode(['def '], temperature=0.7)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -89,12 +90,8 @@ class SavedRun:
 
   @property
   def checkpoints(self) -> Checkpoints:
-    """The complete checkpoints."""
-    checkpointer = Checkpointer(self.directory, read_only=True)
-    try:
+    with contextlib.closing(Checkpointer(self.directory, read_only=True)) as checkpointer:
       return Checkpoints(checkpointer.steps(), checkpointer.best())
-    finally:
-      checkpointer.close()
 
   def load(
     self,
@@ -125,15 +122,13 @@ class SavedRun:
         f'load(ema=True, power_average={power_average}): these are two averages of the weights; choose one'
       )
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
-    use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = use_kept_vocabulary(self.config, self.directory)
     if ema and not has_averages(config.task.train.learner):
       raise UserError('load(ema=True): the run keeps no moving averages: its task.train.learner.ema_decay is 0')
     if self._config is None:
       for line in self.record.other_defaults.describe(self.config.roots()):
         print(line, file=sys.stderr)
-    if power_average is not None:
-      use_ema = False
+    use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None and power_average is None else bool(ema)
     model = restore_model(config, self.directory, step=step, seed=seed, create_mesh=create_mesh, use_ema=use_ema)
     if power_average is not None:
       learner, at = config.task.train.learner, int(model.global_step)

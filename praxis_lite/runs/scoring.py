@@ -26,9 +26,9 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
-from praxis_lite.runs.prompts import check_ids, encode_prompt, numbers_of_adapters
+from praxis_lite.runs.prompts import check_ids, encode_prompt, numbers_of_adapters, require_tokenizer
 
-_LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
+_LEAST_LENGTH = 32
 
 
 class Score(NamedTuple):
@@ -118,9 +118,7 @@ def _row(
   if isinstance(context, str) != isinstance(continuation, str):
     raise DataError(f'score: pair {number} has a text and a list of tokens; expected two texts, or two lists')
   if isinstance(context, str):
-    known = tokenizer()
-    if known is None:
-      raise UserError('score: texts need a dataset with a tokenizer, but there is none; pass lists of tokens')
+    known = require_tokenizer(tokenizer(), 'score: ', 'pass lists of tokens')
     if limits.start_id is None:
       context, continuation = _tokens_of_texts(known, context, continuation)
     else:
@@ -128,10 +126,9 @@ def _row(
   else:
     context, continuation = (_tokens(number, ids) for ids in (context, continuation))
   if not context:
-    known = tokenizer()
-    if known is None:
+    if (begins := tokenizer()) is None:
       raise DataError(f'score: context {number} is empty; it needs at least one token, such as a begin token')
-    context = [known.special_ids[0]]
+    context = [begins.special_ids[0]]
   most, source = limits.max_positions, None
   if limits.start_id is not None:
     end = [] if limits.source_end_id is None else [limits.source_end_id]
@@ -167,8 +164,7 @@ def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) 
 
 def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
   """Returns the batch of rows, padded to one of a few lengths."""
-  width, most = _padded_length(row.length for row in rows), limits.max_positions
-  width = width if most is None else min(width, most)
+  width = padded_length((row.length for row in rows), limits.max_positions)
 
   def pad(values: Iterable[list[int]], dtype: type, width: int = width) -> np.ndarray:
     return np.array([[*row, *[0] * (width - len(row))] for row in values], dtype)
@@ -182,14 +178,15 @@ def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
   check_ids({'ids': batch['labels'], 'weights': batch['weights']}, limits.vocab_size)
   if limits.takes_prefixes:
     batch['prefix_lengths'] = np.array([len(row.context) for row in rows], np.int32)
-  sources = [row.source for row in rows if row.source is not None]
-  if sources:
-    width = _padded_length(map(len, sources))
+  if sources := [row.source for row in rows if row.source is not None]:
+    width = padded_length(map(len, sources))
     batch['source_ids'] = pad(sources, np.int32, width)
     batch['source_segment_ids'] = pad(([1] * len(source) for source in sources), np.int32, width)
     check_ids({'ids': batch['source_ids'], 'weights': batch['source_segment_ids']}, limits.vocab_size)
   return batch
 
 
-def _padded_length(lengths: Iterable[int]) -> int:
-  return max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length())
+def padded_length(lengths: Iterable[int], most: int | None = None) -> int:
+  """Returns the length to which to pad rows: a power of two, so that only a few are compiled; or `most`, if less."""
+  length = max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length())
+  return length if most is None else min(length, most)

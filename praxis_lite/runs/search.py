@@ -78,7 +78,6 @@ class SearchRange:
     return cls(path, kind, low, high)
 
   def distribution(self) -> Any:
-    """Returns Optuna's distribution of the range."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     match self.kind:
@@ -261,7 +260,6 @@ class Search:
         self._reported[point.name] = step
 
   def was_pruned(self, point: Point) -> bool:
-    """Whether a trial was found to be hopeless."""
     return point.name in self._pruned
 
   def end(self, point: Point, code: int) -> Trial:

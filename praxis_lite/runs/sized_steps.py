@@ -19,7 +19,6 @@ class SizedSteps:
     self._tasks = tasks
 
   def compile(self) -> None:
-    """Compiles the steps of all sizes."""
     for task in self._tasks:
       task.train_step.compile()
       task.untapped.train_step.compile()  # The same program as `task.train_step`, unless there are taps.

@@ -19,9 +19,8 @@ from praxis_lite.models import LanguageModel
 from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.layer_values import map_over_mesh
 from praxis_lite.runs.prompts import check_ids, numbers_of_adapters
+from praxis_lite.runs.scoring import padded_length
 from praxis_lite.runs.trained import TrainedModel
-
-_LEAST_LENGTH = 32  # The least length to which rows are padded. Lengths are powers of two, so only a few are compiled.
 
 
 class Teacher:
@@ -67,8 +66,7 @@ class Teacher:
     most = max(len(ids) for ids in texts)
     if self._most is not None and most > self._most:
       raise DataError(f'{most} tokens, and the model sees at most {self._most} at once; cut the text')
-    T = max(_LEAST_LENGTH, 1 << (most - 1).bit_length())
-    T = T if self._most is None else min(T, self._most)
+    T = padded_length([most], self._most)
     batch = {name: np.zeros((self._batch_size, T), np.int32) for name in ('ids', 'segment_ids')}
     batch['segment_pos'] = np.tile(np.arange(T, dtype=np.int32), (self._batch_size, 1))
     for row, ids in enumerate(texts):

@@ -59,7 +59,6 @@ class Rates(NamedTuple):
   mfu: float | None
 
   def to_metrics(self) -> dict[str, float]:
-    """Returns the known speeds by name, for summaries."""
     return {f'speed/{name}': value for name, value in self._asdict().items() if value is not None}
 
 

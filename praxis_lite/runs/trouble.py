@@ -95,7 +95,6 @@ def _parse(data: dict[str, Any]) -> Trouble:
 
 
 def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
-  """Returns the states of the input before the batches to skip."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
 
 
@@ -183,7 +182,6 @@ class TroubleWatch(Observer):
           self._spikes.add(step, loss)
 
   def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
-    """Remembers the state of the input before the batch of the step."""
     self._batches[run.step] = read_from
     self._batches.pop(run.step - _IN_FLIGHT - self._spike_steps, None)
 
@@ -207,8 +205,7 @@ class TroubleWatch(Observer):
       return
     loss = float(np.asarray(metrics['loss'][0]))
     self._losses.append((step, loss))
-    what = self._spikes.add(step, loss)
-    if what is not None:
+    if (what := self._spikes.add(step, loss)) is not None:
       first = step - self._spike_steps + 1
       self._record_or_go_back(first, step, what, self._on_spike)
       raise LossSpikeError(

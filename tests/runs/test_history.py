@@ -13,7 +13,7 @@ from tiny_runs import tiny_run
 
 from praxis_lite.cli.status_page import status_data, write_status_page
 from praxis_lite.runs import Hook, run_train
-from praxis_lite.runs.host_speeds import DeviceProbe, HostSpeed, HostSpeeds
+from praxis_lite.runs.host_speeds import DeviceProbe, HostSpeeds
 from praxis_lite.runs.records.goodput import Goodput, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, read_heartbeats
 from praxis_lite.runs.records.history import HISTORY, attempts_of, note_event, read_history, started_event
@@ -147,13 +147,13 @@ def test_hosts_are_compared_and_one_that_stays_slow_is_named():
   speeds = HostSpeeds.__new__(HostSpeeds)
   speeds._in_a_row = (-1, 0)
   rows = [[1.0, 1.1, 1.0, 1.2]] + [[1.0, 1.1, 2.2, 1.0]] * 2 + [[1.0, 2.5, 1.0, 1.0]] + [[1.0, 1.1, 2.2, 1.0]] * 4
-  found = [speeds._judge([HostSpeed(product / 1000, 0.0) for product in row]) for row in rows]
+  found = [speeds._judge([product / 1000 for product in row]) for row in rows]
   lines = [line for _, line in found]
   assert [bool(line) for line in lines] == [False] * 6 + [True, False]
   assert lines[6].startswith('process 2 is slow: ') and lines[6].endswith('now 2.2 ms, 2.2 x the median of the others')
   assert found[0][0] == (3, pytest.approx(1.2))
   speeds._in_a_row = (-1, 0)
-  of_two = [speeds._judge([HostSpeed(0.001, 0.0), HostSpeed(0.0019, 0.0)]) for _ in range(3)]
+  of_two = [speeds._judge([0.001, 0.0019]) for _ in range(3)]
   assert of_two[-1][1].startswith('process 1 is slow') and of_two[-1][0] == (1, pytest.approx(1.9))
   assert 0 < DeviceProbe().seconds() < 5
 

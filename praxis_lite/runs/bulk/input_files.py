@@ -140,7 +140,6 @@ def stamp_of(file: str) -> tuple[str, int]:
 
 
 def sum_of_input(file: str) -> str:
-  """Reads a file, and returns its SHA-256."""
   digest = hashlib.sha256()
   with open_input(file) as opened, _one_line_errors(file):
     while block := opened.read(_BLOCK):
@@ -149,7 +148,6 @@ def sum_of_input(file: str) -> str:
 
 
 def open_input(file: str) -> IO[bytes]:
-  """Opens a file to read it."""
   if not is_url(file):
     return open_plain(file)
   fs, path = _file_system(file)

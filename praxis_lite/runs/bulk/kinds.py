@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.config import target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.files import open_plain
 from praxis_lite.inputs import BaseTokenizer
@@ -30,10 +29,10 @@ from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.continuations import GrowingText
-from praxis_lite.runs.file_readers import datasets_by_use, make_reader
+from praxis_lite.runs.file_readers import datasets_by_use, is_of, make_reader
 from praxis_lite.runs.predict_files import check_shapes
 from praxis_lite.runs.programs import examples_of
-from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters
+from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters, require_tokenizer
 from praxis_lite.runs.teaching import Teacher
 from praxis_lite.runs.trained import TrainedModel
 
@@ -83,8 +82,7 @@ def _tokens_of(model: TrainedModel, row: RowValues) -> list[int]:
   if 'text' not in row:
     raise DataError('expected text, or ids')
   _check_text(row, 'text')
-  if (tokenizer := model.tokenizer) is None:
-    raise UserError('texts need a dataset with a tokenizer, but there is none; give ids')
+  tokenizer = require_tokenizer(model.tokenizer, '', 'give ids')
   begin, end, _ = tokenizer.special_ids
   return [begin, *tokenizer.encode(row['text']), end]
 
@@ -146,7 +144,7 @@ class _Predict:
 
   def _texts_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
     """Returns the arrays into which the first dataset of the run with texts and classes turns the texts of rows."""
-    config = next((c for c in datasets_by_use(self._model) if _is_of(c, LabelledTextInput)), None)
+    config = next((c for c in datasets_by_use(self._model) if is_of(c, LabelledTextInput)), None)
     if config is None:
       raise ConfigError('the datasets of the run read no single texts; give arrays by name, such as {"ids": ...}')
     *texts, label = config.fields
@@ -157,8 +155,7 @@ class _Predict:
       _check_text(row, name)
     examples = [(*(row[name] for name in texts), row.get(label, some_class)) for row in rows]
     data = config.clone(path=None, examples=examples, is_training=False, shuffle=False).instantiate()
-    read: Rows = data.rows(np.arange(len(examples)))
-    return read
+    return data.rows(np.arange(len(examples)))
 
   def _images_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
     files = [row['file'] for row in rows]
@@ -176,11 +173,6 @@ class _Predict:
 def _check_text(row: RowValues, name: str) -> None:
   if not isinstance(value := row[name], str):
     raise DataError(f'{name!r} is {reprlib.repr(value)}; expected a text')
-
-
-def _is_of(config: Any, kind: type) -> bool:
-  built = target(config)
-  return isinstance(built, type) and issubclass(built, kind)
 
 
 def _score(model: TrainedModel, rows: Sequence[RowValues], batch_size: int) -> list[dict[str, Any]]:
@@ -230,8 +222,6 @@ def _chat(tokenizer: BaseTokenizer, messages: Any) -> list[int]:
 
 
 class _Generate:
-  """Computes continuations of prompts."""
-
   def __init__(self, model: TrainedModel, generation: Generation):
     self._model, self._seed, self._stop = model, generation.get('seed', 0), generation.get('stop', ())
     self._settings: Any = {name: value for name, value in generation.items() if name != 'seed'}
@@ -256,9 +246,7 @@ class _Generate:
     name, value = given[0], row[given[0]]
     if name == 'prompt_ids':
       return _Prompt(_not_empty(_integers(value, name), name), None)
-    tokenizer = self._model.tokenizer
-    if tokenizer is None:
-      raise UserError('texts need a dataset with a tokenizer, but there is none; give prompt_ids')
+    tokenizer = require_tokenizer(self._model.tokenizer, '', 'give prompt_ids')
     if name == 'messages':
       return _Prompt(_not_empty(_chat(tokenizer, value), name), [])  # An answer is decoded without its prompt.
     _check_text(row, name)

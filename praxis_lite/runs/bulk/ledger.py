@@ -61,11 +61,9 @@ class Ledger:
     self._folder.write(self._name(number), data)
 
   def read(self, number: int) -> bytes:
-    """Returns the content of the file of a shard."""
     return self._folder.read(self._name(number))
 
   def path_of(self, number: int) -> str:
-    """Returns the path or URL of the file of a shard."""
     return f'{self.output}/{self._name(number)}'
 
   def _name(self, number: int) -> str:

@@ -43,16 +43,20 @@ class ResultLedger(Ledger):
     self.check_all_there()
     rows = bad = 0
     for number in range(len(self.plan.shards)):
-      found = self._read_numbers(number)
-      self._check(number, found.numbers)
-      rows, bad = rows + len(found.numbers), bad + found.bad
+      numbers, num_bad = self._read_numbers(number)
+      self._check(number, numbers)
+      rows, bad = rows + len(numbers), bad + num_bad
     return Counts(rows, bad)
 
-  def _read_numbers(self, number: int) -> _Numbers:
+  def _read_numbers(self, number: int) -> tuple[list[int], int]:
+    """Returns the numbers of the rows in the file of a shard, and how many of them are bad."""
     data = self.read(number)
-    read = _read_lines if self._format == 'jsonl' else _read_table
     try:
-      return read(data)
+      if self._format == 'jsonl':
+        lines = [parse_json(line) for line in data.splitlines()]
+        return [line['row'] for line in lines], sum('error' in line for line in lines)
+      table = import_pyarrow().parquet.read_table(io.BytesIO(data), columns=['row', 'error'])
+      return table['row'].to_pylist(), len(table) - table['error'].null_count
     except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises these errors, too.
       raise DataError(
         f'{self.path_of(number)} is damaged: {first_line(error)}; remove the file, and start again'
@@ -65,21 +69,6 @@ class ResultLedger(Ledger):
         f'{self.path_of(number)}: expected rows {shard.first} to {shard.first + shard.num_rows - 1}, each '
         f'once and in order, and it has {len(rows)}; remove the file, and start again'
       )
-
-
-class _Numbers(NamedTuple):
-  numbers: list[int]
-  bad: int
-
-
-def _read_lines(data: bytes) -> _Numbers:
-  lines = [parse_json(line) for line in data.splitlines()]
-  return _Numbers([line['row'] for line in lines], sum('error' in line for line in lines))
-
-
-def _read_table(data: bytes) -> _Numbers:
-  table = import_pyarrow().parquet.read_table(io.BytesIO(data), columns=['row', 'error'])
-  return _Numbers(table['row'].to_pylist(), len(table) - table['error'].null_count)
 
 
 def _to_bytes(results: Sequence[Result], format: str) -> bytes:

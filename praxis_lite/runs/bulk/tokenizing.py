@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +40,10 @@ class TokenizingJob:
       DataError: a file has changed, or a row is no document that the tokenizer can read.
     """
     for number in shards:
-      documents: list[Tokens] = []
-      for rows in _groups(list(read_part(self._ledger.plan.shards[number]))):
+      documents, rows = list[Tokens](), list(read_part(self._ledger.plan.shards[number]))
+      for start in range(0, len(rows), _DOCUMENTS):
         check()
-        documents += self._encode(rows)
+        documents += self._encode(rows[start : start + _DOCUMENTS])
       data = _to_bytes(token_records(documents, self._tokenizer, self._seq_len, self._packing))
       check()
       self._ledger.write(number, data)
@@ -106,11 +106,6 @@ def check_token_files(ledger: Ledger) -> TokenCounts:
           f'{ledger.path_of(number)} is damaged: {first_line(error)}; remove the file, and start again'
         ) from None
   return TokenCounts(ledger.plan.num_rows, rows)
-
-
-def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-  for start in range(0, len(rows), _DOCUMENTS):
-    yield rows[start : start + _DOCUMENTS]
 
 
 def _to_bytes(records: Iterable[bytes]) -> bytes:

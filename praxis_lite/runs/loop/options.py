@@ -103,7 +103,6 @@ class TrainOptions:
 
   @classmethod
   def names(cls) -> list[str]:
-    """Returns the names of all options."""
     return [field.name for field in dataclasses.fields(cls)]
 
   def replace(self, changes: Mapping[str, Any]) -> TrainOptions:

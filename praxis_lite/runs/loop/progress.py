@@ -46,7 +46,6 @@ class Progress(NamedTuple):
   data: DataManifest | None = None
 
   def record(self) -> dict[str, Any]:
-    """Returns the progress as JSON values."""
     values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
     losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
     return {**self._asdict(), 'evaluations': values, 'losses': losses, 'troubles': list(self.troubles)}

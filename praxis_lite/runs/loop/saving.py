@@ -51,7 +51,7 @@ class Saving(Observer):
     self._folder = KnownFolder(Path(checkpointer.directory).parent)
 
   def save(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> bool:
-    """Waits for the previous save and begins this one; returns whether there is or will be a checkpoint of this step."""
+    """Waits for the previous save and begins this one; returns whether this step has, or will have, a checkpoint."""
     start = time.perf_counter()
     self._tolerate(self._checkpointer.wait_until_complete)  # An error here is about an earlier step.
     self._step, self._is_good = step, True

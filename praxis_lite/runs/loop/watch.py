@@ -108,14 +108,13 @@ class Watch(Observer):
     seconds = now['productive'] - before['productive'] + waited
     self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
     self._waited += 0.1 * (waited / max(seconds, 1e-9) - self._waited)
-    slow = self._slow.add(run.step, seconds, waited)
-    if slow is not None:
+    if (slow := self._slow.add(run.step, seconds, waited)) is not None:
       run.line(slow)
 
   def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
     self._speed = {**self._slow.quantiles(), 'waited': round(self._waited, 4)}
     if self._hosts is not None:
-      self._speed['product'] = self._hosts.own.product
+      self._speed['product'] = self._hosts.own
     if self._run is not None and self._run.links:
       peer, rate = min(self._run.links.items(), key=lambda link: link[1])
       self._speed |= {'sent_to': peer, 'sent_rate': rate}
@@ -128,8 +127,7 @@ class Watch(Observer):
       self._goodput.mark(run.step, is_copy=reason == 'copy')
     if reason == 'save' and self._hosts is not None:
       jax.block_until_ready(run.state.step)  # The devices must be idle.
-      line = self._hosts.compare(self._waited)
-      if line:
+      if line := self._hosts.compare():
         run.line(line)
         self._note('slow_host', run.step, line, {'process': self._hosts.slowest[0]})
 
@@ -141,8 +139,8 @@ class Watch(Observer):
     total, where = run.total_steps, self._directory / CHECKPOINTS
     if run.step > self._first_step:
       self._memory = memory_peaks()
-      peaks = [f'{name.removeprefix("speed/").removesuffix("_peak_bytes")} {value / 2**30:.2f} GiB' for name, value in
-               self._memory.items()]  # fmt: skip
+      names = {name: name.removeprefix('speed/').removesuffix('_peak_bytes') for name in self._memory}
+      peaks = [f'{names[name]} {value / 2**30:.2f} GiB' for name, value in self._memory.items()]
       line = goodput_line(self._goodput.seconds(), is_resumed=self._first_step > 0)
       run.line(line + (f'; peak memory: {", ".join(peaks)}' if peaks else ''))
     if run.step > total:

@@ -33,7 +33,7 @@ def digest(content: bytes) -> str:
 
 
 def consented_files(record: str) -> dict[str, bool]:
-  """Returns the user's files that the run with this digest of `run.json` names, and whether their content is trusted."""
+  """Returns the user's files that the run with this digest of `run.json` names, and whether each may be imported."""
   return {file: _digest_of(file) in digests for file, digests in _read(record).items()}
 
 
@@ -63,8 +63,8 @@ def give_consent(record: str, files: Iterable[str]) -> None:
 
 def renew_consent(record: str) -> None:
   """Records the present content of the files of a consent that this process imported, because the user named them."""
-  changed = [file for file, is_same in consented_files(record).items() if not is_same]
-  if changed:  # Resolving the files of thousands of modules takes a while.
+  if changed := [file for file, is_same in consented_files(record).items() if not is_same]:
+    # Resolving the files of thousands of modules takes a while.
     loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}
     give_consent(record, [file for file in changed if file in loaded])
 

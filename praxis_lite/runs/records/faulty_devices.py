@@ -10,6 +10,7 @@ remove the file, or the device's lines.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -73,15 +74,12 @@ def place_of(device: jax.Device) -> int:
 def leave_out_quarantined(
   devices: Sequence[jax.Device], directory: Path, seats: Sequence[Seat]
 ) -> tuple[list[jax.Device], list[str]]:
-  """Returns the devices that are not quarantined, and the names of the others; `seats` are those of all processes."""
+  """Returns the healthy devices, and the names of the others; all processes call this, with the seats of all."""
   quarantined = [known for known in read_faulty_devices(directory) if known.is_quarantined]
-  healthy, out = [], []
-  for device in devices:
-    seat, place = seats[device.process_index], place_of(device)
-    is_out = any(known.is_at(seat, place) for known in quarantined)
-    is_out = broadcast_decision(is_out) if jax.process_count() > 1 else is_out
-    if is_out:
-      out.append(f'device {device.id} of {seat.host}')
-    else:
-      healthy.append(device)
-  return healthy, out
+
+  def is_out(device: jax.Device) -> bool:
+    return any(known.is_at(seats[device.process_index], place_of(device)) for known in quarantined)
+
+  out = [broadcast_decision(is_out(device)) for device in devices]
+  names = [f'device {d.id} of {seats[d.process_index].host}' for d in itertools.compress(devices, out)]
+  return [device for device, is_left_out in zip(devices, out) if not is_left_out], names

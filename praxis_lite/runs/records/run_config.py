@@ -31,12 +31,10 @@ class RunKeys(NamedTuple):
 
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
-  """Returns the keys of a run."""
   check_seed(seed)
   # A program on the mesh makes the keys, because with several processes, none can put an array on all devices by
   # itself.
-  keys: RunKeys = jax.jit(_split_key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(seed)
-  return keys
+  return jax.jit(_split_key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(seed)
 
 
 def _split_key(seed: int) -> RunKeys:
@@ -59,12 +57,11 @@ def check_seed(seed: int) -> None:
 
 def check_all_take_part(mesh: Mesh) -> None:
   """Raises ConfigError if a process of the run has no device in the mesh, and so could not take part in a step."""
-  idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
-  if idle:
+  if idle := sorted({*range(jax.process_count())} - {device.process_index for device in mesh.devices.flat}):
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of '
-      f'{number_of(jax.device_count(), "device")}, and none on '
-      f'host {", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
+      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {number_of(jax.device_count(), "device")}, '
+      f'and none on host {", ".join(map(str, idle))}; make it larger, or start fewer processes than '
+      f'{jax.process_count()}'
     )
 
 

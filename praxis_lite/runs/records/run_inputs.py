@@ -85,7 +85,6 @@ class Datasets(NamedTuple):
 
   @property
   def evaluation(self) -> list[BaseInput]:
-    """The inputs for evaluation."""
     return [i for i in self.inputs if not i.is_training]
 
   def the_training_input(self) -> BaseInput:

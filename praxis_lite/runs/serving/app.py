@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -67,7 +68,6 @@ class Served(NamedTuple):
 
 
 def make_app(engine: Engine, served: Served) -> Starlette:
-  """Returns the ASGI application."""
   routes = _Routes(engine, served)
 
   def answer(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -83,8 +83,8 @@ def make_app(engine: Engine, served: Served) -> Starlette:
 
   return Starlette(
     routes=[
-      Route('/v1/completions', answer(routes.complete), methods=['POST']),
-      Route('/v1/chat/completions', answer(routes.chat), methods=['POST']),
+      Route('/v1/completions', answer(partial(routes.complete, is_chat=False)), methods=['POST']),
+      Route('/v1/chat/completions', answer(partial(routes.complete, is_chat=True)), methods=['POST']),
       Route('/v1/models', answer(routes.models)),
       Route('/health', answer(routes.health)),
       Route('/metrics', answer(routes.metrics)),
@@ -117,8 +117,6 @@ class _Door:
 
 
 class _Routes:
-  """The endpoints of the routes."""
-
   def __init__(self, engine: Engine, served: Served):
     self._engine, self._served, self._created = engine, served, int(time.time())
 
@@ -128,8 +126,7 @@ class _Routes:
     return _json({'object': 'list', 'data': [{'id': name, **shared} for name in names]})
 
   async def health(self, request: Request) -> Response:
-    failure = self._engine.failure
-    if failure is None:
+    if (failure := self._engine.failure) is None:
       return _json({'status': 'ok'})
     return _json({'status': f'the engine failed: {type(failure).__name__}'}, 503)
 
@@ -152,13 +149,7 @@ class _Routes:
     lines = ''.join(f'praxis_lite_{name} {count}\n' for name, count in counts.items())
     return Response(lines, media_type='text/plain; version=0.0.4')
 
-  async def complete(self, request: Request) -> Response:
-    return await self._continue(request, is_chat=False)
-
-  async def chat(self, request: Request) -> Response:
-    return await self._continue(request, is_chat=True)
-
-  async def _continue(self, request: Request, *, is_chat: bool) -> Response:
+  async def complete(self, request: Request, *, is_chat: bool) -> Response:
     served = self._served
     body = await _read_body(request, served.most_bytes)
     adapters = self._engine.batcher.adapter_names
@@ -219,7 +210,6 @@ class _Work:
     self._usage = Usage(len(event.prompt), 0)
 
   async def whole(self, deadline: float) -> Response:
-    """Returns the reply in one piece."""
     await self.accept(deadline)
     piece = NOTHING
     while isinstance(event := await self._next(deadline), NewTokensEvent):
@@ -304,8 +294,7 @@ async def _unless_gone(request: Request, reply: Any) -> Response:
     await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
       raise RequestError('the client is gone', 499)
-    response: Response = work.result()
-    return response
+    return work.result()
   finally:
     for task in (work, gone):
       task.cancel()

@@ -114,12 +114,10 @@ class Engine:
 
   @property
   def batcher(self) -> Batcher:
-    """The batcher, for reading its statistics."""
     return self._batcher
 
   @property
   def num_open(self) -> int:
-    """The number of requests that wait or run."""
     return len(self._tickets)
 
   def warm_up(self) -> None:
@@ -129,7 +127,6 @@ class Engine:
     self._batcher.statistics = BatcherStatistics()
 
   def start(self) -> None:
-    """Starts the thread."""
     self._thread.start()
 
   def stop(self, timeout_s: float) -> bool:

@@ -21,8 +21,6 @@ _LEAST = -9999.0  # Stands for minus infinity, which JSON lacks.
 
 
 class Usage(NamedTuple):
-  """The numbers of tokens of a request."""
-
   prompt: int
   continuation: int
 
@@ -59,7 +57,6 @@ class Replies:
     self._num_characters, self._incomplete = 0, list[int]()
 
   def whole(self, text: str, piece: NewTokensEvent, reason: str, usage: Usage) -> dict[str, Any]:
-    """Returns the reply in one piece."""
     said = {'message': {'role': 'assistant', 'content': text}} if self._is_chat else {'text': text}
     choice = {'index': 0, **said, 'logprobs': self._log_probs(piece), 'finish_reason': reason}
     kind = 'chat.completion' if self._is_chat else 'text_completion'
@@ -147,7 +144,6 @@ def _finite(log_prob: float) -> float:
 
 
 def to_event(value: dict[str, Any]) -> bytes:
-  """Returns a server-sent event."""
   return b'data: ' + encode_json(value) + b'\n\n'
 
 

@@ -24,7 +24,6 @@ class RequestError(Exception):
     self.message, self.status, self.field, self.code = message, status, field, code
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the body of the answer."""
     kind = 'invalid_request_error' if self.status < 500 and self.status != 429 else 'server_error'
     kind = 'rate_limit_error' if self.status == 429 else kind
     return {'error': {'message': self.message, 'type': kind, 'param': self.field, 'code': self.code}}
