@@ -44,7 +44,7 @@ from praxis_lite.runs.prompts import (
   require_tokenizer,
   stop_ids,
 )
-from praxis_lite.runs.records.run_config import check_seed
+from praxis_lite.runs.records.run_config import check_count, check_seed
 from praxis_lite.runs.row_programs import RowPrograms, empty_settings
 from praxis_lite.runs.row_slots import LEAST_SHARED, RowSlots
 
@@ -171,18 +171,13 @@ class Batcher:
     top_log_probs: int = 0,
   ):
     for name, value in {'kept_prefixes': kept_prefixes, 'top_log_probs': top_log_probs}.items():
-      with prefix_errors(f'batcher: {name}'):
-        fit(value, int, None)
-      if value < 0:
-        raise ConfigError(f'batcher: {name} = {value}; expected at least 0')
+      check_count(f'batcher: {name}', value, least=0)
     if kept_prefixes and not reuse_prefixes:
       raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; it needs reuse_prefixes=True')
-    numbers = {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}
-    for name, number in {**numbers, 'max_length': max_length, 'chunk': chunk}.items():
-      with prefix_errors(f'batcher: {name}'):
-        fit(number, int if name in numbers else int | None, None)
-      if number is not None and number < 1:
-        raise ConfigError(f'batcher: {name} = {number}; expected at least 1')
+    for name, value in {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}.items():
+      check_count(f'batcher: {name}', value)
+    for name, number in {'max_length': max_length, 'chunk': chunk}.items():
+      check_count(f'batcher: {name}', number, kind=int | None)
     self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
     self.prompts_are_sources = tasks.jax_task.model.prompts_are_sources
     if self.prompts_are_sources:
@@ -257,10 +252,10 @@ class Batcher:
     max_tokens = decoder.max_decode_steps if max_tokens is None else max_tokens
     temperature = decoder.temperature if temperature is None else temperature
     top_p = decoder.top_p if top_p is None else top_p
-    kinds: Any = {'max_tokens': int, 'temperature': float, 'top_p': float | None}
-    for name, value in {'max_tokens': max_tokens, 'temperature': temperature, 'top_p': top_p}.items():
+    check_count('submit: max_tokens', max_tokens)
+    for name, value, kind in (('temperature', temperature, float), ('top_p', top_p, float | None)):
       with prefix_errors(f'submit: {name}'):
-        fit(value, kinds[name], None)
+        fit(value, kind, None)
     if seed is not None:
       check_seed(seed)
     if adapter is not None and adapter not in self.adapter_names:
@@ -268,8 +263,6 @@ class Batcher:
       raise ConfigError(f'submit: adapter = {adapter!r}: the model has no such adapter{known}')
     if stream is not None and not callable(stream):
       raise ConfigError(f'submit: stream = {stream!r}; expected a function that is called with each piece')
-    if max_tokens < 1:
-      raise ConfigError(f'submit: max_tokens = {max_tokens}; expected at least 1')
     if not 0 <= temperature <= MOST_TEMPERATURE:
       raise ConfigError(f'submit: temperature = {temperature}; expected from 0 to {MOST_TEMPERATURE:g}')
     if top_p is not None and not 0 < top_p <= 1:
@@ -291,9 +284,8 @@ class Batcher:
     if max_tokens > room:
       fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self._max_length, "token")}'
       raise ConfigError(
-        f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than '
-        'the max_length = '
-        f'{self._max_length} of the batcher; {fits}'
+        f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than the '
+        f'max_length = {self._max_length} of the batcher; {fits}'
       )
     text = GrowingText(tokenizer, [] if self.prompts_are_sources else tokens, stop) if tokenizer is not None else None
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)

@@ -77,10 +77,7 @@ def _ends_with(file: str, *endings: str) -> bool:
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   classes = find_class_names(model)
-  structs: Mapping[str, Any] = {}
-  with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
-    if any(_ends_with(file, *_ARRAYS) for file in files):
-      structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
+  structs = shapes_in_data(model) if any(_ends_with(file, *_ARRAYS) for file in files) else {}
   for where, batch, images in _batches_of_files(model, files, what, batch_size, structs):
     with prefix_errors(where):
       try:
@@ -88,14 +85,8 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
       except ShapesError as error:
         check_shapes(batch, structs, lambda shape: shape)
         raise error
-      named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
-      if not named:
-        raise ConfigError(
-          f'{type(model.layer).__name__}.compute_loss reports no values of single examples; those are its second '
-          "result, a dict such as {'loss': loss_B}"
-        )
-      examples = examples_of(named, np.asarray(canonical_rows(batch, 'batch')['weights']))
-      examples = add_class_names(examples, classes)
+      weights = np.asarray(canonical_rows(batch, 'batch')['weights'])
+      examples = add_class_names(examples_of(name_outputs(model, out), weights), classes)
     yield from ({'file': file} | example for file, example in zip(images, examples)) if images else examples
 
 
@@ -125,8 +116,31 @@ def _batches(
     yield from _dataset_for(model, file, what)
     return
   for rows in (_npz_rows if _ends_with(file, '.npz') else _jsonl_rows)(file, batch_size):
-    check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
-    yield {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
+    yield fit_rows(rows, structs)
+
+
+def shapes_in_data(model: TrainedModel) -> dict[str, Any]:
+  """Returns shapes and dtypes of the arrays in batches of the run's data; {} if the data is not on this machine."""
+  with contextlib.suppress(UserError, OSError):
+    return {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
+  return {}
+
+
+def name_outputs(model: TrainedModel, out: Any) -> dict[str, Any]:
+  """Returns what a model has computed for examples, by name; raises ConfigError if it is nothing."""
+  named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
+  if not named:
+    raise ConfigError(
+      f'{type(model.layer).__name__}.compute_loss reports no values of single examples; those are its second result, a '
+      "dict such as {'loss': loss_B}"
+    )
+  return named
+
+
+def fit_rows(rows: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns rows in the dtypes of the run's data; raises DataError if they have other numbers of dimensions."""
+  check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
+  return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
 
 
 def check_shapes(

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.common.config.values import fit
-from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
+from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.base import ScoreLimits
 from praxis_lite.runs.prompts import check_ids, encode_prompt, numbers_of_adapters, require_tokenizer
+from praxis_lite.runs.records.run_config import check_count
 
 _LEAST_LENGTH = 32
 
@@ -88,10 +88,7 @@ def score_rows(
   if len(contexts) != len(continuations):
     given = f'{number_of(len(contexts), "context")} and {number_of(len(continuations), "continuation")}'
     raise UserError(f'score: {given}; expected pairs')
-  with prefix_errors('score: batch_size'):
-    fit(batch_size, int, None)
-  if batch_size < 1:
-    raise ConfigError(f'score: batch_size = {batch_size}; expected at least 1')
+  check_count('score: batch_size', batch_size)
   numbers = numbers_of_adapters(adapters, names, len(contexts), 'score')
   rows = [_row(i, limits, tokenizer, *pair) for i, pair in enumerate(zip(contexts, continuations))]
   scores = [Score(row.continuation, np.zeros(0, np.float32), True) for row in rows]

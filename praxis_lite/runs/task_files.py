@@ -32,6 +32,7 @@ from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.programs import InputProgram, ProgramResult, TaskOnMesh
 from praxis_lite.runs.prompts import tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
+from praxis_lite.runs.records.run_config import check_count
 from praxis_lite.runs.scoring import score_rows
 from praxis_lite.runs.text_metrics import TextMetric, find_metrics
 from praxis_lite.runs.trained import TrainedModel
@@ -217,11 +218,9 @@ class TaskFileProgram(InputProgram[Any]):
     self, tasks: TaskOnMesh, config: ExperimentConfig, directory: Path | None, file: TaskFile, number: int
   ):  # The program has no step itself: methods of `TrainedModel` run the steps.
     where = f'task.evaluate.task_files[{number}]'
-    for name in ('max_tokens', 'batch_size', 'max_examples'):
-      value = getattr(file, name)
-      if value is not None and value < 1:
-        or_none = ', or None' if name == 'max_examples' else ''
-        raise ConfigError(f'{where}.{name} = {value}; expected at least 1{or_none}')
+    check_count(f'{where}.max_tokens', file.max_tokens)
+    check_count(f'{where}.batch_size', file.batch_size)
+    check_count(f'{where}.max_examples', file.max_examples, kind=int | None)
     self._file, self._questions = file, read_questions(file.path, f'{where}.path')[: file.max_examples]
     self._metrics = find_metrics(f'{where}.metrics', file.metrics)
     model = tasks.jax_task.model
@@ -263,10 +262,8 @@ class TaskFileProgram(InputProgram[Any]):
     if found is None:
       return None
     metrics: HostMetrics = {**found}
-    note = f', {number_of(len(self._questions), "question")}'
-    return ProgramResult(
-      metrics, -(-len(self._questions) // self._file.batch_size), time.perf_counter() - start, {}, note
-    )
+    count, note = len(self._questions), f', {number_of(len(self._questions), "question")}'
+    return ProgramResult(metrics, -(-count // self._file.batch_size), time.perf_counter() - start, {}, note)
 
   def metric_names(self) -> list[str]:
     return ['accuracy', 'accuracy_per_byte'] if self._questions[0].choices else sorted(self._metrics)

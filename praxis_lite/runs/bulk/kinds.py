@@ -11,7 +11,6 @@ If the model has several adapters, `adapter` of a row is the name of the one tha
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,12 +24,12 @@ from praxis_lite.common.files import open_plain
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
-from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.file_readers import datasets_by_use, is_of, make_reader
-from praxis_lite.runs.predict_files import check_shapes
+from praxis_lite.runs.predict_files import fit_rows, name_outputs, shapes_in_data
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters, require_tokenizer
 from praxis_lite.runs.teaching import Teacher
@@ -105,9 +104,7 @@ class _Predict:
     self._model, self._keep = model, keep
     self._compute = model.predict if what == 'predict' else model.evaluate_examples
     self._classes = find_class_names(model)
-    self._structs: Mapping[str, Any] = {}
-    with contextlib.suppress(UserError, OSError):  # The data of the run may not be on this machine.
-      self._structs = {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
+    self._structs = shapes_in_data(model)
 
   def __call__(self, rows: Sequence[RowValues], first: int) -> list[dict[str, Any]]:
     if (adapters := _adapters_of(self._model, rows)) is not None:
@@ -120,10 +117,8 @@ class _Predict:
     if numbers is not None:
       batch = {**batch, 'adapters': numbers}
     out = self._compute(batch)
-    named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
-    if not named:
-      raise ConfigError(f'{type(self._model.layer).__name__} reports no values of single examples')
-    return list(add_class_names(examples_of(named, np.ones(len(rows), np.float32)), self._classes))
+    examples = examples_of(name_outputs(self._model, out), np.ones(len(rows), np.float32))
+    return list(add_class_names(examples, self._classes))
 
   def _to_arrays(self, rows: Sequence[RowValues]) -> Mapping[str, Any]:
     for name, read in (('text', self._texts_to_arrays), ('file', self._images_to_arrays)):
@@ -138,9 +133,7 @@ class _Predict:
       if isinstance(error, UserError):
         raise
       raise DataError(f'has lists of unequal lengths: {error}') from None
-    check_shapes(batch, self._structs, len)
-    structs = self._structs
-    return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in batch.items()}
+    return fit_rows(batch, self._structs)
 
   def _texts_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
     """Returns the arrays into which the first dataset of the run with texts and classes turns the texts of rows."""

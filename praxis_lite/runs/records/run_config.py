@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -53,6 +53,14 @@ def check_seed(seed: int) -> None:
     fit(seed, int, None)
   if not -(2**63) <= seed < 2**63:
     raise ConfigError(f'seed = {seed}: expected an integer of 64 bits')
+
+
+def check_count(where: str, value: Any, least: int = 1, kind: Any = int) -> None:
+  """Raises ConfigError unless a setting is a number of at least `least`; with `kind=int | None`, it may be None."""
+  with prefix_errors(where):
+    fit(value, kind, None)
+  if value is not None and value < least:
+    raise ConfigError(f'{where} = {value}; expected at least {least}{", or None" if kind is not int else ""}')
 
 
 def check_all_take_part(mesh: Mesh) -> None:

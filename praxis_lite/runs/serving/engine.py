@@ -20,6 +20,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.batcher import Batcher, BatcherStatistics, Request
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt
+from praxis_lite.runs.records.run_config import check_count
 from praxis_lite.runs.serving.requests import Asked
 
 STOPPED, LENGTH, CANCELLED = 'stop', 'length', 'cancelled'  # The reasons why a continuation has ended.
@@ -98,8 +99,7 @@ class Engine:
   """
 
   def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int, *, draws_seeds: bool = True):
-    if most_waiting < 0:
-      raise ConfigError(f'most_waiting = {most_waiting}; expected at least 0')
+    check_count('most_waiting', most_waiting, least=0)
     self._batcher, self._tokenizer, self._draws_seeds = batcher, tokenizer, draws_seeds
     self._most = batcher.num_rows + most_waiting
     self._calls = queue.SimpleQueue[Callable[[], object]]()
