@@ -298,7 +298,7 @@ def _export(
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
     reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
-    able = [p for p in settings.platforms if _works(lambda p=p: guarded_export(function, (p,))(shapes, inputs))]
+    able = [p for p in settings.platforms if _works(guarded_export(function, (p,)), shapes, inputs)]
     fewer = f', or one platform: {" or ".join(able)}' if able else ''
     raise ConfigError(
       f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
@@ -307,9 +307,9 @@ def _export(
   return _Program(name, inputs, program)
 
 
-def _works(call: Callable[[], object]) -> bool:
+def _works(call: Callable[..., object], *arguments: Any) -> bool:
   try:
-    call()
+    call(*arguments)
   except Exception:
     return False
   return True
@@ -318,7 +318,7 @@ def _works(call: Callable[[], object]) -> bool:
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
   """Whether a function can be traced with a batch size of 2; called if a symbolic batch size has failed."""
   known = {n: jax.ShapeDtypeStruct(_known(x.shape, 2), x.dtype) for n, x in inputs.items()}
-  return _works(lambda: jax.eval_shape(function, variables, known))
+  return _works(jax.eval_shape, function, variables, known)
 
 
 def _known(shape: Sequence[Any], size: int | None) -> list[int | None]:

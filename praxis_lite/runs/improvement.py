@@ -77,11 +77,9 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
   if len(having) == 1:
     return found(having[0], metric)
   if having:
-    raise ConfigError(
-      f'{field} = {metric!r}: several inputs have it; write {" or ".join(f"{s}/{metric}" for s in having)}'
-    )
-  short = [name for names in splits.values() for name in names]
-  close = did_you_mean(metric, [*known, *short])
+    ways = ' or '.join(f'{split}/{metric}' for split in having)
+    raise ConfigError(f'{field} = {metric!r}: several inputs have it; write {ways}')
+  close = did_you_mean(metric, [*known, *(name for names in splits.values() for name in names)])
   raise ConfigError(f'{field} = {metric!r}: there is no such metric.{close} There are {", ".join(known)}.')
 
 

@@ -75,10 +75,8 @@ def values_in_one_pass(model: BaseModel, variables: NestedDict, batch: Rows) -> 
 
   def run(variables: NestedDict, batch: Rows) -> dict[str, Summary]:
     surroundings = Surroundings(taps=_taps(seen, Surroundings()))
-    summaries: dict[str, Summary] = model.apply(
-      variables, batch, do_eval=True, method='predict', surroundings=surroundings
-    )[1].summaries
-    return _select_arrays(summaries)
+    _, side = model.apply(variables, batch, do_eval=True, method='predict', surroundings=surroundings)
+    return _select_arrays(side.summaries)
 
   return _group_by_point(jax.jit(run)(variables, batch), seen)
 
@@ -89,10 +87,8 @@ def values_on_mesh(model: TrainedModel, batch: Rows) -> dict[str, PointValues]:
 
   def run(variables: NestedDict, batch: Rows, surroundings: Surroundings) -> dict[str, Summary]:
     surroundings = dataclasses.replace(surroundings, taps=_taps(seen, surroundings))
-    layer = model.tasks.jax_task.model
-    return _select_arrays(
-      layer.apply(variables, batch, do_eval=True, method='predict', surroundings=surroundings)[1].summaries
-    )
+    _, side = model.layer.apply(variables, batch, do_eval=True, method='predict', surroundings=surroundings)
+    return _select_arrays(side.summaries)
 
   return _group_by_point(map_over_mesh(model.tasks, run)(model.stored_variables, batch), seen)
 
@@ -121,9 +117,8 @@ def values_in_decoding(
     del surroundings
     if 'source_ids' in batch:
       source, is_token = (jnp.asarray(batch[name]) for name in ('source_ids', 'source_segment_ids'))
-      return lm.apply(variables['lm'], source, is_token, slots, method='init_decode_state', do_eval=True)[
-        1
-      ].decode_state
+      _, side = lm.apply(variables['lm'], source, is_token, slots, method='init_decode_state', do_eval=True)
+      return side.decode_state
     return start_caches(lm, variables['lm'], B, slots, can_go_back)
 
   def extend(
@@ -194,9 +189,8 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
   """Yields groups of successive points: those in stacks of equally many layers together, each other point by itself."""
   group: list[str] = []
   for name, point in values.items():
-    if group and not (
-      point.is_stacked and values[group[0]].is_stacked and len(point.values) == len(values[group[0]].values)
-    ):
+    first = values[group[0] if group else name]
+    if group and not (point.is_stacked and first.is_stacked and len(point.values) == len(first.values)):
       yield group
       group = []
     group.append(name)

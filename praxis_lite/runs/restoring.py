@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -67,8 +68,7 @@ def restore_model(
   Raises:
     UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
   """
-  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
-  try:
+  with contextlib.closing(Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)) as checkpointer:
     checkpointer.existing_step(step)  # Raises an error, if the step is missing, before slow work.
     task: SingleTask = config.task.instantiate()
     mesh = task.create_mesh(devices) if create_mesh is None else create_mesh(task)
@@ -84,6 +84,4 @@ def restore_model(
       )
     for line in checkpointer.notes if is_primary_process() else ():
       print(printable(line), file=sys.stderr)
-  finally:
-    checkpointer.close()
   return model

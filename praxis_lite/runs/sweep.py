@@ -51,17 +51,17 @@ def grid(overrides: Sequence[str]) -> list[Point]:
       same path.
   """
   options = [alternatives(override) for override in overrides]
-  varied = [choices[0].partition('=')[0] for choices in options if len(choices) > 1]
+  paths = [choices[0].partition('=')[0] for choices in options]
+  varied = [path for path, choices in zip(paths, options) if len(choices) > 1]
   if not varied:
     bracketed = ' without brackets' if any(choice.endswith((')', ']')) for (choice,) in options) else ''
     raise ConfigError(
       f'nothing is varied: give a --set several values, with commas between them{bracketed}, as in '
       '--set task.train.learner.learning_rate=1e-3,3e-3'
     )
-  twice = [path for path in varied if varied.count(path) > 1]
-  if twice:
+  if twice := [path for path in varied if varied.count(path) > 1]:
     raise ConfigError(f'{twice[0]} is varied twice; write all of its values in one --set')
-  for path, choices in zip((choices[0].partition('=')[0] for choices in options), options):
+  for path, choices in zip(paths, options):
     for choice, count in collections.Counter(choices).items():
       if count > 1:
         entries = [other.partition('=')[2] for other in choices]
@@ -79,9 +79,8 @@ def grid(overrides: Sequence[str]) -> list[Point]:
 
 def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
   """Returns the name of the directory of a point: its values, with `names` for their paths."""
-  name = ','.join(f'{names[path]}={value}' for path, value in values.items())
   shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
-  plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
+  name, plain = (','.join(f'{names[path]}={value}' for path, value in each.items()) for each in (values, shown))
   plain = re.sub(r'[^\w.,=+-]+', '_', plain)[:_MOST_NAME]
   return plain if plain == name else f'{plain}-{zlib.crc32(name.encode()):08x}'
 

@@ -35,11 +35,7 @@ class ResultLedger(Ledger):
     self.write(number, _to_bytes(results, self._format))
 
   def check_complete(self) -> Counts:
-    """Reads all results, and counts them.
-
-    Raises:
-      DataError: a row is missing, occurs twice, or is not in its place.
-    """
+    """Reads and counts all results; raises DataError if a row is missing, occurs twice, or is not in its place."""
     self.check_all_there()
     rows = bad = 0
     for number in range(len(self.plan.shards)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -81,22 +82,17 @@ def attach_observers(
   loggers: LoggersOfRun,
 ) -> Iterator[None]:
   """Adds to `observers` the ones that need the job, and puts all in order; catches signals until the block ends."""
-  settings, options, watched = job.task.train, job.options, job.programs.watched
-  on_nonfinite, first_step = job.task.learner.on_nonfinite, start.step
-  describe, losses = job.inputs.training.examples_at, start.progress.losses
-  trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
-  task, batch = job.programs.partitioned, job.inputs.training.batch_struct()
-  log = TrainLog(
-    *(task, batch, console, writer, job.startup),
-    first_step=first_step,
-    observers=observers,
-    rows_after=job.inputs.training.rows_after,
-  )
-  every, layout = options.check_replicas, job.programs.partitioned.layout
-  replicas = [] if every is None else [ReplicaWatch(layout, every, job.corruption, first_step)]
+  settings, options, watched, data = job.task.train, job.options, job.programs.watched, job.inputs.training
+  on_nonfinite, task = job.task.learner.on_nonfinite, job.programs.partitioned
+  losses = start.progress.losses
+  trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, start.step, data.examples_at, losses)
+  others: Any = {'first_step': start.step, 'observers': observers, 'rows_after': data.rows_after}
+  log = TrainLog(task, data.batch_struct(), console, writer, job.startup, **others)
+  every = options.check_replicas
+  replicas = [] if every is None else [ReplicaWatch(task.layout, every, job.corruption, start.step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None
   with Profiler(options.profile_steps) as profiler:
-    own: list[Hook] = [profiler, BadRecordLines(job.inputs.training), loggers]
+    own: list[Hook] = [profiler, BadRecordLines(data), loggers]
     if watched.best is not None:
       own.append(KeepBest(watched.best, start.checkpointer))
     if watched.stopping is not None:

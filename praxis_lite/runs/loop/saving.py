@@ -69,11 +69,7 @@ class Saving(Observer):
     return self._tolerate(self._checkpointer.newly_complete) or []
 
   def finish(self, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict = None) -> None:
-    """Waits until this step is saved.
-
-    Raises:
-      CheckpointError: saving it has failed twice.
-    """
+    """Waits until this step is saved; raises CheckpointError if saving it has failed twice."""
     self._tolerate(self._checkpointer.wait_until_complete)
     try:
       if not (self._step == step and self._is_good):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,27 +62,23 @@ def group_runs(
       raise UserError(f'{order}: several fields end with it; write {" or ".join(first_lines(several, _MOST_NAMED))}')
     sort = sort.replace(order, several[0])
   columns = list(dict.fromkeys(column for name in columns for column in _columns_of(runs, name)))
-  alike: dict[str, list[RunState]] = {}
+  alike = defaultdict[str, list[RunState]](list)
   for run in _complete_names(runs):
-    alike.setdefault(_title(run), []).append(run)
+    alike[_title(run)].append(run)
   alone = [found[0] for found in alike.values() if len(found) == 1]
   groups = []
   for title, found in sorted(alike.items()):
     if len(found) > 1 or len(alone) < 2:
       groups.append(_make_group(title, found, *_metric_of(runs, found, metric, mode), sort, columns))
   if len(alone) > 1:
-    shared = (
-      set.intersection(*({*run.fields} for run in alone if run.fields)) if any(r.fields for r in alone) else set()
-    )
+    recorded = [{*run.fields} for run in alone if run.fields]
+    shared = set.intersection(*recorded) if recorded else set()
     comparable = [r._replace(fields={p: v for p, v in r.fields.items() if p in shared}) for r in alone]
     title = 'other runs, one of each experiment' if groups else 'runs of different experiments'
     order = 'name' if sort == 'best' and metric is None else sort  # The losses of these runs are not comparable.
     group = _make_group(title, comparable, *_metric_of(runs, alone, metric, mode), order, columns)
     values = [
-      {
-        'experiment': run.experiment or _title(run),
-        **{name: own.get(name) or _value(run, name) for name in group.columns},
-      }
+      {'experiment': run.experiment or _title(run)} | {n: own.get(n) or _value(run, n) for n in group.columns}
       for run, own in zip(group.runs, group.values)
     ]
     names = sorted(group.columns, key=lambda name: name != 'learning_rate')  # The learning rate comes first.
@@ -135,7 +132,8 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
       best = run.best(metric, mode)
       return None if best is None else best[0] if mode == 'min' else -best[0]
     if name in _ORDERS:
-      return _none_if_nan(_ORDERS[name](run))
+      value = _ORDERS[name](run)
+      return None if isinstance(value, float) and math.isnan(value) else value
     return _natural(value) if (value := _value(run, name)) and value.lower() != 'nan' else None
 
   if name not in _ORDERS and len({_value(run, name) for run in runs}) == 1:
@@ -153,10 +151,6 @@ def value_shared_by_all(runs: Sequence[RunState], sort: str) -> str | None:
     return None
   values = {_value(run, name) for run in runs if name not in run.metrics}
   return values.pop() if len(values) == 1 else None
-
-
-def _none_if_nan(value: Any) -> Any:
-  return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _natural(text: str) -> list[tuple[int, float, str]]:
@@ -193,8 +187,7 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
 def _list_differences(runs: Sequence[RunState]) -> str:
   """Returns sentences that name the fields in which runs differ and their metrics, as the end of a message."""
   lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': _metrics_of_all(runs)}
-  has = [f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names]
-  return ''.join(has)
+  return ''.join(f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names)
 
 
 _MOST_NAMED = 8
@@ -301,10 +294,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
       raise UserError(f'--metric={metric}: several inputs have it; write {" or ".join(found)}')
     return f'eval/*/{metric}', mode
   if metric is not None and not found:
-    close, has = (
-      did_you_mean(metric, _add_ends(known)),
-      ', '.join(first_lines(known, _MOST_NAMED)) or 'no metrics',
-    )
+    close, has = did_you_mean(metric, _add_ends(known)), ', '.join(first_lines(known, _MOST_NAMED)) or 'no metrics'
     raise UserError(f'--metric={metric}: no run has it.{close} They have {has}')
   return max(found, key=lambda name: sum(name in run.metrics for run in runs), default=wanted), mode
 
@@ -347,10 +337,10 @@ def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapp
   by_run: list[set[str]] = [set() for _ in runs]
   for path in sorted(paths, key=_importance):
     above = [c for c in classes if path.startswith((f'{c}.', f'{c}['))]
-    alike: dict[tuple[str | None, ...], list[int]] = {}
+    alike = defaultdict[tuple[str | None, ...], list[int]](list)
     for i, run in enumerate(runs):
       if run.fields:
-        alike.setdefault(tuple(run.fields.get(c) for c in above), []).append(i)
+        alike[tuple(run.fields.get(c) for c in above)].append(i)
     for group in alike.values():
       if len({runs[i].fields.get(path) for i in group}) > 1:
         differing[path] = None
@@ -387,9 +377,9 @@ def _importance(path: str) -> tuple[int, int]:
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
   """Returns the path to show for each path: `datasets[*].path` if in each run all datasets have the same value."""
-  groups: dict[str, list[str]] = {}
+  groups = defaultdict[str, list[str]](list)
   for path in paths:
-    groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
+    groups[re.sub(r'\[\d+\]', '[*]', path)].append(path)
   shown: dict[str, str] = {}
   for pattern, members in groups.items():
     are_equal = all(len({fields.get(path) for path in members}) == 1 for fields in recorded)
@@ -400,10 +390,7 @@ def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]])
 def short_names(paths: Collection[str]) -> dict[str, str]:
   """Returns for each path its shortest ending, in whole names, that no other path has."""
   endings = {path: _endings(path) for path in paths}
-  counts: dict[str, int] = {}
-  for found in endings.values():
-    for ending in found:
-      counts[ending] = counts.get(ending, 0) + 1
+  counts = Counter(ending for found in endings.values() for ending in found)
   return {path: next((e for e in found if counts[e] == 1), path) for path, found in endings.items()}
 
 

@@ -57,7 +57,7 @@ def this_launch(
     step=step,
     mesh=None if mesh is None else dict(mesh),
     devices=f'{jax.device_count()} {jax.devices()[0].device_kind}',
-    versions={'python': platform.python_version(), **dict(_versions())},
+    versions={'python': platform.python_version(), **{p: found for p in _PACKAGES if (found := version_of(p))}},
     sources=tuple(source_trees()),
     changes=changes,
   )
@@ -82,12 +82,6 @@ def _command_line() -> str:
   program = Path(sys.argv[0] or 'python')
   started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
   return shlex.join([*started, *map(remove_secrets_of_argument, sys.argv[1:])])
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-  for package in _PACKAGES:
-    if found := version_of(package):
-      yield package, found
 
 
 def source_trees() -> Iterator[dict[str, Any]]:

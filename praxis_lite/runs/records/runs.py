@@ -74,11 +74,7 @@ class RunState(NamedTuple):
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
-  """Returns the run directories at or below a folder, sorted by name.
-
-  Raises:
-    UserError: the folder does not exist.
-  """
+  """Returns the run directories at or below a folder, sorted by name; raises UserError if the folder does not exist."""
   if not os.path.isdir(folder):
     what = 'is a file; name a directory' if os.path.exists(folder) else 'does not exist'
     raise UserError(f'{os.fspath(folder)} {what}')
