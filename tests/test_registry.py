@@ -230,7 +230,7 @@ def test_a_file_that_is_not_there(workspace):
         ('training.learning', 'Linear', 'training.learning.LinearRamp'),
         ('models', 'without_adapters', 'models.remove_adapters'),
         ('models', 'without_quantization', 'models.remove_quantization'),
-        ('runs.loggers', 'WandbLogger', 'runs.loggers.wandb_logger.WandbLogger'),
+        ('runs.loggers', 'WandbLogger', 'runs.loggers.services.WandbLogger'),
       )
     ),
     (

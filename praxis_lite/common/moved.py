@@ -25,13 +25,13 @@ _MOVED_OBJECTS = {
   'learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
   'models.without_adapters': 'models.remove_adapters',
   'models.without_quantization': 'models.remove_quantization',
-  'runs.loggers.AimLogger': 'runs.loggers.aim_logger.AimLogger',
-  'runs.loggers.CometLogger': 'runs.loggers.comet_logger.CometLogger',
+  'runs.loggers.AimLogger': 'runs.loggers.services.AimLogger',
+  'runs.loggers.CometLogger': 'runs.loggers.services.CometLogger',
   'runs.loggers.LoggedRun': 'runs.loggers.base.LoggedRun',
   'runs.loggers.Logger': 'runs.loggers.base.Logger',
-  'runs.loggers.MlflowLogger': 'runs.loggers.mlflow_logger.MlflowLogger',
-  'runs.loggers.PrometheusLogger': 'runs.loggers.prometheus_logger.PrometheusLogger',
-  'runs.loggers.WandbLogger': 'runs.loggers.wandb_logger.WandbLogger',
+  'runs.loggers.MlflowLogger': 'runs.loggers.services.MlflowLogger',
+  'runs.loggers.PrometheusLogger': 'runs.loggers.services.PrometheusLogger',
+  'runs.loggers.WandbLogger': 'runs.loggers.services.WandbLogger',
   'training.learning.Linear': 'training.learning.LinearRamp',
   'training.learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
 }
@@ -52,6 +52,9 @@ _MOVED = {
   'plan': 'instruments.plan',
   'records': 'runs.records',
   'registry': 'training.registry',
+  **{
+    f'runs.loggers.{name}_logger': 'runs.loggers.services' for name in ('aim', 'comet', 'mlflow', 'prometheus', 'wandb')
+  },
   'runtime': 'runs',
   'sharding.hlo': 'instruments.plan.hlo',
   't5x': 'bridges.t5x',

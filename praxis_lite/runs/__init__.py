@@ -15,12 +15,14 @@ if TYPE_CHECKING:
   from praxis_lite.runs.executor import TrainResult as TrainResult, run_train as run_train
   from praxis_lite.runs.hooks import Hook as Hook
   from praxis_lite.runs.inference import run_decode as run_decode, run_eval as run_eval
-  from praxis_lite.runs.loggers.aim_logger import AimLogger as AimLogger
   from praxis_lite.runs.loggers.base import Logger as Logger
-  from praxis_lite.runs.loggers.comet_logger import CometLogger as CometLogger
-  from praxis_lite.runs.loggers.mlflow_logger import MlflowLogger as MlflowLogger
-  from praxis_lite.runs.loggers.prometheus_logger import PrometheusLogger as PrometheusLogger
-  from praxis_lite.runs.loggers.wandb_logger import WandbLogger as WandbLogger
+  from praxis_lite.runs.loggers.services import (
+    AimLogger as AimLogger,
+    CometLogger as CometLogger,
+    MlflowLogger as MlflowLogger,
+    PrometheusLogger as PrometheusLogger,
+    WandbLogger as WandbLogger,
+  )
   from praxis_lite.runs.loop.options import TrainOptions as TrainOptions
   from praxis_lite.runs.nonfinite import NonFiniteError as NonFiniteError
   from praxis_lite.runs.observer import Run as Run
@@ -39,12 +41,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     'praxis_lite.runs.executor': 'TrainResult run_train',
     'praxis_lite.runs.hooks': 'Hook',
     'praxis_lite.runs.inference': 'run_decode run_eval',
-    'praxis_lite.runs.loggers.aim_logger': 'AimLogger',
     'praxis_lite.runs.loggers.base': 'Logger',
-    'praxis_lite.runs.loggers.comet_logger': 'CometLogger',
-    'praxis_lite.runs.loggers.mlflow_logger': 'MlflowLogger',
-    'praxis_lite.runs.loggers.prometheus_logger': 'PrometheusLogger',
-    'praxis_lite.runs.loggers.wandb_logger': 'WandbLogger',
+    'praxis_lite.runs.loggers.services': 'AimLogger CometLogger MlflowLogger PrometheusLogger WandbLogger',
     'praxis_lite.runs.loop.options': 'TrainOptions',
     'praxis_lite.runs.nonfinite': 'NonFiniteError',
     'praxis_lite.runs.observer': 'Run',

@@ -15,6 +15,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor, Sampler, SpeculativeSampler
+from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
 from praxis_lite.training.experiment import ExperimentConfig
@@ -119,12 +120,8 @@ def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_dr
 def rows_of_call(max_tokens: Sequence[int], num_drawn: int, first_row: int) -> Rows:
   """Returns `max_tokens`, `num_drawn` and `row` for each row of a batch, [B] int32 each; see `fit_to_bucket`."""
   count = len(max_tokens)
-  per_row = {
-    'max_tokens': np.array(max_tokens),
-    'num_drawn': np.full(count, num_drawn),
-    'row': first_row + np.arange(count),
-  }
-  return {name: values.astype(np.int32) for name, values in per_row.items()}
+  drawn, rows = np.full(count, num_drawn, np.int32), first_row + np.arange(count, dtype=np.int32)
+  return {'max_tokens': np.array(max_tokens, np.int32), 'num_drawn': drawn, 'row': rows}
 
 
 def beginnings(texts: Sequence[Sequence[int]], most: int) -> Rows:
@@ -313,6 +310,33 @@ def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Co
   """Returns a config of `cls` that takes the fields of `common` from `decoder`; others have their defaults."""
   names = field_names(Config(common)) or ()
   return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
+
+
+def drafted_task(task: Config, draft: Config) -> Config:
+  """Returns the config of a task that decodes with the model of `task`, guessing with the model of `draft`.
+
+  Args:
+    task, draft: configs of the tasks of two language models. The result has the mesh and the rules of `task`.
+
+  Raises:
+    ConfigError: a model is not a language model, or decodes by beam search.
+  """
+  for name, config in (('the model', task), ('the draft model', draft)):
+    if not hasattr(config.model, 'decoder_tpl'):
+      raise ConfigError(f'draft: speculative decoding needs language models, and {name} has no decoder_tpl')
+  if is_beam_search(task):
+    raise ConfigError('draft: beam search takes no guesses; leave out one of them')
+  drafted, decoder = task.clone(), task.model.decoder_tpl
+  is_speculative = is_decoder(task, SpeculativeSampler)
+  decoder = decoder.clone() if is_speculative else to_decoder(SpeculativeSampler, decoder, Sampler)
+  decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses tokens.
+  drafted.model = Config(
+    DraftedModel,
+    model_tpl=task.model.clone(),
+    draft_tpl=draft.model.clone(),
+    decoder_tpl=decoder,
+  )
+  return drafted
 
 
 def stop_ids(tokenizer: BaseTokenizer | None, stops: Sequence[str], name: str = 'stop') -> list[int]:

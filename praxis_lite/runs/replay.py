@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -76,21 +75,6 @@ def check_finite(
     raise NonFiniteError(f'step {before + 1} is not finite; the layer is not known: {error}') from error
   origin = trace.origins[0] if trace.origins else 'it is finite when each operation is run on its own on one device'
   raise NonFiniteError(f'step {before + 1} is not finite; the first value that is not: {origin}')
-
-
-class _Replay(NamedTuple):
-  """A run just before the step to repeat.
-
-  Attributes:
-    partitioned: the task on its mesh, for batches of this step's size.
-    checkpoint: the step of the checkpoint from which the run was repeated; None if it was repeated from its start.
-  """
-
-  partitioned: PartitionedTask
-  state: TrainState
-  prng_key: jax.Array
-  batch: NestedDict
-  checkpoint: int | None
 
 
 def replay(
@@ -204,8 +188,12 @@ def _repeat_until(
   line: Callable[[str], object],
   devices: Sequence[jax.Device] | None = None,
   tap: Sequence[str] | str = (),
-) -> _Replay:
-  """Restores the last checkpoint before `step`, takes the steps before it without taps, and returns the run there."""
+) -> tuple[PartitionedTask, TrainState, jax.Array, NestedDict, int | None]:
+  """Restores the last checkpoint before `step`, and takes the steps before it without taps.
+
+  Returns the task for batches of this step's size, the other arguments of the step, and the step of the checkpoint;
+  None if the run was repeated from its start.
+  """
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
@@ -255,7 +243,7 @@ def _repeat_until(
     line(f'its batch begins at {batches.state_before}')
     for example in train_input.examples_at(batches.state_before):
       line(f'  {example}')
-  return _Replay(steps.taking(batch), state, keys.train, batch, start)
+  return steps.taking(batch), state, keys.train, batch, start
 
 
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:

@@ -33,12 +33,11 @@ from praxis_lite.models.positions import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
-from praxis_lite.runs.drafted import drafted_task
 from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.export import ExportOptions, ExportSettings, export_model
 from praxis_lite.runs.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runs.prompt_decoder import PromptDecoder
-from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, tokenizer_of
+from praxis_lite.runs.prompts import Sampling, check_adapters, check_ids, drafted_task, tokenizer_of
 from praxis_lite.runs.records.metrics import HostMetrics
 from praxis_lite.runs.records.run_config import run_keys
 from praxis_lite.runs.records.run_inputs import Datasets, build_datasets

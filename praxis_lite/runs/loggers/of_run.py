@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,18 +15,18 @@ from praxis_lite.common.files import read_plain
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.hooks import Hook
 from praxis_lite.runs.loggers.base import LoggedRun, Logger
+from praxis_lite.runs.loggers.services import AimLogger, CometLogger, MlflowLogger, PrometheusLogger, WandbLogger
 from praxis_lite.runs.observer import Run
 from praxis_lite.runs.records.record import first_launch, read_text
 
-# The names for `task.train.loggers` and --track, and their classes, whose modules are imported when they are needed.
-# TensorBoard needs no logger.
-LOGGERS = {
-  'tensorboard': '',
-  'wandb': 'WandbLogger',
-  'mlflow': 'MlflowLogger',
-  'aim': 'AimLogger',
-  'comet': 'CometLogger',
-  'prometheus': 'PrometheusLogger',
+# The names for `task.train.loggers` and --track. TensorBoard needs no logger.
+LOGGERS: dict[str, type[Logger] | None] = {
+  'tensorboard': None,
+  'wandb': WandbLogger,
+  'mlflow': MlflowLogger,
+  'aim': AimLogger,
+  'comet': CometLogger,
+  'prometheus': PrometheusLogger,
 }
 
 
@@ -49,14 +48,13 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
       except ConfigError as error:
         own = 'Loggers of your own are set in Python, as in config.task.train.loggers = (Config(MyLogger),)'
         raise ConfigError(f'{error} {own}') from None
-      module = f'{__package__}.{entry}_logger'
-      logger = getattr(importlib.import_module(module), cls)() if (cls := LOGGERS[entry]) else None
+      if (service := LOGGERS[entry]) is None:
+        continue
+      logger = service()
     else:
       own_class = entry if isinstance(entry, type) else type(entry)
       form = f'Config({own_class.__name__ if issubclass(own_class, Logger) else "MyLogger"})'
       raise ConfigError(f'{path}: expected a name, or the config of a Logger, as in {form}; got {entry!r}')
-    if logger is None:
-      continue
     if not isinstance(logger, Logger):
       raise ConfigError(f'{path}: expected the config of a Logger, got that of {type(logger).__name__}')
     if logger.package and importlib.util.find_spec(logger.package) is None:
