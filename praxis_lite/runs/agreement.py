@@ -112,8 +112,7 @@ class Agreement:
   """
 
   def __init__(self, model: TrainedModel, texts: KnownTexts):
-    limits = model.layer.score_limits()
-    if limits is None:
+    if (limits := model.layer.score_limits()) is None:
       raise ConfigError(f'agree: needs a language model; this model is a {type(model.layer).__name__}')
     self.limits, self.texts = limits, texts
     self.model = change_model(model, _make_comparable)

@@ -143,8 +143,7 @@ def _sum_over_batches(
   """
   config, wanted = model.config, calibration.dataset
   if wanted is None:
-    training = (i for i, data in enumerate(config.datasets) if getattr(data, 'is_training', False))
-    wanted = next(training, 0)
+    wanted = next((i for i, data in enumerate(config.datasets) if getattr(data, 'is_training', False)), 0)
   if not config.datasets:
     raise ConfigError('datasets(): there is none to calibrate with; name an experiment that has some by --exp')
   data = find_dataset(config.datasets, wanted)
@@ -156,12 +155,8 @@ def _sum_over_batches(
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
     point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A repeated call has a suffix.
-    before = found.get(point)
-    found[point] = (
-      of_use
-      if before is None
-      else {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
-    )
+    if (before := found.setdefault(point, of_use)) is not of_use:
+      found[point] = {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
   return found
 
 
@@ -225,11 +220,11 @@ class _SummingTaps(Taps):
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
   """Returns a line about the weights in few bits that met no data and are rounded to nearest; '' if there are none."""
-  missing = [
-    path_name((*layer.path[len(model.path) :], name))
+  stored = {
+    (*layer.path[len(model.path) :], name): kind
     for layer in model.descendants()
-    for name, stored in layer._stored.items()
-    if isinstance(stored, QuantizedWeight) and (*layer.path[len(model.path) :], name) not in found
-  ]
+    for name, kind in layer._stored.items()
+  }
+  missing = [path_name(p) for p, kind in stored.items() if isinstance(kind, QuantizedWeight) and p not in found]
   more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
   return f'rounded to nearest, because no inputs were met: {", ".join(missing[:3])}{more}' if missing else ''

@@ -33,8 +33,7 @@ class TextConstraint(Constraint):
     self.eos_id, self._name = tokenizer.special_ids[1], where
     self.stop_ids = (self.eos_id,)
     self._end = np.arange(tokenizer.vocab_size) == self.eos_id
-    wrapped = _LlTokenizer(tokenizer)
-    self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(wrapped))
+    self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_LlTokenizer(tokenizer)))
     if wrong := library.LLMatcher.validate_grammar(grammar, self._tokenizer):
       why = re.search(r'^error: (.*)', wrong, re.MULTILINE)  # For an expression that cannot be parsed.
       raise ConfigError(f'{where}: {why[1] if why else first_line(ValueError(wrong))}')

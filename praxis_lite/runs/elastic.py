@@ -24,8 +24,7 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
     ConfigError: the mesh needs more devices even if the axes that may shrink have size 1.
   """
   sizes = task.instantiate().mesh_sizes(num_devices)
-  needed = math.prod(sizes.values())
-  if needed <= num_devices:
+  if (needed := math.prod(sizes.values())) <= num_devices:
     return task, ''
   smaller = dict(sizes)
   for axis in _AXES:

@@ -25,8 +25,7 @@ def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str,
   Raises:
     ConfigError: no dataset of the run is of this kind.
   """
-  config = next((config for config in datasets_by_use(model) if is_of(config, kind)), None)
-  if config is None:
+  if (config := next((config for config in datasets_by_use(model) if is_of(config, kind)), None)) is None:
     raise ConfigError(f'{file}: the datasets of the run read no {what}; pass .npz or .jsonl files')
   return cast(ReaderT, config.clone(**{field: file}).instantiate())
 

@@ -49,5 +49,4 @@ def keep_files_of(source: str | os.PathLike[str], directory: Path) -> None:
   if not kept.is_dir() or target.exists():
     return
   with tempfile.TemporaryDirectory(prefix=f'.{FOLDER}-', dir=directory) as folder:
-    copy = shutil.copytree(kept, Path(folder) / FOLDER)
-    copy.rename(target)
+    shutil.copytree(kept, Path(folder) / FOLDER).rename(target)

@@ -59,8 +59,7 @@ def run_decode(
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; for the arguments see `run_eval`."""
   config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  inputs = datasets.inputs
-  if not inputs:
+  if not (inputs := datasets.inputs):
     continues_texts = hasattr(config.task.model, 'decoder_tpl')
     other = 'to continue a text, pass --prompt, or --prompt_ids' if continues_texts else 'add one, or use `predict`'
     raise ConfigError(f'decode_datasets(): there is no input to decode; {other}')

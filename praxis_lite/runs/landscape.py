@@ -107,6 +107,5 @@ def _direction_to(model: TrainedModel, other: TrainedModel) -> NestedDict:
   for path, x in mine.items():
     if path not in theirs or np.shape(theirs[path]) != np.shape(x):
       raise UserError(f'loss_slice(toward=...): the other model has no {path_name(path)} of shape {np.shape(x)}')
-  learner = model.tasks.jax_task.bind_learner()
-  trained = learner.select_trained(model.variables)
+  trained = model.tasks.jax_task.bind_learner().select_trained(model.variables)
   return map_with_path(lambda path, x: np.float64(theirs[path]) - np.float64(x), trained)

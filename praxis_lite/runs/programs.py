@@ -91,8 +91,7 @@ class TaskOnMesh:
 
   def taking_batches_of(self, struct: Struct) -> PartitionedTask:
     """Returns the task partitioned for global batches of these shapes and dtypes."""
-    shape = str(sorted(array_records(struct).items()))
-    if shape not in self._by_shape:
+    if (shape := str(sorted(array_records(struct).items()))) not in self._by_shape:
       self._by_shape[shape] = PartitionedTask(
         self.jax_task, struct, layout=self.layout, taps=self.taps, edits=self.edits
       )

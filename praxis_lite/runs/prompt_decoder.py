@@ -238,8 +238,7 @@ class PromptDecoder:
     given = {name: x for name, x in settings.items() if x is not None}
     if not (given or stops or max_context):
       return self._tasks
-    name = repr((given, stops, max_context))
-    if name not in self._tasks_by_sampler:
+    if (name := repr((given, stops, max_context))) not in self._tasks_by_sampler:
       task = task_with_sampler(self._task, stops, max_context, **settings).instantiate()
       self._tasks_by_sampler[name] = TaskOnMesh(task, self._tasks.mesh, self._tasks.layout, edits=self._tasks.edits)
     return self._tasks_by_sampler[name]
@@ -287,8 +286,7 @@ class PromptDecoder:
     Raises:
       ConfigError: a prompt of `length` tokens is too long.
     """
-    limits = tasks.jax_task.model.prompt_limits()
-    if limits is None:
+    if (limits := tasks.jax_task.model.prompt_limits()) is None:
       most = self._tasks.jax_task.model.most_prompt_tokens()
       if most is not None and length > most:
         raise ConfigError(f'a prompt has {number_of(length, "token")}, and the model reads at most {most}; shorten it')

@@ -94,8 +94,7 @@ class RowPrograms:
     """
     padded = np.zeros((1, self.chunk), np.int32)
     padded[0, : len(ids)] = ids
-    numbers = (np.int32(x) for x in (row, start, length, adapter))
-    return self._read(self._variables, state, padded, *numbers)
+    return self._read(self._variables, state, padded, *map(np.int32, (row, start, length, adapter)))
 
   def copy(self, state: _State, source: int, row: int) -> _State:
     """Copies a row to another one."""

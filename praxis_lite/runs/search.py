@@ -54,8 +54,7 @@ class SearchRange:
       ConfigError: the text does not have this form, or the range is empty.
     """
     forms = 'path=log(1e-4,1e-2), path=uniform(0,0.5), path=int(1,8), path=log_int(64,1024) or path=a,b,c'
-    match = _RANGE.fullmatch(text)
-    if match is None:
+    if (match := _RANGE.fullmatch(text)) is None:
       choices = alternatives(text)
       path = choices[0].partition('=')[0]
       if len(choices) < 2:

@@ -208,8 +208,7 @@ class TrainedModel:
         token that begins a document, a continuation is longer than the model's context, or an id is not in its
         vocabulary.
     """
-    limits = self.layer.score_limits()
-    if limits is None:
+    if (limits := self.layer.score_limits()) is None:
       raise ConfigError(f'score: needs a language model; this model is a {type(self.layer).__name__}')
 
     def run(batch: Rows) -> Any:
@@ -269,8 +268,7 @@ class TrainedModel:
     for name in (*settings, 'seed', 'stream', 'batch_size'):
       with prefix_errors(f'decode: {name}'):
         fit(given.get(name), _hints()[name], None)
-    constraint = self._prompts.find_constraint(given.get('regex'), given.get('json_schema'))
-    if constraint is not None:
+    if (constraint := self._prompts.find_constraint(given.get('regex'), given.get('json_schema'))) is not None:
       settings['logit_processors'] = (*(settings['logit_processors'] or ()), constraint)
     seed, draft, statistics = given.get('seed'), given.get('draft'), given.get('statistics')
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate

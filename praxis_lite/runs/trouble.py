@@ -119,7 +119,7 @@ def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int
 
 def count_rollbacks(directory: str | os.PathLike[str]) -> int:
   """Returns how often a run has gone back with the action 'rollback'."""
-  return sum(trouble.action == 'rollback' for trouble in read_troubles(directory))
+  return len(read_rollbacks(directory))
 
 
 class LossSpikes:
@@ -144,10 +144,9 @@ class LossSpikes:
     if self._in_a_row < self._steps:
       return None
     first, self._in_a_row = step - self._in_a_row + 1, 0
-    steps = (
-      f'step {step}: the loss {loss:.4g} is' if first == step else f'steps {first} to {step}: the loss, {loss:.4g}'
-    )
-    return f'{steps}{"" if first == step else " at the end, is"} more than {self._factor:g} x its median {median:.4g}'
+    several = f'steps {first} to {step}: the loss, {loss:.4g} at the end, is'
+    what = f'step {step}: the loss {loss:.4g} is' if first == step else several
+    return f'{what} more than {self._factor:g} x its median {median:.4g}'
 
 
 class TroubleWatch(Observer):
@@ -270,7 +269,6 @@ def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:
 
 def _read_losses(directory: Path) -> list[tuple[int, float]]:
   try:
-    found = parse_json(read_plain(directory / _LOSSES))
-    return [(int(step), float(loss)) for step, loss in found]
+    return [(int(step), float(loss)) for step, loss in parse_json(read_plain(directory / _LOSSES))]
   except (OSError, ValueError, TypeError):
     return []

@@ -116,8 +116,7 @@ class _Predict:
     numbers = numbers_of_adapters(adapters, names_of_adapters(self._model.layer), len(rows), 'predict')
     if numbers is not None:
       batch = {**batch, 'adapters': numbers}
-    out = self._compute(batch)
-    examples = examples_of(name_outputs(self._model, out), np.ones(len(rows), np.float32))
+    examples = examples_of(name_outputs(self._model, self._compute(batch)), np.ones(len(rows), np.float32))
     return list(add_class_names(examples, self._classes))
 
   def _to_arrays(self, rows: Sequence[RowValues]) -> Mapping[str, Any]:
@@ -233,10 +232,10 @@ class _Generate:
     return {'continuation': text.add(ids, is_all=True)}
 
   def _prompt(self, row: RowValues) -> _Prompt:
-    given = [name for name in ('prompt', 'prompt_ids', 'messages', 'text') if name in row]
-    if not given:
+    name = next((name for name in ('prompt', 'prompt_ids', 'messages', 'text') if name in row), None)
+    if name is None:
       raise DataError('expected prompt, prompt_ids, messages or text')
-    name, value = given[0], row[given[0]]
+    value = row[name]
     if name == 'prompt_ids':
       return _Prompt(_not_empty(_integers(value, name), name), None)
     tokenizer = require_tokenizer(self._model.tokenizer, '', 'give prompt_ids')

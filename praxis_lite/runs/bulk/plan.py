@@ -75,8 +75,7 @@ def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str
         f'{where} was begun with {name} = {json.dumps(before)}, and now it is {json.dumps(now)}; give the first '
         'value again, or name another --output'
       )
-  names = list_inputs(paths)
-  if names != (known := [file.file for file in plan.files]):
+  if (names := list_inputs(paths)) != (known := [file.file for file in plan.files]):
     other = next(iter(set(names) ^ set(known)), names[0])
     raise DataError(f'{where} was begun with other files of --input, or in another order: {other}')
   for file in plan.files:

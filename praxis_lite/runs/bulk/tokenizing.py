@@ -21,12 +21,7 @@ _DOCUMENTS = 256  # How many documents are encoded at a time.
 
 
 class TokenizingJob:
-  """Tokenizes shards. A row of the input is a document; a file of the output has rows of tokens, all of one shard.
-
-  Args:
-    field: name of the value of a row that is the text of the document.
-    seq_len, packing: see `token_records`.
-  """
+  """Tokenizes shards: `field` of an input row is a document; an output file has the rows of tokens of one shard."""
 
   def __init__(self, ledger: Ledger, tokenizer: BaseTokenizer, *, field: str, seq_len: int, packing: str):
     import_grain()  # Raises ConfigError if a package is missing.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -84,10 +83,14 @@ def attach_observers(
   """Adds to `observers` the ones that need the job, and puts all in order; catches signals until the block ends."""
   settings, options, watched, data = job.task.train, job.options, job.programs.watched, job.inputs.training
   on_nonfinite, task = job.task.learner.on_nonfinite, job.programs.partitioned
-  losses = start.progress.losses
-  trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, start.step, data.examples_at, losses)
-  others: Any = {'first_step': start.step, 'observers': observers, 'rows_after': data.rows_after}
-  log = TrainLog(task, data.batch_struct(), console, writer, job.startup, **others)
+  describe, losses = data.examples_at, start.progress.losses
+  trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, start.step, describe, losses)
+  log = TrainLog(
+    *(task, data.batch_struct(), console, writer, job.startup),
+    first_step=start.step,
+    observers=observers,
+    rows_after=data.rows_after,
+  )
   every = options.check_replicas
   replicas = [] if every is None else [ReplicaWatch(task.layout, every, job.corruption, start.step)]
   stop_all = stop.request_of_all if jax.process_count() > 1 else None

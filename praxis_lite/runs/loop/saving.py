@@ -33,12 +33,9 @@ _LATE_S = 1.0
 
 
 class Saving(Observer):
-  """Saves a run, and reports each save that fails; the next save tries again.
+  """Saves a run, with the `true_shapes` of its state, and reports each save that fails; the next save tries again.
 
   With several processes, a save that fails in one of them fails in all.
-
-  Args:
-    true_shapes: the shapes of the state without padding.
   """
 
   def __init__(self, checkpointer: Checkpointer, true_shapes: TrainState, line: Callable[[str], object]):
@@ -162,8 +159,7 @@ class RunSaver:
     self._pause(run, 'copy')
     with self.observers.measure('saving'):
       step, state, position, progress = self._position(run)
-      unwritten = self.writer.unwritten
-      snapshot = StateToCopy(step, state, position, self.saving.newest_step, unwritten, progress)
+      snapshot = StateToCopy(step, state, position, self.saving.newest_step, self.writer.unwritten, progress)
       for observer in self.observers:
         observer.keep_copy(run, snapshot)
 
@@ -190,11 +186,7 @@ class RunSaver:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run in another directory after its own was lost; returns a message that says where, and how to continue.
-
-    Args:
-      make: makes a directory in which the run can continue; called unless the lost one was only moved.
-    """
+    """Saves a run whose directory was lost where it was moved to, or where `make` makes one; returns a message."""
     self.saving.abandon(self.directory.path)
     lost = self.directory.why_lost() or lost  # `lost` may be about a folder that the save has created.
     unwritten = ''

@@ -137,8 +137,7 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> st
   Raises:
     CheckpointError: files have changed, and the options do not accept this.
   """
-  changed = join_by_host(gather_texts(job.inputs.training.changes_since(saved.data, data)))
-  if not changed:
+  if not (changed := join_by_host(gather_texts(job.inputs.training.changes_since(saved.data, data)))):
     return ''
   if job.options.accept_changed_data:
     return f'the training data has changed since the checkpoint; reading goes on at the saved position: {changed}'

@@ -190,8 +190,7 @@ class TrainingLoop:
         if self.done_at.get(program.split) == run.step:
           continue
         variables = eval_variables(run.state, use_ema=program.use_ema)
-        result = program.run(variables, run.state.step, self.stop.requested_now)
-        if result is None:
+        if (result := program.run(variables, run.state.step, self.stop.requested_now)) is None:
           return
         self.done_at[program.split], self.metrics[program.split] = run.step, result.metrics
         run.results.append(EvalResult(run.step, program.split, result.metrics))

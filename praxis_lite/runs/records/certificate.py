@@ -150,12 +150,13 @@ def measure_steps(job_log_dir: str | os.PathLike[str], metrics: MetricsTable | N
   """Returns what the last launch of a run measured; raises UserError if it logged too few steps, or has no record."""
   metrics = read_metrics(job_log_dir) if metrics is None else metrics
   first = read_record(job_log_dir).launches[-1].step
-  speeds = metrics.curve('train/speed/steps_per_second') if 'train/speed/steps_per_second' in metrics else None
-  of_launch = None if speeds is None else speeds.steps > first
-  if speeds is None or of_launch is None or np.sum(of_launch) <= _FIRST_LINES:
-    raise UserError(
-      f'{os.fspath(job_log_dir)}: its last launch logged too few steps to measure their time; train longer'
-    )
+  too_few = UserError(f'{job_log_dir}: its last launch logged too few steps to measure their time; train longer')
+  if 'train/speed/steps_per_second' not in metrics:
+    raise too_few
+  speeds = metrics.curve('train/speed/steps_per_second')
+  of_launch = speeds.steps > first
+  if np.sum(of_launch) <= _FIRST_LINES:
+    raise too_few
   waits = dict(zip(*metrics.curve('train/speed/input_wait'))) if 'train/speed/input_wait' in metrics else {}
   waited = np.array([waits.get(step, 0.0) for step in speeds.steps])
   seconds = ((1 - waited) / speeds.values)[of_launch][_FIRST_LINES:]
@@ -202,12 +203,10 @@ def format_certificate(certificate: Certificate) -> str:
 
 def format_communication(predicted: Prediction) -> str:
   """Returns the planned share of waits for communication, and the bytes that a device sends; '' if there are none."""
-  sent = predicted.fast_bytes + predicted.network_bytes
-  if not sent:
+  if not (sent := predicted.fast_bytes + predicted.network_bytes):
     return ''
-  waits = (
-    f'{predicted.waiting_seconds / predicted.step_seconds:.0%} of a step waits, and ' if predicted.step_seconds else ''
-  )
+  share = predicted.waiting_seconds / predicted.step_seconds if predicted.step_seconds else None
+  waits = '' if share is None else f'{share:.0%} of a step waits, and '
   network = f', {format_bytes(predicted.network_bytes)} of it over the network' if predicted.network_bytes else ''
   return f'{waits}each device sends {format_bytes(sent)}{network}'
 

@@ -160,8 +160,7 @@ class SlowSteps:
 
   def quantiles(self) -> dict[str, float]:
     """Returns the median and the 90th percentile of the recent steps, in seconds, by name; {} before the first step."""
-    recent = sorted(self._recent)
-    if not recent:
+    if not (recent := sorted(self._recent)):
       return {}
     return {'median': round(statistics.median(recent), 6), 'p90': round(recent[math.ceil(0.9 * len(recent)) - 1], 6)}
 

@@ -187,8 +187,7 @@ class SummaryWriter:
       self.num_lines += 1
       self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
     self._without_file.append((record, others))
-    error = self._add_events()
-    if error is None:
+    if (error := self._add_events()) is None:
       self._unwritten.clear()
     else:
       self._unwritten.append(record)
@@ -202,19 +201,17 @@ class SummaryWriter:
       split = record['split']
       try:
         if split not in failed:
-          self._add(self._events(split, record['step']), record, others)
+          events = self._events(split, record['step'])
+          for name, value in record.get('metrics', {}).items():
+            events.add(record['step'], name, 'scalar', math.nan if value is None else value)
+          for name, summary in others.items():
+            events.add(record['step'], name, summary.kind, np.asarray(summary.value))
           continue
       except OSError as cannot_be_made:
         failed[split] = cannot_be_made
       self._without_file.append((record, jax.device_get(dict(others))))
     errors = [*failed.values(), *(file.error for file in self._files())]
     return next((error for error in errors if error is not None), None)
-
-  def _add(self, events: EventFile, record: Record, others: Mapping[str, Summary]) -> None:
-    for name, value in record.get('metrics', {}).items():
-      events.add(record['step'], name, 'scalar', math.nan if value is None else value)
-    for name, summary in others.items():
-      events.add(record['step'], name, summary.kind, np.asarray(summary.value))
 
   def move(self, directory: Path) -> None:
     """Sets the new path of the run's directory after a move; further files are created there."""
@@ -242,8 +239,7 @@ class SummaryWriter:
 
   def _tell(self, error: OSError | None) -> None:
     """Reports when metrics can no longer be written, and when they can be written again."""
-    line = '' if error is None else _not_written(self._folder.path, error)
-    if line != self._reported:
+    if (line := '' if error is None else _not_written(self._folder.path, error)) != self._reported:
       later = '' if self._folder.is_elsewhere() else '; they are kept, and written later'
       self._report(f'{line}{later}' if line else f'metrics are written to {self._folder.path}')
       self._reported = line

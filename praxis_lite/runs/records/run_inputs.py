@@ -143,8 +143,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         'datasets(), with is_training=False, or decode its prompts with an input of texts'
       )
   labels = [i.label for i in inputs if not i.is_training]
-  twice = [label for label in labels if labels.count(label) > 1]
-  if twice:
+  if twice := [label for label in labels if labels.count(label) > 1]:
     raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
   named = {data.name: i for i, data in enumerate(inputs) if data.name and data.is_training}
   for i, data in enumerate(inputs):

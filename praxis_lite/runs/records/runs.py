@@ -66,8 +66,7 @@ class RunState(NamedTuple):
     if not found:
       return None
     steps, values = self.metrics.curve(found[0])
-    finite = np.isfinite(values)
-    if not finite.any():
+    if not (finite := np.isfinite(values)).any():
       return None
     best = (np.argmin if mode == 'min' else np.argmax)(values[finite])
     return float(values[finite][best]), int(steps[finite][best])
@@ -102,8 +101,7 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
   if path.is_file():
     return '; it is a file, and a run is a directory'
   if path.is_dir():
-    found = [str(run) for run in find_runs(path)]
-    if found == [str(path)]:
+    if (found := [str(run) for run in find_runs(path)]) == [str(path)]:
       return f', though there are other files of a run; {remedy_for_damage(path)}'
     more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
     return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''

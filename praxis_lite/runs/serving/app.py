@@ -216,8 +216,7 @@ class _Work:
       piece += event
     reason = _reason(event)
     usage = self._usage._replace(continuation=len(piece.ids))
-    text = self._text.add(piece.ids, is_all=True)
-    return _json(self._replies.whole(text, piece, reason, usage))
+    return _json(self._replies.whole(self._text.add(piece.ids, is_all=True), piece, reason, usage))
 
   async def stream(self, deadline: float) -> AsyncIterator[bytes]:
     """Yields the reply in pieces; call `accept` first."""

@@ -136,10 +136,7 @@ class Engine:
     return not self._thread.is_alive()
 
   def submit(self, asked: Asked, send: Callable[[Event], object]) -> Ticket:
-    """Adds a request.
-
-    Args:
-      send: called with each event, in the thread of the engine; it must return at once and raise no error.
+    """Adds a request; `send` is called with each event in the thread of the engine, returns at once, and never raises.
 
     Raises:
       BusyError: there are already as many requests as the engine accepts.

@@ -137,8 +137,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adap
     elif name not in (prompt_field, 'stop'):
       known = ', '.join(sorted([*checks, *_FIXED, prompt_field, 'stop']))
       raise RequestError(f'there is no field {_shorten(name)}; there are {known}', field=name[:_MOST_SHOWN])
-  wanted = fields.get('model', model)
-  if wanted not in (model, *adapters):
+  if (wanted := fields.get('model', model)) not in (model, *adapters):
     known = ', '.join(map(repr, (model, *adapters)))
     raise RequestError(
       f'there is no model {_shorten(wanted)}; this server has {known}', 404, 'model', 'model_not_found'
