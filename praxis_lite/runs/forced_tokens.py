@@ -144,19 +144,18 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArr
   return [np.ma.array(log_probs[: len(known)], mask=ids[: len(known)] != known) for ids, log_probs, known in pairs]
 
 
-def batch_texts(model: TrainedModel, texts: KnownTexts, rows: int = 2, chunk: int = 8) -> list[np.ma.MaskedArray]:
+def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[np.ma.MaskedArray]:
   """Returns the log-probabilities of each continuation, [n], that a batcher reports.
 
   An entry is masked if the batcher drew another token than the known one.
 
-  Args:
-    rows: the rows of the batcher; other requests wait. With an encoder-decoder, each text has a row.
-    chunk: how many tokens of a context are read at once.
+  The batcher reads `chunk` tokens of a context at once. It has two rows, and other requests wait; with an
+  encoder-decoder, each text has a row.
   """
   limits = model.layer.score_limits()
   assert limits is not None
   if limits.start_id is None:
-    whole = [[*context, *more] for context, more in zip(*texts)]
+    whole, rows = [[*context, *more] for context, more in zip(*texts)], 2
     longest = max(map(len, whole))
     force = _force_text(_table(whole), np.array(list(map(len, whole))))
   else:  # The rows contain only the texts, which begin alike. A new batcher gives its rows to requests in order.

@@ -58,29 +58,22 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
   Raises:
     ConfigError: there is no such metric, or its input or mode is ambiguous.
   """
-
-  def found(split: str, name: str) -> WatchedMetric:
-    if (mode := mode_of_metric(name, *modes.values())) is None:
-      raise ConfigError(
-        f'{field} = {metric!r}: its name does not tell whether lower or higher values are better; set '
-        f"{next(iter(modes))} to 'min' or 'max'"
-      )
-    return WatchedMetric(split, name, mode)
-
-  known = [f'{split}/{name}' for split, names in splits.items() for name in names]
   if not splits:
     raise ConfigError(f'{field} = {metric!r}: there is no input with is_training=False to evaluate on')
-  for split, names in splits.items():
-    if metric.startswith(f'{split}/') and metric.removeprefix(f'{split}/') in names:
-      return found(split, metric.removeprefix(f'{split}/'))
-  having = [split for split, names in splits.items() if metric in names]
-  if len(having) == 1:
-    return found(having[0], metric)
-  if having:
-    ways = ' or '.join(f'{split}/{metric}' for split in having)
-    raise ConfigError(f'{field} = {metric!r}: several inputs have it; write {ways}')
-  close = did_you_mean(metric, [*known, *(name for names in splits.values() for name in names)])
-  raise ConfigError(f'{field} = {metric!r}: there is no such metric.{close} There are {", ".join(known)}.')
+  known = {f'{split}/{name}': (split, name) for split, names in splits.items() for name in names}
+  found = [path for path, (_, name) in known.items() if metric in ((path,) if metric in known else (name,))]
+  if len(found) > 1:
+    raise ConfigError(f'{field} = {metric!r}: several inputs have it; write {" or ".join(found)}')
+  if not found:
+    close = did_you_mean(metric, [*known, *(name for _, name in known.values())])
+    raise ConfigError(f'{field} = {metric!r}: there is no such metric.{close} There are {", ".join(known)}.')
+  split, name = known[found[0]]
+  if (mode := mode_of_metric(name, *modes.values())) is None:
+    raise ConfigError(
+      f'{field} = {metric!r}: its name does not tell whether lower or higher values are better; set '
+      f"{next(iter(modes))} to 'min' or 'max'"
+    )
+  return WatchedMetric(split, name, mode)
 
 
 class Watched(NamedTuple):

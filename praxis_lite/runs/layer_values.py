@@ -9,6 +9,7 @@ Shapes: B texts in a batch, T tokens in the longest text, C tokens read in one s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -187,15 +188,9 @@ def first_layer_difference(
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
   """Yields groups of successive points: those in stacks of equally many layers together, each other point by itself."""
-  group: list[str] = []
-  for name, point in values.items():
-    first = values[group[0] if group else name]
-    if group and not (point.is_stacked and first.is_stacked and len(point.values) == len(first.values)):
-      yield group
-      group = []
-    group.append(name)
-  if group:
-    yield group
+  sizes = {name: len(point.values) if point.is_stacked else name for name, point in values.items()}
+  for _, group in itertools.groupby(values, sizes.__getitem__):
+    yield list(group)
 
 
 # ---------------------------------------------------------------- how

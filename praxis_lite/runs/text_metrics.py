@@ -10,7 +10,6 @@ Your own metric is a function of the same form: it takes predictions, and a list
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 import string
@@ -68,8 +67,22 @@ def _transpose(references: References) -> list[list[str | None]]:
   return [[others[i] if i < len(others) else None for others in references] for i in range(most)]
 
 
+def rouge1(predictions: Sequence[str], references: References) -> float:
+  """Returns the mean F-measure of single words, ROUGE-1 (Lin, 2004)."""
+  return _rouge('rouge1', predictions, references)
+
+
+def rouge2(predictions: Sequence[str], references: References) -> float:
+  """Returns the mean F-measure of pairs of words, ROUGE-2."""
+  return _rouge('rouge2', predictions, references)
+
+
+def rougeL(predictions: Sequence[str], references: References) -> float:
+  """Returns the mean F-measure of the longest common sequence of words, ROUGE-L."""
+  return _rouge('rougeL', predictions, references)
+
+
 def _rouge(kind: str, predictions: Sequence[str], references: References) -> float:
-  """Returns the mean F-measure of words, pairs of words, or the longest common sequence of words (Lin, 2004)."""
   from rouge_score.rouge_scorer import RougeScorer
 
   scorer = RougeScorer([kind], use_stemmer=False)
@@ -77,12 +90,11 @@ def _rouge(kind: str, predictions: Sequence[str], references: References) -> flo
   return sum(scores) / max(len(scores), 1)
 
 
-_ROUGE = ('rouge1', 'rouge2', 'rougeL')
 METRICS: dict[str, TextMetric] = {
   **{'exact_match': exact_match, 'f1': f1, 'bleu': bleu, 'chrf': chrf},
-  **{kind: functools.partial(_rouge, kind) for kind in _ROUGE},
+  **{'rouge1': rouge1, 'rouge2': rouge2, 'rougeL': rougeL},
 }
-_PACKAGES = {'bleu': 'sacrebleu', 'chrf': 'sacrebleu', **dict.fromkeys(_ROUGE, 'rouge_score')}
+_PACKAGES = {'bleu': 'sacrebleu', 'chrf': 'sacrebleu', **dict.fromkeys(('rouge1', 'rouge2', 'rougeL'), 'rouge_score')}
 
 
 def find_metrics(path: str, wanted: Sequence[str | TextMetric]) -> dict[str, TextMetric]:
