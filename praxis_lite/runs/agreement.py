@@ -98,7 +98,6 @@ class Agreement:
     model, exact: the model without label smoothing and with room for all tokens in its experts, in its own dtype and in
       float32.
     drops_tokens: whether experts of the user's model skip tokens beyond their capacity; `model` skips no tokens.
-    dtype: the name of the dtype in which the model computes.
     note: how the reference differs from the training step; '' if it does not.
     reference, exact_reference: the log-probabilities of each continuation in the training step, in `dtype` and in
       float32.

@@ -41,7 +41,6 @@ class Alerts(Observer):
   It lives as long as the call that trains, and observes each attempt of this call.
 
   Args:
-    command: a line for the shell.
     line: prints a line, until an attempt starts, which prints with its own console.
     limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
   """

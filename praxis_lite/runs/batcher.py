@@ -148,9 +148,7 @@ class Batcher:
   """Continues prompts that come and go. `TrainedModel.batcher` makes it, and describes the arguments.
 
   Attributes:
-    statistics: counts of what it has done so far.
     prompts_are_sources: whether prompts are sources of an encoder-decoder, such as texts to translate.
-    adapter_names: names of the adapters that requests choose from.
   """
 
   def __init__(

@@ -19,8 +19,6 @@ def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str,
 
   Args:
     field: the name of the dataset's field for files, which is set to `file`.
-    file: the file, or the first of several.
-    what: what the files contain, for the message.
 
   Raises:
     ConfigError: no dataset of the run is of this kind.

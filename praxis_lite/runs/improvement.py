@@ -20,12 +20,7 @@ from praxis_lite.training.task import EarlyStoppingParams, TrainParams
 
 
 class WatchedMetric(NamedTuple):
-  """A metric of one input, and whether lower or higher values are better.
-
-  Attributes:
-    split, name: as in `EvalResult`.
-    mode: 'min' or 'max'.
-  """
+  """A metric of one input, and whether lower ('min') or higher ('max') values are better."""
 
   split: str
   name: str
@@ -53,7 +48,6 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
     field: path of the field, for messages.
     metric: a name, or `eval/<input>/<name>`.
     modes: 'min', 'max' or 'auto', by the path of the field that sets it. If all are 'auto', the metric's name decides.
-    splits: the names of the metrics of each evaluation, by split.
 
   Raises:
     ConfigError: there is no such metric, or its input or mode is ambiguous.

@@ -39,7 +39,6 @@ class PointValues(NamedTuple):
   Attributes:
     values: [layers, B, T, ...]; layers is 1 for a layer outside of stacks. In a masked array, the masked tokens were
       not computed.
-    is_stacked: whether the point is in a stack of layers.
   """
 
   values: np.ndarray

@@ -55,7 +55,6 @@ class SkippedSteps:
 
   Attributes:
     limit: how many skipped steps in a row end the run; None or 0 accepts any number.
-    raises: whether the learner is set to raise an error at the first such step.
     clip: the limit of the gradient norm, `clip_gradient_norm_to_value` of the learner; 0 for none.
     tell: called at the first of the steps skipped in a row, with its number and with what was wrong.
     rate_field: the path of the learning rate in the config of the learner.

@@ -204,8 +204,6 @@ class Observers:
   """The observers of a run.
 
   Attributes:
-    timer: measures time, from the start of the run.
-    others: the other observers that exist from the start.
     all: all observers, in the order in which they are called. More are added before the first step.
   """
 

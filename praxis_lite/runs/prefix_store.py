@@ -28,7 +28,6 @@ class PrefixStore:
   """The slots and their tokens; the caller holds the caches themselves.
 
   Args:
-    num_places: how many rows are kept.
     least: rows of fewer tokens are not kept, and shorter prefixes are not found.
   """
 

@@ -78,7 +78,6 @@ class _DecodeCall(NamedTuple):
 
     Args:
       prompts, max_tokens, num_drawn: see `fit_to_bucket`.
-      row: the number of the first prompt.
       lengths: the lengths of sources; None if prompts are only sources.
       adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
     """

@@ -108,7 +108,6 @@ def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_dr
   """Returns a batch of prompts for the program of a bucket.
 
   Args:
-    bucket: has the width to which prompts are padded.
     max_tokens: the largest number of tokens to add to each prompt.
     num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
     first_row: the number of the first row; the random numbers of each row depend on its number.
@@ -190,7 +189,6 @@ def numbers_of_adapters(
   Args:
     adapters: the name of the adapter of each row, None for none; or one name for all rows.
     count: B.
-    what: the name of the method, for messages.
 
   Raises:
     UserError: the model has no such adapter, or the list has another length.

@@ -95,7 +95,6 @@ class _Part(StreamedArray):
 
   Attributes:
     weight: the weight [*stack, *I, *O].
-    stored: the format in which the weight is stored.
     choice: chooses the values by data; None rounds to nearest.
     scales: a cache, shared by all parts, of the input scales of each layer of the stack and each expert read so far.
   """

@@ -153,7 +153,6 @@ def compare_with_checkpoint(
 
   Args:
     config, job_log_dir, seed: the run; nothing in it is changed.
-    step: the step of the later checkpoint.
     devices: the devices on which to repeat the steps; None uses the first ones.
 
   Returns:

@@ -33,7 +33,6 @@ class ReplicaDifference(NamedTuple):
   """A difference between replicas of one part of an array; devices are numbered in the order of the mesh.
 
   Attributes:
-    replicas: the devices that hold this part.
     odd: the devices that disagree with the checksum of more than half of the replicas; () without such a majority.
   """
 

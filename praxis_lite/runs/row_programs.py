@@ -43,7 +43,6 @@ class RowPrograms:
 
   Args:
     tasks: the task of a `LanguageModel` on its mesh.
-    stored_variables: the variables as stored on the mesh, padded.
     num_rows, num_slots: B and S.
     chunk: C.
     num_tokens: how many tokens `extend` adds to each row.

@@ -34,7 +34,6 @@ class TakenRow(NamedTuple):
 
   Attributes:
     source: the row whose prefix it copies; the row itself if it already has the prefix, None if no prefix is shared.
-    shared: the number of tokens in the prefix.
   """
 
   row: int

@@ -77,8 +77,6 @@ def score_rows(
   Args:
     tokenizer: returns the model's tokenizer or None; called only for texts and for empty contexts.
     contexts, continuations: see `TrainedModel.score`.
-    run: returns the model's scores, arrays by name, for a batch.
-    adapters, names: see `numbers_of_adapters`.
   """
   for name, given in (('contexts', contexts), ('continuations', continuations)):
     if isinstance(given, str):

@@ -134,7 +134,6 @@ class Search:
   """The trials of a search, in `folder/search.json`.
 
   Args:
-    metric, mode: the metric to compare by, see `metric_to_compare`.
     prunes: whether trials end early if they are worse than the median of other trials at the same step.
     config: the text of the config that all trials share.
 

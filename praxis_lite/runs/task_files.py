@@ -205,9 +205,7 @@ class TaskFileProgram(InputProgram[Any]):
   """Evaluates variables on the questions of a task file, like an `EvalProgram` on an input.
 
   Args:
-    config: the configs of the run, whose tokenizer it uses.
     directory: the run's directory; None if it has none.
-    number: the index of the file in `task_files`, for messages.
 
   Raises:
     UserError: the file cannot be used, the model is not a language model or cannot read a question, or a metric is not
@@ -275,7 +273,6 @@ def task_file_programs(
   """Yields the programs of `task.evaluate.task_files`.
 
   Args:
-    tasks, config, directory: see `TaskFileProgram`.
     taken: the names of the other evaluations, 'eval/<input>'.
 
   Raises:

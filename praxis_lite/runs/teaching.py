@@ -27,7 +27,6 @@ class Teacher:
   """Computes the most probable next tokens of texts.
 
   Args:
-    model: a causal language model.
     top_k: K.
     batch_size: B; a smaller batch is padded.
 
@@ -56,12 +55,7 @@ class Teacher:
   def __call__(
     self, texts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
   ) -> list[dict[str, list]]:
-    """Returns `ids`, `teacher_ids` and `teacher_log_probs` for each text's tokens; see `inputs/teacher_rows.py`.
-
-    Args:
-      texts: the tokens of at most B texts.
-      adapters: the name of each text's adapter, see `numbers_of_adapters`.
-    """
+    """Returns `ids`, `teacher_ids` and `teacher_log_probs` for each text's tokens; see `inputs/teacher_rows.py`."""
     numbers = numbers_of_adapters(adapters, names_of_adapters(self._model.layer), len(texts), 'teach')
     most = max(len(ids) for ids in texts)
     if self._most is not None and most > self._most:

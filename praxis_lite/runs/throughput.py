@@ -69,7 +69,6 @@ class Throughput:
     batch_struct: the shapes of one global batch; if it, or a dict in it, has `ids` [B, T], for B rows of length T,
       tokens are counted.
     flops_per_step: the model's floating-point operations in one step over all devices; None if unknown.
-    clock: returns seconds; for tests.
   """
 
   def __init__(

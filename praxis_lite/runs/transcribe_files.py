@@ -19,7 +19,6 @@ def transcribe_files(model: TrainedModel, files: Sequence[str], batch_size: int)
 
   Args:
     model: a model from `SavedRun.load`; a dataset of its run must be a `RecordingInput`, which says how to read files.
-    files: paths of WAV files.
 
   Raises:
     UserError: a file cannot be read, or the run has no recordings.

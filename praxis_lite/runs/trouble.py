@@ -153,7 +153,6 @@ class TroubleWatch(Observer):
   """Decides what happens after a step that is not finite, or whose loss jumps, and records it.
 
   Args:
-    on_nonfinite: what the learner does with a step that is not finite.
     describe: returns the names of the examples of a batch, from the state of the input before it.
     losses: (step, loss) of the last steps before this process; None reads them from `losses.json`.
   """

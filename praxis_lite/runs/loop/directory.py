@@ -42,9 +42,6 @@ class HeldDirectory:
 
   If an OSError ends the block and the directory was lost, a LostDirectoryError is raised instead. If the OSError is
   about a file in the directory, a UserError is raised.
-
-  Attributes:
-    path: the absolute path of the directory.
   """
 
   def __init__(self, path: Path):

@@ -44,12 +44,10 @@ class RunPrograms(NamedTuple):
   """The programs of a training run, which have been traced without errors.
 
   Attributes:
-    partitioned: the task for the batches of the training input.
     steps: the train steps for all sizes of these batches.
     answers: completes these batches with answers of the model; None if they have no prompts to answer.
     evaluation: the programs for the inputs and the task files to evaluate.
     metric_names: the names of the scalar metrics of each of these programs, by split.
-    watched: the metrics that decide which checkpoint is the best, and when to stop.
   """
 
   tasks: TaskOnMesh
@@ -67,7 +65,6 @@ class TrainJob(NamedTuple):
   Attributes:
     seed, keys: the source of all its random numbers.
     corruption: decides what the run does when devices disagree.
-    lines: lines to print about what is trained, on which devices, and how.
   """
 
   config: ExperimentConfig

@@ -142,7 +142,6 @@ class RunSaver:
 
   Attributes:
     directory: the run's directory; nothing is saved if it is lost.
-    watched: the metrics whose values are part of the progress.
     observers: called before and after saves; they know the rest of the progress.
   """
 

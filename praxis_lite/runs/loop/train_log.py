@@ -47,9 +47,6 @@ class TrainLog(Observer):
     rows_after: returns the number of rows in the batch that follows a state of the input; None if all batches are
       equal.
     observers: notified when the metrics of a step have been computed; they add figures to its summaries.
-
-  Attributes:
-    skipped: counts the steps skipped in a row, up to the last step whose metrics were read.
   """
 
   def __init__(

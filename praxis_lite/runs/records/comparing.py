@@ -19,7 +19,6 @@ class RunGroup(NamedTuple):
 
   Attributes:
     title: the experiment and the class of the model.
-    runs: the runs, in the order in which to show them.
     metric, mode: the metric for comparing them, and 'min' or 'max'; see `metric_to_compare`.
     columns: the names of the requested fields, or of those that differ in the group; important fields come first.
     values: for each run, its values by column.

@@ -32,13 +32,10 @@ class Heartbeat:
   """The last report of one process of a run.
 
   Attributes:
-    process, processes: the index of the process, and the number of processes.
     time, started: when the heartbeat was written, and when the process began, in seconds since 1970.
-    step, total_steps: the number of steps taken so far, and of the whole run.
     rate: recent steps per second; 0 if unknown.
     doing, doing_for: the activity, see `goodput.py`, and its seconds so far.
     saved_step, saved: the step of the last complete checkpoint, and when it was saved; None if there is none.
-    goodput: the result of `Goodput.record`.
     memory: peaks of memory in bytes, by name.
     speed: 'median' and 'p90', in seconds, of recent steps; 'waited', the share of their time in which the process
       waited for input; with several processes also 'product', the seconds of a test product, see `host_speeds.py`; with

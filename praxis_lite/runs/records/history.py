@@ -56,7 +56,6 @@ class Attempt(NamedTuple):
 
   Attributes:
     began, ended: seconds since 1970; `ended` is the last sign of life of an attempt that was killed.
-    first_step, last_step: the number of steps taken at its beginning and at its end.
     how: how it ended; 'killed' if no process has recorded the end, '' if it goes on.
     seconds: seconds by activity, as in `goodput.py`; steps that a later attempt repeated still count as productive.
   """

@@ -27,7 +27,6 @@ class Launch:
 
   Attributes:
     started: seconds since 1970.
-    step: the step at which it began.
     mesh: the size of each mesh axis; None if it is unknown.
     devices: the number and kind of the devices, such as '8 cpu'.
     versions: the versions of Python and of the relevant packages, by name.

@@ -107,7 +107,6 @@ class SummaryWriter:
   """Writes the metrics of all splits of a run.
 
   Args:
-    directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
     lost: the `unwritten` lines of the earlier process, which are written now.
     enabled: False writes nothing; only one of several processes writes.

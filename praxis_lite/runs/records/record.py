@@ -52,7 +52,6 @@ class RunRecord:
   """The record in a run directory.
 
   Attributes:
-    launches: the processes that wrote to it, in order.
     text: the config as text, with the defaults of the code that wrote it, but with today's names of modules that moved.
     lost: the reason for each field of the config that was left out, by the field's path.
   """
@@ -325,7 +324,6 @@ def _leave_out_functions_of_scripts(encoded: Any, path: str, lost: dict[str, str
 
   Args:
     encoded: the JSON, which is untrusted.
-    path: its path in the config.
     lost: receives the reason for each field that is left out, by its path.
   """
   if isinstance(encoded, list):

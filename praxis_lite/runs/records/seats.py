@@ -12,7 +12,6 @@ class Seat(NamedTuple):
   """The place of a process, independent of its index.
 
   Attributes:
-    host: the name of its host.
     slot: the number of the place that `launch` gave it; for other processes, its number among the processes of the
       host, from 0.
   """

@@ -23,7 +23,6 @@ class Status(NamedTuple):
   Attributes:
     is_well: whether each process is alive, or ended normally.
     lines: lines to print; the first one says whether the run is alive.
-    life: the result of `life` for process 0.
   """
 
   is_well: bool

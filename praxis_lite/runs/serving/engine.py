@@ -95,7 +95,6 @@ class Engine:
   Attributes:
     num_accepted, num_busy, num_refused, num_cancelled, num_ended: the number of requests by outcome.
     failure: the error that has ended the engine; None if it works.
-    on_failure: called when it fails.
   """
 
   def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int, *, draws_seeds: bool = True):

@@ -37,7 +37,6 @@ class Replies:
 
   Args:
     tokenizer: gives the names of tokens; None names them by their ids.
-    num_top: see `Asked`.
     has_usage: see `Asked`; if True, all pieces but the last have null as `usage`.
   """
 

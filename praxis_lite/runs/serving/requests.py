@@ -109,7 +109,6 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_top: int, adap
 
   Args:
     model: the name of the model, which the request may omit.
-    most_top: see `Served`.
     adapters: the names of adapters, which a request may give as its model.
 
   Raises:
