@@ -163,9 +163,7 @@ class Agreement:
 
   def score(self, model: TrainedModel) -> LogProbs:
     """Returns the log-probabilities that an evaluation of `model` computes for the texts."""
-    return self.score_with(
-      lambda batch: model._run_by_rows(model.tasks, batch, lambda task: task.score_step).predictions
-    )
+    return self.score_with(lambda rows: model._run_by_rows(model.tasks, rows, lambda task: task.score_step).predictions)
 
   def score_with(self, run: Callable[[Rows], dict[str, np.ndarray]]) -> LogProbs:
     """Returns the log-probabilities that `run` computes for a batch with all texts."""
@@ -379,9 +377,8 @@ def format_result(agreement: Agreement, compared: WayResult | None = None) -> st
     why = f'tolerance: what rounding explains; measured: {measured}'
     columns = _row('way', 'tokens', 'largest difference', 'tolerance', '')
     reference = _row('training step', str(agreement.texts.num_tokens), '', '', 'the reference')
-    return '\n'.join(
-      [head, why, *([f'note: the training step {agreement.note}'] if agreement.note else []), columns, reference]
-    )
+    note = f'note: the training step {agreement.note}' if agreement.note else ''
+    return '\n'.join(filter(None, [head, why, note, columns, reference]))
   if compared.problem:
     return _row(compared.name, '-', '', '', f'not compared: {compared.problem}')
   figures = str(compared.num_tokens), f'{compared.difference:.1e}'

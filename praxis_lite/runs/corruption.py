@@ -102,11 +102,6 @@ class CorruptionPolicy:
     )
 
 
-def host_names() -> list[str]:
-  """Returns the name of each process's host; all processes call this."""
-  return gather_texts(socket.gethostname())
-
-
 def process_seats() -> list[Seat]:
   """Returns where each process runs, by its index; all processes call this."""
   seats: list[Seat] = []
@@ -114,14 +109,6 @@ def process_seats() -> list[Seat]:
     place, _, host = text.partition(' ')
     seats.append(Seat(host, int(place) if place.isdecimal() else sum(seat.host == host for seat in seats)))
   return seats
-
-
-def describe_devices(devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
-  """Returns 'device 3 (H100, host n1, process 0) and device 5 (...)'; at most five are named."""
-  names = [
-    f'device {d.id} ({d.device_kind}, host {hosts[d.process_index]}, process {d.process_index})' for d in devices
-  ]
-  return ' and '.join(first_lines(names, _SHOWN))
 
 
 def check_has_replicas(layout: StateLayout) -> None:
@@ -190,7 +177,11 @@ class ReplicaWatch(Observer):
     devices = [self._devices[number] for number in suspects.devices]
     paths = list(dict.fromkeys(path_name(difference.path) for difference in differences))
     where = f'{number_of(len(paths), "array")}: {", ".join(first_lines(paths, _SHOWN))}'
-    names = describe_devices(devices, host_names())
+    hosts = gather_texts(socket.gethostname())
+    named = [
+      f'device {d.id} ({d.device_kind}, host {hosts[d.process_index]}, process {d.process_index})' for d in devices
+    ]
+    names = ' and '.join(first_lines(named, _SHOWN))
     if suspects.is_voted:
       blamed = f'{names} {"differs" if len(devices) == 1 else "differ"} from most of the other replicas'
     else:

@@ -254,9 +254,18 @@ def _image_batches(
   """Yields batches of images, preprocessed for evaluation by the run's first dataset that reads images."""
   reader = make_reader(model, ImageRecordInput, 'file_pattern', files[0], 'images')
   for where, several in batches_of_names(files, batch_size):
-    images = []
     for file in several:
       check_exists(file)
-      with prefix_errors(file), open(file, 'rb') as opened:
+    yield where, read_images(reader, several), several
+
+
+def read_images(reader: ImageRecordInput, files: Sequence[str]) -> Rows:
+  """Returns a batch of images, each preprocessed by `reader`; raises DataError if a file cannot be read."""
+  images = []
+  for file in files:
+    try:
+      with open_plain(file) as opened, prefix_errors(file):
         images.append(reader.read_image(opened.read()))
-    yield where, canonical_rows({'image': np.stack(images)}, 'image'), several
+    except OSError as error:
+      raise DataError(f'{file}: {error.strerror}') from None
+  return canonical_rows({'image': np.stack(images)}, 'image')

@@ -24,7 +24,6 @@ from praxis_lite.inputs.files import find_files
 from praxis_lite.inputs.tables import import_pyarrow
 
 _LINES, _TABLE = ('.jsonl', '.txt'), '.parquet'
-_BLOCK = 1 << 20
 
 
 class Row(NamedTuple):
@@ -140,11 +139,8 @@ def stamp_of(file: str) -> tuple[str, int]:
 
 
 def sum_of_input(file: str) -> str:
-  digest = hashlib.sha256()
   with open_input(file) as opened, _one_line_errors(file):
-    while block := opened.read(_BLOCK):
-      digest.update(block)
-  return digest.hexdigest()
+    return hashlib.file_digest(cast(Any, opened), 'sha256').hexdigest()
 
 
 def open_input(file: str) -> IO[bytes]:
@@ -193,9 +189,7 @@ def _row_of_line(number: int, where: str, line: bytes, is_text: bool) -> Row:
 
 def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str, list[Part]]:
   pa = import_pyarrow()
-  digest = hashlib.sha256()
-  while block := opened.read(_BLOCK):
-    digest.update(block)
+  digest = hashlib.file_digest(cast(Any, opened), 'sha256')
   opened.seek(0)
   try:
     count = pa.parquet.ParquetFile(opened).metadata.num_rows

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
-from praxis_lite.common.files import open_plain
+from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
@@ -29,7 +28,7 @@ from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.continuations import GrowingText
 from praxis_lite.runs.file_readers import datasets_by_use, is_of, make_reader
-from praxis_lite.runs.predict_files import fit_rows, name_outputs, shapes_in_data
+from praxis_lite.runs.predict_files import fit_rows, name_outputs, read_images, shapes_in_data
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters, require_tokenizer
 from praxis_lite.runs.teaching import Teacher
@@ -151,15 +150,7 @@ class _Predict:
 
   def _images_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
     files = [row['file'] for row in rows]
-    reader = make_reader(self._model, ImageRecordInput, 'file_pattern', files[0], 'images')
-    images = []
-    for file in files:
-      try:
-        with open_plain(file) as opened, prefix_errors(file):
-          images.append(reader.read_image(opened.read()))
-      except OSError as error:
-        raise DataError(f'{file}: {error.strerror}') from None
-    return canonical_rows({'image': np.stack(images)}, 'image')
+    return read_images(make_reader(self._model, ImageRecordInput, 'file_pattern', files[0], 'images'), files)
 
 
 def _check_text(row: RowValues, name: str) -> None:

@@ -143,9 +143,9 @@ def _check_data(job: TrainJob, saved: Progress, data: DataManifest | None) -> st
     return f'the training data has changed since the checkpoint; reading goes on at the saved position: {changed}'
   raise CheckpointError(
     f'{changed}: the training data has changed since the checkpoint was saved, so the saved position may mean other '
-    'examples. Use the same data as before; or go on at that position all the same: train '
-    '--accept_changed_data, or run_train(..., accept_changed_data=True); or start the data from its beginning: '
-    '--norestore_input, restore_input=False'
+    'examples. Use the same data as before; or go on at that position all the same: train --accept_changed_data, or '
+    'run_train(..., accept_changed_data=True); or start the data from its beginning: --norestore_input, '
+    'restore_input=False'
   )
 
 
