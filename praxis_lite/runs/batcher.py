@@ -148,6 +148,9 @@ class Batcher:
   """Continues prompts that come and go. `TrainedModel.batcher` makes it, and describes the arguments.
 
   Attributes:
+    max_length: the largest number of tokens in a prompt and its continuation, not counting the last token; or in a
+      source.
+    sampler: the default settings of requests.
     prompts_are_sources: whether prompts are sources of an encoder-decoder, such as texts to translate.
   """
 
@@ -170,23 +173,20 @@ class Batcher:
   ):
     for name, value in {'kept_prefixes': kept_prefixes, 'top_log_probs': top_log_probs}.items():
       check_count(f'batcher: {name}', value, least=0)
-    if kept_prefixes and not reuse_prefixes:
-      raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; it needs reuse_prefixes=True')
     for name, value in {'rows': rows, 'tokens_per_step': tokens_per_step, 'chunks_per_step': chunks_per_step}.items():
       check_count(f'batcher: {name}', value)
     for name, number in {'max_length': max_length, 'chunk': chunk}.items():
       check_count(f'batcher: {name}', number, kind=int | None)
-    self._decoder, self._num_ids, max_length = _check_model(tasks, max_length)
+    self.sampler, self._num_ids, max_length = _check_model(tasks, max_length)
     self.prompts_are_sources = tasks.jax_task.model.prompts_are_sources
-    if self.prompts_are_sources:
-      if kept_prefixes:
-        raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; sources are read as a whole, so set it to 0')
-      chunk, reuse_prefixes = max_length, False
     self.adapter_names: tuple[str, ...] = getattr(tasks.jax_task.model, 'adapter_names', ())
+    without_reuse = '' if reuse_prefixes else 'it needs reuse_prefixes=True'
     if self.adapter_names:  # Caches of the same prefix differ between adapters.
-      if kept_prefixes:
-        raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; with several adapters, set it to 0')
-      reuse_prefixes = False
+      without_reuse = 'with several adapters, set it to 0'
+    if self.prompts_are_sources:
+      chunk, without_reuse = max_length, 'sources are read as a whole, so set it to 0'
+    if kept_prefixes and without_reuse:
+      raise ConfigError(f'batcher: kept_prefixes = {kept_prefixes}; {without_reuse}')
     chunk = min(chunk_of(Bucket.choose(max_length, 1, None).slots) if chunk is None else chunk, max_length)
     self._programs = RowPrograms(
       tasks,
@@ -202,8 +202,8 @@ class Batcher:
     _check_memory(self._programs, tasks, rows, kept_prefixes)
     self.statistics = BatcherStatistics()
     self._key_data, self._find_tokenizer = self._programs.draw_key(key), tokenizer
-    self._max_length, self._chunks_per_step = max_length, chunks_per_step
-    self._slots = RowSlots(rows, reuse_prefixes)
+    self.max_length, self._chunks_per_step = max_length, chunks_per_step
+    self._slots = RowSlots(rows, reuses_prefixes=not without_reuse)
     self._waiting = deque[Request]()
     self._running: dict[int, Request] = {}  # The request in each busy row, by the number of the row.
     self._reading: Request | None = None  # The running request whose prompt is being read.
@@ -246,7 +246,7 @@ class Batcher:
       UserError: the prompt is empty, has an id outside of the vocabulary, or leaves no room for `max_tokens`; or
         another argument is not valid.
     """
-    decoder = self._decoder
+    decoder = self.sampler
     max_tokens = decoder.max_decode_steps if max_tokens is None else max_tokens
     temperature = decoder.temperature if temperature is None else temperature
     top_p = decoder.top_p if top_p is None else top_p
@@ -277,13 +277,13 @@ class Batcher:
     if max_tokens > room and self.prompts_are_sources:
       raise ConfigError(
         f'submit: a source of {number_of(len(tokens), "token")} with max_tokens = {max_tokens}: both are at most '
-        f'max_length = {self._max_length}'
+        f'max_length = {self.max_length}'
       )
     if max_tokens > room:
-      fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self._max_length, "token")}'
+      fits = f'up to {room} fit' if room > 0 else f'the prompt has more than {number_of(self.max_length, "token")}'
       raise ConfigError(
         f'submit: a prompt of {number_of(len(tokens), "token")} with max_tokens = {max_tokens} needs more than the '
-        f'max_length = {self._max_length} of the batcher; {fits}'
+        f'max_length = {self.max_length} of the batcher; {fits}'
       )
     text = GrowingText(tokenizer, [] if self.prompts_are_sources else tokens, stop) if tokenizer is not None else None
     stops = (*decoder.stop_ids, *single_stops, *stop_tokens)
@@ -309,21 +309,11 @@ class Batcher:
       raise UserError('cancel: this request belongs to another batcher')
     request.is_done = request.is_cancelled = True
 
-  @property
-  def max_length(self) -> int:
-    """The largest number of tokens in a prompt and its continuation, not counting the last token; or in a source."""
-    return self._max_length
-
   def room(self, prompt_length: int) -> int:
     """Returns how many tokens can follow a prompt of this length; 0 or less if the prompt itself is too long."""
     if self.prompts_are_sources:
-      return self._max_length if prompt_length <= self._max_length else 0
-    return self._max_length - prompt_length + 1  # The last token needs no cache slot.
-
-  @property
-  def sampler(self) -> Sampler:
-    """The default settings of requests."""
-    return self._decoder
+      return self.max_length if prompt_length <= self.max_length else 0
+    return self.max_length - prompt_length + 1  # The last token needs no cache slot.
 
   @property
   def num_rows(self) -> int:

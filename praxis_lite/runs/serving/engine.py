@@ -99,7 +99,7 @@ class Engine:
 
   def __init__(self, batcher: Batcher, tokenizer: BaseTokenizer | None, most_waiting: int, *, draws_seeds: bool = True):
     check_count('most_waiting', most_waiting, least=0)
-    self._batcher, self._tokenizer, self._draws_seeds = batcher, tokenizer, draws_seeds
+    self.batcher, self._tokenizer, self._draws_seeds = batcher, tokenizer, draws_seeds
     self._most = batcher.num_rows + most_waiting
     self._calls = queue.SimpleQueue[Callable[[], object]]()
     self._lock = threading.Lock()
@@ -112,18 +112,14 @@ class Engine:
     self._thread = threading.Thread(target=self._run, name='batcher', daemon=True)
 
   @property
-  def batcher(self) -> Batcher:
-    return self._batcher
-
-  @property
   def num_open(self) -> int:
     return len(self._tickets)
 
   def warm_up(self) -> None:
     """Compiles the programs that requests need; call it before `start`."""
-    request = self._batcher.submit([0], max_tokens=1)
-    self._batcher.run([request])
-    self._batcher.statistics = BatcherStatistics()
+    request = self.batcher.submit([0], max_tokens=1)
+    self.batcher.run([request])
+    self.batcher.statistics = BatcherStatistics()
 
   def start(self) -> None:
     self._thread.start()
@@ -163,8 +159,8 @@ class Engine:
     try:
       while not self._is_stopping:
         self._take_calls()
-        if self._batcher.num_running or self._batcher.num_waiting:
-          for request in self._batcher.step():
+        if self.batcher.num_running or self.batcher.num_waiting:
+          for request in self.batcher.step():
             self._end(self._by_request[request], STOPPED if request.is_stopped else LENGTH)
     except BaseException as error:
       self.failure = error
@@ -178,7 +174,7 @@ class Engine:
 
   def _take_calls(self) -> None:
     """Runs the calls in the queue; if the batcher has no work, first waits for a call."""
-    if not (self._batcher.num_running or self._batcher.num_waiting):
+    if not (self.batcher.num_running or self.batcher.num_waiting):
       self._calls.get()()
     try:
       while not self._is_stopping:
@@ -204,7 +200,7 @@ class Engine:
     ticket._send(Accepted(request.prompt))
 
   def _submit(self, ticket: Ticket) -> Request:
-    asked, batcher = ticket._asked, self._batcher
+    asked, batcher = ticket._asked, self.batcher
     prompt = self._encode(asked)
     room = batcher.room(len(prompt))
     wanted = asked.max_tokens or 1
@@ -244,7 +240,7 @@ class Engine:
   def _cancel(self, ticket: Ticket) -> None:
     if ticket in self._tickets:
       if ticket._request is not None:
-        self._batcher.cancel(ticket._request)
+        self.batcher.cancel(ticket._request)
       self.num_cancelled += 1
       self._end(ticket, CANCELLED)
 
