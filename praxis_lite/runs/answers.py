@@ -42,20 +42,13 @@ class AnswerSampling:
     if data.is_training:
       _check_intervals(data, partitioned.jax_task.train)
     partitioned = partitioned.untapped
-    self._step: PartitionedStep[DecodeStepOutput] = (
+    self.step: PartitionedStep[DecodeStepOutput] = (
       partitioned.sample_step if data.is_training else partitioned.decode_step
     )
     self._takes = takes
     self._data = data
     self._key = key
     self.steps_per_batch = data.steps_per_batch
-
-  def trace(self) -> None:
-    """Traces the step, to find mistakes."""
-    self._step.trace()
-
-  def compile(self) -> None:
-    self._step.compile()
 
   def complete(self, mdl_vars: NestedDict, global_step: jax.Array, batch: Rows) -> NestedDict:
     """Returns a batch with answers and rewards, on the mesh.
@@ -66,7 +59,7 @@ class AnswerSampling:
       batch: the rows of this host that the input has yielded.
     """
     note_progress('answers to prompts')
-    decoded = jax.device_get(self._step(mdl_vars, self._key, global_step, self._data.prompts(batch)).decoded)
+    decoded = jax.device_get(self.step(mdl_vars, self._key, global_step, self._data.prompts(batch)).decoded)
     first, rows = self._data.host_rows[0], len(batch['num_given'])
     answers = {name: np.asarray(decoded[name])[first : first + rows] for name in ('ids', 'lengths', 'log_probs')}
     return self._takes.put_inputs(self._data.complete(batch, answers))

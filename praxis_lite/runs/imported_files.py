@@ -38,11 +38,6 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
   return None if model is None else Config(SentencePieceTokenizer, model_path=os.path.join(named, model))
 
 
-def kept_tokenizer(job_log_dir: str | os.PathLike[str]) -> Config | None:
-  """Returns the config of the tokenizer that a run keeps; None if it keeps none."""
-  return tokenizer_in(user_path(job_log_dir) / FOLDER)
-
-
 def keep_files_of(source: str | os.PathLike[str], directory: Path) -> None:
   """Copies the Hugging Face files that the run in `source` keeps to a new run, unless it has some already."""
   kept, target = user_path(source) / FOLDER, directory / FOLDER

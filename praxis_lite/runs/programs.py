@@ -181,7 +181,7 @@ class InputProgram(Generic[Out]):
     self._begin()
     self._step.compile()
     if self._answers is not None:
-      self._answers.compile()
+      self._answers.step.compile()
     meet_others()
     put = self._step.put_inputs if self._answers is None else None
     with PrefetchIterator(self._data.reset(), put) as batches:

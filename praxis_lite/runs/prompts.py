@@ -12,12 +12,14 @@ import numpy as np
 from praxis_lite.common.config import REQUIRED, Config, field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.common.figures import number_of
+from praxis_lite.common.files import user_path
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor, Sampler, SpeculativeSampler
 from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.runs.continuations import check_stops
-from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, kept_tokenizer
+from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, tokenizer_in
+from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.training.experiment import ExperimentConfig
 
 # Prompts are padded to a multiple of this, so that a `decode` without buckets is compiled for only a few lengths.
@@ -26,7 +28,7 @@ _LENGTH_MULTIPLE = 16
 
 def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] | None = None) -> BaseTokenizer | None:
   """Returns the tokenizer of the first dataset that has one, or else the tokenizer that the run keeps, or else None."""
-  kept = None if job_log_dir is None else kept_tokenizer(job_log_dir)
+  kept = None if job_log_dir is None else tokenizer_in(user_path(job_log_dir) / FOLDER)
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
     if isinstance(template, Config) and getattr(template, 'path', None) is REQUIRED:
@@ -328,12 +330,8 @@ def drafted_task(task: Config, draft: Config) -> Config:
   is_speculative = is_decoder(task, SpeculativeSampler)
   decoder = decoder.clone() if is_speculative else to_decoder(SpeculativeSampler, decoder, Sampler)
   decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses tokens.
-  drafted.model = Config(
-    DraftedModel,
-    model_tpl=task.model.clone(),
-    draft_tpl=draft.model.clone(),
-    decoder_tpl=decoder,
-  )
+  models = {'model_tpl': task.model.clone(), 'draft_tpl': draft.model.clone()}
+  drafted.model = Config(DraftedModel, **models, decoder_tpl=decoder)
   return drafted
 
 

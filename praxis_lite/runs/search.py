@@ -110,11 +110,6 @@ def parse_ranges(texts: Sequence[str]) -> list[SearchRange]:
   return ranges
 
 
-def trial_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the overrides that set fields to the values of a trial."""
-  return tuple(f'{path}={value}' for path, value in values.items())
-
-
 @dataclasses.dataclass
 class Trial:
   """A point of a search.
@@ -236,7 +231,8 @@ class Search:
     """Returns the name and the overrides of the run of a trial."""
     values = self.trials[number].values
     shown = {path: str(value) for path, value in values.items()}
-    return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *trial_overrides(values)))
+    overrides = (f'{path}={value}' for path, value in values.items())
+    return Point(f'{number:03},{directory_name(shown, self._names)}', (*self._overrides, *overrides))
 
   def is_hopeless(self, point: Point) -> bool:
     """Whether a running trial was worse than the median of other trials at a step, by the metrics that it has written.

@@ -151,7 +151,7 @@ def _trace_programs(
   startup.mark('build')
   partitioned.train_step.trace()
   if answers is not None:
-    answers.trace()
+    answers.step.trace()
   evaluation: list[InputProgram] = [EvalProgram(tasks, data, key) for data in inputs.evaluation]
   names = {}
   for program in evaluation:

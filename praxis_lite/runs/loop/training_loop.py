@@ -62,7 +62,7 @@ class TrainingLoop:
       times = self.job.programs.partitioned.train_step.compile()
       self.job.programs.steps.compile()
       if self.job.programs.answers is not None:
-        self.job.programs.answers.compile()
+        self.job.programs.answers.step.compile()
     self.job.startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     meet_others()
 

@@ -388,11 +388,7 @@ def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]])
 
 def short_names(paths: Collection[str]) -> dict[str, str]:
   """Returns for each path its shortest ending, in whole names, that no other path has."""
-  endings = {path: _endings(path) for path in paths}
+  parts = {path: path.split('.') for path in paths}
+  endings = {path: ['.'.join(names[i:]) for i in reversed(range(len(names)))] for path, names in parts.items()}
   counts = Counter(ending for found in endings.values() for ending in found)
   return {path: next((e for e in found if counts[e] == 1), path) for path, found in endings.items()}
-
-
-def _endings(path: str) -> list[str]:
-  parts = path.split('.')
-  return ['.'.join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]

@@ -133,9 +133,13 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   inputs: list[BaseInput] = []
   for i, config in enumerate(configs):
     check_required_fields(configs, i, name)
-    called = target(config).__qualname__, getattr(config, 'name', '')
-    with _name_line_of_edit(f'{name}[{i}]', config), _name_fields_by_path(f'{name}[{i}]', *called):
-      inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
+    path, called = f'{name}[{i}]', (target(config).__qualname__, getattr(config, 'name', ''))
+    try:
+      with _name_fields_by_path(path, *called):
+        inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
+    except UserError as error:
+      name_config(error, config, path)  # Adds the line of the user's code that has set the field.
+      raise
   for i, data in enumerate(inputs):
     if name == 'decode_datasets' and isinstance(data, RewardedInput):
       raise ConfigError(
@@ -161,25 +165,11 @@ def check_required_fields(configs: Sequence[Config], i: int, name: str = 'datase
   if missing[i] is None:
     return
   every, kind = '*' if len(configs) > 1 and len(set(missing)) == 1 else i, target(configs[i]).__qualname__
-  example, line = f"--set '{name}[{every}].{missing[i]}=...'", _line_of_config(configs[i])
-  if line:  # The user's code has made or edited this config.
+  example = f"--set '{name}[{every}].{missing[i]}=...'"
+  lines = (line_of_edit(configs[i], str(field)) for field in config_values(configs[i]))
+  if line := next(filter(None, lines), ''):  # The user's code has made or edited this config.
     example = f'Config({kind}, {missing[i]}=...), or by {example} ({line})'
   raise ConfigError(f'{name}[{i}].{missing[i]}: a value is required but not set (a field of {kind}), as in {example}')
-
-
-def _line_of_config(config: Config) -> str:
-  """Returns the first line of the user's code that has set a field of a config, as 'mine.py:12'; '' without one."""
-  return next((line for field in config_values(config) if (line := line_of_edit(config, str(field)))), '')
-
-
-@contextlib.contextmanager
-def _name_line_of_edit(path: str, config: Config) -> Iterator[None]:
-  """Adds, to an error about a field of an input's config, the line of the user's code that has set the field."""
-  try:
-    yield
-  except UserError as error:
-    name_config(error, config, path)
-    raise
 
 
 @contextlib.contextmanager
