@@ -317,11 +317,11 @@ def _works(call: Callable[..., object], *arguments: Any) -> bool:
 
 def _traces_with_rows(function: ExportedFunction, variables: Arrays, inputs: Arrays) -> bool:
   """Whether a function can be traced with a batch size of 2; called if a symbolic batch size has failed."""
-  known = {n: jax.ShapeDtypeStruct(_known(x.shape, 2), x.dtype) for n, x in inputs.items()}
+  known = {n: jax.ShapeDtypeStruct(_concrete_shape(x.shape, 2), x.dtype) for n, x in inputs.items()}
   return _works(jax.eval_shape, function, variables, known)
 
 
-def _known(shape: Sequence[Any], size: int | None) -> list[int | None]:
+def _concrete_shape(shape: Sequence[Any], size: int | None) -> list[int | None]:
   """Returns a shape with `size` in place of a symbolic batch size."""
   return [dim if isinstance(dim, int) else size for dim in shape]
 
@@ -361,7 +361,9 @@ def _write_saved_model(path: Path, programs: Sequence[_Program], variables: Arra
     def run(**inputs: Any) -> Any:
       return call({name: variable.value() for name, variable in module.model_variables.items()}, inputs)
 
-    specs = {name: tf.TensorSpec(_known(x.shape, None), x.dtype, name=name) for name, x in program.inputs.items()}
+    specs = {
+      name: tf.TensorSpec(_concrete_shape(x.shape, None), x.dtype, name=name) for name, x in program.inputs.items()
+    }
     return tf.function(run, autograph=False).get_concrete_function(**specs)
 
   signatures = {program.name: signature(program) for program in programs}
@@ -401,7 +403,7 @@ def _readme(programs: Sequence[_Program], settings: ExportSettings, first_positi
   first = programs[0]
   size = 2 if settings.batch_size is None else settings.batch_size
   zeros = ', '.join(
-    f"'{name}': np.zeros({tuple(_known(x.shape, size))}, '{x.dtype}')" for name, x in first.inputs.items()
+    f"'{name}': np.zeros({tuple(_concrete_shape(x.shape, size))}, '{x.dtype}')" for name, x in first.inputs.items()
   )
   if 'stablehlo' in settings.formats:
     parts.append(_README_JAX.format(name=first.name, inputs=zeros))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,13 @@ import pytest
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput, ByteTokenizer, LabelledTextInput, MaskedTextInput
 from praxis_lite.layers import Linear
 from praxis_lite.models import ClassificationModel
 from praxis_lite.runs import open_run, run_train
-from praxis_lite.runs.predict_files import predict_files
+from praxis_lite.runs.predict_files import predict_files, read_images
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.training.experiment import configure
 
@@ -231,3 +232,9 @@ def test_files_that_cannot_be_predicted_are_one_line(predicted, tmp_path, monkey
   assert code == 2
   assert told.startswith(f'praxis-lite predict: error: {message}'), told
   assert len(told.splitlines()) == 1
+
+
+def test_an_image_that_is_a_named_pipe_is_refused_and_does_not_block(tmp_path):
+  os.mkfifo(tmp_path / 'a.png')
+  with pytest.raises(DataError, match=r'a\.png: it is a named pipe, not a file$'):
+    read_images(SimpleNamespace(), [str(tmp_path / 'a.png')])
