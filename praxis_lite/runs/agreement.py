@@ -1,9 +1,5 @@
 """Checks whether a language model computes the same log-probabilities in training, evaluation, decoding and elsewhere.
 
-    agreement = Agreement(model, random_texts(model.layer.score_limits(), 4, 64))
-    for way in agreement.list_ways():
-      print(format_result(agreement, agreement.compare(way)))
-
 Each way computes the log-probabilities of the same known texts. They are compared with the log-probabilities of the
 training step, token by token. The tolerance is measured: it depends on how much the log-probabilities of this model
 change when it computes in bfloat16, and when its weights change by a rounding error. Rounding errors of other dtypes

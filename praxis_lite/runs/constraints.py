@@ -168,9 +168,8 @@ def _llguidance() -> Any:
     import llguidance
     import llguidance.numpy
   except ImportError:
-    raise ConfigError(
-      'constrained decoding: the package llguidance is not installed; pip install praxis_lite[constrain]'
-    ) from None
+    why = 'the package llguidance is not installed; pip install praxis_lite[constrain]'
+    raise ConfigError(f'constrained decoding: {why}') from None
   return llguidance
 
 

@@ -101,7 +101,7 @@ class PromptDecoder:
   """Continues prompts with any settings of the sampler of a model.
 
   Args:
-    tasks: the task, built from this config, on its mesh.
+    task, tasks: the config of the model's task, and the task on its mesh.
     tokenizer: returns the tokenizer of the model, or None; called only if it is needed.
     run: (task, batch of prompts, key) -> what the model decodes, arrays by name.
   """
@@ -249,8 +249,7 @@ class PromptDecoder:
   ) -> _DecodeCall:
     length = int(prompt_batch(prompts)['prompt_lengths'].max())
     # The number and the size of decode states depend on these settings.
-    kinds: Sampling = {'beam_size': settings.get('beam_size'), 'lookup': settings.get('lookup')}
-    kinds['draft_tokens'] = settings.get('draft_tokens')
+    kinds: Any = {name: settings.get(name) for name in ('beam_size', 'lookup', 'draft_tokens')}
     limits, max_tokens = self._check_length(length, self.set_sampler(kinds), settings.get('max_tokens'))
     if limits is None:
       tasks = self.set_sampler(settings, stops)

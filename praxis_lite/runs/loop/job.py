@@ -44,7 +44,7 @@ class RunPrograms(NamedTuple):
   """The programs of a training run, which have been traced without errors.
 
   Attributes:
-    steps: the train steps for all sizes of these batches.
+    steps: the train steps for all sizes of the batches of the training input.
     answers: completes these batches with answers of the model; None if they have no prompts to answer.
     evaluation: the programs for the inputs and the task files to evaluate.
     metric_names: the names of the scalar metrics of each of these programs, by split.

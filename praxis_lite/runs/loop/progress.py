@@ -98,11 +98,10 @@ def recover_results(
     if changed or missing > 0:
       lost = number_of(missing, 'line') if missing > 0 else number_of(changed, 'evaluation')
       kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
-      where = directory / 'metrics.jsonl'
-      lines.append(f'{where} has lost {lost} that it had when the checkpoint was saved{kept}')
+      lines.append(f'{directory / "metrics.jsonl"} has lost {lost} that it had when the checkpoint was saved{kept}')
     if rollbacks:
-      where = directory / 'trouble.jsonl'
-      lines.append(f'{where} had lost {number_of(rollbacks, "line")}; the checkpoint knows which batches to skip')
+      lost = number_of(rollbacks, 'line')
+      lines.append(f'{directory / "trouble.jsonl"} had lost {lost}; the checkpoint knows which batches to skip')
   if saved.troubles:
     meet_others()  # The other processes read the file, so they must wait until it is written.
   return results, lines
@@ -126,8 +125,7 @@ def merge_saved(
       before = merged.get((at, metric.split))
       known = math.nan if before is None else float(before.metrics.get(metric.name, math.nan))
       if at <= step and not (before is not None and (known == value or (math.isnan(known) and math.isnan(value)))):
-        merged[at, metric.split] = EvalResult(
-          at, metric.split, {**({} if before is None else before.metrics), metric.name: value}
-        )
+        metrics = {} if before is None else before.metrics
+        merged[at, metric.split] = EvalResult(at, metric.split, {**metrics, metric.name: value})
         changed += 1
   return sorted(merged.values(), key=lambda result: result.step), changed

@@ -75,10 +75,8 @@ class MetricsTable(Mapping[str, np.ndarray]):
     width = max(map(len, self), default=0)
     lines = [f'<metrics of {number_of(len(self.steps), "step")}>']
     for name in self:
-      values = self.curve(name).values
-      lines.append(
-        f'{printable(name, one_line=True):<{width}}  {number_of(len(values), "value")}, last {values[-1]:.4g}'
-      )
+      shown, values = printable(name, one_line=True), self.curve(name).values
+      lines.append(f'{shown:<{width}}  {number_of(len(values), "value")}, last {values[-1]:.4g}')
     return '\n'.join(lines)
 
 

@@ -65,9 +65,11 @@ def _is_number(value: object) -> bool:
 # For each field, a predicate of valid values, and their description in messages.
 _Check = tuple[Callable[[Any], bool], str]
 _TOKENS: _Check = (lambda x: _is_int(x) and 1 <= x < 2**63, 'an integer of at least 1')
+_COUNT: _Check = (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0')
+_TEXT: _Check = (lambda x: isinstance(x, str), 'a text')
 _SWITCH: _Check = (lambda x: isinstance(x, bool), 'true or false')
 _OF_BOTH: dict[str, _Check] = {
-  'model': (lambda x: isinstance(x, str), 'a text'),
+  'model': _TEXT,
   'max_tokens': _TOKENS,
   'temperature': (lambda x: _is_number(x) and 0 <= x <= 1e6, 'a number of at least 0'),
   'top_p': (lambda x: _is_number(x) and 0 < x <= 1, 'a number that is more than 0 and at most 1'),
@@ -77,16 +79,10 @@ _OF_BOTH: dict[str, _Check] = {
     lambda x: isinstance(x, dict) and x.keys() <= {'include_usage'} and all(isinstance(v, bool) for v in x.values()),
     '{"include_usage": true} or false',
   ),
-  'user': (lambda x: isinstance(x, str), 'a text'),
+  'user': _TEXT,
 }
-_OF_COMPLETION: dict[str, _Check] = {
-  'logprobs': (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0'),
-}
-_OF_CHAT: dict[str, _Check] = {
-  'max_completion_tokens': _TOKENS,
-  'logprobs': _SWITCH,
-  'top_logprobs': (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0'),
-}
+_OF_COMPLETION: dict[str, _Check] = {'logprobs': _COUNT}
+_OF_CHAT: dict[str, _Check] = {'max_completion_tokens': _TOKENS, 'logprobs': _SWITCH, 'top_logprobs': _COUNT}
 # Fields of OpenAI's API that this server accepts only with the values that have no effect.
 _FIXED: dict[str, Sequence[Any]] = {
   'n': (1,),
