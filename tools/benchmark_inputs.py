@@ -132,7 +132,7 @@ def _bare_windows(path: Path) -> Iterator[Rows]:
 
 
 def _bare_tfrecords(path: Path) -> Iterator[Rows]:
-  tf = inputs.tfdata.import_tensorflow()
+  tf = inputs.tensorflow.import_tensorflow()
   stored = {'x': tf.io.FixedLenFeature((DIMS,), tf.float32), 'label': tf.io.FixedLenFeature((), tf.int64)}
   dataset = tf.data.TFRecordDataset(str(path)).repeat().shuffle(10_000).batch(BATCH)
   return dataset.map(lambda x: tf.io.parse_example(x, stored)).prefetch(1).as_numpy_iterator()

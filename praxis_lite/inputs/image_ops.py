@@ -5,17 +5,13 @@ Images are uint8 [height, width, channels] until they are normalized.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from praxis_lite.inputs.tfdata import import_tensorflow
-
-if TYPE_CHECKING:
-  import tensorflow as tf
+from praxis_lite.inputs import tensorflow as tf
 
 
 def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
   """Returns the image in the content of a JPEG, PNG, BMP or GIF file, a scalar string; a GIF's first image."""
-  tf = import_tensorflow()
   image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
   image.set_shape((None, None, channels))
   return image
@@ -23,21 +19,18 @@ def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
 
 def resize(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
   """Returns the image resized to (height, width), by linear interpolation with antialiasing."""
-  tf = import_tensorflow()
   resized = tf.image.resize(image, size, method='bilinear', antialias=True)
   return tf.cast(tf.clip_by_value(tf.round(resized), 0, 255), tf.uint8)
 
 
 def resize_shorter_side(image: tf.Tensor, pixels: int) -> tf.Tensor:
   """Returns the image with a shorter side of this many pixels, and the same aspect ratio."""
-  tf = import_tensorflow()
   sides = tf.cast(tf.shape(image)[:2], tf.float32)
   return resize(image, tf.cast(tf.round(sides * pixels / tf.reduce_min(sides)), tf.int32))
 
 
 def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
   """Returns the middle of an image, (height, width) = `size`; an image with a smaller side is resized to `size`."""
-  tf = import_tensorflow()
   height, width = size
   is_large = tf.reduce_all(tf.shape(image)[:2] >= [height, width])
 
@@ -64,7 +57,6 @@ def random_resized_crop(
     area: smallest and largest share of the image's area.
     aspect: smallest and largest ratio of width to height. If ten draws do not fit, the whole image is used.
   """
-  tf = import_tensorflow()
   begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
     tf.shape(image),
     tf.zeros((0, 0, 4), tf.float32),
@@ -80,11 +72,9 @@ def random_resized_crop(
 
 def random_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
   """Returns the image, mirrored left to right with a probability of one half."""
-  tf = import_tensorflow()
   return tf.cond(tf.random.stateless_uniform((), seed) < 0.5, lambda: image[:, ::-1], lambda: image)
 
 
 def normalize(image: tf.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> tf.Tensor:
   """Returns (image / 255 - mean) / std, float32; mean and std have one value for all channels, or one for each."""
-  tf = import_tensorflow()
   return (tf.cast(image, tf.float32) / 255.0 - tf.constant(mean, tf.float32)) / tf.constant(std, tf.float32)

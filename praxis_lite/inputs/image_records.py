@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError, check_range
-from praxis_lite.inputs import image_ops
+from praxis_lite.inputs import image_ops, tensorflow as tf
 from praxis_lite.inputs.bad_records import BadRecord
 from praxis_lite.inputs.rand_augment import rand_augment
 from praxis_lite.inputs.record_files import is_tfrecord, read_examples
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.inputs.tfdata import TFRecordInput, import_tensorflow
+from praxis_lite.inputs.tfdata import TFRecordInput
 from praxis_lite.inputs.tfrecord_files import tensorflow_reason
-
-if TYPE_CHECKING:
-  import tensorflow as tf
 
 
 class ImageRecordInput(TFRecordInput):
@@ -96,7 +93,6 @@ class ImageRecordInput(TFRecordInput):
     return read_examples(file, list(self._features_to_read()), f'{self.label}.file_pattern')
 
   def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
-    tf = import_tensorflow()
     seed = int(np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1)[0])
     spec = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in self.example_struct().items()}
     return tf.map_fn(
@@ -108,7 +104,7 @@ class ImageRecordInput(TFRecordInput):
 
   def try_records(self, records: list[bytes]) -> None:
     for record in records:
-      self._try(self._parse(import_tensorflow().constant(record)))
+      self._try(self._parse(tf.constant(record)))
 
   def read_image(self, encoded: bytes) -> np.ndarray:
     """Returns the image in a file's content, prepared as for evaluation, [height, width, channels] float32.
@@ -116,7 +112,6 @@ class ImageRecordInput(TFRecordInput):
     Raises:
       DataError: the content is not an image.
     """
-    tf = import_tensorflow()
     try:
       image = image_ops.decode_image(tf.constant(encoded), self.channels)
     except tf.errors.OpError as error:
@@ -125,12 +120,10 @@ class ImageRecordInput(TFRecordInput):
 
   def _features_to_read(self) -> dict[str, tf.DType]:
     """Returns the types, by name, of the features to read from a record; each feature has one value."""
-    tf = import_tensorflow()
     label = {} if self.label_feature is None else {self.label_feature: tf.int64}
     return {self.image_feature: tf.string} | label
 
   def _parse(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
-    tf = import_tensorflow()
     features = {name: tf.io.FixedLenFeature((), dtype) for name, dtype in self._features_to_read().items()}
     return dict(tf.io.parse_single_example(record, features))
 
@@ -140,13 +133,11 @@ class ImageRecordInput(TFRecordInput):
 
   def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     """Returns the arrays of an example other than its image, by name: its label, if there is one."""
-    tf = import_tensorflow()
     if self.label_feature is None:
       return {}
     return {'label': tf.cast(stored[self.label_feature] - self.first_label, tf.int32)}
 
   def _parse_record(self, record: tf.Tensor, seed: int = 0) -> dict[str, tf.Tensor]:
-    tf = import_tensorflow()
     stored = self._parse(record)
     image = image_ops.decode_image(stored[self.image_feature], self.channels)
     # The random values depend on the content of a record, not on its position.
@@ -155,7 +146,6 @@ class ImageRecordInput(TFRecordInput):
     return {'image': image_ops.normalize(image, self.mean, self.std), **self._values_beside(stored)}
 
   def _augment_image(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    tf = import_tensorflow()
     of_crop, of_flip, of_rest = tf.unstack(tf.random.experimental.stateless_split(seed, 3), num=3)
     image = image_ops.random_resized_crop(image, self.image_size, of_crop, self.crop_area, self.crop_aspect)
     if self.flip:

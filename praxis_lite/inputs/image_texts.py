@@ -9,20 +9,16 @@ A batch has `image`, [B, height, width, channels] float32; `ids` and `segment_id
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
-
-if TYPE_CHECKING:
-  import tensorflow as tf
 
 
 class ImageTextRecordInput(ImageRecordInput):
@@ -64,14 +60,13 @@ class ImageTextRecordInput(ImageRecordInput):
     return super().example_struct() | text
 
   def _features_to_read(self) -> dict[str, tf.DType]:
-    return super()._features_to_read() | {self.text_feature: import_tensorflow().string}
+    return super()._features_to_read() | {self.text_feature: tf.string}
 
   def _try(self, stored: Mapping[str, tf.Tensor]) -> None:
     super()._try(stored)
     self._encode(stored[self.text_feature].numpy())
 
   def _values_beside(self, stored: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    tf = import_tensorflow()
     text = stored[self.text_feature]
     ids, segments = tf.numpy_function(self._encode, [text], [tf.int32, tf.int32], stateful=False)
     values = {'ids': ids, 'segment_ids': segments} if self.hides_padding else {'ids': ids}

@@ -21,12 +21,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from praxis_lite.inputs.tfdata import import_tensorflow
-
-if TYPE_CHECKING:
-  import tensorflow as tf
+from praxis_lite.inputs import tensorflow as tf
 
 _FILL = 128
 _MOST = 10.0
@@ -55,7 +52,6 @@ def rand_augment(image: tf.Tensor, seed: tf.Tensor, num_operations: int, magnitu
     num_operations: number of operations, applied one after the other.
     magnitude: the strength of all operations; 10 gives the amounts above, and larger values are stronger.
   """
-  tf = import_tensorflow()
   for number in range(num_operations):
     of_operation = tf.random.stateless_uniform((4,), seed + tf.constant([0, number + 1], seed.dtype))
     index = tf.minimum(tf.cast(of_operation[0] * len(OPERATIONS), tf.int32), len(OPERATIONS) - 1)
@@ -71,7 +67,6 @@ def _identity(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _auto_contrast(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   low, high = (tf.cast(f(image, axis=(0, 1)), tf.float32) for f in (tf.reduce_min, tf.reduce_max))
   scale = tf.where(high > low, 255.0 / tf.maximum(high - low, 1.0), 1.0)
   return _to_bytes((tf.cast(image, tf.float32) - tf.where(high > low, low, 0.0)) * scale)
@@ -79,7 +74,6 @@ def _auto_contrast(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 def _equalize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
   """Equalizes the histogram of each channel: a value becomes its rank among the channel's pixels, scaled to 255."""
-  tf = import_tensorflow()
 
   def equalize_channel(channel: Any) -> Any:
     counts = tf.math.bincount(tf.cast(tf.reshape(channel, (-1,)), tf.int32), minlength=256, maxlength=256)
@@ -97,7 +91,6 @@ def _invert(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _rotate(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   angle = draw.sign * draw.strength * math.pi / 6
   sin, cos = tf.sin(angle), tf.cos(angle)
   y, x = _middle(image)
@@ -105,25 +98,21 @@ def _rotate(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _posterize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   shift = min(int(4 * draw.strength), 7)
   return tf.bitwise.left_shift(tf.bitwise.right_shift(image, shift), shift)
 
 
 def _solarize(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   threshold = 256 - round(256 * draw.strength)
   return tf.where(tf.cast(image, tf.int32) < threshold, image, 255 - image)
 
 
 def _solarize_add(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   more = _to_bytes(tf.cast(image, tf.float32) + round(110 * draw.strength))
   return tf.where(image < 128, more, image)
 
 
 def _color(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   if image.shape[-1] != 3:
     return image
   gray = tf.image.rgb_to_grayscale(image)
@@ -131,7 +120,6 @@ def _color(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _contrast(image: tf.Tensor, draw: Draw) -> tf.Tensor:
-  tf = import_tensorflow()
   gray = tf.image.rgb_to_grayscale(image) if image.shape[-1] == 3 else image
   return _blend(tf.reduce_mean(tf.cast(gray, tf.float32)), image, draw)
 
@@ -142,7 +130,6 @@ def _brightness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 def _sharpness(image: tf.Tensor, draw: Draw) -> tf.Tensor:
   """Blends with a copy whose inner pixels are smoothed by the kernel [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13."""
-  tf = import_tensorflow()
   x, channels = tf.cast(image, tf.float32), image.shape[-1]
   kernel = tf.constant([[1, 1, 1], [1, 5, 1], [1, 1, 1]], tf.float32) / 13.0
   inner = tf.nn.depthwise_conv2d(x[None], tf.tile(kernel[:, :, None, None], (1, 1, channels, 1)), [1] * 4, 'VALID')[0]
@@ -168,7 +155,6 @@ def _translate_y(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
   """Makes a square gray; the middle of the square may be anywhere in the image."""
-  tf = import_tensorflow()
   shape = tf.shape(image)
   half = tf.cast(tf.cast(tf.minimum(shape[0], shape[1]), tf.float32) * min(0.36 * draw.strength, 1.0) / 2, tf.int32)
   middle = tf.cast(draw.place * tf.cast(shape[:2], tf.float32), tf.int32)
@@ -178,26 +164,22 @@ def _cutout(image: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 def _blend(base: tf.Tensor | float, image: tf.Tensor, draw: Draw) -> tf.Tensor:
   """Returns base + factor (image - base), where the factor follows from `draw`; a factor of 1 changes nothing."""
-  tf = import_tensorflow()
   factor = tf.maximum(1.0 + draw.sign * 0.9 * draw.strength, 0.1)
   return _to_bytes(base + factor * (tf.cast(image, tf.float32) - base))
 
 
 def _to_bytes(image: tf.Tensor) -> tf.Tensor:
-  tf = import_tensorflow()
   return tf.cast(tf.clip_by_value(image, 0.0, 255.0), tf.uint8)
 
 
 def _middle(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   """Returns the (row, column) of the middle: half the distance between the first and the last pixels."""
-  tf = import_tensorflow()
   height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32) - 1.0)
   return height / 2, width / 2
 
 
 def _transform(image: tf.Tensor, rows: list[tf.Tensor | float]) -> tf.Tensor:
   """Returns an image whose pixel (x, y) is the pixel of `image` nearest to (a x + b y + c, d x + e y + f)."""
-  tf = import_tensorflow()
   matrix = tf.stack([tf.cast(value, tf.float32) for value in (*rows, 0.0, 0.0)])
   moved = tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],

@@ -11,14 +11,14 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice
+from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
@@ -34,31 +34,7 @@ from praxis_lite.inputs.tfrecord_files import (
   whole_records,
 )
 
-if TYPE_CHECKING:
-  import tensorflow as tf
-
-
 _TRIED_AT_ONCE = 64  # Number of records to parse together in a test of whether they can be parsed.
-
-
-@functools.cache
-def import_tensorflow(instead: str = 'use another input') -> ModuleType:
-  """Imports TensorFlow, and hides accelerators from it, because it would reserve their memory.
-
-  Raises ConfigError if it is not installed; `instead` says what works without it.
-  """
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN would print a notice, and nothing here needs oneDNN.
-  try:
-    import tensorflow as tf
-  except ImportError:
-    raise ConfigError(f'TensorFlow is not installed; pip install tensorflow-cpu, or {instead}') from None
-  for kind in ('GPU', 'TPU'):
-    try:
-      tf.config.set_visible_devices([], kind)
-    except RuntimeError:  # The program already uses TensorFlow, so the choice of devices stays with the program.
-      break
-  return tf
 
 
 class BaseTFInput(StreamedInput):
@@ -85,7 +61,6 @@ class BaseTFInput(StreamedInput):
     return self.parse(elements)
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> RowGroups:
-    tf = import_tensorflow()
     groups = iter(self._groups(epoch, position, count, start, stop))
     while True:
       try:
@@ -109,7 +84,6 @@ class BaseTFInput(StreamedInput):
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns a dataset with a pair for each group of `count` elements: its size, and its examples [start, stop)."""
-    tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
       raise DataError(
@@ -138,7 +112,7 @@ class BaseTFInput(StreamedInput):
 
   def to_rows(self, examples: object) -> Rows:
     """Converts the output of `parse` to rows; raises DataError if a number does not fit its dtype."""
-    return canonical_rows(import_tensorflow().nest.map_structure(lambda x: x.numpy(), examples), self.label)
+    return canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label)
 
   def leaves_out_cause(self, error: Exception) -> bool:
     """Leaves out the elements that cause a TensorFlow error; returns False if that is not possible."""
@@ -170,7 +144,7 @@ class TFDataInput(BaseTFInput):
   def elements(self, epoch: int) -> tf.data.Dataset:
     del epoch
     dataset = resolve_source(self.dataset_fn)
-    if not isinstance(dataset, import_tensorflow().data.Dataset):
+    if not isinstance(dataset, tf.data.Dataset):
       raise DataError(f'{self.label}.dataset_fn: expected it to return a tf.data.Dataset, got {type(dataset).__name__}')
     return dataset
 
@@ -188,7 +162,6 @@ def struct_of(spec: object, where: str) -> Struct:
   Raises DataError, with a message that begins with `where`, if the spec is not a dict of dense numeric
   tensors of static shape.
   """
-  tf = import_tensorflow()
   if not isinstance(spec, dict):
     raise DataError(f'{where}: expected elements that are dicts, got {spec}')
 
@@ -250,7 +223,6 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     files = self._files
     if self.shuffle:
       files = [files[i] for i in permutation(len(files), self.seed, epoch)]
-    tf = import_tensorflow()
     parts = []
     for by_tensorflow, group in itertools.groupby(files, lambda f: self.is_tfrecord(f) and f not in self._damaged):
       if by_tensorflow:
@@ -272,7 +244,6 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
     """Returns `file` after checking that the file ends with a complete record, which TensorFlow does not check."""
-    tf = import_tensorflow()
 
     def check(file: bytes) -> None:
       name = os.fsdecode(file)
@@ -286,7 +257,6 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   def _parseable(self, records: tf.Tensor) -> tf.Tensor:
     """Returns `records` after checking that all of them can be parsed."""
-    tf = import_tensorflow()
 
     def check(records: np.ndarray) -> None:
       self.try_records(list(records))
@@ -295,7 +265,6 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       return tf.identity(records)
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
-    tf = import_tensorflow()
     if self.features is None:
       return tf.map_fn(self.parse_fn, elements, fn_output_signature=self._parsed_spec)
     return tf.io.parse_example(elements, {k: _stored_spec(f) for k, f in self._features.items()})
@@ -309,7 +278,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   def try_records(self, records: list[bytes]) -> None:
     """Raises an error of TensorFlow, or DataError, if one of these records cannot be parsed."""
-    self.to_rows(self.parse(import_tensorflow().constant(records)))
+    self.to_rows(self.parse(tf.constant(records)))
 
   def example_struct(self) -> Struct:
     if self.features is None:
@@ -318,7 +287,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   @functools.cached_property
   def _parsed_spec(self) -> Mapping[str, tf.TypeSpec]:
-    return import_tensorflow().data.Dataset.from_tensor_slices(['']).map(self.parse_fn).element_spec
+    return tf.data.Dataset.from_tensor_slices(['']).map(self.parse_fn).element_spec
 
   def leaves_out_cause(self, error: Exception) -> bool:
     found = self._next_damaged() if self.skips else None
@@ -342,7 +311,6 @@ class TFRecordInput(RecordsInput, BaseTFInput):
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
     """Returns the first damaged file that is not in `_damaged` yet, and its unreadable records, or None."""
-    tf = import_tensorflow()
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
         errors = (tf.errors.OpError, ValueError)
@@ -358,13 +326,12 @@ def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], c
 
   Raises DataError if a column has other values.
   """
-  tf = import_tensorflow('write another format')
+  tf.import_tensorflow('write another format')
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):
       writer.write(record)
 
 
 def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
-  tf = import_tensorflow()
   is_integral = np.dtype(feature.dtype).kind in 'biu'
   return tf.io.FixedLenFeature(tuple(feature.shape), tf.int64 if is_integral else tf.float32)

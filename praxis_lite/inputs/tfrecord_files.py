@@ -14,15 +14,12 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from praxis_lite.common.errors import DataError
+from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.bad_records import BadRecord
-
-if TYPE_CHECKING:
-  import tensorflow as tf
 
 _AT_ONCE = 256
 # Bytes to read at the end of a file to find the last record, and bytes to read at once from a compressed file.
@@ -32,8 +29,6 @@ CANNOT_PARSE = 'cannot be parsed'
 
 def read_records(file: str, compression: str) -> Iterator[bytes | BadRecord]:
   """Yields each record of a file, or a `BadRecord` in its place; raises DataError if the file cannot be opened."""
-  import tensorflow as tf
-
   if compression:
     yield from _compressed_records(file, compression)
     return
@@ -62,8 +57,6 @@ def read_records(file: str, compression: str) -> Iterator[bytes | BadRecord]:
 
 
 def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadRecord]:
-  import tensorflow as tf
-
   number = 0
   options = tf.data.Options()
   options.autotune.enabled = False  # See `BaseTFInput._groups`.
@@ -118,7 +111,6 @@ def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collecti
     read: a function that yields the file's records.
     bad: indices of bad records; None if they are not known yet, and then the first damaged record raises DataError.
   """
-  import tensorflow as tf
 
   def whole() -> Iterator[bytes]:
     for number, record in enumerate(read()):

@@ -244,7 +244,6 @@ def test_inputs_are_imported_without_the_packages_they_may_not_need():
 
 
 def test_tensorflow_sees_no_accelerator():
-  from praxis_lite.inputs.tfdata import import_tensorflow
+  from praxis_lite.inputs import tensorflow as tf
 
-  tf = import_tensorflow()
   assert {d.device_type for d in tf.config.get_visible_devices()} == {'CPU'}

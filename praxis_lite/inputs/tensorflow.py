@@ -1,0 +1,36 @@
+"""TensorFlow, imported when one of its names is first used: `from praxis_lite.inputs import tensorflow as tf`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+from praxis_lite.common.errors import ConfigError
+
+
+@functools.cache
+def import_tensorflow(instead: str = 'use another input') -> ModuleType:
+  """Imports TensorFlow, and hides accelerators from it, because it would reserve their memory.
+
+  Raises ConfigError if it is not installed; `instead` says what works without it.
+  """
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN would print a notice, and nothing here needs oneDNN.
+  try:
+    import tensorflow as tf
+  except ImportError:
+    raise ConfigError(f'TensorFlow is not installed; pip install tensorflow-cpu, or {instead}') from None
+  for kind in ('GPU', 'TPU'):
+    try:
+      tf.config.set_visible_devices([], kind)
+    except RuntimeError:  # The program already uses TensorFlow, so the choice of devices stays with the program.
+      break
+  return tf
+
+
+def __getattr__(name: str) -> Any:
+  if name.startswith('__'):
+    raise AttributeError(name)
+  return getattr(import_tensorflow(), name)
