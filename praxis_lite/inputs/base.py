@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import jax
-
-from praxis_lite.common.config import REQUIRED, Configurable
+from praxis_lite.common.config import REQUIRED, Config, Configurable
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.manifest import DataManifest, changes, manifest_of
-from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct, add_weights, batch_of, concatenate_rows, pad_rows
 from praxis_lite.sharding.batch import batch_size as size_of
 
 _REMEDY = (
@@ -83,6 +81,21 @@ class BaseInput(Configurable, Iterator[Rows]):
       value = getattr(self, name)
       if not isinstance(value, int) or value < smallest:
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
+
+  def inherited(self) -> dict[str, Any]:
+    """Returns the fields that this input, before its defaults are filled in, gives to an input from which it reads."""
+    fields = {name: getattr(self, name) for name in ('is_training', 'num_epochs', 'shuffle')}
+    return {name: value for name, value in fields.items() if value is not None}
+
+  def build_source(self, field: str, config: object, inherited: Mapping[str, Any]) -> BaseInput:
+    """Builds an input from which this one reads; raises ConfigError if the field has no config of an input."""
+    # This input cuts batches for hosts, so its source yields examples for all hosts.
+    own = {'batch_size': self.batch_size, 'num_hosts': 1, 'host_index': 0, **inherited}
+    source = config.instantiate(**own) if isinstance(config, Config) else config
+    if not isinstance(config, Config) or not isinstance(source, BaseInput):
+      got = f'one of {type(source).__name__}' if isinstance(config, Config) else repr(config)
+      raise ConfigError(f'{self.label}.{field}: expected the config of an input, got {got}')
+    return source
 
   def example_struct(self) -> Struct:
     """Returns shape and dtype of each array of one example, without the batch dimension. `weights` may be missing."""
@@ -171,9 +184,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def batch_struct(self) -> Struct:
     """Returns a tree of `jax.ShapeDtypeStruct` for a global batch, without reading one."""
-    return jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), add_weights(self.example_struct())
-    )
+    return batch_of(self._struct_with_weights, self.batch_size)
 
   @functools.cached_property
   def _struct_with_weights(self) -> Struct:
@@ -266,3 +277,19 @@ class BaseInput(Configurable, Iterator[Rows]):
       raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1
     self._position = 0
+
+
+class CountedInput(BaseInput):
+  """Base of the inputs that know the number of their examples without reading them all."""
+
+  @property
+  def num_examples(self) -> int:
+    """Examples in an epoch, over all hosts."""
+    raise NotImplementedError
+
+  def batches_per_epoch(self) -> int:
+    whole, rest = divmod(self.num_examples, self.batch_size)
+    return whole + bool(rest and not self.drop_remainder)
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'num_examples': self.num_examples}

@@ -9,7 +9,7 @@ import numpy as np
 
 from praxis_lite.inputs.answers import AnswersInput, encode_answer, fill_segment, fit_answer, messages_of, said_of
 from praxis_lite.inputs.packing import best_fit_rows, check_row_length
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
+from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
 
 
@@ -39,9 +39,7 @@ class ChatInput(AnswersInput):
     return {'segment_pos': max(len(tokens.ids) for tokens in self._chats)}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    batch = pad_rows(None, len(indices), self.example_struct())
-    for name in ('ids', 'labels'):
-      batch[name][:] = self.tokenizer.special_ids[2]
+    batch = self.blank_rows(len(indices))
     for row, index in enumerate(indices):
       end = 0
       for segment, number in enumerate(self._rows[index], 1):

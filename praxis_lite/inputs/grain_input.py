@@ -32,6 +32,7 @@ from praxis_lite.common.errors import ConfigError, DataError, UserError, first_l
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
+from praxis_lite.inputs.base import CountedInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
@@ -62,7 +63,7 @@ def import_grain() -> ModuleType:
   return grain
 
 
-class GrainInput(RecordsInput, StreamedInput):
+class GrainInput(RecordsInput, StreamedInput, CountedInput):
   """An input from files. `features` describes the examples, or `parse_fn` makes them.
 
   Attributes:
@@ -105,11 +106,6 @@ class GrainInput(RecordsInput, StreamedInput):
       reason = f'{reason}; to read only the data, name it by a pattern, as in {pattern}'
     self.leave_out(BadRecord(file, '', reason))
 
-  @property
-  def num_examples(self) -> int:
-    """Examples in an epoch, over all hosts."""
-    raise NotImplementedError
-
   def first_example(self) -> Rows:
     """Returns the first example of the files, with dimension 0 of size 1."""
     raise NotImplementedError
@@ -122,13 +118,6 @@ class GrainInput(RecordsInput, StreamedInput):
   @functools.cached_property
   def _parsed_struct(self) -> Struct:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.first_example())
-
-  def batches_per_epoch(self) -> int:
-    whole, rest = divmod(self.num_examples, self.batch_size)
-    return whole + bool(rest and not self.drop_remainder)
-
-  def identity(self) -> dict[str, Any]:
-    return {**super().identity(), 'num_examples': self.num_examples}
 
   def last_epoch(self, epoch: int) -> int:
     """Returns the epoch before which a pipeline that begins in `epoch` ends."""

@@ -14,14 +14,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.inputs.rows import Rows, Struct, add_weights, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct, batch_of, pad_rows
 
 
 class GrowingBatches(BaseInput):
@@ -43,9 +42,7 @@ class GrowingBatches(BaseInput):
   from_batches: tuple[int, ...] = ()
 
   def __post_init__(self) -> None:
-    inherited: dict[str, Any] = {'is_training': self.is_training}
-    inherited |= {k: v for k in ('num_epochs', 'shuffle') if (v := getattr(self, k)) is not None}
-    inherited |= {'seed': self.seed} if self.seed else {}
+    inherited = self.inherited() | ({'seed': self.seed} if self.seed else {})
     super().__post_init__()
     where, starts = self.label, tuple(self.from_batches)
     if not self.factors or any(not isinstance(factor, int) or factor < 1 for factor in self.factors):
@@ -55,10 +52,7 @@ class GrowingBatches(BaseInput):
       raise ConfigError(f'{where}.from_batches: expected {expected}, got {starts}')
     if any(a >= b for a, b in zip((0, *starts), starts)):
       raise ConfigError(f'{where}.from_batches: expected numbers of at least 1 that increase, got {starts}')
-    source = self.input.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
-    if not isinstance(source, BaseInput):
-      raise ConfigError(f'{where}.input: expected the config of an input, got one of {type(source).__name__}')
-    self.source = source
+    self.source = self.build_source('input', self.input, inherited)
     self._batches = 0
 
   def __getattr__(self, name: str) -> Any:
@@ -74,9 +68,7 @@ class GrowingBatches(BaseInput):
     return tuple(sorted({self.batch_size * factor for factor in self.factors}))
 
   def batch_struct(self) -> Struct:
-    rows = self.batch_sizes()[-1]
-    struct = add_weights(self.example_struct())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), struct)
+    return batch_of(self._struct_with_weights, self.batch_sizes()[-1])
 
   def example_struct(self) -> Struct:
     return self.source.example_struct()
@@ -89,7 +81,7 @@ class GrowingBatches(BaseInput):
     if not taken or (taken < size and self.drop_remainder):
       raise StopIteration
     self._batches += 1
-    return pad_rows(rows, of_host, add_weights(self.example_struct()))
+    return pad_rows(rows, of_host, self._struct_with_weights)
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     raise ConfigError(

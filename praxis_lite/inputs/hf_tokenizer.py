@@ -13,17 +13,23 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, parse_json, unless_empty
+from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.chat_template import ChatTemplate, Messages
-from praxis_lite.inputs.tokenizers import BaseTokenizer, ChatTokens, Tokens, groups_of_documents, piece_bytes
+from praxis_lite.inputs.tokenizers import (
+  BaseTokenizer,
+  ChatTokens,
+  Tokens,
+  code_points,
+  groups_of_documents,
+  loading_file,
+  piece_bytes,
+  utf8_sizes,
+)
 
 if TYPE_CHECKING:
   import tokenizers
 
 TOKENIZER_FILE = 'tokenizer.json'
-_INSTALL = 'pip install praxis_lite[hf]'
-
-
 _WORD_MARKS = ('\u0120', '\u2581')  # The characters for the space before a word in byte-level BPE and in SentencePiece.
 
 
@@ -53,16 +59,10 @@ class HfTokenizer(BaseTokenizer):
     try:
       import tokenizers
     except ImportError:
-      raise ConfigError(f'HfTokenizer: the package tokenizers is not installed; {_INSTALL}') from None
+      raise ConfigError('HfTokenizer: the package tokenizers is not installed; pip install praxis_lite[hf]') from None
     file = os.path.join(self.folder, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
-    if not os.path.isfile(file):
-      raise DataError(f'HfTokenizer.path: there is no file {file}')
-    if is_lfs_pointer(file):
-      raise DataError(f'HfTokenizer.path: {file} {FETCH_LFS}')
-    try:
+    with loading_file(file, 'HfTokenizer.path', 'a tokenizer'):
       return tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # The package raises no narrower type.
-      raise DataError(f'HfTokenizer.path: {file} {unless_empty(file, f"is not a tokenizer: {error}")}') from None
 
   @property
   def vocab_size(self) -> int:
@@ -245,9 +245,7 @@ def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
   """
   if not offsets:
     return np.zeros(0, np.int64)
-  codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
-  sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-  before = np.concatenate([[0], np.cumsum(sizes)])  # The number of bytes before each character.
+  before = np.concatenate([[0], np.cumsum(utf8_sizes(code_points(text)))])  # The number of bytes before each character.
   ends = np.maximum.accumulate(before[np.array([end for _, end in offsets])])
   ends[-1] = before[-1]
   return np.diff(ends, prepend=0)

@@ -21,7 +21,7 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.lines import parse_object, split_tsv
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Labelled = Sequence[Sequence[str | int]]
@@ -82,8 +82,7 @@ class LabelledTextInput(TextExamplesInput):
     return row | {'label': jax.ShapeDtypeStruct((), np.int32), 'weights': jax.ShapeDtypeStruct((), np.float32)}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    batch = pad_rows(None, len(indices), self.example_struct())
-    batch['ids'][:] = self.tokenizer.special_ids[2]
+    batch = self.blank_rows(len(indices))
     batch['weights'][:] = 1
     for row, index in enumerate(indices):
       ids, second, label = self._examples[index]

@@ -10,6 +10,7 @@ changes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ def manifest_of(files: Sequence[str]) -> DataManifest:
   names = sorted(by_name)
   sampled = {*sorted(names, key=_hash)[:_SAMPLED]}
   with ThreadPoolExecutor(_THREADS) as pool:
-    sizes = dict(zip(names, pool.map(lambda name: _size(by_name[name]), names)))
-    samples = dict(zip(sampled, pool.map(lambda name: _sample(by_name[name], sizes[name]), sampled)))
+    sizes = dict(zip(names, pool.map(_size, (by_name[name] for name in names))))
+    samples = dict(zip(sampled, pool.map(_sample, (by_name[name] for name in sampled))))
   if len(names) <= _MOST_LISTED:
     return {'files': [[name, sizes[name], samples.get(name)] for name in names]}
   digest = _hash(repr([(name, sizes[name]) for name in names]))
@@ -82,22 +83,25 @@ def _paths_by_name(files: Sequence[str]) -> dict[str, str]:
 
 
 def _size(file: str) -> int:
-  try:
+  with _reading(file):
     return os.path.getsize(file)
-  except OSError as error:
-    raise DataError(f'cannot read {file}: {error.strerror}') from None
 
 
-def _sample(file: str, size: int) -> str:
-  digest = hashlib.blake2b(digest_size=8)
-  try:
-    with open(file, 'rb') as opened:
-      for part in range(_PARTS):
-        opened.seek(max(size - _PART, 0) * part // (_PARTS - 1))
-        digest.update(opened.read(_PART))
-  except OSError as error:
-    raise DataError(f'cannot read {file}: {error.strerror}') from None
+def _sample(file: str) -> str:
+  digest, size = hashlib.blake2b(digest_size=8), _size(file)
+  with _reading(file), open(file, 'rb') as opened:
+    for part in range(_PARTS):
+      opened.seek(max(size - _PART, 0) * part // (_PARTS - 1))
+      digest.update(opened.read(_PART))
   return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _reading(file: str) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    raise DataError(f'cannot read {file}: {error.strerror}') from None
 
 
 def _hash(text: str) -> str:

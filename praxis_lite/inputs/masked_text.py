@@ -15,9 +15,9 @@ import zlib
 
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.inputs.random_access import uniform
-from praxis_lite.inputs.rows import Rows, Struct, token_struct
+from praxis_lite.inputs.rows import Rows, Struct, blank_rows, token_struct
 from praxis_lite.inputs.text import TextInput
 
 _STREAM = zlib.crc32(b'masks')
@@ -47,8 +47,7 @@ class MaskedTextInput(TextInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 < self.mask_rate < 1:
-      raise ConfigError(f'{self.label}.mask_rate: expected more than 0 and less than 1, got {self.mask_rate}')
+    check_range(f'{self.label}.mask_rate', self.mask_rate, above=0, below=1)
     shares = self.mask_share, self.random_share
     if min(shares) < 0 or sum(shares) > 1 + 1e-9:
       raise ConfigError(
@@ -101,8 +100,7 @@ class MaskedTextInput(TextInput):
       names = ('ids', 'segment_ids', 'segment_pos', 'weights')
       return {name: texts[name] for name in names} | {'labels': texts['ids'].copy()}
     bos, eos, pad = self.tokenizer.special_ids
-    batch: Rows = {n: np.zeros((len(texts['ids']), *s.shape), s.dtype) for n, s in self.example_struct().items()}
-    batch['labels'][:] = pad
+    batch = blank_rows(len(texts['ids']), self.example_struct(), pad)
     for row, is_text in enumerate(texts['weights'] > 0):
       tokens = texts['labels'][row, is_text]
       batch['labels'][row, : len(tokens) + 2] = [bos, *tokens, eos]

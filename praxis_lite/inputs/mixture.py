@@ -37,8 +37,7 @@ class MixtureInput(BaseInput):
   weights: list[float] | None = None
 
   def __post_init__(self) -> None:
-    inherited: dict[str, Any] = {'is_training': self.is_training}
-    inherited |= {k: v for k in ('num_epochs', 'shuffle') if (v := getattr(self, k)) is not None}
+    inherited = self.inherited()
     super().__post_init__()
     if not self.inputs:
       raise ConfigError(f'{self.label}.inputs: expected the configs of the inputs to mix, got none')
@@ -48,17 +47,7 @@ class MixtureInput(BaseInput):
         f'{self.label}.weights: expected {len(self.inputs)} positive numbers, one for each input, got {weights}'
       )
     self._weights = np.asarray(weights, np.float64)
-    self.sources: list[BaseInput] = [self._build(i, c, inherited) for i, c in enumerate(self.inputs)]
-
-  def _build(self, i: int, config: object, inherited: dict[str, Any]) -> BaseInput:
-    where = f'{self.label}.inputs[{i}]: expected the config of an input'
-    if not isinstance(config, Config):
-      raise ConfigError(f'{where}, got {config!r}')
-    # The mixture itself cuts batches for hosts, so its sources yield examples for all hosts.
-    source = config.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
-    if not isinstance(source, BaseInput):
-      raise ConfigError(f'{where}, got one of {type(source).__name__}')
-    return source
+    self.sources = [self.build_source(f'inputs[{i}]', config, inherited) for i, config in enumerate(self.inputs)]
 
   def example_struct(self) -> Struct:
     first, *others = [add_weights(s.example_struct()) for s in self.sources]
@@ -74,11 +63,10 @@ class MixtureInput(BaseInput):
     return first
 
   def get_next(self) -> Rows:
-    struct = add_weights(self.example_struct())
     rows, taken = self.take(self.batch_size, *self.host_rows)
     if not taken or (taken < self.batch_size and self.drop_remainder):
       raise StopIteration
-    return pad_rows(rows, self.host_batch_size, struct)
+    return pad_rows(rows, self.host_batch_size, self._struct_with_weights)
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     before = [s.get_state() for s in self.sources]

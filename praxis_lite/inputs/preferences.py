@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs.answers import AnswerPair, AnswersInput, encode_answer, fill_segment, fit_answer, pair_of_fields
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
+from praxis_lite.inputs.answers import AnswersInput, Said, encode_answer, fill_segment, fit_answer, pair_of_fields
+from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.source_target import pack_pairs
 from praxis_lite.inputs.tokenizers import ChatTokens
 
@@ -98,10 +98,7 @@ class PreferenceInput(AnswersInput):
     return {'segment_pos': max(size for sizes in self._sizes for size in sizes)}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    batch = pad_rows(None, len(indices), self.example_struct())
-    for side in self._sides:
-      for name in ('ids', 'labels'):
-        batch[side][name][:] = self.tokenizer.special_ids[2]
+    batch = self.blank_rows(len(indices))
     for row, index in enumerate(indices):
       numbers = self._rows[index]
       for place, side in enumerate(self._sides):
@@ -109,10 +106,7 @@ class PreferenceInput(AnswersInput):
         for segment, number in enumerate(numbers, 1):
           if (tokens := self._sequences[number][place]) is not None:
             end = fill_segment(batch[side], row, end, tokens, segment)
-      if self.packed:
-        batch['weights'][row, : len(numbers)] = 1
-      else:
-        batch['weights'][row] = 1
+      batch['weights'][(row, slice(len(numbers))) if self.packed else row] = 1
     return batch
 
   @property
@@ -160,15 +154,13 @@ class PreferenceInput(AnswersInput):
     return self._encode_objects(self.fields, self._encode)
 
   def _encode(self, values: dict[str, Any]) -> _Encoded:
-    pair: AnswerPair = pair_of_fields(values, self.fields)
-    return _Encoded(
-      *(
-        None
-        if answer is None
-        else fit_answer(encode_answer(self.tokenizer, pair.prompt, answer), self.seq_len, self.truncate)
-        for answer in (pair.chosen, pair.rejected)
-      )
-    )
+    prompt, *answers = pair_of_fields(values, self.fields)
+
+    def encode(answer: Said | None) -> ChatTokens | None:
+      tokens = None if answer is None else encode_answer(self.tokenizer, prompt, answer)
+      return tokens and fit_answer(tokens, self.seq_len, self.truncate)
+
+    return _Encoded(*map(encode, answers))
 
 
 def _next_that_differ(prompts: list[bytes]) -> list[int] | None:

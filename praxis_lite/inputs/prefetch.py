@@ -80,10 +80,8 @@ class PrefetchIterator(Iterator[T]):
     if self._thread is None:
       raise RuntimeError('the prefetch iterator is closed')
     self._since = self._since or time.monotonic()
-    label, timeout_s = self._source.label, self.timeout_s
-    batch, self._before, self._state = result_in_time(
-      self._ahead[0], self._thread, label, since=self._since, timeout_s=timeout_s
-    )
+    limit: dict[str, Any] = {'since': self._since, 'timeout_s': self.timeout_s}
+    batch, self._before, self._state = result_in_time(self._ahead[0], self._thread, self._source.label, **limit)
     self._since = None
     self._ahead.popleft()
     self._ahead.append(self._thread.submit(next, self._batches))

@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.base import CountedInput
 from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, resolve_source
 
 
-class RandomAccessInput(BaseInput):
+class RandomAccessInput(CountedInput):
   """An input with a known number of examples. Subclasses define `num_examples`, `example_struct` and `rows`."""
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self._order: tuple[int, np.ndarray] | None = None
-
-  @property
-  def num_examples(self) -> int:
-    """Examples in an epoch, over all hosts."""
-    raise NotImplementedError
 
   def rows(self, indices: np.ndarray) -> Rows:
     """Returns the examples with these indices, [n], n > 0, in this order and in the form of `canonical_rows`."""
@@ -43,19 +37,15 @@ class RandomAccessInput(BaseInput):
 
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
     """Returns the examples at these positions of an epoch, [n], n > 0, in this order."""
-    return self.rows(self._epoch_order(epoch)[places] if self.shuffle else places)
-
-  def batches_per_epoch(self) -> int:
-    whole, rest = divmod(self.num_examples, self.batch_size)
-    return whole + bool(rest and not self.drop_remainder)
-
-  def identity(self) -> dict[str, Any]:
-    return {**super().identity(), 'num_examples': self.num_examples}
-
-  def _epoch_order(self, epoch: int) -> np.ndarray:
+    if not self.shuffle:
+      return self.rows(places)
     if self._order is None or self._order[0] != epoch:
-      self._order = (epoch, permutation(self.num_examples, self.seed, epoch))
-    return self._order[1]
+      self._order = (epoch, self.new_order(epoch))
+    return self.rows(self._order[1][places])
+
+  def new_order(self, epoch: int) -> np.ndarray:
+    """Returns the shuffled order of the examples in an epoch."""
+    return permutation(self.num_examples, self.seed, epoch)
 
 
 class ArrayInput(RandomAccessInput):

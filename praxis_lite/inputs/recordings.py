@@ -30,7 +30,7 @@ from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.lines import pair_parsers, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct, blank_rows
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 from praxis_lite.inputs.wav_files import read_wav, resample
 
@@ -109,10 +109,8 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     return find_files(self.path, f'{self.label}.path')
 
   def rows(self, indices: np.ndarray) -> Rows:
-    batch = pad_rows(None, len(indices), self.example_struct())
     _, eos, pad = self.tokenizer.special_ids
-    for name in {'ids', 'labels'} & batch.keys():
-      batch[name][:] = pad
+    batch = blank_rows(len(indices), self.example_struct(), pad)
     for row, index in enumerate(indices):
       recording = self._recordings[index]
       try:

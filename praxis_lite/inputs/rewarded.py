@@ -24,7 +24,7 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.answers import AnswersInput, Said, fill_segment, messages_of
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows, token_struct
+from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.tokenizers import ChatTokens
 
 Reward = Callable[[Any, str, dict[str, Any]], float]  # A function (prompt, answer, the whole example) -> reward.
@@ -97,23 +97,18 @@ class RewardedInput(AnswersInput):
         f'{self.label}.batch_size: {self.batch_size} answers are no whole groups of num_answers = '
         f'{self.num_answers}{hosts}; set it to a multiple of {self.num_answers * self.num_hosts}'
       )
-    self._rewards = {name: self._build_reward(name, given) for name, given in self._given_rewards().items()}
+    if not isinstance(self.rewards, Mapping) or not self.rewards:
+      raise ConfigError(f"{self.label}.rewards: expected functions by name, as in {{'right': is_right}}")
+    self._rewards: dict[str, Reward] = {
+      name: given.instantiate() if isinstance(given, Config) else given for name, given in self.rewards.items()
+    }
+    for name, reward in self._rewards.items():
+      if not callable(reward):
+        raise ConfigError(f'{self.label}.rewards[{name!r}]: expected a function of prompt, answer and example')
     for name, weight in self.reward_weights.items():
       check_choice(f'{self.label}.reward_weights', name, tuple(self._rewards))
       if not _is_finite(weight):
         raise ConfigError(f'{self.label}.reward_weights[{name!r}]: expected a finite number, got {weight!r}')
-
-  def _given_rewards(self) -> dict[str, Reward | Config]:
-    if not isinstance(self.rewards, Mapping) or not self.rewards:
-      raise ConfigError(f"{self.label}.rewards: expected functions by name, as in {{'right': is_right}}")
-    return dict(self.rewards)
-
-  def _build_reward(self, name: str, given: Reward | Config) -> Reward:
-    built = given.instantiate() if isinstance(given, Config) else given
-    if not callable(built):
-      raise ConfigError(f'{self.label}.rewards[{name!r}]: expected a function of prompt, answer and example')
-    reward: Reward = built
-    return reward
 
   @property
   def num_examples(self) -> int:
@@ -140,9 +135,7 @@ class RewardedInput(AnswersInput):
     return {**super().identity(), 'num_answers': self.num_answers}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    batch = pad_rows(None, len(indices), self.example_struct())
-    for name in ('ids', 'labels'):
-      batch[name][:] = self.tokenizer.special_ids[2]
+    batch = self.blank_rows(len(indices))
     for row, index in enumerate(indices):
       number = index // self.num_answers
       ids = self._prompts[number].ids
@@ -150,11 +143,9 @@ class RewardedInput(AnswersInput):
       batch['example'][row], batch['num_given'][row] = number, len(ids)
     return batch
 
-  def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
-    if not self.shuffle:
-      return self.rows(places)
-    order, group = self._order_of_prompts(epoch), self.num_answers
-    return self.rows(order[places // group] * group + places % group)
+  def new_order(self, epoch: int) -> np.ndarray:
+    of_prompts, group = permutation(len(self._prompts), self.seed, epoch), self.num_answers
+    return np.ravel(of_prompts[:, None] * group + np.arange(group))
 
   def prompts(self, batch: Rows) -> Rows:
     """Returns the batch to decode: `ids` [B, P] and `prompt_lengths` [B], where rows of padding have length 0."""
@@ -206,11 +197,6 @@ class RewardedInput(AnswersInput):
         f'{prompt.said!r}, got {shown}'
       )
     return float(found)
-
-  def _order_of_prompts(self, epoch: int) -> np.ndarray:
-    if self._order is None or self._order[0] != epoch:
-      self._order = (epoch, permutation(len(self._prompts), self.seed, epoch))
-    return self._order[1]
 
   @functools.cached_property
   def _prompts(self) -> list[_Prompt]:

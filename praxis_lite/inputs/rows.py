@@ -113,11 +113,25 @@ def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
   return jax.tree.map(lambda x: np.concatenate([x, np.zeros((count - len(x), *x.shape[1:]), x.dtype)]), rows)
 
 
+def blank_rows(count: int, struct: Struct, pad_id: int) -> Rows:
+  """Returns rows of zeros, in which all `ids`, `source_ids` and `labels` of tokens are padding."""
+
+  def fill(path: Any, s: jax.ShapeDtypeStruct) -> np.ndarray:
+    return np.full((count, *s.shape), pad_id if path[-1].key in ('ids', 'source_ids', 'labels') else 0, s.dtype)
+
+  return jax.tree_util.tree_map_with_path(fill, struct)
+
+
 def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
   """Returns the rows of all parts in order; None if there are no parts."""
   if len(parts) < 2:
     return parts[0] if parts else None
   return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+
+def batch_of(struct: Struct, count: int) -> Struct:
+  """Returns the struct of a batch of `count` examples, given that of one."""
+  return jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), struct)
 
 
 def add_weights(struct: Struct) -> Struct:

@@ -28,7 +28,7 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.lines import pair_parsers
-from praxis_lite.inputs.rows import Rows, Struct, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct
 from praxis_lite.inputs.text_examples import TextExamplesInput
 
 Pairs = Sequence[tuple[str, str]]
@@ -48,14 +48,6 @@ def source_target_struct(source_len: int, target_len: int) -> Struct:
   sides |= dict.fromkeys(('ids', 'labels', 'segment_ids', 'segment_pos'), target_len)
   struct = {name: jax.ShapeDtypeStruct((length,), np.int32) for name, length in sides.items()}
   return struct | {'weights': jax.ShapeDtypeStruct((target_len,), np.float32)}
-
-
-def padding_of_pairs(count: int, struct: Struct, pad: int) -> Rows:
-  """Returns `count` rows without pairs; all tokens of these rows are `pad`."""
-  batch = pad_rows(None, count, struct)
-  for name in ('source_ids', 'ids', 'labels'):
-    batch[name][:] = pad
-  return batch
 
 
 def write_pair(
@@ -145,8 +137,7 @@ class SourceTargetInput(TextExamplesInput):
     return {'source_segment_pos': max(sources), 'segment_pos': max(targets)}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    _, eos, pad = self.tokenizer.special_ids
-    batch = padding_of_pairs(len(indices), self.example_struct(), pad)
+    batch, eos = self.blank_rows(len(indices)), self.tokenizer.special_ids[1]
     for row, index in enumerate(indices):
       at = 0, 0
       for segment, number in enumerate(self._rows[index], 1):

@@ -16,10 +16,10 @@ import zlib
 
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError, check_choice
+from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.inputs.random_access import uniform
-from praxis_lite.inputs.rows import Rows, Struct
-from praxis_lite.inputs.source_target import padding_of_pairs, source_target_struct, write_pair
+from praxis_lite.inputs.rows import Rows, Struct, blank_rows
+from praxis_lite.inputs.source_target import source_target_struct, write_pair
 from praxis_lite.inputs.text import TextInput
 
 _STREAM = zlib.crc32(b'spans')
@@ -49,10 +49,8 @@ class SpanCorruptionInput(TextInput):
     super().__post_init__()
     check_choice(f'{self.label}.packing', self.packing, ('concat', 'windows'))
     self.check_at_least(seq_len=2)
-    if not 0 < self.noise_density < 1:
-      raise ConfigError(f'{self.label}.noise_density: expected more than 0 and less than 1, got {self.noise_density}')
-    if not self.mean_span_length >= 1:
-      raise ConfigError(f'{self.label}.mean_span_length: expected at least 1, got {self.mean_span_length}')
+    check_range(f'{self.label}.noise_density', self.noise_density, above=0, below=1)
+    check_range(f'{self.label}.mean_span_length', self.mean_span_length, least=1)
     if self.first_sentinel is not None and self.first_sentinel < self._counts(self.seq_len)[1]:
       raise ConfigError(
         f'{self.label}.first_sentinel: rows have {self._counts(self.seq_len)[1]} spans, and their sentinels count down '
@@ -106,7 +104,7 @@ class SpanCorruptionInput(TextInput):
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
     texts = super().rows_at(epoch, places)
     _, eos, pad = self.tokenizer.special_ids
-    batch = padding_of_pairs(len(places), self.example_struct(), pad)
+    batch = blank_rows(len(places), self.example_struct(), pad)
     first = (epoch * self.num_examples + places) * 2 * self.seq_len
     for row, at in enumerate(first.astype(np.int64)):
       tokens = texts['labels'][row, texts['weights'][row] > 0]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from praxis_lite.common.errors import DataError, check_range, first_line
 from praxis_lite.common.files import parse_json_line, user_path
 from praxis_lite.inputs.files import read_file
-from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.rows import Rows, pad_rows, token_struct
 from praxis_lite.inputs.shard_folders import read_shard_folder
 
 _FIELDS = {'ids': np.int32, 'teacher_ids': np.int32, 'teacher_log_probs': np.float32}
@@ -46,11 +47,9 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
   if not examples:
     raise DataError(f'{path} has no rows that could be taught')
   K = examples[0]['teacher_ids'].shape[1]
-  rows: Rows = {name: np.zeros((len(examples), seq_len), np.int32) for name in ('ids', 'labels', 'segment_ids')}
-  rows['segment_pos'] = np.tile(np.arange(seq_len, dtype=np.int32), (len(examples), 1))
-  rows['weights'] = np.zeros((len(examples), seq_len), np.float32)
-  rows['teacher_ids'] = np.zeros((len(examples), seq_len, K), np.int32)
-  rows['teacher_log_probs'] = np.zeros((len(examples), seq_len, K), np.float32)
+  teacher = {name: jax.ShapeDtypeStruct((seq_len, K), _FIELDS[name]) for name in ('teacher_ids', 'teacher_log_probs')}
+  rows = pad_rows(None, len(examples), token_struct(seq_len) | teacher)
+  rows['segment_pos'][:] = np.arange(seq_len)
   for n, example in enumerate(examples):
     if example['teacher_ids'].shape[1] != K:
       raise DataError(
@@ -60,7 +59,7 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
     size = min(len(example['ids']) - 1, seq_len)
     rows['ids'][n, :size], rows['labels'][n, :size] = example['ids'][:size], example['ids'][1 : size + 1]
     rows['weights'][n, :size] = rows['segment_ids'][n, :size] = 1
-    for name in ('teacher_ids', 'teacher_log_probs'):
+    for name in teacher:
       rows[name][n, :size] = example[name][:size]
   return rows
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
-from praxis_lite.common.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
+from praxis_lite.common.errors import ConfigError, DataError, check_choice, check_range, did_you_mean, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
@@ -84,14 +84,8 @@ class TextInput(RecordsInput, RandomAccessInput):
     self.check_at_least(seq_len=1)
     check_choice(f'{self.label}.packing', self.packing, tuple(_PACKINGS))
     check_choice(f'{self.label}.split_by', self.split_by, ('auto', 'file', 'position'))
-    if not 0 < self.heldout_fraction < 0.5:
-      raise ConfigError(
-        f'{self.label}.heldout_fraction: expected more than 0 and less than 0.5, got {self.heldout_fraction}'
-      )
-    if self.test_fraction is not None and not 0 <= self.test_fraction < 0.5:
-      raise ConfigError(
-        f'{self.label}.test_fraction: expected at least 0 and less than 0.5, or None, got {self.test_fraction}'
-      )
+    check_range(f'{self.label}.heldout_fraction', self.heldout_fraction, above=0, below=0.5)
+    check_range(f'{self.label}.test_fraction', self.test_fraction, least=0, below=0.5)
     if self.split == 'test' and self.test_fraction == 0:
       raise ConfigError(f"{self.label}.split: there is no 'test' text, since test_fraction is 0")
     if self.document_separator == '':
@@ -207,9 +201,8 @@ class TextInput(RecordsInput, RandomAccessInput):
       files = [f for f, n in zip(files, names) if split_of_name(n, *self._heldout) == self.split]
       if not files:
         raise DataError(
-          f"{where}: none of {number_of(len(names), 'file')} is in split '{self.split}'; set split_by to "
-          "'position', or give a path "
-          'for each split'
+          f"{where}: none of {number_of(len(names), 'file')} is in split '{self.split}'; set split_by to 'position', "
+          'or give a path for each split'
         )
     contents = [self._read(f, where) for f in files]
     if not any(contents):
@@ -351,8 +344,7 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
     return [os.path.join(root, n) for n in names]
   chosen, left = [], max_bytes
   for name in sorted(names, key=stable_hash):
-    file = os.path.join(root, name)
-    size = os.path.getsize(file)
+    size = os.path.getsize(file := os.path.join(root, name))
     if size <= left:
       chosen.append(file)
       left -= size

@@ -12,7 +12,7 @@ from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.lines import FieldsT, read_lines
 from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import resolve_source
+from praxis_lite.inputs.rows import Rows, blank_rows, resolve_source
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 T = TypeVar('T')
@@ -49,6 +49,10 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
 
   def data_files(self) -> list[str]:
     return [] if self.path is None else find_files(self.path, f'{self.label}.path')
+
+  def blank_rows(self, count: int) -> Rows:
+    """Returns rows without examples: zeros, and the tokenizer's padding as tokens."""
+    return blank_rows(count, self.example_struct(), self.tokenizer.special_ids[2])
 
   def _forms(self) -> tuple[str, str]:
     """Returns what error messages call the examples in the field, such as 'a list of dicts', and a single example."""

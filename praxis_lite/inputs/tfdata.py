@@ -120,11 +120,9 @@ class BaseTFInput(StreamedInput):
 
   def explain(self, error: Exception) -> str:
     """Returns a one-line message for a TensorFlow error, or for a number that does not fit its dtype."""
-    return (
-      str(error)
-      if isinstance(error, DataError)
-      else f'{self.label}: TensorFlow cannot read the data: {tensorflow_reason(error)}'
-    )
+    if isinstance(error, DataError):
+      return str(error)
+    return f'{self.label}: TensorFlow cannot read the data: {tensorflow_reason(error)}'
 
 
 class TFDataInput(BaseTFInput):
@@ -202,9 +200,9 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     super().__post_init__()
     if (self.features is None) == (self.parse_fn is None):
       raise ConfigError(f'{self.label}: set one of features and parse_fn')
-    check_choice(f'{self.label}.compression', self.compression, ('', 'GZIP', 'ZLIB'))
     if self.features is not None:
       self._features = build_features(self.features, f'{self.label}.features')
+    check_choice(f'{self.label}.compression', self.compression, ('', 'GZIP', 'ZLIB'))
     self._damaged: dict[str, set[int]] = {}
     self._whole: set[str] = set()
     self._ended: set[str] = set()
@@ -252,17 +250,11 @@ class TFRecordInput(RecordsInput, BaseTFInput):
           raise DataError(f'{name} is cut off')
         self._ended.add(name)
 
-    with tf.control_dependencies([tf.numpy_function(check, [file], [])]):
-      return tf.identity(file)
+    return _after(check, file)
 
   def _parseable(self, records: tf.Tensor) -> tf.Tensor:
     """Returns `records` after checking that all of them can be parsed."""
-
-    def check(records: np.ndarray) -> None:
-      self.try_records(list(records))
-
-    with tf.control_dependencies([tf.numpy_function(check, [records], [])]):
-      return tf.identity(records)
+    return _after(lambda each: self.try_records(list(each)), records)
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
     if self.features is None:
@@ -330,6 +322,12 @@ def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], c
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):
       writer.write(record)
+
+
+def _after(check: Callable[[Any], None], x: tf.Tensor) -> tf.Tensor:
+  """Returns `x` after calling `check` with it, as a NumPy value, which may raise an error."""
+  with tf.control_dependencies([tf.numpy_function(check, [x], [])]):
+    return tf.identity(x)
 
 
 def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:

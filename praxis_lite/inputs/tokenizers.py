@@ -9,6 +9,7 @@ byte.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import operator
@@ -231,7 +232,7 @@ class CharTokenizer(BaseTokenizer):
     return ''.join(self.characters[i] if 0 <= i < len(self.characters) else '\ufffd' for i in kept)
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
-    return [self._encode(np.frombuffer(d.decode().encode('utf-32-le'), np.uint32)) for d in documents]
+    return [self._encode(code_points(d.decode())) for d in documents]
 
   def word_starts(self) -> np.ndarray:
     return np.array([*(not _is_of_word(c) for c in self.characters), True])
@@ -247,7 +248,7 @@ class CharTokenizer(BaseTokenizer):
         f'{unknown!r} (U+{ord(unknown):04X}) is not among the {len(self.characters)} characters of the vocabulary, '
         f'{self.characters[:100]!r}{"..." if len(self.characters) > 100 else ""}'
       )
-    return Tokens(ids, np.searchsorted(_LAST_CODE_OF_LENGTH, codes) + 1)
+    return Tokens(ids, utf8_sizes(codes))
 
   @functools.cached_property
   def _id_of_code(self) -> np.ndarray:
@@ -262,8 +263,14 @@ def _is_of_word(character: str) -> bool:
   return character.isalnum() or character == '_'
 
 
-# The largest code points that take one, two and three bytes in UTF-8.
-_LAST_CODE_OF_LENGTH = np.array([0x7F, 0x7FF, 0xFFFF], np.uint32)
+def code_points(text: str) -> np.ndarray:
+  """Returns the code point of each character, [n] uint32."""
+  return np.frombuffer(text.encode('utf-32-le'), np.uint32)
+
+
+def utf8_sizes(codes: np.ndarray) -> np.ndarray:
+  """Returns the number of bytes of each code point in UTF-8."""
+  return 1 + np.searchsorted([0x7F, 0x7FF, 0xFFFF], codes)
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -288,17 +295,8 @@ class SentencePieceTokenizer(BaseTokenizer):
       raise ConfigError(
         'SentencePieceTokenizer: the package sentencepiece is not installed; pip install praxis_lite[text]'
       ) from None
-    if not os.path.isfile(self.model_path):
-      raise DataError(f'SentencePieceTokenizer.model_path: there is no file {self.model_path}')
-    if is_lfs_pointer(self.model_path):
-      raise DataError(f'SentencePieceTokenizer.model_path: {self.model_path} {FETCH_LFS}')
-    try:
+    with loading_file(self.model_path, 'SentencePieceTokenizer.model_path', 'a SentencePiece model'):
       return sentencepiece.SentencePieceProcessor(model_file=self.model_path)
-    except (RuntimeError, OSError) as e:
-      raise DataError(
-        f'SentencePieceTokenizer.model_path: {self.model_path} '
-        f'{unless_empty(self.model_path, f"is not a SentencePiece model: {e}")}'
-      ) from None
 
   @property
   def vocab_size(self) -> int:
@@ -343,14 +341,20 @@ class SentencePieceTokenizer(BaseTokenizer):
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
     """The number of bytes of each piece; 1 for the unknown piece."""
-    model = self._model
-    sizes = np.ones(self.vocab_size, np.int64)
-    for i in range(self.vocab_size):
-      if model.is_control(i):
-        sizes[i] = 0
-      elif not (model.is_byte(i) or model.is_unknown(i)):
-        sizes[i] = len(model.id_to_piece(i).replace('\u2581', ' ').encode())
-    return sizes
+    return np.array([self._model.is_unknown(i) or len(b) for i, b in enumerate(self.token_bytes())], np.int64)
+
+
+@contextlib.contextmanager
+def loading_file(file: str, where: str, kind: str) -> Iterator[None]:
+  """Raises DataError, which begins with `where`, if there is no such file, or the block fails to load it."""
+  if not os.path.isfile(file):
+    raise DataError(f'{where}: there is no file {file}')
+  if is_lfs_pointer(file):
+    raise DataError(f'{where}: {file} {FETCH_LFS}')
+  try:
+    yield
+  except Exception as error:  # The package tokenizers raises no narrower type.
+    raise DataError(f'{where}: {file} {unless_empty(file, f"is not {kind}: {error}")}') from None
 
 
 def piece_bytes(piece: str) -> bytes:
