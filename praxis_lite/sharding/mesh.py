@@ -51,9 +51,8 @@ def create_device_mesh(
   if devices is None:
     start_devices()
   devices = list(jax.devices() if devices is None else devices)
-  ici_mesh_shape = fill_mesh_shape(ici_mesh_shape, dcn_mesh_shape, names, len(devices))
-  shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
-  ici, dcn = ici_mesh_shape, tuple(dcn_mesh_shape or (1,) * len(names))
+  ici = fill_mesh_shape(ici_mesh_shape, dcn_mesh_shape, names, len(devices))
+  shape, dcn = mesh_sizes(ici, dcn_mesh_shape, names), tuple(dcn_mesh_shape or (1,) * len(names))
   check_mesh_size(shape, dcn_mesh_shape, len(devices))
   devices, slices = devices[: math.prod(shape.values())], math.prod(dcn)
   if slices == 1 and devices[0].platform == 'tpu':
@@ -74,11 +73,14 @@ def check_mesh_size(sizes: Mapping[str, int], dcn_mesh_shape: Sequence[int] | No
     fits = ','.join(str(num_devices if name == largest else 1) for name in sizes)
     example = f", as in --set 'task.ici_mesh_shape=({fits}{',' * (len(sizes) == 1)})'" if dcn_mesh_shape is None else ''
     raise ShardingError(
-      f'ici_mesh_shape: the mesh {dict(sizes)} needs {number_of(needed, "device")}, and there '
-      f'{"is" if num_devices == 1 else "are"} '
+      f'ici_mesh_shape: the mesh {dict(sizes)} needs {number_of(needed, "device")}, and there {_are(num_devices)} '
       f'{num_devices}; make it smaller{example}, or simulate them on the CPU: pass --devices={needed}, or in Python '
       f'call simulate_cpu_devices({needed}) first'
     )
+
+
+def _are(count: int) -> str:
+  return 'is' if count == 1 else 'are'
 
 
 def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
@@ -117,12 +119,8 @@ def fill_mesh_shape(
 ) -> tuple[int, ...]:
   """Returns an ICI mesh shape; a size of -1 is replaced by the number of devices that the other sizes leave.
 
-  Args:
-    ici_mesh_shape, dcn_mesh_shape, mesh_axis_names: as for `create_device_mesh`.
-    num_devices: number of devices of the mesh; None means all devices, for which JAX is started if there is a -1.
-
-  Raises:
-    ShardingError: there are several -1, or the number of devices is not a multiple of the other sizes.
+  `num_devices` of None means all devices, for which JAX is started if there is a -1. Raises ShardingError if there are
+  several -1, or the number of devices is not a multiple of the other sizes.
   """
   shape = tuple(ici_mesh_shape)
   if -1 not in shape:
@@ -138,7 +136,7 @@ def fill_mesh_shape(
   product = math.prod(others.values())
   rest, left = divmod(num_devices, product)
   if left or not rest:
-    there = f'there {"is" if num_devices == 1 else "are"} {number_of(num_devices, "device")}'
+    there = f'there {_are(num_devices)} {number_of(num_devices, "device")}'
     raise ShardingError(f'{given}: {there}, not a multiple of {product}, the product of the other sizes')
   return tuple(rest if size == -1 else size for size in shape)
 
@@ -148,8 +146,7 @@ def mesh_sizes(
 ) -> dict[str, int]:
   """Returns the size of each axis of the mesh that `create_device_mesh` would make; needs no devices.
 
-  Raises:
-    ShardingError: shapes and names differ in length, or a size or name is invalid.
+  Raises ShardingError if shapes and names differ in length, or a size or name is invalid.
   """
   names = tuple(mesh_axis_names)
   ici = _checked_shape('ici_mesh_shape', ici_mesh_shape, names)
@@ -164,10 +161,7 @@ def abstract_mesh(
 ) -> AbstractMesh:
   """Returns a mesh with Auto axes of these sizes but without devices.
 
-  Args:
-    sizes: size by axis.
-    platform: 'gpu' or 'tpu'; None if it is not known.
-    device_kind: kind of the devices, such as 'NVIDIA H100'; None if it is not known.
+  The platform, 'gpu' or 'tpu', and the kind of the devices, such as 'NVIDIA H100', are None if they are not known.
   """
   device = None if platform is None else abstract_device(device_kind or platform, platform)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
@@ -180,7 +174,7 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 def device_kind() -> str:
   """Returns the kind of the ambient mesh's devices, such as 'TPU v3'; of this process's devices if there is no mesh."""
-  return ask_device(_same)
+  return ask_device(str)
 
 
 def ask_device(question: Callable[[str], T]) -> T:
@@ -221,10 +215,6 @@ def have_same_answers(kind: str, other: str) -> bool:
 
 
 _QUESTIONS: dict[Callable[[str], object], None] = {}  # The questions of `ask_device`.
-
-
-def _same(kind: str) -> str:
-  return kind
 
 
 def bind_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:

@@ -44,7 +44,7 @@ class Site:
 
   Attributes:
     op: the operation. Its arrays are the operands, then the results.
-    where: the name of the operation in profiles.
+    where: the name of the operation in profiles, preceded by the names of the calls that enclose it.
     shapes: the global shape of each array.
     mesh: the axes that may split the arrays, in the order of the mesh, except axes that `shard_map` maps.
     is_mapped: whether a `shard_map` is around it.
@@ -71,7 +71,8 @@ class Site:
   @functools.cached_property
   def where(self) -> str:
     # To get an operation's name, MLIR prints its whole traceback, so the name is read only if it is reported.
-    return _name(self.op, self._callers)
+    calls = [outer for outer in _enclosing(self.op, self._callers) if outer.name == 'func.call']
+    return '/'.join(operation_name(one) for one in (*reversed(calls), self.op))
 
   def mend(self, what: str) -> bool:
     """Records `what`, a change to the operands; returns False if it has been recorded before."""
@@ -154,13 +155,9 @@ class Instance(NamedTuple):
 
 
 class Propagation:
-  """Finds the operations with given names in a program on a mesh, and how their arrays are split.
+  """Finds the operations with given names, such as 'stablehlo.dot_general', in a lowered program, and their splits.
 
-  Args:
-    module: a lowered program.
-    names: names of operations, such as 'stablehlo.dot_general'.
-    least_rank: leaves out operations whose arrays all have a lower rank.
-    with_sources: whether instances have `sources`.
+  Operations whose arrays all have a rank below `least_rank` are left out. Instances have `sources` if `with_sources`.
   """
 
   def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0, *, with_sources: bool = False):
@@ -230,12 +227,9 @@ class Propagation:
     for value, shape in zip(values, site.shapes):
       if value not in known:
         sharding = _sharding_of(value, self._lists)
-        if sharding is None:
-          known[value] = ((),) * len(shape)
-        else:
-          if sharding not in self._splits:
-            self._splits[sharding] = _split(sharding, len(shape), self._sizes)
-          known[value] = self._splits[sharding]
+        if sharding is not None and sharding not in self._splits:
+          self._splits[sharding] = _split(sharding, len(shape), self._sizes)
+        known[value] = ((),) * len(shape) if sharding is None else self._splits[sharding]
       splits.append(known[value])
     return tuple(splits)
 
@@ -311,12 +305,6 @@ def _enclosing(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> Iterato
     if call is not None:
       yield call
     parent = outer.parent if call is None else call.parent
-
-
-def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
-  """Returns the name of an operation, preceded by the names of the calls that enclose it."""
-  calls = [outer for outer in _enclosing(op, callers) if outer.name == 'func.call']
-  return '/'.join(operation_name(one) for one in (*reversed(calls), op))
 
 
 def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:

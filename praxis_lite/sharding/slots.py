@@ -100,7 +100,7 @@ def slot_origins(
     shape = params[owner]
     dims: SlotDims = tuple(range(len(shape)))
     if path in reduced:
-      found = [axes for each in (known, traced) if (axes := _valid(each.get(path), slots[path], shape)) is not None]
+      found = [each[path] for each in (known, traced) if path in each and _are_valid(each[path], slots[path], shape)]
       dims = found[0] if found else dims_by_size(path, slots[path], shape)
     origins[path] = SlotOrigin(owner, len(shape), dims)
   return origins
@@ -179,14 +179,8 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
   return axes
 
 
-def _valid(dims: SlotDims | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> SlotDims | None:
-  """Returns `dims` if they agree with the slot's true shape, otherwise None.
-
-  They may not: they were found with other sizes, which an optimizer may treat differently from the true sizes.
-  """
-  if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
-    return None
-  used = [d for d in dims if d is not None]
-  if len(set(used)) != len(used) or any(d is not None and shape[d] != s for d, s in zip(dims, slot_shape)):
-    return None
-  return dims
+def _are_valid(dims: SlotDims, slot_shape: Sequence[int], shape: tuple[int, ...]) -> bool:
+  """Whether `dims` agree with a slot's true shape. They were found with other sizes, which may be treated differently."""
+  used = [dim for dim in dims if dim is not None]
+  sizes_agree = all(dim is None or shape[dim] == size for dim, size in zip(dims, slot_shape))
+  return len(dims) == len(slot_shape) and bool(used) and len({*used}) == len(used) and sizes_agree

@@ -88,13 +88,9 @@ def xla_flags(
   *,
   use_defaults: bool = True,
 ) -> XlaFlags:
-  """Returns the flags of programs for a mesh.
+  """Returns the flags of programs for a mesh of `num_devices` on a platform: 'cpu', 'gpu' or 'tpu'.
 
-  Args:
-    platform: 'cpu', 'gpu' or 'tpu'.
-    num_devices: size of the mesh.
-    given: flags of a config; the value None leaves a flag to XLA.
-    use_defaults: whether to include `DEFAULTS`.
+  They are those of a config, `given`, in which None leaves a flag to XLA, and with `use_defaults` those in `DEFAULTS`.
   """
   given = given or {}
   own = flag_names(' '.join(split_flags(os.environ.get('XLA_FLAGS', ''))))
@@ -107,13 +103,12 @@ def xla_flags(
 
 def describe_flags(num_devices: int, given: Mapping[str, Flag | None] | None, *, use_defaults: bool) -> list[str]:
   """Returns a line for each platform that has flags; the arguments are the same as for `xla_flags`."""
-  platforms = ('gpu', 'tpu', 'cpu')
-  found = {name: xla_flags(name, num_devices, given, use_defaults=use_defaults).all for name in platforms}
-  return [f'{name}: {", ".join(f"{k}={_text(v)}" for k, v in flags.items())}' for name, flags in found.items() if flags]
-
-
-def _text(value: Flag) -> str:
-  return str(value).lower() if isinstance(value, bool) else str(value)
+  lines = []
+  for platform in ('gpu', 'tpu', 'cpu'):
+    flags = xla_flags(platform, num_devices, given, use_defaults=use_defaults).all
+    texts = [f'{name}={str(x).lower() if isinstance(x, bool) else x}' for name, x in flags.items()]
+    lines += [f'{platform}: {", ".join(texts)}'] if texts else []
+  return lines
 
 
 def check_xla_flags(path: str, given: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from praxis_lite.common.config import Config
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, add_adapters
+from praxis_lite.training.preferences import include
 from praxis_lite.training.task import SingleTask, TaskT
 
 
@@ -16,16 +17,11 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
   `task.train.init_from` names another run, the adapters still get random initial values. To train other variables too,
   such as a new head, add regexes for them to `task.train.learner.bprop_variable_inclusion`.
 
-  Args:
-    task: the config of a task.
-    *adapters: see `praxis_lite.models.add_adapters`.
+  For `adapters`, see `praxis_lite.models.add_adapters`.
   """
   add_adapters(task.model, *adapters)
-  learner, start = task.train.learner, task.train.init_from
-  included = learner.bprop_variable_inclusion
-  others = (included,) if isinstance(included, str) else tuple(included)
-  if ADAPTER_VARIABLES not in others:
-    learner.bprop_variable_inclusion = (*others, ADAPTER_VARIABLES)
+  include(task, ADAPTER_VARIABLES)
+  start = task.train.init_from
   if (rule := (ADAPTER_VARIABLES, None)) not in start.rules:
     start.rules = (rule, *start.rules)  # The first rule that matches a variable applies.
   return task

@@ -61,15 +61,9 @@ def _integers(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None
 
 
 class Edits:
-  """All edits of the values of a model.
+  """All edits of the values of a model: one or several for each path of a layer, applied after those in `before`.
 
-  Args:
-    model: the model.
-    edits: one or several edits for each path of a layer.
-    before: edits that are applied before these.
-
-  Raises:
-    ConfigError: a path names no layer, or a layer index is not in the layer's stack.
+  Raises ConfigError if a path names no layer, or a layer index is not in the layer's stack.
   """
 
   def __init__(self, model: Layer, edits: Mapping[str, Edit | Sequence[Edit]], before: Edits | None = None):
@@ -116,8 +110,7 @@ class Edits:
   def check_met(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if the step did not call the layer of an edit, or the layer's value lacks a unit of the edit.
 
-    Args:
-      shapes: the shapes of the values in the step, by the name that an edit gives them.
+    `shapes` has the shapes of the values in the step, by the name that an edit gives them.
     """
     for name, edits in self._edits.items():
       if name not in shapes:

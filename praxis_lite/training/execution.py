@@ -105,7 +105,7 @@ class CompilerPlaced(Execution):
 
   @property
   def splits(self) -> Splits:
-    return splits_of(self._layout, inside=False)
+    return splits_of(self._layout)
 
   def wrap(self, step: TrainStep) -> TrainStep:
     """Converts a step on unpadded arrays to a step on the padded state and padded global inputs."""
@@ -284,17 +284,17 @@ class ShardMapped(Execution):
     return {axis for path in kept for axis in all_axes(self._specs[path])}
 
   def _check_optimizer(self) -> None:
-    weights = self._task.model.abstract_init()
     learner = self._task.bind_learner()
     split: dict[Path, tuple[int, ...]] = {}
-    for path in leaves(weights):
-      dims = [dim for dim, entry in enumerate(self._specs[path]) if any(self._sizes[a] > 1 for a in all_axes([entry]))]
+    for path in leaves(self._task.model.abstract_init()):
+      dims = tuple(dim for dim, entry in enumerate(self._specs[path]) if num_parts(entry, self._sizes) > 1)
       if dims and learner.is_trained(path):
-        split[path] = tuple(dims)
+        split[path] = dims
     where, names = learner.needs_whole(split)
     if names:
-      of_moments = any('learner.moments' in name for name in names)
-      other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
+      other = 'use an elementwise optimizer such as adamw'
+      if any('learner.moments' in name for name in names):
+        other = "set it to 'bfloat16'"
       if where.endswith('layer_decay'):
         other = 'remove layer_decay'
       if where.endswith('clip_gradient_unit_ratio'):

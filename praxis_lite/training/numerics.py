@@ -50,9 +50,7 @@ def compare_gradients(
 ) -> Compared:
   """Compares the gradient norms of a step with another computation of the same step.
 
-  Args:
-    partitioned: the task on its mesh.
-    state, prng_key, batch: the arguments of its next train step, with the batch on the mesh; they are not donated.
+  The arguments of the step are not donated; the batch is on the mesh.
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.

@@ -86,7 +86,6 @@ class PartitionedTask:
     edits: changes of values between layers in inference steps; None changes nothing.
 
   Attributes:
-    mesh: the mesh.
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs when a batch enters a step.
     batch_shape: shapes and dtypes of a global batch, with its weights.
@@ -170,13 +169,16 @@ class PartitionedTask:
     """The number of rows, including padding for the mesh, that the model processes at once in training."""
     return self.train_rows.computed // self.jax_task.learner.num_microbatches
 
+  @property
+  def _train_outputs(self) -> Any:
+    """A prefix tree of a `TrainStepOutput`: shardings of the state, and one for all arrays of each other field."""
+    return steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
+
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
     fn, arguments = self._train_fn(self.execution)
-    # A prefix tree of the step's result: shardings of the state, and one sharding for all arrays of each other field.
-    outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
-    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
+    return PartitionedStep(fn, arguments, self._train_outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
 
   @functools.cached_property
   def eval_step(self) -> PartitionedStep[steps.EvalStepOutput]:
@@ -217,8 +219,7 @@ class PartitionedTask:
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
     """Returns `steps.gradient_norms` on the mesh, with the arguments and, by default, the execution of `train_step`."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
-    outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
-    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, flags=self._flags)
+    return PartitionedStep(fn, arguments, self._train_outputs, mesh=self.mesh, flags=self._flags)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded; each device creates only its own part."""
@@ -298,10 +299,8 @@ class PartitionedTask:
   def _inference_step(self, step: Callable[..., _OutT], by_row: str, name: str = '') -> PartitionedStep[_OutT]:
     """Returns a step that takes the model's variables instead of a train state.
 
-    Args:
-      step: a function of `steps`.
-      by_row: the name of the output whose arrays have the batch as dimension 0.
-      name: the name of the program in profiles; '' means the name of `step`.
+    The output `by_row` has arrays with the batch as dimension 0. `name` is that of the program in profiles, by default
+    the name of `step`, a function of `steps`.
     """
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
@@ -403,14 +402,10 @@ def get_partitioned_spmd_model_decode_fn(
   train_state_partition_specs: TrainState,
   inputs_shape: NestedDict,
 ) -> tuple[PartitionedStep[steps.DecodeStepOutput], NestedDict]:
-  """Returns the partitioned decode function of a task and the specs of its inputs.
+  """Returns the partitioned decode function of a task, on the mesh of a train state, and the specs of its inputs.
 
-  Args:
-    jax_task: an instantiated task.
-    init_key: not used, because decoding takes its key in each call; Pax has this argument.
-    partitioned_train_state: the function runs on the mesh of this state.
-    train_state_partition_specs: specs of that state.
-    inputs_shape: tree of shapes and dtypes of one global batch of prompts.
+  `inputs_shape` has the shapes and dtypes of one global batch of prompts. `init_key`, an argument in Pax, is not used,
+  because decoding takes its key in each call.
   """
   del init_key
   mesh = jax.tree.leaves(partitioned_train_state)[0].sharding.mesh

@@ -78,10 +78,9 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   task.model = model.set(lm_tpl=sized_network(task.model, 'task.model').set(mtp_tpl=None))
   if model.lm_tpl.embedding_tpl is not None:
     exclude(task, r'lm\.softmax\..*')
-  learner, start = task.train.learner, task.train.init_from
-  if included := learner.bprop_variable_inclusion:
-    learner.bprop_variable_inclusion = (*_several(included), r'head\..*')
-  start.rules = ((r'head\..*', None), *start.rules)
+  if task.train.learner.bprop_variable_inclusion:
+    include(task, r'head\..*')
+  task.train.init_from.rules = ((r'head\..*', None), *task.train.init_from.rules)
   return task
 
 
@@ -117,11 +116,16 @@ def check_is_language_model(where: str, model: Config) -> None:
 
 def exclude(task: Config[TaskT], pattern: str) -> None:
   """Excludes the variables whose paths match a regex from the training of a task."""
-  learner = task.train.learner
-  excluded = _several(learner.bprop_variable_exclusion)
-  if pattern not in excluded:
-    learner.bprop_variable_exclusion = (*excluded, pattern)
+  _add_regex(task, 'bprop_variable_exclusion', pattern)
 
 
-def _several(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
-  return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def include(task: Config[TaskT], pattern: str) -> None:
+  """Adds the variables whose paths match a regex to those that a task trains."""
+  _add_regex(task, 'bprop_variable_inclusion', pattern)
+
+
+def _add_regex(task: Config[TaskT], field: str, pattern: str) -> None:
+  given = getattr(task.train.learner, field)
+  known = (given,) if isinstance(given, str) else tuple(given)
+  if pattern not in known:
+    setattr(task.train.learner, field, (*known, pattern))

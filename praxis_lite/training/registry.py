@@ -279,12 +279,8 @@ def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
     value = getattr(value, part, None)
   if value is None:
     where = short_path(getattr(module, '__file__', None) or module.__name__)
-    missing = (
-      f'has no experiment {name!r}'
-      if name
-      else f'has {number_of(len(known), "experiment")}; name one of them after a colon'
-    )
-    close = did_you_mean(name, known)
+    several = f'has {number_of(len(known), "experiment")}; name one of them after a colon'
+    missing, close = f'has no experiment {name!r}' if name else several, did_you_mean(name, known)
     raise _MissingExperimentError(f'{where} {missing}.{close} Its experiments: {", ".join(known) or "none"}.')
   return _checked_experiment(value, f'{module.__name__}.{name}')
 
@@ -302,14 +298,6 @@ def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
   return value
 
 
-def _find_in_own_files(name: str) -> list[str]:
-  """Returns `file.py:Class` for the classes with this name in files of the working directory, without imports."""
-  wanted, found = re.split(r'[.:]', name)[-1].lower(), []
-  for file in sorted(glob.glob('*.py')):
-    found += [f'{file}:{node.name}' for node in _classes_in(file) if node.name.lower() == wanted]
-  return found
-
-
 def _classes_in(file: str) -> list[ast.ClassDef]:
   """Returns the classes at the top level of a Python file; [] if it cannot be read."""
   try:
@@ -325,7 +313,9 @@ def _not_found(name: str, problems: list[str]) -> str:
   by_class = {short.rpartition('.')[2].lower(): short for short in endings}
   near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
   near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
-  near = list(dict.fromkeys([*_find_in_own_files(name), *near]))[:3]
+  in_files = [f'{file}:{node.name}' for file in sorted(glob.glob('*.py')) for node in _classes_in(file)]
+  own = [found for found in in_files if found.lower().endswith(f':{re.split("[.:]", name)[-1].lower()}')]
+  near = list(dict.fromkeys([*own, *near]))[:3]
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)
   group = f' {name}' if any(name in short for short in endings) else ''

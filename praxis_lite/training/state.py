@@ -169,8 +169,7 @@ def _slot_specs(
 def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
   """Returns the layout, with the optimizer's state in host memory if the task sets `offload_optimizer_state`.
 
-  Raises:
-    ConfigError: the devices do not support host memory.
+  Raises ConfigError if the devices do not support host memory.
   """
   if not jax_task.train.offload_optimizer_state or layout.specs.opt_states is None:
     return layout
@@ -180,16 +179,10 @@ def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
 
 
 def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
-  """Returns a train state, or its `mdl_vars`, as NumPy arrays in their true shapes.
+  """Returns a train state on any mesh, or its `mdl_vars`, as NumPy arrays in their true shapes.
 
-  This is `PartitionedTask.unpad` for a state without a `PartitionedTask`, such as the state of a `TrainResult`.
-
-  Args:
-    jax_task: the task of the state, or its config.
-    state: a train state on any mesh. The returned arrays are copies: they remain valid when the state is donated.
-
-  Raises:
-    ShardingError: an array does not fit the task.
+  This is `PartitionedTask.unpad` for a state without a `PartitionedTask`, such as the state of a `TrainResult`. The
+  arrays are copies: they remain valid when the state is donated. Raises ShardingError if one does not fit the task.
   """
   shapes = train_state_shapes(jax_task.instantiate() if isinstance(jax_task, Config) else jax_task)
   true = shapes if isinstance(state, TrainState) else shapes.mdl_vars
@@ -234,12 +227,7 @@ def state_initializer(
 def initialize_partitioned_model_states(
   jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
 ) -> PartitionedModelStates:
-  """Creates the train state of a task, sharded and padded on its mesh, never whole on one device.
-
-  Args:
-    jax_task, init_key: an instantiated task, and the PRNG key for the initial values.
-    mesh: the mesh; by default the mesh of the task's config.
-  """
+  """Creates the train state of a task, sharded and padded on `mesh`, or the task's, never whole on one device."""
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

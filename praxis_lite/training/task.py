@@ -350,10 +350,9 @@ class SingleTask(Configurable):
     return bound
 
   def mesh_sizes(self, num_devices: int | None = None) -> dict[str, int]:
-    """Returns the size of each mesh axis by name; needs no devices, unless a size is -1.
+    """Returns the size of each mesh axis by name.
 
-    Args:
-      num_devices: the number of devices, if a size is -1; None means all devices, for which JAX is started.
+    A size of -1 is filled in for `num_devices`, or for None, for all devices; only then JAX is started.
     """
     ici, dcn, names = self._mesh_shape()
     with prefix_errors('task'):

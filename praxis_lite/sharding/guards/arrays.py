@@ -13,8 +13,10 @@ GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
 IDS, ROWS = 1, 2
 
 
-def integers(op: ir.Operation, name: str) -> list[int]:
-  """Returns an attribute that is an array of integers."""
+def integers(op: ir.Operation, name: str, default: list[int] | None = None) -> list[int]:
+  """Returns an attribute that is an array of integers; if the operation does not have it, returns `default`."""
+  if default is not None and name not in op.attributes:
+    return default
   return [*ir.DenseI64ArrayAttr(op.attributes[name])]
 
 

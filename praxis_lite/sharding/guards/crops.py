@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
-from praxis_lite.sharding.guards.arrays import zeros
+from praxis_lite.sharding.guards.arrays import integers, zeros
 
 
 def crop_before_convolutions(convolutions: Iterable[ir.Operation]) -> list[ir.Operation]:
@@ -23,9 +23,7 @@ def crop_before_convolutions(convolutions: Iterable[ir.Operation]) -> list[ir.Op
     if 'padding' not in convolution.attributes:
       continue
     padding = np.array(ir.DenseIntElementsAttr(convolution.attributes['padding']))
-    dilation = [1] * len(padding)
-    if 'lhs_dilation' in convolution.attributes:
-      dilation = [*ir.DenseI64ArrayAttr(convolution.attributes['lhs_dilation'])]
+    dilation = integers(convolution, 'lhs_dilation', [1] * len(padding))
     numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
     image = convolution.operands[0].type
     crops = [
@@ -48,10 +46,9 @@ def pad_only_between_entries(pads: Iterable[ir.Operation]) -> None:
   `test_sums_over_pads_that_crop`.
   """
   for pad in pads:
-    between, array = [*ir.DenseI64ArrayAttr(pad.attributes['interior_padding'])], pad.operands[0].type
-    needed = [
-      0 if not array.is_dynamic_dim(dim) and array.get_dim_size(dim) <= 1 else n for dim, n in enumerate(between)
-    ]
+    between, array = integers(pad, 'interior_padding'), pad.operands[0].type
+    is_short = [not array.is_dynamic_dim(dim) and array.get_dim_size(dim) <= 1 for dim in range(array.rank)]
+    needed = [0 if short else n for n, short in zip(between, is_short)]
     if needed != between:
       pad.attributes['interior_padding'] = ir.DenseI64ArrayAttr.get(needed)
 

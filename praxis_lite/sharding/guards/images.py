@@ -77,9 +77,7 @@ def guard_max_pooling_gradient(pooling: Instance) -> tuple[ArraySplit, ...]:
   `test_gradient_of_overlapping_max_pooling`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
-  numbers = [_numbers(op, f'window_{name}', rank) for name in ('dimensions', 'strides')]
-  still = np.all([*(np.array(n) == 1 for n in numbers), *(_edges(op, rank).T == 0)], axis=0)
-  return _whole_along(pooling, still)
+  return _whole_along(pooling, _stands_still(op, rank, 'window_dimensions', 'window_strides'))
 
 
 def guard_windows(pooling: Instance) -> tuple[ArraySplit, ...]:
@@ -90,8 +88,7 @@ def guard_windows(pooling: Instance) -> tuple[ArraySplit, ...]:
   `test_sums_over_windows_with_padding`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
-  names = ('window_dimensions', 'window_strides', 'base_dilations', 'window_dilations')
-  still = np.all([*(np.array(_numbers(op, name, rank)) == 1 for name in names), *(_edges(op, rank).T == 0)], axis=0)
+  still = _stands_still(op, rank, 'window_dimensions', 'window_strides', 'base_dilations', 'window_dilations')
   before = op.operands[0].owner
   if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA merges the two operations.
     still &= np.all(np.array(padding(before.operation)) == 0, axis=0)
@@ -121,11 +118,9 @@ def _whole_along(operation: Instance, still: np.ndarray) -> tuple[ArraySplit, ..
   return tuple(whole(split, moved) if split else split for split in operation.compatible)
 
 
-def _numbers(op: ir.Operation, name: str, rank: int) -> list[int]:
-  return integers(op, name) if name in op.attributes else [1] * rank
-
-
-def _edges(op: ir.Operation, rank: int) -> np.ndarray:
-  """Returns the padding of windows before and after each dimension, [rank, 2]."""
-  given = 'padding' in op.attributes
-  return np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) if given else np.zeros((rank, 2))
+def _stands_still(op: ir.Operation, rank: int, *names: str) -> np.ndarray:
+  """Returns for each dimension whether the numbers with these names are 1 in it, and windows have no padding there."""
+  still = np.all([np.array(integers(op, name, [1] * rank)) == 1 for name in names], axis=0)
+  if 'padding' in op.attributes:
+    still &= (np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) == 0).all(axis=1)
+  return still

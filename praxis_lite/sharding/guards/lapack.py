@@ -49,14 +49,14 @@ def call_one_matrix_at_a_time(
   in one program, all of them wait forever. Calls for one matrix do not wait. Test:
   `test_calls_of_lapack_are_for_one_matrix`.
 
-  Args:
-    module: a lowered program.
-    instances: its operations on a mesh, with their splits; empty on one device.
-    num_devices: the number of devices that run the program.
+  `instances` are the operations of the lowered program, with their splits; none if `num_devices`, which run it, is 1.
   """
   if jaxlib_release() >= _MENDED:
     return []
-  calls = [op for op in operations(module, {CALL}) if is_lapack(op) and _num_matrices(op) > 1]
+  # A batch size of an exported program may be unknown, which is a negative number.
+  calls = [
+    op for op in operations(module, {CALL}) if is_lapack(op) and math.prod(max(n, 0) for n in _batch_shape(op)) > 1
+  ]
   if not calls:
     return []
   splits: dict[ir.Operation, set[tuple[ArraySplit, ...]]] = {}
@@ -85,11 +85,6 @@ def _batch_shape(call: ir.Operation) -> tuple[int, ...]:
   if _FRONTEND in call.attributes and 'num_batch_dims' in (given := ir.DictAttr(call.attributes[_FRONTEND])):
     number = int(ir.StringAttr(given['num_batch_dims']).value)
   return (*call.operands[0].type.shape[:number],)
-
-
-def _num_matrices(call: ir.Operation) -> int:
-  """Returns the number of matrices of a call; 0 if it is unknown, as in an exported program of any batch size."""
-  return math.prod(max(n, 0) for n in _batch_shape(call))
 
 
 def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:

@@ -159,7 +159,8 @@ def guard_scatter(scatter: Instance) -> tuple[ArraySplit, ...] | None:
   _sign_ids(scatter)
   after = _local(scatter)
   uneven = _uneven_updates(scatter, after)
-  if uneven and not _adds(scatter.site.op):
+  combines = [op.operation.name for op in scatter.site.op.regions[0].blocks[0].operations]
+  if uneven and combines != ['stablehlo.add', 'stablehlo.return']:
     table, ids, updates, _ = after
     numbers = _numbers(scatter)
     batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
@@ -235,10 +236,6 @@ def _sign_ids(lookup: Instance) -> None:
     lookup.site.mend('signed ids')
     with ir.InsertionPoint(op), op.location:
       op.operands[IDS] = stablehlo.ConvertOp(ir.RankedTensorType.get(ids.shape, signed), op.operands[IDS]).result
-
-
-def _adds(scatter: ir.Operation) -> bool:
-  return [op.operation.name for op in scatter.regions[0].blocks[0].operations] == ['stablehlo.add', 'stablehlo.return']
 
 
 def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
