@@ -38,10 +38,8 @@ class AnswerPair(NamedTuple):
 def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatTokens:
   """Returns the tokens of a prompt and its answer, and which tokens belong to the answer.
 
-  Args:
-    tokenizer: the tokenizer; for messages, it needs a chat template.
-    prompt: a text, or messages. Earlier answers in the messages count as part of the prompt.
-    answer: a text, or messages, like the prompt.
+  Both are texts, or both messages, for which the tokenizer needs a chat template. Earlier answers in the messages of
+  the prompt count as part of it.
 
   Raises:
     DataError: the answer has no tokens, or the template fails.
@@ -84,12 +82,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
       {chosen, rejected}            whole chats, whose common first messages are the prompt; a text `prompt` is ignored
       {prompt, completion, label}   one answer, which is good if the label is true
 
-  Args:
-    values: the object.
-    fields: the names of prompt, chosen and rejected.
-
-  Raises:
-    ValueError: the object has none of these forms.
+  `fields` are the names of prompt, chosen and rejected. Raises ValueError if the object has none of these forms.
   """
   of_prompt, of_chosen, of_rejected = fields
   prompt = values.get(of_prompt)
@@ -109,7 +102,11 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
           f'must be answers to {of_prompt!r}, or whole chats'
         )
       return AnswerPair([{'role': 'user', 'content': prompt}], one, other)
-    return _pair_of_chats(one, other, (of_chosen, of_rejected))
+    if one == other:
+      raise ValueError(f'its {of_chosen!r} and {of_rejected!r} are equal, so neither is better')
+    # The common first messages are the prompt.
+    common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return AnswerPair(one[:common], one[common:], other[common:])
   said, good = said_of(values, of_prompt, of_chosen)
   _, bad = said_of(values, of_prompt, of_rejected)
   return AnswerPair(said, good, bad)
@@ -119,14 +116,6 @@ def _has_answers_only(messages: ChatMessages) -> bool:
   """Whether messages are an answer, not a whole chat: they begin with the assistant, without user or system."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
-
-
-def _pair_of_chats(one: ChatMessages, other: ChatMessages, names: tuple[str, str]) -> AnswerPair:
-  """Returns the common first messages of two chats as the prompt, and the other messages as the answers."""
-  if one == other:
-    raise ValueError(f'its {names[0]!r} and {names[1]!r} are equal, so neither is better')
-  common = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-  return AnswerPair(one[:common], one[common:], other[common:])
 
 
 def messages_of(value: object, name: str) -> ChatMessages:
@@ -168,8 +157,7 @@ def fill_segment(side: Rows, row: int, start: int, tokens: ChatTokens, segment: 
   Args:
     side: the batch: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
     row, start: the row, and the position in it where the sequence begins.
-    tokens: the sequence, of at most T - `start` tokens.
-    segment: the number of the sequence in the row, from 1.
+    tokens, segment: the sequence, of at most T - `start` tokens, and its number in the row, from 1.
   """
   at = slice(start, end := start + len(tokens.ids))
   side['ids'][row, at] = tokens.ids

@@ -24,28 +24,22 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 _MOST_NUMBERS = 1_000_000
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+# What a template may raise, besides jinja2's own errors.
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
 _TAG = re.compile(r'{%[-+]?\s*generation\b')
 
 
 class ChatText(NamedTuple):
-  """A chat as text.
-
-  Attributes:
-    text: the text.
-    answers: (start, end) of each part of the text that is an answer, in characters.
-  """
+  """A chat as text, and (start, end) of each part of the text that is an answer, in characters."""
 
   text: str
   answers: list[tuple[int, int]]
 
 
 class ChatTemplate:
-  """A chat template.
+  """A chat template: a jinja2 program with the values of its variables for special tokens, such as `bos_token`.
 
-  Args:
-    source: the jinja2 program.
-    specials: the values of its variables for special tokens, such as `bos_token`.
-    where: the name of the template in error messages.
+  `where` is the name of the template in error messages.
   """
 
   def __init__(self, source: str, specials: Mapping[str, str], where: str):
@@ -80,15 +74,7 @@ class ChatTemplate:
         tools=None,
         **self._specials,
       )
-    except (
-      jinja2.TemplateError,
-      TypeError,
-      ValueError,
-      ArithmeticError,
-      LookupError,
-      RecursionError,
-      MemoryError,
-    ) as error:
+    except (jinja2.TemplateError, *_FAILURES) as error:
       raise DataError(f'{self._where} fails: {first_line(error)}') from None
     self._check_roles(messages, marked)
     return _strip_marks(marked, begin, end)
@@ -169,15 +155,11 @@ def _environment(begin: str, end: str) -> ImmutableSandboxedEnvironment:
 
   extensions = ['jinja2.ext.loopcontrols', Generation]
   environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-  environment.filters['tojson'] = _to_json
+  environment.filters['tojson'] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
   environment.globals['range'] = limited_range
   environment.globals['raise_exception'] = raise_exception
   environment.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
   return environment
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-  return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _strip_marks(marked: str, begin: str, end: str) -> ChatText:

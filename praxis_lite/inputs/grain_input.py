@@ -171,7 +171,7 @@ class ArrayRecordInput(GrainInput):
 
   @property
   def num_examples(self) -> int:
-    return len(self._source)
+    return len(self._records.source)
 
   def first_example(self) -> Rows:
     if not self.num_examples:
@@ -208,10 +208,6 @@ class ArrayRecordInput(GrainInput):
       return ParseEach(self.parse_fn, f'{self.label}.parse_fn')
     return _ParseExamples(self._features, f'{self.label}.features')
 
-  @property
-  def _source(self) -> Any:
-    return self._records.source
-
   @functools.cached_property
   def _records(self) -> _Records:
     sources = import_grain().sources
@@ -230,13 +226,9 @@ class ArrayRecordInput(GrainInput):
 
 @dataclasses.dataclass(frozen=True)
 class _Records:
-  """The records of all files, numbered consecutively, as rows.
+  """The records of all files, numbered consecutively, as rows that `parse` makes; `where` names the path in errors.
 
-  Attributes:
-    source: Grain's source of the records.
-    files, ends: the files, and for each file the number of records before it; at the end, the number of all records.
-    parse: function that makes rows from records.
-    where: name of the path in errors.
+  `ends` has for each file the number of records before it, and at the end the number of all records.
   """
 
   source: Any

@@ -72,11 +72,7 @@ TwoTexts = tuple[str, str]
 
 
 def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]]:
-  """Returns parsers for `read_lines` of lines with two texts.
-
-  Args:
-    expected: what error messages call the two texts, such as 'a source and a target'.
-  """
+  """Returns parsers for `read_lines` of two texts, which error messages call, for example, 'a source and a target'."""
 
   def split_two(line: str, fields: TwoTexts) -> TwoTexts:
     one, other = split_tsv(line, fields, f'{expected}, separated by a tab')

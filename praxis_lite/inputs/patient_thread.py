@@ -97,14 +97,9 @@ def _leave() -> None:
 
 
 def result_in_time(future: Future[T], thread: PatientThread, label: str, *, since: float, timeout_s: float) -> T:
-  """Returns the result of a read, or raises its error.
+  """Returns the result of a read that `thread` runs, or raises its error; `label` is the name of the input in errors.
 
-  Args:
-    future: future of the read.
-    thread: thread that runs the read.
-    label: name of the input in error messages.
-    since: the time at which the wait began, from `time.monotonic`.
-    timeout_s: time limit, in seconds after `since`.
+  The wait ends `timeout_s` seconds after `since`, the time of `time.monotonic` at which it began.
 
   Raises:
     HungInputError: the read did not end in time; the message names the line of code where it hangs.

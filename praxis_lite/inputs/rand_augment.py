@@ -30,27 +30,17 @@ _MOST = 10.0
 
 
 class Draw(NamedTuple):
-  """The strength and the random values of one operation.
+  """The strength and the random values of one operation."""
 
-  Attributes:
-    strength: factor of the operation's amount.
-    sign: the direction, 1 or -1.
-    place: [2] in [0, 1), a row and a column as shares of the height and the width.
-  """
-
-  strength: float
-  sign: tf.Tensor
-  place: tf.Tensor
+  strength: float  # Factor of the operation's amount.
+  sign: tf.Tensor  # The direction, 1 or -1.
+  place: tf.Tensor  # [2] in [0, 1), a row and a column as shares of the height and the width.
 
 
 def rand_augment(image: tf.Tensor, seed: tf.Tensor, num_operations: int, magnitude: float) -> tf.Tensor:
-  """Returns an image after a number of random operations.
+  """Returns an image, uint8 [height, width, channels], after `num_operations` random operations; the seed is int64 [2].
 
-  Args:
-    image: uint8 [height, width, channels].
-    seed: int64 [2].
-    num_operations: number of operations, applied one after the other.
-    magnitude: the strength of all operations; 10 gives the amounts above, and larger values are stronger.
+  All have the strength `magnitude`: 10 gives the amounts above, and larger values are stronger.
   """
   for number in range(num_operations):
     of_operation = tf.random.stateless_uniform((4,), seed + tf.constant([0, number + 1], seed.dtype))

@@ -31,14 +31,11 @@ def is_tfrecord(file: str) -> bool:
 def read_examples(file: str, columns: Sequence[str], where: str) -> Iterator[bytes | BadRecord]:
   """Yields each record of an ArrayRecord or Parquet file, or a `BadRecord` in its place.
 
-  Args:
-    file: the path.
-    columns: the columns to read from a Parquet file. Images may be bytes, or in the form of the package `datasets`.
-    where: the path of the input's field, for error messages.
+  Of a Parquet file, these columns are read; images in them may be bytes, or in the form of the package `datasets`.
 
   Raises:
     ConfigError: a package is missing.
-    DataError: a Parquet file lacks a column.
+    DataError: a Parquet file lacks a column; the message begins with `where`.
   """
   return _rows(file, columns, where) if file.endswith(_PARQUET) else _array_records(file)
 

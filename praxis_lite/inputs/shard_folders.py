@@ -35,16 +35,9 @@ class ShardFolder(NamedTuple):
 
 
 def read_shard_folder(folder: Path, command: str, format: str, where: str = '') -> ShardFolder:
-  """Returns the shards in a folder.
+  """Returns the shards in a folder that a command writes, in files that end in `format`.
 
-  Args:
-    folder: its path.
-    command: the command that writes it, for messages.
-    format: the ending of its files.
-    where: beginning of messages.
-
-  Raises:
-    DataError: the plan or a shard is missing, or the plan is damaged.
+  Raises DataError, which begins with `where`, if the plan or a shard is missing, or the plan is damaged.
   """
   plan = folder / PLAN
   if not plan.is_file():

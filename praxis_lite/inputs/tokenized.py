@@ -35,13 +35,9 @@ _SAMPLE = (
 
 
 def token_records(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_len: int, packing: str) -> Iterator[bytes]:
-  """Yields the records of the rows of some documents; see `TextInput.packing`. Documents without tokens are left out.
+  """Yields the records of rows of T = `seq_len` tokens, packed from the tokens of documents; see `TextInput.packing`.
 
-  Args:
-    documents: the tokens of each document.
-    tokenizer: the tokenizer that made them.
-    seq_len: T.
-    packing: a key of `PACKINGS`.
+  Documents without tokens are left out.
   """
   if not (kept := [document for document in documents if len(document.ids)]):
     return

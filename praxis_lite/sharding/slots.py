@@ -180,7 +180,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _are_valid(dims: SlotDims, slot_shape: Sequence[int], shape: tuple[int, ...]) -> bool:
-  """Whether `dims` agree with a slot's true shape. They were found with other sizes, which may be treated differently."""
+  """Whether `dims`, found with other sizes, which may be treated differently, agree with the true shape of a slot."""
   used = [dim for dim in dims if dim is not None]
   sizes_agree = all(dim is None or shape[dim] == size for dim, size in zip(dims, slot_shape))
   return len(dims) == len(slot_shape) and bool(used) and len({*used}) == len(used) and sizes_agree

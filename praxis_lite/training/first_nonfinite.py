@@ -133,11 +133,10 @@ class Trace:
       x = np.asarray(result, np.float64)
       good = np.isfinite(x)
       if where:
-        finite = x[good]
-        rms = float(np.sqrt(np.mean(finite**2))) if finite.size else float('nan')
-        self.layers[f'{where}~' if is_backward else where] = Statistics(
-          rms, float(np.max(np.abs(finite))) if finite.size else float('nan'), int(x.size - good.sum()), x.size
-        )
+        finite = x[good] if good.any() else np.array(np.nan)
+        rms, largest = float(np.sqrt(np.mean(finite**2))), float(np.max(np.abs(finite)))
+        name_in_pass = f'{where}~' if is_backward else where
+        self.layers[name_in_pass] = Statistics(rms, largest, int(x.size - good.sum()), x.size)
       if not good.all() and len(self.origins) < self._most and all(map(_is_finite, args)):
         found = 'nan' if np.isnan(x).any() else 'inf'
         self.origins.append(Origin(where, is_backward, name, found, [_range(a) for a in args]))

@@ -34,13 +34,10 @@ class Probes(NamedTuple):
 
 
 def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_losses: int = 1) -> Probes:
-  """Returns the probes of a step.
+  """Returns the probes of a step, given the shapes of the outputs of the loss function, called without probes.
 
-  Args:
-    output: shapes of the outputs of the loss function, called without probes.
-    probed: what this call has collected, see `Taps`.
-    root: the path of the model.
-    num_losses: the number of devices whose losses are averaged.
+  `probed` is what this call has collected, see `Taps`; `root` is the path of the model, and `num_losses` the number of
+  devices whose losses are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()
   for name, summary in output.summaries.items():
@@ -54,9 +51,7 @@ def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_los
 def watch_gradients(loss_fn: Callable[..., Any], probes: Probes) -> Callable[[jax.Array], GradientFn]:
   """Returns the argument `watch` that makes `value_and_grad` also compute gradients with respect to the probes.
 
-  Args:
-    loss_fn: a loss function with an argument `probes`.
-    probes: the result of `make_probes`.
+  `loss_fn` is a loss function with an argument `probes`.
   """
 
   def watch(share: jax.Array) -> GradientFn:

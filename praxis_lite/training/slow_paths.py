@@ -60,12 +60,9 @@ def describe_slow_paths(found: Sequence[SlowPath]) -> Iterator[str]:
   for slow in found:
     kinds.setdefault((slow.what, slow.remedy), []).append(slow)
   for (what, remedy), same in kinds.items():
-    first, *others = same
-    if others:
-      places = f'{len(same)} layers, such as {first.layer or "the step"}'
-      yield str(SlowPath(places, what, sum(slow.seconds for slow in same), remedy))
-    else:
-      yield str(first)
+    layer = same[0].layer
+    places = f'{len(same)} layers, such as {layer or "the step"}' if len(same) > 1 else layer
+    yield str(SlowPath(places, what, sum(slow.seconds for slow in same), remedy))
 
 
 def find_slow_paths(
@@ -73,11 +70,8 @@ def find_slow_paths(
 ) -> list[SlowPath]:
   """Returns slow paths that take at least 1 % of the time of a step's products, most costly first; [] on a CPU.
 
-  Args:
-    jaxpr: the step, traced for a mesh of such chips.
-    model: the model, for the paths of its layers.
-    accelerator: the chip.
-    num_devices: number of devices of the mesh, which share all work outside of `shard_map`.
+  The step was traced for a mesh of such chips, which share all work outside of `shard_map`. The model has the paths of
+  the layers.
   """
   if accelerator.kind == 'cpu':  # The figures for CPUs are placeholders.
     return []

@@ -106,8 +106,7 @@ class StepTaps:
   """The taps of the steps of a task.
 
   Args:
-    taps: the taps.
-    weights: the declarations of the variables.
+    taps, weights: the taps, and the declarations of the variables.
     trained: (path) -> whether the variable is trained; None for inference steps.
     of_loss: whether inference steps may compute a loss, and the gradients of activations.
 
@@ -192,8 +191,7 @@ class StepTaps:
     return dataclasses.replace(surroundings, taps=taps)
 
   def _wanted_statistics(self, name: str) -> Sequence[str]:
-    found = dict.fromkeys(s for tap in self._activations if _is_meant(tap, name) for s in tap.statistics)
-    return tuple(found)
+    return _statistics_of(tap for tap in self._activations if _is_meant(tap, name))
 
   def check_seen(self) -> None:
     """Raises ConfigError if a tap matched no activation in the step just traced, or only ones that cannot be tapped."""
@@ -221,11 +219,8 @@ class StepTaps:
     summaries: dict[str, Summary] = {}
     for path, value in values.items():
       statistics, label = self._statistics(of, path), f'{of}({path_name(path)})'
-      first = len(self._weights[path].repeat_prefix)
-      known = [name for name in statistics if name != _RATIO]
-      parts = compute_parts(
-        value, None, [*known, *(['rms'] if _RATIO in statistics and 'rms' not in known else [])], first
-      )
+      computed = list(dict.fromkeys('rms' if name == _RATIO else name for name in statistics))
+      parts = compute_parts(value, None, computed, len(self._weights[path].repeat_prefix))
       for part, x in parts.items():
         summaries[raw_name(part, statistics, label)] = Summary(x, str(kind_of_part(part)))
     return summaries
@@ -235,8 +230,7 @@ class StepTaps:
     summaries = self.summarize('weight', {path: node_at(before, path) for path in self.variables_of('weight')})
     updated = self.variables_of('update')
     old, new = ({path: node_at(tree, path).astype(jnp.float32) for path in updated} for tree in (before, after))
-    changes = {path: new[path] - old[path] for path in updated}
-    summaries |= self.summarize('update', changes)
+    summaries |= self.summarize('update', {path: new[path] - old[path] for path in updated})
     for path in updated:
       statistics, label = self._statistics('update', path), f'update({path_name(path)})'
       if _RATIO in statistics:
@@ -248,8 +242,7 @@ class StepTaps:
   def _statistics(self, of: str, path: Path) -> tuple[str, ...]:
     if of != 'weight' and path not in self._trained:
       return ()
-    taps = [tap for tap in self._of_variables if tap.of == of and tap.matches(path_name(path))]
-    return tuple(dict.fromkeys(s for tap in taps for s in tap.statistics))
+    return _statistics_of(tap for tap in self._of_variables if tap.of == of and tap.matches(path_name(path)))
 
 
 def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool = True) -> StepTaps:
@@ -260,6 +253,10 @@ def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool =
   """
   parsed = [Tap.parse(text) for text in ((taps,) if isinstance(taps, str) else taps)]
   return StepTaps(parsed, jax_task.model.abstract_init(), jax_task.bind_learner().is_trained if trains else None)
+
+
+def _statistics_of(taps: Iterable[Tap]) -> tuple[str, ...]:
+  return tuple(dict.fromkeys(name for tap in taps for name in tap.statistics))
 
 
 def _is_meant(tap: Tap, name: str) -> bool:

@@ -21,11 +21,7 @@ from praxis_lite.common.config import Config, Configurable, target, template
 from praxis_lite.common.config.references import dotted_name
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path
-from praxis_lite.training.learning.base_learner import (
-  BaseLearner,
-  BoundLearner,
-  GivenGradients,
-)
+from praxis_lite.training.learning.base_learner import BaseLearner, BoundLearner, GivenGradients
 from praxis_lite.training.learning.clipping import Clipping, NormHistory, unit_axes
 from praxis_lite.training.learning.moments import MOMENTS, round_to_bfloat16
 from praxis_lite.training.learning.optimizer import States, grouped_optimizer, is_regularized
@@ -141,8 +137,7 @@ class Learner(BaseLearner, Configurable):
     self._check_limits(*_LIMITS)
     check_range('learner.clip_gradient_z_score', self.clip_gradient_z_score, below=math.inf)
     check_widths(self.power_averages)
-    if not 0 <= self.ema_decay < 1:
-      raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
+    check_range('learner.ema_decay', self.ema_decay, least=0, below=1)
     self._schedule = to_schedule(self.schedule, 'learner.schedule')
 
   @property

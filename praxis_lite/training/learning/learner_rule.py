@@ -1,4 +1,4 @@
-"""LearnerRule: a learner of a `MultiLearner`, with the variables that it trains, its steps and its factors."""
+"""The rules of a `MultiLearner`: each has a learner, and the variables that it trains."""
 
 from __future__ import annotations
 

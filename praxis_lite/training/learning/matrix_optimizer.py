@@ -59,10 +59,8 @@ def make_matrix_optimizer(
   Args:
     transformation: computes the direction in which matrices are changed, without a learning rate.
     name: the name of the optimizer in paths of its state.
-    matrices: which dimensions of a variable are the rows and columns of a matrix. None takes each variable of rank 2.
-    placement: where a matrix is computed; see `muon`.
+    matrices, placement, learning_rate: see `muon`.
     traffic: what the transformation sends and computes for each matrix.
-    learning_rate: the learning rate of all variables.
     matrix_decay, matrix_decay_mask: weight decay of the matrices, and its mask.
     **adam: other arguments of `optax.adamw`.
 

@@ -17,9 +17,8 @@ A rule that does not train in a step adds nothing to the norm of the gradient, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,9 @@ from praxis_lite.training.learning.learner_rule import LearnerRule, assign_varia
 from praxis_lite.training.learning.optimizer import States
 from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.learning.schedule_free import is_schedule_free
+
+P = ParamSpec('P')
+T = TypeVar('T')
 
 
 class MultiLearner(BaseLearner, Configurable):
@@ -129,10 +131,10 @@ class _SeveralOptimizers(BoundLearner):
     super().__init__(learner, weights)
     self._limit = learner.clip_gradient_norm_to_value
     self._owners = assign_variables(rules, self._declared)
-    self._parts = [_Part(i, rule, self._owned_by(i), weights) for i, rule in enumerate(rules)]
-
-  def _owned_by(self, index: int) -> NestedDict:
-    return select(self._declared, lambda path: self._owners[path] == index)
+    self._parts = [
+      _Part(i, rule, select(self._declared, lambda path, i=i: self._owners[path] == i), weights)
+      for i, rule in enumerate(rules)
+    ]
 
   def paths_by_loss(self) -> dict[str, set[Path]]:
     paths: dict[str, set[Path]] = {}
@@ -147,18 +149,19 @@ class _SeveralOptimizers(BoundLearner):
     return self._parts[self._owners[path]].learner.growth_remark(path)
 
   def init(self, mdl_vars: NestedDict) -> States:
-    return {part.name: part.init(mdl_vars) for part in self._parts}
+    return {part.name: part.call(part.learner.init, mdl_vars) for part in self._parts}
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
     return _merge_averages(part.learner.init_ema(mdl_vars) for part in self._parts)
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    return {(part.name, *path): axes for part in self._parts for path, axes in part.slot_axes().items()}
+    found = {part.name: part.call(part.learner.slot_axes) for part in self._parts}
+    return {(name, *path): axes for name, own in found.items() for path, axes in own.items()}
 
   def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
-    return {
-      (part.name, *path): spec for part in self._parts for path, spec in part.slot_specs(opt_states, splits).items()
-    }
+    states: dict[str, Any] = opt_states
+    found = {part.name: part.call(part.learner.slot_specs, states[part.name], splits) for part in self._parts}
+    return {(name, *path): spec for name, own in found.items() for path, spec in own.items()}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
     found = [part.needs_whole(split_dims) for part in self._parts]
@@ -221,38 +224,22 @@ class _Part:
   def __init__(self, index: int, rule: LearnerRule, trained: NestedDict, weights: NestedDict):
     self.rule, self.name = rule, rule.name
     self._where = f'learner.rules[{index}]'
-    with self._naming():
-      self.learner = rule.built_learner.bind(trained)
+    self.learner = self.call(rule.built_learner.bind, trained)
     with prefix_errors(self._where, 'layer_decay'):
       self._factors = rule.factors(trained, weights)
 
-  def init(self, mdl_vars: NestedDict) -> States:
-    with self._naming():
-      return self.learner.init(mdl_vars)
-
-  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    with self._naming():
-      return self.learner.slot_axes()
-
-  def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
-    own: Any = opt_states[self.name]
-    with self._naming():
-      return self.learner.slot_specs(own, splits)
+  def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a method of the rule's learner; its errors then begin with the path of the rule's config."""
+    with prefix_errors(self._where, 'learner'):
+      return method(*args, **kwargs)
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    with self._naming():
-      where, names = self.learner.needs_whole(split_dims)
-    if not names and self._needs_whole_stack(split_dims):
+    where, names = self.call(self.learner.needs_whole, split_dims)
+    # A stack whose layers have different factors must not be split along its layers.
+    split = ((np.shape(factor), dim) for path, factor in self._factors.items() for dim in split_dims.get(path, ()))
+    if not names and any(shape and shape[dim] > 1 for shape, dim in split):
       where, names = 'layer_decay', ['LayerDecay']
     return f'{self._where}.{where}', names
-
-  def _needs_whole_stack(self, split_dims: Mapping[Path, tuple[int, ...]]) -> bool:
-    """Whether a stack whose layers have different factors is split along its layers."""
-    return any(
-      np.ndim(factor) and np.shape(factor)[dim] > 1
-      for path, factor in self._factors.items()
-      for dim in split_dims.get(path, ())
-    )
 
   def prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
     """Returns the gradients times the rule's factor; zeros in a step in which the rule does not train."""
@@ -267,8 +254,7 @@ class _Part:
     """Returns (updates, new state) for the variables of the rule; see `BoundLearner.updates`."""
 
     def change() -> tuple[NestedDict, States]:
-      with self._naming():
-        updates, states = self.learner.updates(given, opt_states)
+      updates, states = self.call(self.learner.updates, given, opt_states)
       return map_with_path(self._scale, updates), states
 
     def change_in_dtype() -> tuple[NestedDict, States]:
@@ -290,10 +276,6 @@ class _Part:
   def _scale(self, path: Path, update: jax.Array) -> jax.Array:
     factor = self._factors[path]
     return update * jnp.asarray(factor, update.dtype) if np.ndim(factor) or factor != 1 else update
-
-  def _naming(self) -> AbstractContextManager[None]:
-    """Prepends the path of the rule's config to errors of its learner."""
-    return prefix_errors(self._where, 'learner')
 
 
 def _merge_averages(averages: Iterable[NestedDict | None]) -> NestedDict | None:

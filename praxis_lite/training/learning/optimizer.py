@@ -78,9 +78,7 @@ class GroupedOptimizer:
   """Applies an optimizer to each group of variables with the same kind of stacking.
 
   Args:
-    config: config of an optax factory, or of a function that returns a transformation; it is not changed. Where a
-      factory in it takes a `learning_rate`, a mask for its weight decay, or the axes of matrices, and they are not set,
-      they are filled in. The mask selects the variables that may be regularized.
+    config: config of an optax factory, or of a function that returns a transformation; it is not changed.
     weights: declarations of the variables that the optimizer updates, a nested dict.
     per_layer: whether each layer of a stack is updated separately; with None, only if that may make a difference.
     moments: how moments are stored; see `moments.py`.
@@ -153,12 +151,8 @@ class GroupedOptimizer:
   @property
   def decays(self) -> bool:
     """Whether an optimizer in the config has a weight decay."""
-    return any(
-      is_set
-      for nested in nested_configs(self._config)
-      for name, is_set in config_values(nested).items()
-      if _is_decay(name)
-    )
+    values = [item for nested in nested_configs(self._config) for item in config_values(nested).items()]
+    return any(value for name, value in values if _is_decay(name))
 
   def not_elementwise(self) -> list[str]:
     """Returns the names of the factories in the config whose updates may differ on shards of variables."""
@@ -167,11 +161,10 @@ class GroupedOptimizer:
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
     if self._treats_stacks and any(depth for _, depth in self._groups.values()):
       at_fault += map(_name, filter(_treats_stacks, nested_configs(self._config)))
-    if not at_fault and self._treats_stacks and self._moments != 'int8':
-      return []  # Factories that take `matrices` gather the shards that they need.
-    if not at_fault and self._moments == 'int8':
-      at_fault = ["learner.moments='int8'"]
-    return at_fault or [_name(self._config)]
+    if at_fault or self._moments == 'int8':
+      return at_fault or ["learner.moments='int8'"]
+    # Factories that take `matrices` gather the shards that they need.
+    return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
     """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along."""
@@ -266,12 +259,12 @@ class GroupedOptimizer:
       if isinstance(error, UserError):
         raise
       raise ConfigError(f'learner.optimizer: {_name(self._config)} cannot be made: {first_line(error)}') from error
-    if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
-      raise ConfigError(
-        'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
-        'here and reported'
-      )
     if not took_rate:
+      if any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
+        raise ConfigError(
+          'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled '
+          'in here and reported'
+        )
       raise ConfigError(
         f'learner.optimizer: {_name(self._config)} takes no learning_rate, so learner.learning_rate would have no '
         'effect; use a Config(optax.chain, ...) that ends with Config(optax.scale_by_learning_rate)'
@@ -344,9 +337,8 @@ class GroupedOptimizer:
         if _is_decay(name) and value and not any(mask in parameters for mask in _masks_of(name)):
           instead = 'learner.decoupled_weight_decay'
           if _name(nested).startswith('schedule_free'):  # Its state has points that the learner cannot decay.
-            instead = (
-              'Config(optax.contrib.schedule_free, base_optimizer=Config(optax.adamw, b1=0.0, weight_decay=...))'
-            )
+            base = 'Config(optax.adamw, b1=0.0, weight_decay=...)'
+            instead = f'Config(optax.contrib.schedule_free, base_optimizer={base})'
           raise ConfigError(
             f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
             f'to skip regularization; use {instead}, which respects the mark'
@@ -380,16 +372,9 @@ def _remove_decay(config: Config) -> Config:
 
 def _strip_split(weight: WeightHParams) -> WeightHParams:
   """Returns the declaration without its split, because no optimizer depends on the split."""
-  return WeightHParams(
-    weight.shape,
-    init=None if weight.growth is None else weight.init,
-    dtype=weight.dtype,
-    repeat_prefix=weight.repeat_prefix,
-    fan_in_axes=weight.fan_in_axes,
-    fan_out_axes=weight.fan_out_axes,
-    collections=weight.collections,
-    growth=weight.growth,
-  )
+  kept = ('shape', 'dtype', 'repeat_prefix', 'fan_in_axes', 'fan_out_axes', 'collections', 'growth')
+  init = None if weight.growth is None else weight.init
+  return WeightHParams(init=init, **{name: getattr(weight, name) for name in kept})
 
 
 def is_regularized(weight: WeightHParams) -> bool:

@@ -79,9 +79,7 @@ def plan_exchanges(
 ) -> list[MatrixExchange]:
   """Returns the costs of each group of matrices in a step; [] on one device, or if products are left to the compiler.
 
-  Args:
-    dims, splits, placement: see `change_batches`.
-    traffic: arrays and FLOPs for each matrix.
+  See `change_batches` for the other arguments.
   """
   found: list[MatrixExchange] = []
   if math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):

@@ -211,7 +211,9 @@ class MatrixGroup(NamedTuple):
 
   def owner_axes(self, sizes: Mapping[str, int], placement: str) -> tuple[str, ...]:
     """Returns the mesh axes of the owners over which matrices are distributed, in the order of exchanges."""
-    return (*self.spread(sizes, _spreads(self, placement)), *(a for _, axes in self.split for a in axes))
+    # Whether the matrices are also distributed over mesh axes that do not split them.
+    spreads = placement == 'owner' or (placement == 'auto' and (bool(self.split) or self.rows.size >= LEAST_SIDE))
+    return (*self.spread(sizes, spreads), *(a for _, axes in self.split for a in axes))
 
 
 def change_matrices(
@@ -412,11 +414,6 @@ class OwnerExchange(NamedTuple):
 
 def _concatenate(batches: Sequence[jax.Array]) -> jax.Array:
   return jnp.concatenate(batches) if len(batches) > 1 else batches[0]
-
-
-def _spreads(group: MatrixGroup, placement: str) -> bool:
-  """Whether the matrices of a group are also distributed over mesh axes that do not split the matrices."""
-  return placement == 'owner' or (placement == 'auto' and (bool(group.split) or group.rows.size >= LEAST_SIDE))
 
 
 def _pad(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:

@@ -269,8 +269,7 @@ class Transformer(BaseSchedule):
 class _Warmup(BaseSchedule):
   """Linear warm-up to `peak` for `warmup_steps` steps, then `decay`.
 
-  Step s of the warm-up has the factor (s + 1) / warmup_steps times the peak, so the first step changes the variables,
-  and the last step of the warm-up has the peak. With `warmup_from_zero`, as in Pax, it is s / warmup_steps.
+  The first step changes the variables, and the last step of the warm-up has the peak, unless `warmup_from_zero`.
   """
 
   warmup_steps: int = REQUIRED
@@ -293,11 +292,7 @@ class _Warmup(BaseSchedule):
 
 
 class _WarmupThenDecay(_Warmup):
-  """Linear warm-up to 1, 1 up to step `decay_start`, then a decay to `final_value` at step `total_steps`.
-
-  If `total_steps` is not set, a task fills in its number of train steps. If `decay_start` is not set, it is
-  `warmup_steps`. A run that ends before `decay_start` has no decay.
-  """
+  """Linear warm-up to 1, 1 up to step `decay_start`, then a decay to `final_value` at step `total_steps`."""
 
   total_steps: int = REQUIRED
   final_value: float = 0.01

@@ -26,7 +26,7 @@ import optax
 
 from praxis_lite.common.config import Config, config_values, nested_configs, target
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name, select
+from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name, select
 from praxis_lite.sharding.growth import depth_ratio, fan_growth, fan_sizes, init_ratio, update_ratio
 from praxis_lite.sharding.weights import WeightHParams, init_magnitude
 from praxis_lite.training.learning.matrices import matrix_dims, takes_matrices
@@ -53,11 +53,10 @@ def update_factors(
   """Returns the factor of the update of each variable, by path.
 
   Args:
-    config: config of the optimizer.
+    config: config of the optimizer, which has a weight decay if `decays`.
     build: (learning rate) -> the transformation, without weight decay.
     weights: declarations of the variables.
     size: one of `UPDATE_SIZES`; 'auto' detects it for each variable.
-    decays: whether the optimizer has a weight decay.
 
   Raises:
     ConfigError: the size of an update is not one of these; the optimizer is one of `_OWN_POINTS`; or it decays
@@ -127,13 +126,9 @@ def remark_of(weight: WeightHParams, factor: float) -> str:
   if growth is None or (growth.base_shape == weight.shape and growth.depth == 1):
     return ''
   fans, ((fan_in, fan_out), (base_in, base_out)) = fan_growth(weight), fan_sizes(weight)
-  why = [
-    f'{name} {before} -> {now}'
-    for name, before, now in (('fan in', base_in, fan_in), ('fan out', base_out, fan_out))
-    if before != now
-  ]
-  if growth.depth != 1:
-    why.append(f'layers x {growth.depth:.3g}')
+  sizes = ('fan in', base_in, fan_in), ('fan out', base_out, fan_out)
+  why = [f'{name} {before} -> {now}' for name, before, now in sizes if before != now]
+  why += [] if growth.depth == 1 else [f'layers x {growth.depth:.3g}']
   init = init_ratio(weight) if init_magnitude(weight) else 1.0
   kind = '' if fans.kind == 'equal' else f'{fans.kind}: '
   return f'initial values x {init:.3g}, updates x {factor:.3g}; {kind}{", ".join(why)}'
@@ -171,13 +166,7 @@ def _matrices(config: Config, weights: NestedDict) -> set[Path]:
   declared = leaves(weights)
   structs = map_with_path(lambda path, weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), weights)
   dims: Any = matrix_dims(declared, structs)
-  return {path for path in declared if _get_at(dims, path) is not None}
-
-
-def _get_at(tree: Any, path: Path) -> Any:
-  for name in path:
-    tree = tree[name]
-  return tree
+  return {path for path in declared if node_at(dims, path) is not None}
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
