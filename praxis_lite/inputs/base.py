@@ -72,8 +72,8 @@ class BaseInput(Configurable, Iterator[Rows]):
       self.num_epochs = 1
     if self.shuffle is None:
       self.shuffle = self.is_training
-    self._epoch = 0
-    self._position = 0
+    self._epoch = self._position = 0
+    self._sources: list[BaseInput] = []  # The inputs from which this one reads.
 
   def check_at_least(self, **least: int) -> None:
     """Raises ConfigError unless each of these fields is an integer of at least the given value."""
@@ -121,7 +121,10 @@ class BaseInput(Configurable, Iterator[Rows]):
 
     A name is missing if its length is not known without reading all data.
     """
-    return {}
+    found: dict[str, int] = {}
+    for name, length in (item for source in self._sources for item in source.longest_segments().items()):
+      found[name] = max(length, found.get(name, 0))
+    return found
 
   def check_beside(self, other: BaseInput) -> None:
     """Raises ConfigError if this training input conflicts with another input of the experiment."""
@@ -143,7 +146,7 @@ class BaseInput(Configurable, Iterator[Rows]):
   @property
   def bad_records(self) -> Sequence[object]:
     """The unreadable records that this input has left out so far; see `bad_records.py`."""
-    return ()
+    return [bad for source in self._sources for bad in source.bad_records]
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
     """Returns, for each example of the batch after a state, a text such as 'record 7 of a.x'; [] if it is unknown."""
@@ -171,7 +174,6 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def rows_after(self, state: dict[str, Any]) -> int:
     """Returns the number of rows of the global batch after a state."""
-    del state
     return self._rows_of_batch
 
   @functools.cached_property
@@ -231,10 +233,14 @@ class BaseInput(Configurable, Iterator[Rows]):
   def reset(self) -> Self:
     """Goes back to the start of the stream."""
     self._epoch = self._position = 0
+    for source in self._sources:
+      source.reset()
     return self
 
   def close(self) -> None:
     """Ends threads and processes that read ahead, and closes files. A later read opens them again."""
+    for source in self._sources:
+      source.close()
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position in the stream as a dict for JSON. It is the same on every host."""

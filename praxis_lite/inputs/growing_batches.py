@@ -53,6 +53,7 @@ class GrowingBatches(BaseInput):
     if any(a >= b for a, b in zip((0, *starts), starts)):
       raise ConfigError(f'{where}.from_batches: expected numbers of at least 1 that increase, got {starts}')
     self.source = self.build_source('input', self.input, inherited)
+    self._sources = [self.source]
     self._batches = 0
 
   def __getattr__(self, name: str) -> Any:
@@ -89,22 +90,14 @@ class GrowingBatches(BaseInput):
     )
 
   def reset(self) -> Self:
-    super().reset()
     self._batches = 0
-    self.source.reset()
-    return self
-
-  def longest_segments(self) -> dict[str, int]:
-    return self.source.longest_segments()
+    return super().reset()
 
   def rows_in_memory(self) -> Rows | None:
     return self.source.rows_in_memory()
 
   def check_beside(self, other: BaseInput) -> None:
     self.source.check_beside(other)
-
-  def close(self) -> None:
-    self.source.close()
 
   def data_files(self) -> Sequence[str]:
     return self.source.data_files()
@@ -114,10 +107,6 @@ class GrowingBatches(BaseInput):
 
   def changes_since(self, saved: object, now: DataManifest | None) -> str:
     return self.source.changes_since(saved, now)
-
-  @property
-  def bad_records(self) -> Any:
-    return self.source.bad_records
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
     source = copy.copy(self.source)  # Another thread may be reading ahead from `self.source`.

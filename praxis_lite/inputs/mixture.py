@@ -7,7 +7,7 @@ exhausted. So an evaluation sees each example of each source exactly once.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +47,9 @@ class MixtureInput(BaseInput):
         f'{self.label}.weights: expected {len(self.inputs)} positive numbers, one for each input, got {weights}'
       )
     self._weights = np.asarray(weights, np.float64)
-    self.sources = [self.build_source(f'inputs[{i}]', config, inherited) for i, config in enumerate(self.inputs)]
+    self.sources = self._sources = [
+      self.build_source(f'inputs[{i}]', config, inherited) for i, config in enumerate(self.inputs)
+    ]
 
   def example_struct(self) -> Struct:
     first, *others = [add_weights(s.example_struct()) for s in self.sources]
@@ -119,23 +121,6 @@ class MixtureInput(BaseInput):
     u = uniform((self.seed, attempt), indices)
     return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)
 
-  def reset(self) -> Self:
-    super().reset()
-    for source in self.sources:
-      source.reset()
-    return self
-
-  def longest_segments(self) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for source in self.sources:
-      for name, length in source.longest_segments().items():
-        found[name] = max(length, found.get(name, 0))
-    return found
-
-  def close(self) -> None:
-    for source in self.sources:
-      source.close()
-
   def manifest(self) -> DataManifest | None:
     return {'sources': [source.manifest() for source in self.sources]}
 
@@ -145,10 +130,6 @@ class MixtureInput(BaseInput):
       return ''
     of_sources = [s.changes_since(was, of) for s, was, of in zip(self.sources, before, now['sources'])]
     return '; '.join(filter(None, of_sources))
-
-  @property
-  def bad_records(self) -> list[object]:
-    return [bad for source in self.sources for bad in source.bad_records]
 
   def identity(self) -> dict[str, Any]:
     return {'seed': self.seed, 'weights': self._weights.tolist()}

@@ -57,7 +57,6 @@ class ConstantFeature(Feature):
 
   def values(self, seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
     """Returns the values of these examples, [n, *shape]."""
-    del seeds
     is_whole = np.dtype(self.dtype).kind in 'biu' and float(self.value).is_integer()
     value = fit_dtype(np.asarray(int(self.value) if is_whole else self.value), self.dtype, _describe(self))
     return np.full((len(indices), *self.shape), value)

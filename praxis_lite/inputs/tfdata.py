@@ -140,7 +140,6 @@ class TFDataInput(BaseTFInput):
   dataset_fn: Callable[[], object] | Config = REQUIRED
 
   def elements(self, epoch: int) -> tf.data.Dataset:
-    del epoch
     dataset = resolve_source(self.dataset_fn)
     if not isinstance(dataset, tf.data.Dataset):
       raise DataError(f'{self.label}.dataset_fn: expected it to return a tf.data.Dataset, got {type(dataset).__name__}')

@@ -133,6 +133,5 @@ def _arrays(name: str, edit: Edit, stacked: tuple[int, ...]) -> dict[str, Any]:
   of_layers = np.where(chosen.reshape(-1, *(1,) * value.ndim), value[None], 0)
   arrays = {'drop': (chosen & edit.drops).reshape(stacked), 'add': of_layers.reshape((*stacked, *value.shape))}
   if edit.units is not None:
-    units = np.array(edit.units, np.int32)
-    arrays['units'] = np.broadcast_to(units, (*stacked, len(units))).copy()
+    arrays['units'] = np.broadcast_to(np.array(edit.units, np.int32), (*stacked, len(edit.units))).copy()
   return arrays

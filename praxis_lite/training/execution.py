@@ -92,7 +92,6 @@ class Execution:
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
     """Returns an array, in its true shape, given this device's shard; the array is split like the variable `path`."""
-    del path
     return part
 
 

@@ -72,12 +72,7 @@ class PredictStepOutput(NamedTuple):
 
 
 class TapStepOutput(NamedTuple):
-  """Result of a tap step: values between layers in a prediction, by the name of their summary.
-
-  Attributes:
-    arrays: values, with the batch as dimension 0.
-    summaries: parts of statistics.
-  """
+  """Result of a tap step: by name of the summary, values between layers, [B, ...], and parts of statistics."""
 
   arrays: dict[str, jax.Array]
   summaries: dict[str, Summary]
@@ -202,16 +197,15 @@ def _loss_and_gradients(
 
 
 def _loss_of_rule(metrics: WeightedScalars, name: str) -> WeightedScalar:
+  where = f'task.train.learner.rules: a rule has the loss {name!r}'
   if name not in metrics:
-    raise ConfigError(
-      f'task.train.learner.rules: a rule has the loss {name!r}, but the model has only the metrics '
-      f'{", ".join(sorted(metrics))}.{did_you_mean(name, metrics)}'
-    )
+    known = f'{", ".join(sorted(metrics))}.{did_you_mean(name, metrics)}'
+    raise ConfigError(f'{where}, but the model has only the metrics {known}')
   mean, weight = metrics[name]
   if mean.shape or weight.shape:
     raise ConfigError(
-      f'task.train.learner.rules: a rule has the loss {name!r}, a metric of shape {mean.shape} with a weight of shape '
-      f'{weight.shape}; both must be scalars, as weighted_mean(losses, weights) returns'
+      f'{where}, a metric of shape {mean.shape} with a weight of shape {weight.shape}; both must be scalars, as '
+      'weighted_mean(losses, weights) returns'
     )
   return mean.astype(jnp.float32), weight
 
@@ -249,13 +243,10 @@ def predict_step(
   surroundings: Surroundings | None = None,
   method: str = 'predict',
 ) -> PredictStepOutput:
-  """Returns the model's predictions for one batch; see `eval_step_single_learner` for the other arguments.
+  """Returns the model's predictions for one batch, or for the method 'score' the log-probabilities of labels.
 
-  Args:
-    method: 'predict', or 'score' for the log-probabilities of the labels under a language model.
-
-  Raises:
-    ConfigError: the model returns nothing, or an array that does not have the batch as dimension 0.
+  Raises ConfigError if the model returns nothing, or an array that does not have the batch as dimension 0. See
+  `eval_step_single_learner` for the arguments.
   """
   key = jax.random.fold_in(prng_key, global_step)
   model = jax_task.model
@@ -274,12 +265,10 @@ def score_training_step(
   """Returns the result of `predict_step` for 'score', but with layers in training mode, as in the loss of training.
 
   Raises:
-    ConfigError: a layer draws random numbers in training, such as dropout.
+    ConfigError: a layer draws random numbers in training, such as dropout; it gets no key.
   """
-  del prng_key, global_step  # Without a key, a layer that draws random numbers raises an error.
-  out, _ = jax_task.model.apply(
-    mdl_vars, inputs, do_eval=False, method='compute_predictions', surroundings=surroundings
-  )
+  method = 'compute_predictions'
+  out, _ = jax_task.model.apply(mdl_vars, inputs, do_eval=False, method=method, surroundings=surroundings)
   return PredictStepOutput({'log_probs': -out.xent, 'is_greedy': out.correct})
 
 
@@ -346,10 +335,9 @@ def decode_step(
   surroundings: Surroundings | None = None,
   method: str = 'decode',
 ) -> DecodeStepOutput:
-  """Decodes one batch of prompts; see `eval_step_single_learner` for the other arguments.
+  """Decodes one batch of prompts, or for the method 'sample' draws answers that a `PolicyModel` learns from.
 
-  Args:
-    method: 'decode', or 'sample' for answers that a `PolicyModel` learns from.
+  See `eval_step_single_learner` for the arguments.
   """
   key = jax.random.fold_in(prng_key, global_step)
   out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method=method, surroundings=surroundings)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -94,12 +93,7 @@ class Tap:
 
   def matches(self, name: str) -> bool:
     """Whether the pattern matches the path of a value."""
-    return _regex(self.pattern).fullmatch(name) is not None
-
-
-@functools.cache
-def _regex(pattern: str) -> re.Pattern[str]:
-  return re.compile('.*'.join(map(re.escape, pattern.split('*'))))
+    return fnmatch.fnmatchcase(name, self.pattern)
 
 
 class StepTaps:

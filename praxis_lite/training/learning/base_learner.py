@@ -179,12 +179,10 @@ class BoundLearner:
 
   def remark(self, path: Path) -> str:
     """Returns a text for reports about how the variable at `path` is trained; '' if nothing about it is special."""
-    del path
     return ''
 
   def growth_remark(self, path: Path) -> str:
     """Returns a text about what `Mup` changes for the trained variable at `path`, and why; '' if it changes nothing."""
-    del path
     return ''
 
   # ---------------------------------------------------------------- state
@@ -211,7 +209,6 @@ class BoundLearner:
       opt_states: shapes of the optimizer's state.
       splits: how a mesh splits the variables.
     """
-    del opt_states, splits
     return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
@@ -224,7 +221,6 @@ class BoundLearner:
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
     """Returns sentences for reports about what devices compute for other devices in an update; [] if nothing."""
-    del splits
     return []
 
   # ---------------------------------------------------------------- the update
@@ -288,12 +284,10 @@ class BoundLearner:
 
   def add_updates(self, variables: NestedDict, updates: NestedDict, step: jax.Array) -> NestedDict:
     """Returns the sums of variables and updates, in the dtypes of the variables."""
-    del step
     return optax.apply_updates(variables, updates)
 
   def note_variables(self, states: States, variables: NestedDict, step: jax.Array) -> States:
     """Returns the optimizer's state after a step, given the new values of the trained variables."""
-    del variables, step
     return states
 
   def update_averages(
@@ -308,12 +302,10 @@ class BoundLearner:
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
     """Returns the gradients after the factors of rules, and zeros for rules that do not train in the step."""
-    del step
     return gradients
 
   def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
     """Returns the losses, with zeros for losses that no rule reduces in the step."""
-    del step
     return losses
 
   def _stats(self, step: jax.Array, squares: NestedDict) -> dict[str, jax.Array]:

@@ -8,7 +8,7 @@ import optax
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, check_range
-from praxis_lite.training.learning.schedules import BaseSchedule, Schedule, to_schedule
+from praxis_lite.training.learning.schedules import BaseSchedule, Schedule, check_one_more, to_schedule
 
 
 class _Composed(BaseSchedule):
@@ -36,11 +36,7 @@ class PiecewiseSchedule(_Composed):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if len(self.schedules) != len(self.boundaries) + 1:
-      raise ConfigError(
-        f'PiecewiseSchedule.schedules: expected {len(self.boundaries) + 1}, one more than boundaries, got '
-        f'{len(self.schedules)}'
-      )
+    check_one_more('PiecewiseSchedule.schedules', self.schedules, self.boundaries)
     if any(a >= b for a, b in zip((0, *self.boundaries), self.boundaries)):
       raise ConfigError(
         f'PiecewiseSchedule.boundaries: expected steps of at least 1 that increase, got {tuple(self.boundaries)}'

@@ -97,7 +97,6 @@ def muon(
   def update(
     updates: Any, state: MuonState, params: Any = None, *, splits: Splits | None = None, **_: Any
   ) -> tuple[Any, MuonState]:
-    del params
     count = state.num_updates + 1
     mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
     if nesterov:

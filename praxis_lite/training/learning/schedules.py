@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import jax
@@ -227,6 +227,12 @@ class SqrtDecay(BaseSchedule):
     return self.multiplier * jax.lax.rsqrt(jnp.maximum(_float(step) - self.offset, float(self.decay_start)))
 
 
+def check_one_more(where: str, values: Sequence[object], boundaries: Sequence[int]) -> None:
+  """Raises ConfigError unless there is one more value than there are boundaries."""
+  if len(values) != len(boundaries) + 1:
+    raise ConfigError(f'{where}: expected {len(boundaries) + 1}, one more than boundaries, got {len(values)}')
+
+
 class PiecewiseConstant(BaseSchedule):
   """`values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
 
@@ -236,11 +242,7 @@ class PiecewiseConstant(BaseSchedule):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if len(self.values) != len(self.boundaries) + 1:
-      raise ConfigError(
-        f'PiecewiseConstant.values: expected {len(self.boundaries) + 1}, one more than boundaries, got '
-        f'{len(self.values)}'
-      )
+    check_one_more('PiecewiseConstant.values', self.values, self.boundaries)
     if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:])):
       raise ConfigError(f'PiecewiseConstant.boundaries: steps must increase, got {tuple(self.boundaries)}')
 

@@ -122,7 +122,6 @@ def shampoo(
   def update(
     updates: Any, state: ShampooState, params: Any = None, *, splits: Splits | None = None, **_: Any
   ) -> tuple[Any, ShampooState]:
-    del params
     count = state.num_updates
     steps = (count + 1).astype(jnp.float32)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)

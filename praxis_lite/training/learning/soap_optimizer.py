@@ -113,7 +113,6 @@ def soap(
   def update(
     updates: Any, state: SoapState, params: Any = None, *, splits: Splits | None = None, **_: Any
   ) -> tuple[Any, SoapState]:
-    del params
     count = state.num_updates
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
     # The first step is not part of the averages, as in the paper.

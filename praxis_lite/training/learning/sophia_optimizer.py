@@ -67,7 +67,6 @@ def sophia(
     return SophiaState(jnp.zeros((), jnp.int32), zeros, zeros)
 
   def update(gradients: Any, state: SophiaState, params: Any = None) -> tuple[Any, SophiaState]:
-    del params
     is_due = state.num_steps % refresh_every == 0
 
     def refresh(h: jax.Array, g: jax.Array) -> jax.Array:
