@@ -69,10 +69,7 @@ class ChatTemplate:
     try:
       template = _environment(begin, end).from_string(self._source)
       marked = template.render(
-        messages=[dict(message) for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        tools=None,
-        **self._specials,
+        messages=[*map(dict, messages)], add_generation_prompt=add_generation_prompt, tools=None, **self._specials
       )
     except (jinja2.TemplateError, *_FAILURES) as error:
       raise DataError(f'{self._where} fails: {first_line(error)}') from None

@@ -34,7 +34,7 @@ from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.base import CountedInput
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_examples
 
@@ -188,7 +188,7 @@ class ArrayRecordInput(GrainInput):
       return
     epochs = range(epoch, self.last_epoch(epoch))
     seed = self.seed if self.shuffle else None
-    struct = add_weights(self.example_struct()) if self.skips else None
+    struct = self._struct_with_weights if self.skips else None
     groups = _RecordGroups(self._records, epochs, seed, position, count, start, stop, struct)
     with contextlib.closing(self.parts(groups)) as parts:
       for available, rows, bad in parts:

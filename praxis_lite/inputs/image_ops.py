@@ -42,11 +42,7 @@ def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
 
 
 def random_resized_crop(
-  image: tf.Tensor,
-  size: tuple[int, int],
-  seed: tf.Tensor,
-  area: tuple[float, float],
-  aspect: tuple[float, float],
+  image: tf.Tensor, size: tuple[int, int], seed: tf.Tensor, area: tuple[float, float], aspect: tuple[float, float]
 ) -> tf.Tensor:
   """Returns a random part of an image, resized (Szegedy et al., 2015).
 

@@ -95,12 +95,8 @@ class ImageRecordInput(TFRecordInput):
   def parse_in_epoch(self, elements: tf.Tensor, epoch: int) -> Mapping[str, tf.Tensor]:
     seed = int(np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1)[0])
     spec = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in self.example_struct().items()}
-    return tf.map_fn(
-      functools.partial(self._parse_record, seed=seed),
-      elements,
-      fn_output_signature=spec,
-      parallel_iterations=self.num_threads,
-    )
+    parse = functools.partial(self._parse_record, seed=seed)
+    return tf.map_fn(parse, elements, fn_output_signature=spec, parallel_iterations=self.num_threads)
 
   def try_records(self, records: list[bytes]) -> None:
     for record in records:

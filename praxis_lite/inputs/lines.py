@@ -17,10 +17,7 @@ FieldsT = TypeVar('FieldsT', bound=tuple[str, ...])
 
 
 def read_lines(
-  data: RecordsInput,
-  path: object,
-  fields: FieldsT,
-  parsers: Mapping[str, Callable[[str, FieldsT], T]],
+  data: RecordsInput, path: object, fields: FieldsT, parsers: Mapping[str, Callable[[str, FieldsT], T]]
 ) -> Iterator[tuple[str, str, T]]:
   """Yields the file, the place in it, and the parsed text of each line that is not blank.
 

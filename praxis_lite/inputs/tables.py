@@ -29,16 +29,7 @@ from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage,
 from praxis_lite.inputs.files import find_files
 from praxis_lite.inputs.grain_input import GrainInput, ParseEach
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import (
-  Feature,
-  Rows,
-  Struct,
-  add_weights,
-  canonical_rows,
-  concatenate_rows,
-  fit_dtype,
-  pad_rows,
-)
+from praxis_lite.inputs.rows import Feature, Rows, Struct, canonical_rows, concatenate_rows, fit_dtype, pad_rows
 from praxis_lite.inputs.streamed import RowGroups
 
 if TYPE_CHECKING:
@@ -159,7 +150,7 @@ class TableInput(GrainInput):
       return
     epochs = range(epoch, self.last_epoch(epoch))
     seed = self.seed if self.shuffle else None
-    struct = add_weights(self.example_struct()) if self.skips else None
+    struct = self._struct_with_weights if self.skips else None
     chunks = _Chunks(groups, sizes, epochs, seed, self.mixed_groups, self._columns, self._convert, struct)
     ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.chunk_groups(epoch)])
     # A position at the end of an epoch belongs to the last chunk, after its rows.

@@ -15,7 +15,7 @@ rows on 256 devices of 32 processes:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,23 +71,17 @@ class BatchRows(NamedTuple):
 
 
 def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -> tuple[str, ...]:
-  """Returns the mesh axes that split the rows of a batch.
+  """Returns the mesh axes that split the rows of a batch, whose arrays are split by `specs` inside the step.
 
   These are all axes except those that split another dimension inside the step, such as the length of sequences: devices
   along such an axis share rows, so a batch may have fewer rows than there are devices.
-
-  Args:
-    mesh, specs: the mesh, and how the arrays of a batch are split inside the step.
   """
   others = {axis for spec in specs for axis in all_axes((spec or ())[1:])}
   return tuple(axis for axis in mesh.axis_names if axis not in others)
 
 
 def batch_rows(
-  mesh: Mesh | AbstractMesh,
-  specs: Sequence[PartitionSpec | None],
-  batch: Mapping[str, object],
-  num_microbatches: int = 1,
+  mesh: Mesh | AbstractMesh, specs: Sequence[PartitionSpec | None], batch: NestedDict, num_microbatches: int = 1
 ) -> BatchRows:
   """Returns how the rows of a global batch enter a step.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -18,13 +18,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
 from praxis_lite.sharding.rules import LogicalAxisRule, LogicalAxisRules, resolve
 from praxis_lite.sharding.specs import (
+  MappingsByRank,
   all_axes,
   check_axes_once,
   complete_spec,
   drop_axes,
   infer_partition_spec_based_on_rank_fn,
 )
-from praxis_lite.sharding.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
@@ -48,13 +48,10 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   """
   if spec_or_sharding is None:
     return x
-  manual = manual_axes()
-  if isinstance(spec_or_sharding, PartitionSpec):
-    spec = complete_spec(spec_or_sharding, x.ndim)
-  else:
-    spec = complete_spec(spec_or_sharding.spec, x.ndim)
-    if not manual:
-      return _constrain(x, spec_or_sharding)
+  manual, sharding = manual_axes(), spec_or_sharding
+  spec = complete_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, x.ndim)
+  if isinstance(sharding, NamedSharding) and not manual:
+    return _constrain(x, sharding)
   check_axes_once(spec)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -70,9 +67,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   return _constrain(x, drop_axes(spec, manual))
 
 
-def reshard_input_based_on_rank_fn(
-  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: T
-) -> T:
+def reshard_input_based_on_rank_fn(mapping_dict: MappingsByRank, mesh_names: Sequence[str], x: T) -> T:
   """Constrains each array of a tree by the mapping for its rank; see `infer_partition_spec_based_on_rank_fn`."""
 
   def reshard(leaf: jax.Array) -> jax.Array:

@@ -25,6 +25,8 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+# Split mappings by rank: {'map_1d': ..., 'map_2d': ...}. None, also as a mapping, does not constrain tensors.
+MappingsByRank = Mapping[str, SplitDimsMapping] | None
 _MAP_KEY = re.compile(r'map_\d+d')
 
 
@@ -169,7 +171,7 @@ def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> A
 
 
 def infer_partition_spec_based_on_rank_fn(
-  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: HasShape
+  mapping_dict: MappingsByRank, mesh_names: Sequence[str], x: HasShape
 ) -> PartitionSpec | None:
   """Returns the spec that `place_by_rank` gives to `x`; None if `x` is not constrained."""
   placement = place_by_rank(mapping_dict, mesh_names, x)
@@ -177,19 +179,9 @@ def infer_partition_spec_based_on_rank_fn(
 
 
 def place_by_rank(
-  mapping_dict: Mapping[str, SplitDimsMapping] | None,
-  mesh_names: Sequence[str],
-  x: HasShape,
-  path: str = 'inputs_split_mapping',
+  mapping_dict: MappingsByRank, mesh_names: Sequence[str], x: HasShape, path: str = 'inputs_split_mapping'
 ) -> Placement | None:
-  """Returns how `mapping_dict` splits tensors of the rank of `x`.
-
-  Args:
-    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. If the mapping or the dict is None, the
-      result is None, which does not constrain tensors.
-    mesh_names: names of the mesh axes.
-    x: the tensor. A scalar needs no mapping.
-    path: config path of `mapping_dict`.
+  """Returns how `mapping_dict`, of the config path `path`, splits `x`; None if `x` is a scalar or is not constrained.
 
   Raises:
     ShardingError: there is no mapping for this rank, it is not valid, or a key does not have the form `map_Nd`.

@@ -57,13 +57,9 @@ Strategy = Sequence[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-  """What an op knows about a variable.
+  """What an op knows about a variable: its path, such as 'lm.softmax.w', and its shape without padding.
 
-  Attributes:
-    name: its path, such as 'lm.softmax.w'.
-    shape, dtype: its shape without padding, and its dtype.
-    logical_axes: the logical name of each axis, if it is declared with names.
-    logical_axis_rules: the rules of the task.
+  If it is declared with names, `logical_axes` has the name of each axis. The rules are those of the task.
   """
 
   name: str
@@ -78,17 +74,11 @@ class Variable:
 
 
 class OpResult(NamedTuple):
-  """What an op may return instead of a spec.
-
-  Attributes:
-    spec: the spec.
-    remark: for `explain`, why nothing is split, or what the split needs, such as padding.
-    why: for `explain`, what decided each dimension, besides the op itself.
-  """
+  """What an op may return instead of a spec; the rest is for `explain`."""
 
   spec: Spec
-  remark: str = ''
-  why: tuple[str, ...] = ()
+  remark: str = ''  # Why nothing is split, or what the split needs, such as padding.
+  why: tuple[str, ...] = ()  # What decided each dimension, besides the op itself.
 
 
 # (spec so far, variable, size of each mesh axis) -> spec
@@ -111,6 +101,8 @@ class ParsedOp(NamedTuple):
   op: Op
   for_named: bool
 
+
+ParsedStrategy = Sequence[tuple[str, list[ParsedOp]]]
 
 # For each op, by name: the function that makes the op, and whether the op acts on logical names.
 _OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
@@ -333,7 +325,7 @@ def unused_patterns(params: object, strategy: Strategy) -> list[int]:
   return [i for pattern, i in numbered if (pattern, i) not in used]
 
 
-def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedOp]]]:
+def parse_strategy(strategy: Strategy) -> ParsedStrategy:
   """Returns the pairs (pattern, ops) of a strategy, with parsed ops; raises an error if an op is not valid."""
   for pair in strategy:
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
@@ -364,11 +356,7 @@ def to_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) ->
 
 
 def decide(
-  path: Path,
-  variable: Variable,
-  parsed: Sequence[tuple[str, list[ParsedOp]]],
-  sizes: Mapping[str, int],
-  start: Placement | None = None,
+  path: Path, variable: Variable, parsed: ParsedStrategy, sizes: Mapping[str, int], start: Placement | None = None
 ) -> Placement:
   """Returns the placement of one variable; `start`, if given, already splits some of its dimensions."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)

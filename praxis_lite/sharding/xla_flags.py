@@ -82,11 +82,7 @@ _REFUSED = re.compile(r"INVALID_ARGUMENT: (?:No such compile option: '|While set
 
 
 def xla_flags(
-  platform: str,
-  num_devices: int,
-  given: Mapping[str, Flag | None] | None = None,
-  *,
-  use_defaults: bool = True,
+  platform: str, num_devices: int, given: Mapping[str, Flag | None] | None = None, *, use_defaults: bool = True
 ) -> XlaFlags:
   """Returns the flags of programs for a mesh of `num_devices` on a platform: 'cpu', 'gpu' or 'tpu'.
 

@@ -127,11 +127,7 @@ def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
 
 
 def state_layout(
-  jax_task: SingleTask,
-  mesh: Mesh | AbstractMesh,
-  specs_of_vars: NestedDict | None = None,
-  *,
-  optimizer: bool = True,
+  jax_task: SingleTask, mesh: Mesh | AbstractMesh, specs_of_vars: NestedDict | None = None, *, optimizer: bool = True
 ) -> StateLayout:
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables.
 

@@ -79,11 +79,7 @@ class TapStepOutput(NamedTuple):
 
 
 def train_step_single_learner(
-  jax_task: SingleTask,
-  states: TrainState[jax.Array],
-  prng_key: jax.Array,
-  inputs: NestedDict,
-  execution: Execution | None = None,
+  jax_task: SingleTask, states: TrainState, prng_key: jax.Array, inputs: NestedDict, execution: Execution | None = None
 ) -> TrainStepOutput:
   """Takes one step.
 

@@ -20,8 +20,4 @@ faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
 
 from praxis_lite.sharding.guards.guard import Guarded, GuardedJit, guard
 
-__all__ = [
-  'Guarded',
-  'GuardedJit',
-  'guard',
-]
+__all__ = ['Guarded', 'GuardedJit', 'guard']

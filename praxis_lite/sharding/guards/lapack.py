@@ -8,16 +8,7 @@ from collections.abc import Iterable, Sequence
 from praxis_lite.common.jax_internals.flags import jaxlib_release
 from praxis_lite.common.jax_internals.mlir import ir, stablehlo
 from praxis_lite.sharding.guards.arrays import make_constant, zeros
-from praxis_lite.sharding.propagation import (
-  ArraySplit,
-  Axis,
-  Instance,
-  Site,
-  callee,
-  count_parts,
-  functions_of,
-  operations,
-)
+from praxis_lite.sharding.propagation import ArraySplit, Instance, Site, callee, count_parts, functions_of, operations
 
 CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
@@ -108,15 +99,15 @@ def _loop(call: ir.Operation, batch: ArraySplit, site: Site | None) -> None:
   each = [n // k for n, k in zip(shape, parts)]
   loops = [n for pair in zip(parts, each) for n in pair]
 
-  def constrain(value: ir.Value, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
+  def constrain(value: ir.Value, entries: ArraySplit) -> ir.Value:
     rest = ((),) * (value.type.rank - len(entries))
     return value if site is None else site.insert_constraint(value, (*entries, *rest)).result
 
-  def reshape(value: ir.Value, dims: Sequence[int], old: int, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
+  def reshape(value: ir.Value, dims: Sequence[int], old: int, entries: ArraySplit) -> ir.Value:
     of_type = ir.RankedTensorType.get([*dims, *value.type.shape[old:]], value.type.element_type)
     return constrain(stablehlo.ReshapeOp(of_type, value).result, entries)
 
-  apart = [entry for axes in batch for entry in (axes, ())]
+  apart = tuple(entry for axes in batch for entry in (axes, ()))
   number = len(call.operands)
   with ir.InsertionPoint(call), call.location:
     int32 = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))

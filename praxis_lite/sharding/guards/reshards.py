@@ -7,16 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from praxis_lite.common.jax_internals.mlir import ir
-from praxis_lite.sharding.propagation import (
-  ArraySplit,
-  Axis,
-  Propagation,
-  Site,
-  is_closed,
-  mesh_axes,
-  operations,
-  split_of,
-)
+from praxis_lite.sharding.propagation import ArraySplit, Propagation, Site, is_closed, mesh_axes, operations, split_of
 
 # On meshes with fewer axes, and for reshards that change fewer dimensions, XLA was right in all cases that were tried.
 _NUM_AXES = 3
@@ -104,14 +95,6 @@ def _may_abort(reshard: tuple[ArraySplit, ArraySplit]) -> bool:
 
 
 def _common_split(one: ArraySplit, other: ArraySplit) -> ArraySplit:
-  return tuple(map(_common_axes, one, other))
-
-
-def _common_axes(before: Sequence[Axis], after: Sequence[Axis]) -> tuple[Axis, ...]:
-  """Returns the longest common beginning of the axes that split a dimension before and after, major first."""
-  common = []
-  for old, new in zip(before, after):
-    if old != new:
-      break
-    common.append(old)
-  return tuple(common)
+  """Returns, for each dimension, the longest common beginning of the axes that split it, major first."""
+  pairs = (itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new)) for old, new in zip(one, other))
+  return tuple(tuple(axis for axis, _ in common) for common in pairs)

@@ -107,9 +107,8 @@ def muon(
     arrays, dims = leaves_by_path(direction), dims_by_path(matrices, direction)
     changed = change_matrices(orthogonalize, arrays, dims, splits, placement)
     shapes = {path: x.shape for path, x in arrays.items()} if splits is None else splits.shapes
-    return map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction), MuonState(
-      count, mu
-    )
+    scaled = map_with_path(lambda path, _: scale(changed[path], dims[path], shapes[path]), direction)
+    return scaled, MuonState(count, mu)
 
   return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),

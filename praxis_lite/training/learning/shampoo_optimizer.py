@@ -141,13 +141,9 @@ def shampoo(
       placement,
       returns=('direction',),
     )
-    return map_with_path(lambda path, _: changed['direction'][path], updates), ShampooState(
-      optax.safe_increment(count),
-      mu,
-      nu,
-      put_sides(squares['statistics'], state.statistics),
-      put_sides(squares['roots'], state.roots),
-    )
+    direction = map_with_path(lambda path, _: changed['direction'][path], updates)
+    sides = (put_sides(squares[name], getattr(state, name)) for name in ('statistics', 'roots'))
+    return direction, ShampooState(optax.safe_increment(count), mu, nu, *sides)
 
   return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),

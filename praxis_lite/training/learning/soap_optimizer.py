@@ -127,13 +127,8 @@ def soap(
       returns=('direction', 'nu'),
     )
     direction, nu = (map_with_path(lambda path, _, x=changed[name]: x[path], updates) for name in ('direction', 'nu'))
-    return direction, SoapState(
-      optax.safe_increment(count),
-      mu,
-      nu,
-      put_sides(squares['statistics'], state.statistics),
-      put_sides(squares['bases'], state.bases),
-    )
+    sides = (put_sides(squares[name], getattr(state, name)) for name in ('statistics', 'bases'))
+    return direction, SoapState(optax.safe_increment(count), mu, nu, *sides)
 
   return make_matrix_optimizer(
     optax.GradientTransformationExtraArgs(init, update),

@@ -31,6 +31,8 @@ from praxis_lite.sharding.growth import depth_ratio, fan_growth, fan_sizes, init
 from praxis_lite.sharding.weights import WeightHParams, init_magnitude
 from praxis_lite.training.learning.matrices import matrix_dims, takes_matrices
 
+_Build = Callable[[float], optax.GradientTransformationExtraArgs]  # (learning rate) -> the transformation
+
 UPDATE_SIZES = ('auto', 'normalized', 'gradient', 'relative', 'spectral')
 
 # Optimizers whose state contains points of the trajectory; a factor of the updates would make these inconsistent.
@@ -44,17 +46,13 @@ def has_growth(weights: NestedDict) -> bool:
 
 
 def update_factors(
-  config: Config,
-  build: Callable[[float], optax.GradientTransformationExtraArgs],
-  weights: NestedDict,
-  size: str,
-  decays: bool = False,
+  config: Config, build: _Build, weights: NestedDict, size: str, decays: bool = False
 ) -> dict[Path, float]:
   """Returns the factor of the update of each variable, by path.
 
   Args:
     config: config of the optimizer, which has a weight decay if `decays`.
-    build: (learning rate) -> the transformation, without weight decay.
+    build: makes the transformation, without weight decay.
     weights: declarations of the variables.
     size: one of `UPDATE_SIZES`; 'auto' detects it for each variable.
 
@@ -77,9 +75,7 @@ def update_factors(
   return {path: _factor(weight, sizes[path], config) for path, weight in declared.items()}
 
 
-def find_sizes(
-  config: Config, build: Callable[[float], optax.GradientTransformationExtraArgs], weights: NestedDict
-) -> dict[Path, str]:
+def find_sizes(config: Config, build: _Build, weights: NestedDict) -> dict[Path, str]:
   """Returns the size of the updates of each variable, by path; see the top of this file."""
   matrices = _matrices(config, weights)
   alike = _group(config, weights, matrices)
