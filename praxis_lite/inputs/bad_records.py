@@ -21,19 +21,12 @@ from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 
 
 class BadRecord(NamedTuple):
-  """A record, or a part of a file, that cannot be read.
-
-  Attributes:
-    file: path of the file.
-    place: place in the file, such as 'record 16'; '' for the whole file.
-    reason: what is wrong, in one line.
-    records: number of records that cannot be read.
-  """
+  """A record, or a part of a file, that cannot be read, and in one line the reason."""
 
   file: str
-  place: str
+  place: str  # Such as 'record 16'; '' for the whole file.
   reason: str
-  records: int = 1
+  records: int = 1  # The number of records that cannot be read.
 
   def __str__(self) -> str:
     return f'{self.place} of {self.file}: {self.reason}' if self.place else f'{self.file} {self.reason}'

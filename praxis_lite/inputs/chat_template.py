@@ -46,12 +46,10 @@ class ChatTemplate:
     self._source, self._specials, self._where = source, specials, where
 
   def render(self, messages: Messages, *, add_generation_prompt: bool) -> ChatText:
-    """Returns the text of a chat.
+    """Returns the text of a chat; with `add_generation_prompt`, it ends with the beginning of an answer.
 
-    Args:
-      messages: dicts with a `role`, such as 'system', 'user' or 'assistant', and the `content`. The template may define
-        other roles.
-      add_generation_prompt: whether the text ends with the beginning of an answer.
+    Messages have a `role`, such as 'system', 'user' or 'assistant', and the `content`. The template may define other
+    roles.
 
     Raises:
       DataError: the template fails, or a role is misspelled or unknown to the template.
@@ -94,10 +92,7 @@ class ChatTemplate:
     """Returns the text of a whole chat, with the answers that the template marks.
 
     If it marks none, an answer is the text that an assistant's message adds to the text of the messages before it.
-
-    Args:
-      messages: see `render`.
-      first: the number of the first message, from 0, whose answers are returned.
+    `first` is the number of the first message, from 0, whose answers are returned.
 
     Raises:
       DataError: the template fails; or it marks no answers and changes the text of earlier messages.

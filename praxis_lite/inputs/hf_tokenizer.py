@@ -137,11 +137,8 @@ class HfTokenizer(BaseTokenizer):
   def chat_prompt(self, messages: Messages) -> str:
     """Returns the text to which a chat model adds its answer, formatted by the tokenizer's chat template.
 
-    Args:
-      messages: dicts with a `role` ('system', 'user' or 'assistant') and the `content`.
-
-    Raises:
-      DataError: there is no template, or the template fails.
+    Messages have a `role` ('system', 'user' or 'assistant') and the `content`. Raises DataError if there is no
+    template, or it fails.
     """
     return self._template.render(messages, add_generation_prompt=True).text
 

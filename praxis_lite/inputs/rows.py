@@ -23,11 +23,8 @@ Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 def canonical_rows(rows: object, where: str) -> Rows:
   """Returns `rows` as nested dicts of arrays with dtypes that JAX does not change; adds `weights` of 1 if missing.
 
+  They are a mapping, possibly nested, of array-likes with a common dimension 0; error messages begin with `where`.
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
-
-  Args:
-    rows: a mapping, possibly nested, of array-likes with a common dimension 0.
-    where: name of the rows in error messages.
 
   Raises:
     DataError: `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or values do

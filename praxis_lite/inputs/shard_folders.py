@@ -23,12 +23,7 @@ def part_name(number: int, format: str) -> str:
 
 
 class ShardFolder(NamedTuple):
-  """A folder in which no shard is missing.
-
-  Attributes:
-    settings: the settings of the plan, JSON values by name.
-    parts: the file of each shard, in order.
-  """
+  """A folder in which no shard is missing: the settings of its plan, JSON values, and the file of each shard."""
 
   settings: dict[str, Any]
   parts: list[Path]

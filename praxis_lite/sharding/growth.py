@@ -75,12 +75,7 @@ def depth_ratio(weight: WeightHParams) -> float:
 
 
 def grow_weight(weight: WeightHParams, base: WeightHParams, depth: float, depth_exponent: float) -> WeightHParams:
-  """Returns `weight` with its growth, and with initial values scaled accordingly.
-
-  Args:
-    weight, base: the declarations in a model and in a smaller one, with initializers.
-    depth, depth_exponent: see `Growth`.
-  """
+  """Returns `weight` with its growth from `base`, that of a smaller model, and initial values scaled accordingly."""
   grown = dataclasses.replace(weight, growth=Growth(base.shape, depth, depth_exponent))
   own, there = init_magnitude(weight), init_magnitude(base)
   if own and there and isinstance(weight.init, WeightInit):

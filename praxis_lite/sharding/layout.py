@@ -76,10 +76,8 @@ class StateLayout(NamedTuple):
   def to_host(self, tree: T) -> T:
     """Outside a step: returns some or all arrays of this layout as NumPy arrays in their true shapes.
 
-    They are copies. PRNG keys are returned unchanged.
-
-    Raises:
-      ShardingError: an array is not in this layout, or has neither its stored nor its true shape.
+    They are copies. PRNG keys are returned unchanged. Raises ShardingError if an array is not in this layout, or has
+    neither its stored nor its true shape.
     """
 
     def read(x: AnyArray, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> AnyArray:
@@ -135,11 +133,9 @@ def is_prng_key(x: Any) -> bool:
 
 
 def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> StateLayout:
-  """Returns the layout of any tree on `mesh`.
+  """Returns the layout on `mesh` of a tree of objects with the true shape and dtype.
 
-  Args:
-    shapes: tree of objects with the true shape and dtype.
-    specs: tree of PartitionSpecs, or a prefix of one; None means replicated.
+  `specs` is a tree of PartitionSpecs, or a prefix of one; None means replicated.
   """
   full = jax.tree.map(
     lambda x, spec: stored_spec(complete_spec(spec, len(x.shape))),

@@ -139,19 +139,12 @@ class Site:
 
 
 class Instance(NamedTuple):
-  """An operation with its splits in one call of its function. If the function is called twice, it has two instances.
-
-  Attributes:
-    site: the operation. Its arrays are the operands, then the results.
-    splits: how each array is split.
-    compatible: how the arrays would be split if the operation were local to each device, except for sums.
-    sources: how each operand is split before Shardy reshards it for the operation; () without `with_sources`.
-  """
+  """An operation with its splits in one call of its function. If the function is called twice, it has two instances."""
 
   site: Site
-  splits: tuple[ArraySplit, ...]
-  compatible: tuple[ArraySplit, ...]
-  sources: tuple[ArraySplit, ...]
+  splits: tuple[ArraySplit, ...]  # Of each array: the operands, then the results.
+  compatible: tuple[ArraySplit, ...]  # If the operation were local to each device, except for sums.
+  sources: tuple[ArraySplit, ...]  # Of operands, before Shardy reshards them; () without `with_sources`.
 
 
 class Propagation:

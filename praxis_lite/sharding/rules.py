@@ -73,13 +73,8 @@ def match_rules(
 ) -> tuple[int | None, ...]:
   """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
 
-  Args:
-    names, rules: logical name of each dimension, or None or UNCONSTRAINED; and the rules.
-    taken: mesh axes that are not available.
-    path: where the names come from, for messages.
-
-  Raises:
-    ShardingError: a name occurs twice, or no rule has it.
+  Names are logical names, None or UNCONSTRAINED, and come from `path`; the mesh axes `taken` are not available. Raises
+  ShardingError if a name occurs twice, or no rule has it.
   """
   named = [name for name in names if name is not None and name is not UNCONSTRAINED]
   prefix = f'{path}: ' if path else ''

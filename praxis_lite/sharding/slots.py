@@ -64,13 +64,7 @@ def opt_state_specs(
 
 
 class SlotOrigin(NamedTuple):
-  """Where an array of an optimizer's state comes from.
-
-  Attributes:
-    owner: path of its parameter.
-    rank: number of dimensions of its parameter.
-    dims: for each dimension of the slot, the dimension of the parameter that it comes from, or None.
-  """
+  """The parameter that an array of an optimizer's state belongs to, its rank, and how dimensions correspond."""
 
   owner: Path
   rank: int

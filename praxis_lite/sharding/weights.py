@@ -288,10 +288,7 @@ class WeightHParams:
   ) -> WeightHParams:
     """Returns the declaration of `times` such weights, stacked along a new first dimension.
 
-    Args:
-      times: size of the new dimension.
-      split: entry of a split mapping for the new dimension.
-      field: the config field that `split` comes from.
+    `split` is the entry of a split mapping for that dimension, from the config field `field`.
     """
     stack = DeclaredSplit.make((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
@@ -353,9 +350,7 @@ def init_weights(
 ) -> dict[Path, jax.Array]:
   """Returns the initial values of `weights` by path; a `JointInit` draws once for all weights of its layer.
 
-  Args:
-    weights: declarations by path.
-    fold_in_paths: returns a key for each path.
+  `fold_in_paths` returns a key for each path.
   """
   joint = {path: path[: -len(w.init.below)] for path, w in weights.items() if isinstance(w.init, JointInit)}
   keys = fold_in_paths(list(dict.fromkeys(joint.get(path, path) for path in weights)))

@@ -42,12 +42,7 @@ DEFAULTS: Mapping[str, Mapping[str, Flag]] = {
 
 
 class XlaFlags(NamedTuple):
-  """Flags of a program.
-
-  Attributes:
-    defaults: flags of the platform.
-    given: flags of the config; they override the defaults.
-  """
+  """Flags of a program: those of the platform, and those of the config, which override them."""
 
   defaults: Mapping[str, Flag] = {}
   given: Mapping[str, Flag] = {}

@@ -17,26 +17,19 @@ import numpy as np
 
 from praxis_lite.common.jax_internals.programs import bind, called_program, run_program, scan_sizes
 
+_MOST_ORIGINS = 5
 _NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
 
 
 @dataclasses.dataclass
 class Origin:
-  """An operation whose inputs are finite and whose result is not.
+  """An operation whose inputs are finite and whose result is not."""
 
-  Attributes:
-    where: the path of the layer, with indices of repeated layers, as in 'lm.transformer[3].layers.mlp'.
-    is_backward: whether the operation belongs to the backward pass.
-    operation: its name in JAX, such as 'exp'.
-    found: the non-finite value in its result: 'nan' or 'inf'.
-    inputs: a text for each input, with its shape and range.
-  """
-
-  where: str
-  is_backward: bool
-  operation: str
-  found: str
-  inputs: list[str]
+  where: str  # The path of the layer, with indices of repeated layers, as in 'lm.transformer[3].layers.mlp'.
+  is_backward: bool  # Whether the operation belongs to the backward pass.
+  operation: str  # Its name in JAX, such as 'exp'.
+  found: str  # The non-finite value in its result: 'nan' or 'inf'.
+  inputs: list[str]  # A text for each input, with its shape and range.
 
   def __str__(self) -> str:
     direction = 'backward, ' if self.is_backward else ''
@@ -54,22 +47,17 @@ class Statistics:
 
 
 class Trace:
-  """The values that a program computes, operation by operation.
-
-  Args:
-    root: the scope of the model itself, which paths leave out.
-    most: the largest number of origins to keep.
+  """The values that a program computes, operation by operation; paths leave out `root`, the scope of the model itself.
 
   Attributes:
-    origins: operations where non-finite values first appear, in order. Some may be intended, such as in masks.
+    origins: the first operations where non-finite values appear, in order. Some may be intended, such as in masks.
     layers: statistics by the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
   """
 
-  def __init__(self, root: str = '', most: int = 5):
+  def __init__(self, root: str = ''):
     self.origins: list[Origin] = []
     self.layers: dict[str, Statistics] = {}
     self._root = root
-    self._most = most
 
   def run(self, function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(*args), computed one operation at a time."""
@@ -137,7 +125,7 @@ class Trace:
         rms, largest = float(np.sqrt(np.mean(finite**2))), float(np.max(np.abs(finite)))
         name_in_pass = f'{where}~' if is_backward else where
         self.layers[name_in_pass] = Statistics(rms, largest, int(x.size - good.sum()), x.size)
-      if not good.all() and len(self.origins) < self._most and all(map(_is_finite, args)):
+      if not good.all() and len(self.origins) < _MOST_ORIGINS and all(map(_is_finite, args)):
         found = 'nan' if np.isnan(x).any() else 'inf'
         self.origins.append(Origin(where, is_backward, name, found, [_range(a) for a in args]))
 

@@ -20,17 +20,11 @@ from praxis_lite.training.microbatches import GradientFn, LossOutput
 
 
 class Probes(NamedTuple):
-  """The probes for gradients that are tapped.
+  """The probes for gradients that are tapped."""
 
-  Attributes:
-    arrays: zeros, in a tree like the variables.
-    paths: for each summary, by its name, the path of its probe in `arrays`.
-    share: see `Taps`.
-  """
-
-  arrays: NestedDict
-  paths: dict[str, Path]
-  share: jax.Array
+  arrays: NestedDict  # Zeros, in a tree like the variables.
+  paths: dict[str, Path]  # For each summary, by its name, the path of its probe in `arrays`.
+  share: jax.Array  # See `Taps`.
 
 
 def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_losses: int = 1) -> Probes:

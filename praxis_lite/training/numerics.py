@@ -32,17 +32,11 @@ Norms = dict[str, np.ndarray]  # By variable: a scalar, or [layers, 1, ...] for 
 
 
 class Compared(NamedTuple):
-  """The outcome of a comparison.
+  """The outcome of a comparison of norms with another computation."""
 
-  Attributes:
-    reference: the other computation, as text, such as 'on one device'.
-    num_norms: how many norms were compared.
-    worst: the largest relative difference of two norms.
-  """
-
-  reference: str
+  reference: str  # The other computation, such as 'on one device'.
   num_norms: int
-  worst: float
+  worst: float  # The largest relative difference of two norms.
 
 
 def compare_gradients(

@@ -32,18 +32,11 @@ _LEAST = 0.01  # Findings that take less than this fraction of the time of all p
 
 
 class SlowPath(NamedTuple):
-  """Additional work of a layer because of a slow path.
+  """Additional work of a layer because of a slow path, and what to change."""
 
-  Attributes:
-    layer: path of the layer; '' if the work is in no layer.
-    what: a description of the work.
-    seconds: the time that it takes on each device in a step.
-    remedy: what to change.
-  """
-
-  layer: str
+  layer: str  # Its path; '' if the work is in no layer.
   what: str
-  seconds: float
+  seconds: float  # On each device in a step.
   remedy: str
 
   @property

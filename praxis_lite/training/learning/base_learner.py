@@ -203,20 +203,11 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_specs(self, opt_states: States, splits: Splits) -> dict[Path, PartitionSpec]:
-    """Returns the specs, by path, of slots that the optimizer places itself; other slots follow their variables.
-
-    Args:
-      opt_states: shapes of the optimizer's state.
-      splits: how a mesh splits the variables.
-    """
+    """Returns the specs, by path, of slots that the optimizer places itself; other slots follow their variables."""
     return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    """Returns the path of a field, and the names of functions in it whose updates may differ on shards of variables.
-
-    Args:
-      split_dims: the split dimensions of each split variable.
-    """
+    """Returns the path of a field, and the names of functions in it whose updates may differ on shards of variables."""
     raise NotImplementedError
 
   def describe_exchanges(self, splits: Splits) -> list[str]:
@@ -318,9 +309,8 @@ def matching_paths(
 ) -> set[Path]:
   """Returns the paths of declared variables whose whole path matches one of the regexes.
 
-  Raises:
-    ConfigError: a regex is not valid, or matches no path. The message begins with `where`, the path of the field, and
-      calls the variables `what`.
+  Raises ConfigError if a regex is not valid, or matches no path. The message begins with `where`, the path of the
+  field, and calls the variables `what`.
   """
   matching: set[Path] = set()
   for pattern in (patterns,) if isinstance(patterns, str) else patterns:

@@ -78,11 +78,8 @@ class Clipping:
   ) -> tuple[NestedDict, NormHistory | None]:
     """Returns (clipped gradients, new history).
 
-    Args:
-      gradients, norm: the gradients, and the norm of all of them together.
-      variables, declared: the variables, and their declarations.
-      sum_parts: adds sums over shards across devices; the identity if each device has whole variables.
-      history: the history of the steps before; needed for `z_score`.
+    `norm` is the norm of all gradients together. `sum_parts` adds sums over shards across devices, and is the identity
+    if each device has whole variables. `history` is that of the steps before, and is needed for `z_score`.
     """
     original = gradients
     if limit := self.value:

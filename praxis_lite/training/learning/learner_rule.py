@@ -91,9 +91,7 @@ class LearnerRule(Configurable):
   def factors(self, trained: NestedDict, weights: NestedDict) -> dict[Path, float | np.ndarray]:
     """Returns the update factor of each variable of the rule, by path: a number, or [layers, 1, ...] for a stack.
 
-    Args:
-      trained: the declarations of the variables of the rule.
-      weights: the declarations of all variables of the model.
+    `trained` are the declarations of the variables of the rule, and `weights` those of all variables of the model.
     """
     by_layer = {} if self._decay is None else self._decay.factors(weights)
     if self._decay is not None and by_layer.keys().isdisjoint(leaves(trained)):

@@ -109,13 +109,9 @@ def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, Ma
 def square_arrays(
   params: object, dims: dict[Path, MatrixDims], largest: int, fill: Callable[[tuple[int, ...]], jax.Array]
 ) -> PerSide:
-  """Returns square arrays for the sides of each matrix, or `optax.MaskedNode` for sides that are too large.
+  """Returns square arrays for the sides of each matrix, or `optax.MaskedNode` for sides larger than `largest`.
 
-  Args:
-    params: the variables.
-    dims: the dimensions of rows and columns of each matrix, by path.
-    largest: the size of the largest side that has a square array.
-    fill: (shape [..., m, m]) -> the array.
+  `dims` has the dimensions of rows and columns of each matrix, by path; `fill` makes an array of a shape [..., m, m].
   """
 
   def make(path: Path, x: jax.Array, side: int) -> Any:
@@ -136,12 +132,9 @@ def put_sides(squares: PerSide, into: PerSide) -> PerSide:
 
 
 def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
-  """Returns the square arrays of a side with updated 'statistics', the moving average of x x^T; {} if `side` is {}.
+  """Returns the square arrays of a side, [N, m, m], with updated 'statistics'; {} if `side` is {}.
 
-  Args:
-    side: arrays [N, m, m] by name.
-    x: gradients [N, m, n].
-    decay: decay of the average.
+  These are the moving average, with this decay, of x x^T for gradients x, [N, m, n].
   """
   return side and {**side, 'statistics': decay * side['statistics'] + (1 - decay) * x @ x.mT}
 

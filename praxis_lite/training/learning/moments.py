@@ -43,12 +43,9 @@ _SQUARES = frozenset({'nu'})
 
 
 class CompressedState(NamedTuple):
-  """The state of an optimizer with its moments compressed.
+  """The number of updates, int32, and the state of an optimizer with its moments compressed.
 
-  Attributes:
-    num_updates: int32.
-    inner: the state of the optimizer, in which each moment is replaced by a bfloat16 array, or by a tuple (codes,
-      maxima along each dimension).
+  Each moment is replaced by a bfloat16 array, or by a tuple (codes, maxima along each dimension).
   """
 
   num_updates: jax.Array

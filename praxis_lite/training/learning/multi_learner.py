@@ -52,12 +52,9 @@ class MultiLearner(BaseLearner, Configurable):
     rules: configs of `LearnerRule`s. Each trained variable belongs to exactly one rule.
     clip_gradient_norm_to_value: upper limit of the norm of the gradients of all rules together; 0 disables it. After
       that, the same field of a rule's learner limits the norm of the rule's gradients.
-    bprop_variable_inclusion: regexes that match whole paths of the variables to train; empty trains all.
-    bprop_variable_exclusion: regexes that match whole paths of variables that are not trained, and have no slots.
-    num_microbatches: gradients are accumulated over this many parts of a batch.
+    bprop_variable_inclusion, bprop_variable_exclusion, num_microbatches, report_param_norm, report_noise_scale: see
+      `Learner`.
     on_nonfinite: see `Learner`; gradients of rules that do not train in the step do not count.
-    report_param_norm: adds the norm of the trained variables to the stats.
-    report_noise_scale: see `Learner`.
 
   For each rule, the stats have `grad_norm/<name>` and `learning_rate/<name>`. The latter is multiplied by the rule's
   `update_factor`, and is 0 if the rule does not train in the step.
