@@ -30,7 +30,9 @@ _SHOWN = 3
 
 def manifest_of(files: Sequence[str]) -> DataManifest:
   """Returns the manifest of files; raises DataError if one of them cannot be read."""
-  by_name = _paths_by_name(files)
+  paths = [os.path.abspath(file) for file in files]
+  root = os.path.commonpath([os.path.dirname(path) for path in paths])
+  by_name = {os.path.relpath(path, root).replace(os.sep, '/'): path for path in paths}
   names = sorted(by_name)
   sampled = {*sorted(names, key=_hash)[:_SAMPLED]}
   with ThreadPoolExecutor(_THREADS) as pool:
@@ -74,12 +76,6 @@ def _changes(saved: object, now: DataManifest) -> Iterator[str]:
     total = len(before), sum(size for size, _ in before.values()), None
   if total != of_now:
     yield f'there are {of_now[0]:,} files of {of_now[1]:,} bytes; before, there were {total[0]:,} of {total[1]:,}'
-
-
-def _paths_by_name(files: Sequence[str]) -> dict[str, str]:
-  paths = [os.path.abspath(file) for file in files]
-  root = os.path.commonpath([os.path.dirname(path) for path in paths])
-  return {os.path.relpath(path, root).replace(os.sep, '/'): path for path in paths}
 
 
 def _size(file: str) -> int:

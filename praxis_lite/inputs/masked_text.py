@@ -87,7 +87,10 @@ class MaskedTextInput(TextInput):
       starts = self._starts_word[labels] | (batch['segment_pos'][row] == 0) if self.whole_words else may
       chosen = self._choose(may, starts, random[0])
       batch['weights'][row] = chosen
-      batch['ids'][row] = np.where(chosen, self._hide(labels, random[1], random[2]), labels)
+      # The second row of random numbers decides between mask, random token and label; the third draws random tokens.
+      tokens = self._text_ids[np.floor(random[2] * len(self._text_ids)).astype(np.int64)]
+      others = np.where(random[1] < self.mask_share + self.random_share, tokens, labels)
+      batch['ids'][row] = np.where(chosen, np.where(random[1] < self.mask_share, self.mask, others), labels)
     return batch
 
   @property
@@ -148,12 +151,3 @@ class MaskedTextInput(TextInput):
     if words and left == count:
       chosen[words[0]] = True
     return chosen
-
-  def _hide(self, labels: np.ndarray, kind: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Returns the ids, [T], that replace `labels` where a position is chosen.
-
-    The random numbers `kind`, [T], decide between mask, random token and label; `random`, [T], draws random tokens.
-    """
-    tokens = self._text_ids[np.floor(random * len(self._text_ids)).astype(np.int64)]
-    others = np.where(kind < self.mask_share + self.random_share, tokens, labels)
-    return np.where(kind < self.mask_share, self.mask, others).astype(np.int32)

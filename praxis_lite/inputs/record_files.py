@@ -64,18 +64,15 @@ def _rows(file: str, columns: Sequence[str], where: str) -> Iterator[bytes | Bad
       check_columns(columns, opened.schema_arrow.names, file, where)
       for batch in opened.iter_batches(_AT_ONCE, columns=list(columns)):
         for row in batch.to_pylist():
-          yield _serialize(row, file, number)
+          try:
+            yield _example(row)
+          except (DataError, TypeError, ValueError) as error:
+            reason = f'cannot be stored as a tf.train.Example: {first_line(error)}'
+            yield BadRecord(file, f'row {number}', reason)
           number += 1
   except (pa.ArrowException, OSError) as error:
     reason = unless_empty(file, f'is not a whole Parquet file: {first_line(error)}')
     yield BadRecord(file, f'row {number}' if number else '', reason)
-
-
-def _serialize(row: dict[str, Any], file: str, number: int) -> bytes | BadRecord:
-  try:
-    return _example(row)
-  except (DataError, TypeError, ValueError) as error:
-    return BadRecord(file, f'row {number}', f'cannot be stored as a tf.train.Example: {first_line(error)}')
 
 
 def _example(row: dict[str, Any]) -> bytes:

@@ -37,15 +37,10 @@ if TYPE_CHECKING:
 
 _Group = tuple[str, int]  # A file, and the number of a group in it.
 # What to do with files of other kinds, by the endings of their names.
-_CONVERT = 'convert it, as by pandas and to_parquet'
 _OTHER_KINDS = {
-  '.csv': _CONVERT,
-  '.tsv': _CONVERT,
-  '.json': _CONVERT,
-  '.jsonl': _CONVERT,
+  **dict.fromkeys(('.csv', '.tsv', '.json', '.jsonl'), 'convert it, as by pandas and to_parquet'),
+  **dict.fromkeys(('.npz', '.npy'), 'ArrayInput takes arrays'),
   '.txt': 'TextInput reads text',
-  '.npz': 'ArrayInput takes arrays',
-  '.npy': 'ArrayInput takes arrays',
   '.tfrecord': 'TFRecordInput reads these',
   '.array_record': 'ArrayRecordInput reads these',
 }

@@ -258,7 +258,9 @@ class TFRecordInput(RecordsInput, BaseTFInput):
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
     if self.features is None:
       return tf.map_fn(self.parse_fn, elements, fn_output_signature=self._parsed_spec)
-    return tf.io.parse_example(elements, {k: _stored_spec(f) for k, f in self._features.items()})
+    kinds = {k: tf.int64 if np.dtype(f.dtype).kind in 'biu' else tf.float32 for k, f in self._features.items()}
+    stored = {k: tf.io.FixedLenFeature(tuple(f.shape), kinds[k]) for k, f in self._features.items()}
+    return tf.io.parse_example(elements, stored)
 
   def to_rows(self, examples: object) -> Rows:
     if self.features is None:
@@ -327,8 +329,3 @@ def _after(check: Callable[[Any], None], x: tf.Tensor) -> tf.Tensor:
   """Returns `x` after calling `check` with it, as a NumPy value, which may raise an error."""
   with tf.control_dependencies([tf.numpy_function(check, [x], [])]):
     return tf.identity(x)
-
-
-def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
-  is_integral = np.dtype(feature.dtype).kind in 'biu'
-  return tf.io.FixedLenFeature(tuple(feature.shape), tf.int64 if is_integral else tf.float32)

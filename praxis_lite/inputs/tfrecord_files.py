@@ -8,7 +8,6 @@ damage in a compressed file, no further record can be found.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import struct
@@ -105,11 +104,9 @@ def bad_records_of(
 
 
 def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collection[int] | None) -> tf.data.Dataset:
-  """Returns a dataset of a file's records, without damaged records and those whose indices are in `bad`.
+  """Returns a dataset of the records that `read` yields, without damaged records and those whose indices are in `bad`.
 
-  Args:
-    read: a function that yields the file's records.
-    bad: indices of bad records; None if they are not known yet, and then the first damaged record raises DataError.
+  If `bad` is None, the bad records are not known yet, and the first damaged record raises DataError.
   """
 
   def whole() -> Iterator[bytes]:
@@ -197,19 +194,11 @@ def _end_of_record(header: bytes, at: int) -> int | None:
 def _masked_crc32c(data: bytes) -> int:
   crc = 0xFFFFFFFF
   for byte in data:
-    crc = _table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= byte
+    for _ in range(8):
+      crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
   crc ^= 0xFFFFFFFF
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-@functools.cache
-def _table() -> list[int]:
-  table = []
-  for byte in range(256):
-    for _ in range(8):
-      byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    table.append(byte)
-  return table
 
 
 def tensorflow_reason(error: Exception) -> str:

@@ -42,10 +42,10 @@ def fan_growth(weight: WeightHParams) -> FanGrowth:
   """Returns the growth of a weight's fans compared with the smaller model; 1 and 1 if there is no smaller model."""
   if weight.growth is None or weight.growth.base_shape == weight.shape:
     return FanGrowth(1.0, 1.0)
-  axes_in, axes_out = _fan_axes(weight)
-  fans = FanGrowth(_size_ratio(weight, axes_in), _size_ratio(weight, axes_out))
+  here, there = fan_sizes(weight)
+  fans = FanGrowth(here[0] / there[0], here[1] / there[1])
   if fans.kind == 'equal':  # There are more blocks or channels, each as large as before.
-    return FanGrowth(1.0, _size_ratio(weight, tuple(range(len(weight.shape)))))
+    return FanGrowth(1.0, math.prod(weight.shape) / math.prod(weight.growth.base_shape))
   return fans
 
 
@@ -93,9 +93,3 @@ def _fan_axes(weight: WeightHParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
   if rank < 2 or WeightHParamsCollection.SKIP_REGULARIZATION in weight.collections:
     return (), tuple(range(rank))
   return tuple(range(rank - 1)), (rank - 1,)
-
-
-def _size_ratio(weight: WeightHParams, axes: tuple[int, ...]) -> float:
-  assert weight.growth is not None
-  here, there = (math.prod(shape[axis] for axis in axes) for shape in (weight.shape, weight.growth.base_shape))
-  return here / there

@@ -8,10 +8,6 @@ from praxis_lite.common.importing import lazy_names
 
 if TYPE_CHECKING:
   from praxis_lite.training.adapters import train_adapters as train_adapters
-  from praxis_lite.training.distillation import (
-    train_distillation as train_distillation,
-    train_on_policy as train_on_policy,
-  )
   from praxis_lite.training.microbatches import (
     accumulate_gradients as accumulate_gradients,
     sync_gradients as sync_gradients,
@@ -23,7 +19,9 @@ if TYPE_CHECKING:
     get_partitioned_spmd_model_decode_fn as get_partitioned_spmd_model_decode_fn,
     partition_spmd_model as partition_spmd_model,
   )
-  from praxis_lite.training.preferences import (
+  from praxis_lite.training.post_training import (
+    train_distillation as train_distillation,
+    train_on_policy as train_on_policy,
     train_policy as train_policy,
     train_preferences as train_preferences,
     train_rewards as train_rewards,
@@ -44,12 +42,12 @@ __getattr__, __dir__, __all__ = lazy_names(
   __name__,
   {
     'praxis_lite.training.adapters': 'train_adapters',
-    'praxis_lite.training.distillation': 'train_distillation train_on_policy',
     'praxis_lite.training.microbatches': 'accumulate_gradients sync_gradients',
     'praxis_lite.training.partitioned_step': 'PartitionedStep',
     'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '
     'get_partitioned_spmd_model_decode_fn partition_spmd_model',
-    'praxis_lite.training.preferences': 'train_policy train_preferences train_rewards',
+    'praxis_lite.training.post_training': 'train_distillation train_on_policy train_policy train_preferences '
+    'train_rewards',
     'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpad',
     'praxis_lite.training.steps': 'decode_step eval_step_single_learner loss_and_gradients train_step_single_learner',
   },

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from praxis_lite.common.config import Config
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, add_adapters
-from praxis_lite.training.preferences import include
 from praxis_lite.training.task import SingleTask, TaskT
 
 
@@ -41,3 +40,20 @@ def describe_untypical_training(task: SingleTask) -> str:
     f'warning: task.model.adapters: training changes all weights, not only the adapters{begins}; to train only '
     f"adapters: --set 'task.train.learner.bprop_variable_inclusion=.*lora.*'{more}"
   )
+
+
+def exclude(task: Config[TaskT], pattern: str) -> None:
+  """Excludes the variables whose paths match a regex from the training of a task."""
+  _add_regex(task, 'bprop_variable_exclusion', pattern)
+
+
+def include(task: Config[TaskT], pattern: str) -> None:
+  """Adds the variables whose paths match a regex to those that a task trains."""
+  _add_regex(task, 'bprop_variable_inclusion', pattern)
+
+
+def _add_regex(task: Config[TaskT], field: str, pattern: str) -> None:
+  given = getattr(task.train.learner, field)
+  known = (given,) if isinstance(given, str) else tuple(given)
+  if pattern not in known:
+    setattr(task.train.learner, field, (*known, pattern))

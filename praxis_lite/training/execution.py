@@ -155,9 +155,7 @@ class ShardMapped(Execution):
       )
     # The mesh axes over which each dimension of a variable may be gathered.
     self._split = {
-      path: tuple(
-        spec_axes(e) if num_parts(e, self._sizes) > 1 and not _keeps_split(weight) else () for e in self._specs[path]
-      )
+      path: ((),) * len(self._specs[path]) if _keeps_split(weight) else self._axes_of(path)
       for path, weight in self._weights.items()
     }
     self._gathered = {
@@ -245,10 +243,13 @@ class ShardMapped(Execution):
     return map_with_path(lambda path, _: complete[path], sums)
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    axes = tuple(spec_axes(e) if num_parts(e, self._sizes) > 1 else () for e in self._specs[path])
-    return ShardedParam(part, axes, self._weights[path].full_shape).gather()
+    return ShardedParam(part, self._axes_of(path), self._weights[path].full_shape).gather()
 
   # ---------------------------------------------------------------- shards
+
+  def _axes_of(self, path: Path) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes that split each dimension of a variable."""
+    return tuple(spec_axes(entry) if num_parts(entry, self._sizes) > 1 else () for entry in self._specs[path])
 
   def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     if path not in self._gathered:
@@ -286,7 +287,7 @@ class ShardMapped(Execution):
     learner = self._task.bind_learner()
     split: dict[Path, tuple[int, ...]] = {}
     for path in leaves(self._task.model.abstract_init()):
-      dims = tuple(dim for dim, entry in enumerate(self._specs[path]) if num_parts(entry, self._sizes) > 1)
+      dims = tuple(dim for dim, axes in enumerate(self._axes_of(path)) if axes)
       if dims and learner.is_trained(path):
         split[path] = dims
     where, names = learner.needs_whole(split)

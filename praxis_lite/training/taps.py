@@ -45,19 +45,12 @@ _MARKS = ('weights', 'segment_ids', 'paddings')
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-  """The values to observe, and the statistics to compute.
+  """The values to observe, and the statistics to compute."""
 
-  Attributes:
-    text: the text from which the tap was parsed.
-    of: 'grad', 'update', 'weight', or '' for an activation.
-    pattern: a path, in which '*' stands for any text.
-    statistics: names in `STATISTICS`, or 'ratio'; or `ARRAY` alone.
-  """
-
-  text: str
-  of: str
-  pattern: str
-  statistics: tuple[str, ...]
+  text: str  # The text from which the tap was parsed.
+  of: str  # 'grad', 'update', 'weight', or '' for an activation.
+  pattern: str  # A path, in which '*' stands for any text.
+  statistics: tuple[str, ...]  # Names in `STATISTICS`, or 'ratio'; or `ARRAY` alone.
 
   @classmethod
   def parse(cls, text: str, default: tuple[str, ...] = _DEFAULT) -> Tap:

@@ -114,8 +114,9 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     num_devices = integer(module.operation, parts) if parts in module.operation.attributes else 1
     if num_devices > 1 and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; the guards against wrong programs need it to be True')
-    if num_devices > 1:
-      _tell_of_unknown_release()
+    if num_devices > 1 and (this := jaxlib_release())[:2] not in SHOWN:
+      first_shown, last_shown, named = ('.'.join(map(str, release)) for release in (SHOWN[0], SHOWN[-1], this))
+      tell_once(_NOT_SHOWN.format(first=first_shown, last=last_shown, this=named))
     first: dict[Site, tuple[ArraySplit, ...]] = {}
     last: dict[Site, tuple[ArraySplit, ...]] = {}
     instances: list[Instance] = []
@@ -206,14 +207,6 @@ class GuardedJit(Generic[T]):
 def _kind(op: ir.Operation) -> str:
   """Returns the name of an operation without its dialect, such as 'dot_general'."""
   return op.name.partition('.')[2]
-
-
-def _tell_of_unknown_release() -> None:
-  """Warns the user, once, if the guards were not tested on this release of JAX."""
-  this = jaxlib_release()
-  if this[:2] not in SHOWN:
-    first, last, named = ('.'.join(map(str, release)) for release in (SHOWN[0], SHOWN[-1], this))
-    tell_once(_NOT_SHOWN.format(first=first, last=last, this=named))
 
 
 def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[ArraySplit, ...]]]:

@@ -128,10 +128,11 @@ class _SeveralOptimizers(BoundLearner):
     super().__init__(learner, weights)
     self._limit = learner.clip_gradient_norm_to_value
     self._owners = assign_variables(rules, self._declared)
-    self._parts = [
-      _Part(i, rule, select(self._declared, lambda path, i=i: self._owners[path] == i), weights)
-      for i, rule in enumerate(rules)
-    ]
+
+    def owned_by(index: int) -> NestedDict:
+      return select(self._declared, lambda path: self._owners[path] == index)
+
+    self._parts = [_Part(i, rule, owned_by(i), weights) for i, rule in enumerate(rules)]
 
   def paths_by_loss(self) -> dict[str, set[Path]]:
     paths: dict[str, set[Path]] = {}

@@ -84,10 +84,8 @@ def shampoo(
     largest_side: the size of the largest side that has statistics.
     graft: the norm to which each matrix of the update is scaled: 'adam', the norm of Adam's update; 'sgd', the norm of
       the momentum; 'none', its own norm.
-    weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
-    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
-      matrices.
-    placement, matrices: see `muon`.
+    weight_decay, weight_decay_mask, adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask, placement, matrices:
+      see `muon`.
 
   Raises:
     ConfigError: a value is out of range.

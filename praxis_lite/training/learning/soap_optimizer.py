@@ -80,10 +80,8 @@ def soap(
     eps: added to the root of the second moment; also Adam's epsilon.
     refresh_every: number of steps between computations of the eigenvectors.
     largest_side: the size of the largest side that has statistics.
-    weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
-    adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
-      matrices.
-    placement, matrices: see `muon`.
+    weight_decay, weight_decay_mask, adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask, placement, matrices:
+      see `muon`.
 
   Raises:
     ConfigError: a value is out of range.

@@ -1,4 +1,4 @@
-"""train_preferences, train_rewards and train_policy: make a language model learn from preferences or rewards."""
+"""Changes the task of a language model so that it learns from preferences, rewards, or a larger model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Collection
 from praxis_lite.common.config import REQUIRED, Config, config_values, field_names, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import Sampler
+from praxis_lite.models.distilled_model import DistilledModel
 from praxis_lite.models.language_model import SIZES_OF_NETWORK, LanguageModel, sized_network
+from praxis_lite.models.on_policy_model import OnPolicyModel
 from praxis_lite.models.policy_losses import Grpo
 from praxis_lite.models.policy_model import PolicyModel
 from praxis_lite.models.preference_losses import Dpo
 from praxis_lite.models.preference_model import PreferenceModel
 from praxis_lite.models.reward_model import RewardModel
+from praxis_lite.training.adapters import exclude, include
 from praxis_lite.training.task import TaskT
 
 
@@ -114,18 +117,65 @@ def check_is_language_model(where: str, model: Config) -> None:
     raise ConfigError(f'{where}: expected a LanguageModel, got {getattr(built, "__name__", built)}')
 
 
-def exclude(task: Config[TaskT], pattern: str) -> None:
-  """Excludes the variables whose paths match a regex from the training of a task."""
-  _add_regex(task, 'bprop_variable_exclusion', pattern)
+def train_distillation(
+  task: Config[TaskT], teacher: Config | None, *, temperature: float = 1.0, weight: float = 0.5
+) -> Config[TaskT]:
+  """Makes the model of a task a `DistilledModel`, in place, and returns the task.
+
+  The learner does not train the teacher. If `task.train.init_from` names a run, the teacher's variables are taken from
+  it, and the other variables get random initial values.
+
+  Args:
+    task: the config of a task of a `LanguageModel`.
+    teacher: config of the teacher, a `LanguageModel` without adapters, such as the one recorded in its run. None if the
+      data contains the teacher's probabilities, see `praxis_lite.inputs.teacher_rows`.
+    temperature, weight: see `DistilledModel`.
+
+  Raises:
+    ConfigError: the teacher is not a `LanguageModel`, has adapters, or is a prefix-LM.
+  """
+  model = to_class(task.model, DistilledModel).set(temperature=temperature, weight=weight)
+  if teacher is None:
+    task.model = model.set(teacher_tpl=None)
+    return task
+  task.model = model.set(teacher_tpl=_teacher_network(teacher))
+  exclude(task, r'teacher\..*')
+  start = task.train.init_from
+  start.rules = ((r'teacher\.(.*)', r'lm.\1'), (r'lm\..*', None), *start.rules)
+  return task
 
 
-def include(task: Config[TaskT], pattern: str) -> None:
-  """Adds the variables whose paths match a regex to those that a task trains."""
-  _add_regex(task, 'bprop_variable_inclusion', pattern)
+def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None = None) -> Config[TaskT]:
+  """Makes the model of a task an `OnPolicyModel`, which learns from a teacher on its own answers; returns the task.
+
+  The config is changed in place. The training input must be a `RewardedInput`. `task.train.init_from` should name a run
+  of `train_distillation` with the same teacher, which contains the variables of both.
+
+  Args:
+    task: the config of a task of a `LanguageModel`.
+    teacher: see `train_distillation`.
+    sampler: see `train_policy`.
+
+  Raises:
+    ConfigError: see `train_distillation`.
+  """
+  network = _teacher_network(teacher)
+  train_policy(task, sampler=sampler)
+  task.model = to_class(task.model, OnPolicyModel).set(teacher_tpl=network)
+  exclude(task, r'teacher\..*')
+  return task
 
 
-def _add_regex(task: Config[TaskT], field: str, pattern: str) -> None:
-  given = getattr(task.train.learner, field)
-  known = (given,) if isinstance(given, str) else tuple(given)
-  if pattern not in known:
-    setattr(task.train.learner, field, (*known, pattern))
+def _teacher_network(teacher: Config) -> Config:
+  """Returns the config of the network of a teacher; raises ConfigError if a model cannot be a teacher."""
+  check_is_language_model('teacher', teacher)
+  if teacher.adapters:
+    raise ConfigError(
+      'teacher.adapters: the teacher would be the model before it was tuned; merge them first, by '
+      '`praxis-lite export-hf` and `import-hf`, or merge_adapters, and give the model without adapters'
+    )
+  if teacher.model_type != 'causal':
+    raise ConfigError(
+      f"teacher.model_type: a teacher must be 'causal', as the model that learns from it, got {teacher.model_type!r}"
+    )
+  return sized_network(teacher, 'teacher').set(mtp_tpl=None)
