@@ -44,14 +44,10 @@ def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
 def random_resized_crop(
   image: tf.Tensor, size: tuple[int, int], seed: tf.Tensor, area: tuple[float, float], aspect: tuple[float, float]
 ) -> tf.Tensor:
-  """Returns a random part of an image, resized (Szegedy et al., 2015).
+  """Returns a random part of an image, resized to (height, width) (Szegedy et al., 2015).
 
-  Args:
-    image: uint8.
-    size: (height, width) of the result.
-    seed: int64 [2].
-    area: smallest and largest share of the image's area.
-    aspect: smallest and largest ratio of width to height. If ten draws do not fit, the whole image is used.
+  `area` is the smallest and largest share of the image's area, and `aspect` the smallest and largest ratio of width to
+  height. If ten draws do not fit, the whole image is used.
   """
   begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
     tf.shape(image),

@@ -22,8 +22,7 @@ def read_lines(
   """Yields the file, the place in it, and the parsed text of each line that is not blank.
 
   Args:
-    data: the input whose field `path` names the files; it counts lines that cannot be parsed as bad records.
-    path: the value of that field, see `find_files`.
+    data, path: the input, which counts lines that cannot be parsed as bad records, and its field, see `find_files`.
     fields: the names of the values in a line.
     parsers: for each ending of a file name, such as '.tsv', a function of a line and `fields` that returns the
       values; its ValueError says what is wrong with the line.

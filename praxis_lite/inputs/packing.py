@@ -47,25 +47,18 @@ def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-  """Rows that consist of segments of a stream of tokens.
+  """Rows that consist of segments of a stream of tokens."""
 
-  Attributes:
-    tokens: [N] all tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
-    num_bytes: [N] the number of bytes of text that each token represents; None if not known.
-    starts, lengths, offsets: [S] s and n of each of the S segments, and its position in its row.
-    row_splits: [R + 1] row r of the R rows has segments row_splits[r], ..., row_splits[r + 1] - 1.
-    seq_len: T.
-    pad_id: the id of padding, which fills the unused ends of rows.
-  """
-
-  tokens: np.ndarray
-  num_bytes: np.ndarray | None
-  starts: np.ndarray
-  lengths: np.ndarray
-  offsets: np.ndarray
-  row_splits: np.ndarray
-  seq_len: int
-  pad_id: int
+  tokens: (
+    np.ndarray
+  )  # [N] All tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
+  num_bytes: np.ndarray | None  # [N] The bytes of text that each token represents; None if not known.
+  starts: np.ndarray  # [S] s of each of the S segments.
+  lengths: np.ndarray  # [S] n of each segment.
+  offsets: np.ndarray  # [S] The position of each segment in its row.
+  row_splits: np.ndarray  # [R + 1] Row r of the R rows has segments row_splits[r], ..., row_splits[r + 1] - 1.
+  seq_len: int  # T.
+  pad_id: int  # The id of padding, which fills the unused ends of rows.
 
   def __len__(self) -> int:
     return len(self.row_splits) - 1

@@ -68,8 +68,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     """Applies `encode` to each example; returns the results, without bad examples.
 
     Args:
-      names: the names of the values in a line.
-      parsers: see `read_lines`.
+      names, parsers: see `read_lines`.
       encode: a function of an example, as a parser returned it or the field has it. Its UserError or ValueError says
         what is wrong with the example.
       what: the plural for examples in the error message that there are none.

@@ -29,29 +29,19 @@ if TYPE_CHECKING:
 
 
 class Tokens(NamedTuple):
-  """The tokens of a document.
+  """The tokens of a document."""
 
-  Attributes:
-    ids: [n], any integer dtype.
-    num_bytes: [n] int, the number of bytes of the document that each token represents; the sum is the document's
-      length. None means one byte for each token.
-  """
-
-  ids: np.ndarray
+  ids: np.ndarray  # [n], any integer dtype.
+  # [n] int, the number of bytes of the document that each token represents; the sum is the document's length. None
+  # means one byte for each token.
   num_bytes: np.ndarray | None
 
 
 class ChatTokens(NamedTuple):
-  """The tokens of a chat, or of a prompt and its answer.
+  """The tokens of a chat, or of a prompt and its answer; `is_answer`, as weights of labels, restricts training."""
 
-  Attributes:
-    ids: [n] int32.
-    is_answer: [n] bool, whether each token is part of an answer. Used as weights of the labels, this restricts training
-      to answers.
-  """
-
-  ids: np.ndarray
-  is_answer: np.ndarray
+  ids: np.ndarray  # [n] int32.
+  is_answer: np.ndarray  # [n] bool, whether each token is part of an answer.
 
 
 class BaseTokenizer(Configurable):

@@ -30,23 +30,14 @@ from praxis_lite.sharding.specs import all_axes
 
 
 class BatchRows(NamedTuple):
-  """Rows of a global batch, in a step and before it.
+  """Rows of a global batch, in a step and before it."""
 
-  Attributes:
-    axes: the mesh axes that split the rows when a batch enters.
-    inner_axes: the mesh axes among `axes` that split rows or another dimension inside the step.
-    entering: how many rows enter: examples, and each process's padding after its own examples.
-    computed: how many rows the step computes.
-    examples: int [B], the indices of the examples among the entering rows: the first process's, the second's, ...
-    apart: whether the computed rows differ from the entering ones.
-  """
-
-  axes: tuple[str, ...]
-  inner_axes: tuple[str, ...]
-  entering: int
-  computed: int
-  examples: np.ndarray
-  apart: bool
+  axes: tuple[str, ...]  # The mesh axes that split the rows when a batch enters.
+  inner_axes: tuple[str, ...]  # Those among them that split rows or another dimension inside the step.
+  entering: int  # The number of rows that enter: examples, and each process's padding after its own examples.
+  computed: int  # The number of rows that the step computes.
+  examples: np.ndarray  # int [B], the indices of the examples among the entering rows, process after process.
+  apart: bool  # Whether the computed rows differ from the entering ones.
 
   def take_rows(self, batch: NestedDict) -> NestedDict:
     """Inside a step: returns the rows to compute, [computed, ...], from the entering rows, [entering, ...]."""

@@ -39,19 +39,12 @@ class HasShape(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """How an array is split over a mesh, and what decided it.
+  """How an array is split over a mesh, and what decided it."""
 
-  Attributes:
-    spec: of full rank.
-    why: for each dimension, the config field, rule or strategy that decided it.
-    remarks: further information, such as that a dimension is padded, or why nothing was split.
-    pattern: the pattern of the strategy that matched, if any.
-  """
-
-  spec: PartitionSpec
-  why: tuple[str, ...]
-  remarks: tuple[str, ...] = ()
-  pattern: str | None = None
+  spec: PartitionSpec  # Of full rank.
+  why: tuple[str, ...]  # For each dimension, the config field, rule or strategy that decided it.
+  remarks: tuple[str, ...] = ()  # Further information, such as that a dimension is padded, or why nothing was split.
+  pattern: str | None = None  # The pattern of the strategy that matched, if any.
 
   def to_stored(self) -> Placement:
     """Returns this placement for a stored array. The compiler places no stored array: UNCONSTRAINED becomes None."""

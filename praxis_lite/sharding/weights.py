@@ -191,17 +191,11 @@ class JointInit:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-  """How a weight differs from its counterpart in a smaller model, whose hyperparameters are used; see `growth.py`.
+  """How a weight differs from its counterpart in a smaller model, whose hyperparameters are used; see `growth.py`."""
 
-  Attributes:
-    base_shape: shape of the weight in one layer of the smaller model.
-    depth: ratio of the number of layers in the stacks around the weight to that in the smaller model.
-    depth_exponent: the branches of residual layers are multiplied by depth^-depth_exponent.
-  """
-
-  base_shape: tuple[int, ...]
-  depth: float = 1.0
-  depth_exponent: float = 0.5
+  base_shape: tuple[int, ...]  # The shape of the weight in one layer of the smaller model.
+  depth: float = 1.0  # The ratio of the number of layers in the stacks around the weight to that in the smaller model.
+  depth_exponent: float = 0.5  # The branches of residual layers are multiplied by depth^-depth_exponent.
 
 
 @dataclasses.dataclass(frozen=True)

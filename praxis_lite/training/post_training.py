@@ -72,10 +72,7 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   """Makes the model of a task a `RewardModel`, in place, and returns the task.
 
   The head gets random initial values, and the network the variables that `task.train.init_from` names. The learner does
-  not train the softmax, unless it shares its table with the embedding.
-
-  Args:
-    task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
+  not train the softmax, unless it shares its table with the embedding. Call `train_adapters` before this.
   """
   model = to_class(task.model, RewardModel, without=(*SIZES_OF_NETWORK, 'tokens_are_bytes', 'decoder_tpl'))
   task.model = model.set(lm_tpl=sized_network(task.model, 'task.model').set(mtp_tpl=None))
@@ -90,13 +87,8 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
 def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
   """Returns the config of a model of another class, with all fields that both classes have.
 
-  Args:
-    model: config of a `LanguageModel`.
-    kind: the other class.
-    without: fields that may be lost, even if they are set.
-
-  Raises:
-    ConfigError: the model is not a language model, or another field that is not at its default would be lost.
+  Raises ConfigError if the model is not a language model, or a field that is not at its default, except those named by
+  `without`, would be lost.
   """
   check_is_language_model('task.model', model)
   known = set(field_names(Config(kind)) or ())
@@ -149,15 +141,8 @@ def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None
   """Makes the model of a task an `OnPolicyModel`, which learns from a teacher on its own answers; returns the task.
 
   The config is changed in place. The training input must be a `RewardedInput`. `task.train.init_from` should name a run
-  of `train_distillation` with the same teacher, which contains the variables of both.
-
-  Args:
-    task: the config of a task of a `LanguageModel`.
-    teacher: see `train_distillation`.
-    sampler: see `train_policy`.
-
-  Raises:
-    ConfigError: see `train_distillation`.
+  of `train_distillation` with the same teacher, which contains the variables of both. For the arguments and errors, see
+  `train_distillation` and `train_policy`.
   """
   network = _teacher_network(teacher)
   train_policy(task, sampler=sampler)

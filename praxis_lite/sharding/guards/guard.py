@@ -42,22 +42,14 @@ _NOT_SHOWN = (
 
 
 class Guarded(NamedTuple):
-  """An operation that a guard changed.
+  """An operation that a guard changed."""
 
-  Attributes:
-    op: its name, such as 'dot_general'.
-    where: the operation as it is named in profiles.
-    shapes: the global shape of each operand, then of each result.
-    before, after: the split of each of these arrays before and after the change.
-    mended: other changes, such as 'signed ids'.
-  """
-
-  op: str
-  where: str
-  shapes: tuple[tuple[int, ...], ...]
-  before: tuple[ArraySplit, ...]
+  op: str  # Its name, such as 'dot_general'.
+  where: str  # The operation as it is named in profiles.
+  shapes: tuple[tuple[int, ...], ...]  # The global shape of each operand, then of each result.
+  before: tuple[ArraySplit, ...]  # The split of each of these arrays before and after the change.
   after: tuple[ArraySplit, ...]
-  mended: tuple[str, ...] = ()
+  mended: tuple[str, ...] = ()  # Other changes, such as 'signed ids'.
 
   @property
   def layer(self) -> str:

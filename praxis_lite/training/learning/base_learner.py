@@ -104,21 +104,12 @@ class BaseLearner:
 
 
 class GivenGradients(NamedTuple):
-  """The arguments of a step's updates, except the state of the optimizer.
+  """The arguments of a step's updates, except the state of the optimizer; see `BoundLearner.update`."""
 
-  Attributes:
-    gradients: the gradients of the trained variables.
-    squares: the squared norm of each gradient, a scalar.
-    norm: the norm of all gradients together.
-    losses: the losses by name; see `BoundLearner.paths_by_loss`.
-    variables: the trained variables.
-    step, sum_parts, splits: see `BoundLearner.update`.
-  """
-
-  gradients: NestedDict
-  squares: NestedDict
-  norm: jax.Array
-  losses: Mapping[str, jax.Array]
+  gradients: NestedDict  # Of the trained variables.
+  squares: NestedDict  # The squared norm of each gradient, a scalar.
+  norm: jax.Array  # The norm of all gradients together.
+  losses: Mapping[str, jax.Array]  # By name; see `BoundLearner.paths_by_loss`.
   variables: NestedDict
   step: jax.Array
   sum_parts: SumParts

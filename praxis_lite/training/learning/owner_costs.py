@@ -25,28 +25,18 @@ from praxis_lite.training.learning.owners import (
 
 @dataclasses.dataclass(frozen=True)
 class MatrixExchange:
-  """The costs of one group of matrices in a step.
+  """The costs of one group of matrices in a step."""
 
-  Attributes:
-    paths: the variables of the group.
-    rows, columns: size of each matrix, the smaller side first.
-    matrices, computed: number of matrices in the group, and number that each device computes.
-    devices: number of owners over which matrices are distributed; 1 if each device computes all matrices that it has.
-    all_to_all, all_gather: number of entries in the results of these collectives on a device.
-    flops: FLOPs of a device.
-    why: the reason why the matrices are distributed or not.
-  """
-
-  paths: tuple[Path, ...]
-  rows: int
+  paths: tuple[Path, ...]  # The variables of the group.
+  rows: int  # The smaller side of each matrix.
   columns: int
-  matrices: int
+  matrices: int  # The number of matrices in the group, and below, the number that each device computes.
   computed: int
-  devices: int
-  all_to_all: int
+  devices: int  # Owners over which matrices are distributed; 1 if each device computes all matrices that it has.
+  all_to_all: int  # The number of entries in the results of these collectives on a device.
   all_gather: int
-  flops: int
-  why: str
+  flops: int  # Of a device.
+  why: str  # The reason why the matrices are distributed or not.
 
   def describe(self, itemsize: int) -> str:
     """Returns a sentence for reports about the exchange, in which an entry has `itemsize` bytes."""
@@ -59,19 +49,12 @@ class MatrixExchange:
 
 
 class MatrixTraffic(NamedTuple):
-  """The arrays that an optimizer sends for each matrix in a step, and the FLOPs that it computes.
+  """The arrays that an optimizer sends for each matrix in a step, and the FLOPs that it computes."""
 
-  Attributes:
-    flops: (m, n) -> FLOPs for one matrix with sides m <= n.
-    matrices: the number of arrays [m, n] that the owner of a matrix receives, and the number that the owner returns.
-    squares: the number of square arrays of each side that the owner receives, and the number that the owner returns.
-    largest: the size of the largest side that has square arrays.
-  """
-
-  flops: Callable[[int, int], float]
-  matrices: tuple[int, int] = (1, 1)
-  squares: tuple[int, int] = (0, 0)
-  largest: int = 0
+  flops: Callable[[int, int], float]  # (m, n) -> FLOPs for one matrix with sides m <= n.
+  matrices: tuple[int, int] = (1, 1)  # The numbers of arrays [m, n] that the owner receives, and that it returns.
+  squares: tuple[int, int] = (0, 0)  # The same for square arrays of each side.
+  largest: int = 0  # The size of the largest side that has square arrays.
 
 
 def plan_exchanges(

@@ -66,16 +66,11 @@ def is_square_array(path: Path, owner: Path) -> bool:
 
 
 class MatrixBatch(NamedTuple):
-  """Whole matrices of equal shape, and their square arrays.
+  """Whole matrices of equal shape, and their square arrays."""
 
-  Attributes:
-    matrices: arrays [N, m, n], m <= n, by name.
-    rows, columns: arrays [N, m, m] and [N, n, n] by name; {} for a side that is too large for square arrays.
-  """
-
-  matrices: dict[str, jax.Array]
-  rows: dict[str, jax.Array]
-  columns: dict[str, jax.Array]
+  matrices: dict[str, jax.Array]  # Arrays [N, m, n], m <= n, by name.
+  rows: dict[str, jax.Array]  # Arrays [N, m, m] by name; {} if the side is too large for square arrays.
+  columns: dict[str, jax.Array]  # Arrays [N, n, n].
 
 
 BatchFunction: TypeAlias = Callable[[MatrixBatch], MatrixBatch]
@@ -90,18 +85,12 @@ LEAST_SIDE = 512
 
 
 class Splits(NamedTuple):
-  """How a mesh splits the variables of a step.
+  """How a mesh splits the variables of a step."""
 
-  Attributes:
-    shapes, specs: true shape, and spec of full rank, of each variable by path.
-    sizes: sizes of the mesh axes.
-    inside: whether the step runs inside `shard_map`, on this device's shards.
-  """
-
-  shapes: Mapping[Path, tuple[int, ...]]
-  specs: Mapping[Path, PartitionSpec]
-  sizes: Mapping[str, int]
-  inside: bool = False
+  shapes: Mapping[Path, tuple[int, ...]]  # The true shape of each variable.
+  specs: Mapping[Path, PartitionSpec]  # Its spec, of full rank.
+  sizes: Mapping[str, int]  # Of the mesh axes.
+  inside: bool = False  # Whether the step runs inside `shard_map`, on this device's shards.
 
 
 class MatrixSide(NamedTuple):
@@ -128,22 +117,14 @@ class MatrixSide(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SplitMatrix:
-  """A variable as a batch of matrices, and how a mesh splits it.
+  """A variable as a batch of matrices, and how a mesh splits it."""
 
-  Attributes:
-    shape: the true shape of the variable.
-    order: a permutation of its dimensions: those that index matrices, then the rows, then the columns.
-    batch: the dimensions that index matrices.
-    rows, columns: the two sides; rows are the smaller side.
-    is_turned: whether the rows are the outputs of the matrix.
-  """
-
-  shape: tuple[int, ...]
-  order: tuple[int, ...]
-  batch: MatrixSide
-  rows: MatrixSide
+  shape: tuple[int, ...]  # The true shape of the variable.
+  order: tuple[int, ...]  # A permutation of its dimensions: those that index matrices, then the rows, then the columns.
+  batch: MatrixSide  # The dimensions that index matrices.
+  rows: MatrixSide  # The smaller side.
   columns: MatrixSide
-  is_turned: bool
+  is_turned: bool  # Whether the rows are the outputs of the matrix.
 
   @classmethod
   def make(cls, shape: tuple[int, ...], dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> SplitMatrix:
