@@ -73,13 +73,12 @@ class HfTokenizer(BaseTokenizer):
     bos, eos, pad = (self._special_id(name) for name in ('bos', 'eos', 'pad'))
     # BERT's tokenizer calls the tokens that begin and end a document cls and sep.
     bos, eos = (self._special_id(other) if own is None else own for own, other in ((bos, 'cls'), (eos, 'sep')))
-    if bos is None and eos is None:
+    known = [i for i in (bos, eos) if i is not None]
+    if not known:
       raise ConfigError(
         f'HfTokenizer.eos_token: the files beside {self.path} name neither a bos nor an eos token; set eos_token'
       )
-    begin, end = (bos if bos is not None else eos), (eos if eos is not None else bos)
-    assert begin is not None and end is not None
-    return begin, end, end if pad is None else pad
+    return known[0], known[-1], known[-1] if pad is None else pad
 
   @functools.cached_property
   def mask_id(self) -> int | None:
@@ -214,12 +213,11 @@ class HfTokenizer(BaseTokenizer):
 
   def _special_id(self, name: str) -> int | None:
     token = self._special_token(name)
-    if token is not None:
-      found = self._model.token_to_id(token)
-      if found is None and getattr(self, f'{name}_token', None) is not None:
-        raise ConfigError(f'HfTokenizer.{name}_token: {self.path} has no token {token!r}')
-      if found is not None:
-        return int(found)
+    found = None if token is None else self._model.token_to_id(token)
+    if found is not None:
+      return int(found)
+    if getattr(self, f'{name}_token', None) is not None:
+      raise ConfigError(f'HfTokenizer.{name}_token: {self.path} has no token {token!r}')
     number = self._settings.get(f'{name}_token_id')
     number = number[0] if isinstance(number, list) and number else number
     return number if isinstance(number, int) else None

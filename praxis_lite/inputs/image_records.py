@@ -105,8 +105,7 @@ class ImageRecordInput(TFRecordInput):
   def read_image(self, encoded: bytes) -> np.ndarray:
     """Returns the image in a file's content, prepared as for evaluation, [height, width, channels] float32.
 
-    Raises:
-      DataError: the content is not an image.
+    Raises DataError if the content is not an image.
     """
     try:
       image = image_ops.decode_image(tf.constant(encoded), self.channels)

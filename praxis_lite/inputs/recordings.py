@@ -133,8 +133,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
   def read_audio(self, file: str) -> np.ndarray:
     """Returns the samples of a WAV file, [n] float32, at the rate of this input, n from 1 to N.
 
-    Raises:
-      DataError: the file is missing, is not a WAV file, or has no samples or too many.
+    Raises DataError if the file is missing, is not a WAV file, or has no samples or too many.
     """
     try:
       samples, rate = read_wav(read_plain(file))

@@ -85,7 +85,10 @@ class TextInput(RecordsInput, RandomAccessInput):
     check_choice(f'{self.label}.packing', self.packing, tuple(_PACKINGS))
     check_choice(f'{self.label}.split_by', self.split_by, ('auto', 'file', 'position'))
     check_range(f'{self.label}.heldout_fraction', self.heldout_fraction, above=0, below=0.5)
-    check_range(f'{self.label}.test_fraction', self.test_fraction, least=0, below=0.5)
+    if self.test_fraction is not None and not 0 <= self.test_fraction < 0.5:
+      raise ConfigError(
+        f'{self.label}.test_fraction: expected at least 0 and less than 0.5, or None, got {self.test_fraction}'
+      )
     if self.split == 'test' and self.test_fraction == 0:
       raise ConfigError(f"{self.label}.split: there is no 'test' text, since test_fraction is 0")
     if self.document_separator == '':

@@ -78,8 +78,7 @@ def _values(feature: Any, where: str) -> np.ndarray:
 def serialized_examples(rows: Mapping[str, np.ndarray | Sequence[Any]]) -> Iterator[bytes]:
   """Yields a serialized record for each example; columns are arrays [examples, ...], or lists of bytes or texts.
 
-  Raises:
-    DataError: a column has other values than numbers, bytes and texts.
+  Raises DataError if a column has other values than numbers, bytes and texts.
   """
   for values in zip(*(_column(name, column) for name, column in rows.items()), strict=True):
     yield serialized_example(dict(zip(rows, values)))

@@ -57,8 +57,7 @@ def _stored_row(packed: PackedRows, row: int) -> dict[str, np.ndarray]:
 def read_token_row(record: bytes) -> Rows:
   """Returns the row that a record holds: the arrays of a row of `TextInput`, each [T].
 
-  Raises:
-    DataError: `praxis-lite tokenize` did not write the record.
+  Raises DataError if `praxis-lite tokenize` did not write the record.
   """
   stored = features_of_example(record, 'tokens')
   try:

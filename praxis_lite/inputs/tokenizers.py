@@ -294,10 +294,10 @@ class SentencePieceTokenizer(BaseTokenizer):
 
   @property
   def special_ids(self) -> tuple[int, int, int]:
-    bos, eos, pad = self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
-    if max(bos, eos) < 0:
+    known = [i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0]
+    if not known:
       raise ConfigError(f'SentencePieceTokenizer.model_path: {self.model_path} has neither a bos nor an eos id')
-    return (bos if bos >= 0 else eos), (eos if eos >= 0 else bos), max(pad, 0)
+    return known[0], known[-1], max(self._model.pad_id(), 0)
 
   @property
   def mask_id(self) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import wave
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,12 +46,9 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
 
 def write_wav(path: str | os.PathLike[str], samples_N: np.ndarray, sample_rate: int) -> None:
   """Writes the samples of one channel as integers of 16 bits; samples outside of -1 to 1 are clipped."""
-  data = np.round(np.clip(samples_N, -1, 1) * 32767).astype('<i2').tobytes()
-  form = struct.pack('<HHIIHH', _INTEGERS, 1, sample_rate, 2 * sample_rate, 2, 16)
-  parts = (b'fmt ', struct.pack('<I', len(form)), form, b'data', struct.pack('<I', len(data)), data)
-  body = b'WAVE' + b''.join(parts)
-  with open(path, 'wb') as file:
-    file.write(b'RIFF' + struct.pack('<I', len(body)) + body)
+  with open(path, 'wb') as file, wave.open(file, 'wb') as writer:
+    writer.setparams((1, 2, sample_rate, 0, 'NONE', ''))  # One channel of 2 bytes.
+    writer.writeframes(np.round(np.clip(samples_N, -1, 1) * 32767).astype('<i2').tobytes())
 
 
 def resample(samples_N: np.ndarray, rate: int, new_rate: int) -> np.ndarray:

@@ -127,8 +127,7 @@ def drop_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
 def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
   """Returns `spec` with Nones appended up to `rank` entries; None is the fully replicated spec.
 
-  Raises:
-    ShardingError: `spec` has more entries than `rank`.
+  Raises ShardingError if `spec` has more entries than `rank`.
   """
   entries = tuple(spec) if spec is not None else ()
   if len(entries) > rank:

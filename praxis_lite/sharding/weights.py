@@ -177,15 +177,11 @@ class WeightInit:
 
 @dataclasses.dataclass(frozen=True)
 class JointInit:
-  """Initial values that one function draws for all weights of a layer, such as a module of another library.
+  """Initial values that one function draws for all weights of a layer, such as a module of another library."""
 
-  Attributes:
-    below: the path of this weight below the layer.
-    draw: (key) -> the initial values of the layer's weights, by path below the layer. The key is the one given to
-      `init`, folded with the path of the layer.
-  """
-
-  below: Path
+  below: Path  # The path of this weight below the layer.
+  # (key) -> the initial values of the layer's weights, by path below the layer. The key is the one given to `init`,
+  # folded with the path of the layer.
   draw: Callable[[jax.Array], Mapping[Path, jax.Array]] = dataclasses.field(compare=False, repr=False)
 
 

@@ -138,7 +138,7 @@ class Summaries(NamedTuple):
 def summaries() -> Summaries:
   """Returns the summaries of all experiments, sorted by full names, without importing JAX.
 
-  Summaries of this package are read from its sources. The user's package is imported, so that experiments that its code
+  Those of this package are read from its sources. The user's package is imported, so that experiments that its code
   registers in other ways are found, and errors in it are reported.
   """
   docs: dict[str, str] = {}
@@ -197,15 +197,12 @@ def _load(package: str) -> list[str]:
 def _load_package(package: ModuleType) -> list[str]:
   problems = []
   for found in pkgutil.iter_modules(getattr(package, '__path__', ()), f'{package.__name__}.'):
-    if found.name.rpartition('.')[2].startswith('_'):
-      continue
-    try:
-      module = import_module(found.name)
-    except UserError as error:
-      problems.append(str(error))
-      continue
-    if found.ispkg:
-      problems += _load_package(module)
+    if not found.name.rpartition('.')[2].startswith('_'):
+      try:
+        module = import_module(found.name)
+        problems += _load_package(module) if found.ispkg else []
+      except UserError as error:
+        problems.append(str(error))
   return problems
 
 

@@ -99,9 +99,8 @@ def train_state_shapes(jax_task: SingleTask, *, optimizer: bool = True) -> Train
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
   """Returns a tree with the `Placement` of each variable of a task's model: its spec, and the reasons for it.
 
-  Raises:
-    ShardingError: a mapping, rule or strategy does not fit.
-    ConfigError: a mapping names mesh axes, but the task has no names for them.
+  Raises ShardingError if a mapping, rule or strategy does not fit, and ConfigError if a mapping names mesh axes, but
+  the task has no names for them.
   """
   if jax_task.mesh_axis_names is None:
     _check_names_no_axes(jax_task, mesh)

@@ -18,7 +18,7 @@ from praxis_lite.common.errors import ConfigError, did_you_mean
 from praxis_lite.common.trees import NestedDict, Path, map_with_path, merge, node_at
 from praxis_lite.common.weighted import WeightedScalar, WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
-from praxis_lite.layers.base.taps import ARRAY, read_raw_name
+from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
@@ -26,7 +26,7 @@ from praxis_lite.training.gradient_taps import Probes, make_probes, watch_gradie
 from praxis_lite.training.learning.base_learner import BoundLearner, total_loss
 from praxis_lite.training.microbatches import Losses, LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.training.taps import is_tapped
+from praxis_lite.training.taps import is_tapped, raw_name_of
 from praxis_lite.training.task import SingleTask
 
 
@@ -314,9 +314,8 @@ def _tap_output(found: Mapping[str, Summary]) -> TapStepOutput:
   arrays, summaries = {}, {}
   for name, summary in found.items():
     if summary.kind == ARRAY:  # Stacks of layers come before the rows.
-      raw = read_raw_name(name)
-      assert raw is not None
-      arrays[name] = jnp.moveaxis(summary.value, summary.value.ndim - int(raw[1][0]), 0)
+      _, (rank, *_), _ = raw_name_of(name)
+      arrays[name] = jnp.moveaxis(summary.value, summary.value.ndim - int(rank), 0)
     elif is_tapped(name):
       summaries[name] = summary
   return TapStepOutput(arrays, summaries)

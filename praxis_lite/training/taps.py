@@ -295,11 +295,18 @@ def is_tapped(name: str) -> bool:
   return read_raw_name(name) is not None
 
 
+def raw_name_of(name: str) -> tuple[str, tuple[str, ...], str]:
+  """Returns the parts of the name of a tapped summary."""
+  raw = read_raw_name(name)
+  assert raw is not None
+  return raw
+
+
 class TappedParts:
   """Parts of statistics of several batches, combined on the host."""
 
   def __init__(self) -> None:
-    self._parts: dict[str, tuple[PartKind, np.ndarray]] = {}
+    self._parts: dict[str, np.ndarray] = {}
     self._last: dict[str, Summary] = {}
 
   def add(self, summaries: Mapping[str, Summary]) -> None:
@@ -312,9 +319,8 @@ class TappedParts:
 
   def _read_last(self) -> None:
     for name, summary in jax.device_get(self._last).items():
-      kind = PartKind(summary.kind)
-      before = [self._parts[name][1]] if name in self._parts else []
-      self._parts[name] = kind, kind.combine_on_host([*before, summary.value])
+      before = [self._parts[name]] if name in self._parts else []
+      self._parts[name] = PartKind(summary.kind).combine_on_host([*before, summary.value])
     self._last = {}
 
   def statistics(self) -> dict[str, Summary]:
@@ -329,10 +335,8 @@ class TappedParts:
     """Returns {(statistics, label): parts by name}, with each part combined over all batches."""
     self._read_last()
     labels: dict[tuple[tuple[str, ...], str], dict[str, np.ndarray]] = {}
-    for name, (_, combined) in self._parts.items():
-      raw = read_raw_name(name)
-      assert raw is not None
-      part, statistics, label = raw
+    for name, combined in self._parts.items():
+      part, statistics, label = raw_name_of(name)
       labels.setdefault((statistics, label), {})[part] = combined
     return labels
 
@@ -355,9 +359,8 @@ def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str,
   """Returns the arrays of a `TapStepOutput` by path, [stacks..., num_rows, ...], for the first `num_rows` rows."""
   found: dict[str, np.ndarray] = {}
   for name, value in arrays.items():
-    raw = read_raw_name(name)
-    assert raw is not None
-    found[raw[2]] = np.moveaxis(np.asarray(value)[:num_rows], 0, value.ndim - int(raw[1][0]))
+    _, (rank, *_), path = raw_name_of(name)
+    found[path] = np.moveaxis(np.asarray(value)[:num_rows], 0, value.ndim - int(rank))
   return found
 
 

@@ -249,10 +249,8 @@ class BoundLearner:
       states = self.note_variables(states, new_variables, step)
       return new_variables, states, self.update_averages(ema_vars, new_variables, step, states)
 
-    if finite is None:
-      new_variables, new_states, ema_vars = change()
-    else:
-      new_variables, new_states, ema_vars = change_if(finite, change, (variables, opt_states, ema_vars))
+    kept = (variables, opt_states, ema_vars)
+    new_variables, new_states, ema_vars = change() if finite is None else change_if(finite, change, kept)
     stats = self._stats(step, squares) | {'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)

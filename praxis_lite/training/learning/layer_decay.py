@@ -48,9 +48,8 @@ class LayerDecay(Configurable):
   def factors(self, weights: NestedDict) -> dict[Path, Factor]:
     """Returns the factors of variables in or below the layers, by path: a number, or [layers, 1, ...] for a stack.
 
-    Raises:
-      ConfigError: a regex is not valid or matches no variable, a group is not an integer, or two regexes match the same
-        variable.
+    Raises ConfigError if a regex is not valid or matches no variable, a group is not an integer, or two regexes match
+    the same variable.
     """
     declared, depths, below = leaves(weights), dict[Path, np.ndarray](), 0
     patterns = (self.layers,) if isinstance(self.layers, str) else self.layers

@@ -111,8 +111,7 @@ class LearnerRule(Configurable):
 def build_rules(configs: Iterable[object]) -> list[LearnerRule]:
   """Builds the rules of a `MultiLearner`.
 
-  Raises:
-    ConfigError: there is no rule, a rule cannot be built, or two rules have the same name or no regex.
+  Raises ConfigError if there is no rule, a rule cannot be built, or two rules have the same name or no regex.
   """
   rules: list[LearnerRule] = []
   for i, config in enumerate(configs):
@@ -134,8 +133,7 @@ def build_rules(configs: Iterable[object]) -> list[LearnerRule]:
 def assign_variables(rules: Sequence[LearnerRule], trained: NestedDict) -> dict[Path, int]:
   """Returns the index of the rule of each trained variable.
 
-  Raises:
-    ConfigError: a variable belongs to no rule or to two rules, or a rule or regex matches no variable.
+  Raises ConfigError if a variable belongs to no rule or to two, or a rule or regex matches no variable.
   """
   declared, owners = leaves(trained), dict[Path, int]()
   for i, rule in enumerate(rules):
