@@ -39,10 +39,7 @@ def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatT
   """Returns the tokens of a prompt and its answer, and which tokens belong to the answer.
 
   Both are texts, or both messages, for which the tokenizer needs a chat template. Earlier answers in the messages of
-  the prompt count as part of it.
-
-  Raises:
-    DataError: the answer has no tokens, or the template fails.
+  the prompt count as part of it. Raises DataError if the answer has no tokens, or the template fails.
   """
   if isinstance(prompt, str) and isinstance(answer, str):
     before, after = tokenizer.prompt_ids(prompt), tokenizer.encode(answer)
@@ -61,8 +58,7 @@ def encode_answer(tokenizer: BaseTokenizer, prompt: Said, answer: Said) -> ChatT
 def fit_answer(tokens: ChatTokens, room: int, truncate: bool) -> ChatTokens:
   """Returns at most `room` of the tokens; with `truncate`, cuts off the end of a longer sequence.
 
-  Raises:
-    DataError: the sequence is too long and `truncate` is False, or no token of the answer remains.
+  Raises DataError if the sequence is too long and `truncate` is False, or no token of the answer remains.
   """
   if len(tokens.ids) > room and not truncate:
     raise DataError(

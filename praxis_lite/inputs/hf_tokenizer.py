@@ -148,15 +148,9 @@ class HfTokenizer(BaseTokenizer):
   def chat_tokens(self, messages: Messages, first: int = 0) -> ChatTokens:
     """Returns the tokens of a whole chat, to train on, and which of them are answers.
 
-    An answer is text that the template marks by `{% generation %}`; without that tag, the text that each assistant's
-    message adds.
-
-    Args:
-      messages: as in `chat_prompt`, with the answers, whose role is 'assistant'.
-      first: the number of the first message, from 0, whose answers count.
-
-    Raises:
-      DataError: there is no template, it fails, or does not show where answers are.
+    An answer is text that the template marks by `{% generation %}`; without that tag, the text that each message of the
+    role 'assistant' adds. `first` is the number of the first message, from 0, whose answers count. Raises DataError if
+    there is no template, it fails, or does not show where answers are.
     """
     text, answers = self._template.answers(messages, first)
     encoded = self._model.encode(text, add_special_tokens=False)

@@ -65,10 +65,11 @@ class MixtureInput(BaseInput):
     return first
 
   def get_next(self) -> Rows:
+    struct = self._struct_with_weights  # Raises an error if the sources differ.
     rows, taken = self.take(self.batch_size, *self.host_rows)
     if not taken or (taken < self.batch_size and self.drop_remainder):
       raise StopIteration
-    return pad_rows(rows, self.host_batch_size, self._struct_with_weights)
+    return pad_rows(rows, self.host_batch_size, struct)
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     before = [s.get_state() for s in self.sources]

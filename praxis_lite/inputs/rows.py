@@ -25,10 +25,8 @@ def canonical_rows(rows: object, where: str) -> Rows:
 
   They are a mapping, possibly nested, of array-likes with a common dimension 0; error messages begin with `where`.
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
-
-  Raises:
-    DataError: `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or values do
-      not fit into 32 bits.
+  Raises DataError if `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or
+  values do not fit into 32 bits.
   """
   if not isinstance(rows, Mapping):
     raise DataError(f'{where}: expected a dict of arrays, got {type(rows).__name__}')
@@ -71,11 +69,8 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
   """Converts numbers to another dtype, which must be able to hold them. Floats are rounded; inf and NaN stay.
 
-  `where` is the name of the values in errors, and `reason` is the end of the message.
-
-  Raises:
-    DataError: an integer is outside of the dtype's range, a finite number would become infinite, or floats would
-      become integers or booleans.
+  `where` is the name of the values in errors, and `reason` is the end of the message. Raises DataError if an integer is
+  outside of the dtype's range, a finite number would become infinite, or floats would become integers or booleans.
   """
   to = np.dtype(dtype)
   if values.dtype == to or np.can_cast(values.dtype, to):

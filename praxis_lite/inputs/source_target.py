@@ -188,10 +188,8 @@ def pack_pairs(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], most: in
   The pairs are taken in order. A pair goes to the fullest open row that has room for all of its sides, or else to a new
   row. At most `_OPEN_ROWS` rows are open: the rows with the least room are closed.
 
-  Args:
-    sizes: for each pair, the number of tokens of each side, at most `room`.
-    room: the number of tokens of each side of a row.
-    most: the largest number of pairs in a row; None sets no limit.
+  `sizes` has for each pair the number of tokens of each side, at most `room`, the number of tokens of each side of a
+  row. `most` is the largest number of pairs in a row; None sets no limit.
   """
   rows: list[list[int]] = []
   open_rows: list[tuple[tuple[int, ...], int]] = []  # The free tokens of each side of a row, and the row's number.

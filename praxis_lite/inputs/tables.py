@@ -318,10 +318,8 @@ class _Converter:
 def _saved_files(directory: str, where: str) -> list[str] | None:
   """Returns the files with the rows of a dataset that `save_to_disk` of `datasets` wrote; None for other directories.
 
-  The directory also has descriptions in JSON, and maybe results of `map` that are not part of the dataset.
-
-  Raises:
-    DataError: the dataset has several splits.
+  The directory also has descriptions in JSON, and maybe results of `map` that are not part of the dataset. Raises
+  DataError if the dataset has several splits.
   """
   splits = _list_in(os.path.join(directory, 'dataset_dict.json'), 'splits')
   if splits is not None:

@@ -74,12 +74,9 @@ def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -
 def batch_rows(
   mesh: Mesh | AbstractMesh, specs: Sequence[PartitionSpec | None], batch: NestedDict, num_microbatches: int = 1
 ) -> BatchRows:
-  """Returns how the rows of a global batch enter a step.
+  """Returns how the rows of a global batch of arrays or shapes enter a step, which cuts them into equal microbatches.
 
-  Args:
-    mesh, specs: as in `row_axes`.
-    batch: arrays or shapes of the global batch; each process has an equal share of its rows.
-    num_microbatches: the number of equal parts into which the step cuts the rows.
+  Each process has an equal share of the rows. For `mesh` and `specs`, see `row_axes`.
   """
   axes, size = row_axes(mesh, specs), batch_size(batch)
   computed = padded_rows(size, math.prod(mesh.shape[axis] for axis in axes) * num_microbatches)

@@ -157,15 +157,11 @@ class ShardedParam:
   """This device's part of a parameter: a tree node whose only leaf is the part, so scans and updates see the part.
 
   Dimensions are counted from the end, so that a scan may cut a stack of parameters into layers and gather each.
-
-  Attributes:
-    value: the part.
-    axes, shape: for each dimension, the mesh axes that split it, () if it is whole; and its true size.
   """
 
-  value: jax.Array
-  axes: tuple[MeshAxes, ...]
-  shape: tuple[int, ...]
+  value: jax.Array  # The part.
+  axes: tuple[MeshAxes, ...]  # For each dimension, the mesh axes that split it, () if it is whole.
+  shape: tuple[int, ...]  # The true size of each dimension.
 
   def gather(self, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the whole parameter, in `dtype` if given. In the backward pass, its gradient is averaged over `axes` and
@@ -174,14 +170,10 @@ class ShardedParam:
     return cast(jax.Array, self.gather_over(None, dtype))
 
   def gather_over(self, over: MeshAxes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
-    """Gathers the parameter over some axes; gradients are averaged over these, and scattered.
+    """Gathers the parameter over some axes, for None over all; gradients are averaged over these, and scattered.
 
-    Args:
-      over: mesh axes; None means all that split it. If other axes split it too, a `ShardedParam` is returned.
-      dtype: the part is cast to it before it is sent; None keeps the dtype of the part.
-
-    Raises:
-      ShardingError: a dimension is split over one of `over` and, within its parts, over another axis.
+    If other axes split it too, a `ShardedParam` is returned. If `dtype` is given, the part is cast to it before it is
+    sent. Raises ShardingError if a dimension is split over one of `over` and, within its parts, over another axis.
     """
     x, left = self.value, list(self.axes)
     for i, (axes, size) in enumerate(zip(self.axes, self.shape)):

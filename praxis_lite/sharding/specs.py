@@ -77,8 +77,7 @@ def to_partition_spec(
 def mapping_entries(split_dims_mapping: SplitDimsMapping, rank: int | None = None, path: str = '') -> tuple[Any, ...]:
   """Returns the entries of a mapping; for None, one None per dimension.
 
-  Raises:
-    ShardingError: it is not a mapping, or its length is not `rank`.
+  Raises ShardingError if it is not a mapping, or its length is not `rank`.
   """
   if split_dims_mapping is None:
     return (None,) * (rank or 0)
@@ -175,8 +174,7 @@ def place_by_rank(
 ) -> Placement | None:
   """Returns how `mapping_dict`, of the config path `path`, splits `x`; None if `x` is a scalar or is not constrained.
 
-  Raises:
-    ShardingError: there is no mapping for this rank, it is not valid, or a key does not have the form `map_Nd`.
+  Raises ShardingError if there is no mapping for this rank, it is not valid, or a key does not have the form `map_Nd`.
   """
   if mapping_dict is None or not x.shape:
     return None

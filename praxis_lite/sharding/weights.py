@@ -33,12 +33,9 @@ class DeclaredSplit(tuple[Any, ...]):
 
   The mapping fields of a layer hold such tuples, and slices and `pick` keep the sources. So if a layer derives the
   mapping of a bias, or of an output projection, from one of its fields, `explain` and error messages name that field.
-
-  Attributes:
-    sources: for each entry, the config field, or the reason why the entry is None.
   """
 
-  sources: tuple[str, ...]
+  sources: tuple[str, ...]  # For each entry, the config field, or the reason why the entry is None.
 
   def __new__(cls, entries: Iterable[Any] = (), sources: Iterable[str] = ()) -> DeclaredSplit:
     self = super().__new__(cls, entries)

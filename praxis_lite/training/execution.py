@@ -134,9 +134,8 @@ class CompilerPlaced(Execution):
 class ShardMapped(Execution):
   """A step on a mesh as a per-device program, run by `shard_map`.
 
-  Raises:
-    ConfigError: the optimizer needs whole variables that the layout splits, or the mesh does not divide a KEEP_SPLIT
-      weight evenly.
+  Raises ConfigError if the optimizer needs whole variables that the layout splits, or the mesh does not divide a
+  KEEP_SPLIT weight evenly.
   """
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):

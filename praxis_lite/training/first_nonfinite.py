@@ -47,15 +47,12 @@ class Statistics:
 
 
 class Trace:
-  """The values that a program computes, operation by operation; paths leave out `root`, the scope of the model itself.
-
-  Attributes:
-    origins: the first operations where non-finite values appear, in order. Some may be intended, such as in masks.
-    layers: statistics by the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
-  """
+  """The values that a program computes, one operation at a time; paths leave out `root`, the scope of the model."""
 
   def __init__(self, root: str = ''):
+    # The first operations where non-finite values appear, in order. Some may be intended, such as in masks.
     self.origins: list[Origin] = []
+    # By the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
     self.layers: dict[str, Statistics] = {}
     self._root = root
 
@@ -131,11 +128,9 @@ class Trace:
 
 
 class Activations(Trace):
-  """The last result of each layer in a forward pass. Inside a traced function, the results are traced values.
+  """The last result of each layer in a forward pass, by path, and its last matrix product, such as logits.
 
-  Attributes:
-    results: the last array that each layer computes, by path.
-    products: the result of the last matrix product in each layer, such as logits, by path.
+  Inside a traced function, these are traced values.
   """
 
   def __init__(self, root: str = ''):

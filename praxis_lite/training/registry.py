@@ -109,8 +109,7 @@ def get(name: str) -> type[BaseExperiment]:
 def load_module(name: str) -> str:
   """Imports a module, or the module in `path/to/file.py`, and returns the name under which it is imported.
 
-  Raises:
-    UserError: the module does not exist, or importing it fails.
+  Raises UserError if the module does not exist, or importing it fails.
   """
   return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
 

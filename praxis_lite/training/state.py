@@ -68,14 +68,10 @@ class PartitionedModelStates(NamedTuple):
 
 
 class GivenVariables(NamedTuple):
-  """Initial values of some variables that are given, for example by another run, instead of drawn at random.
+  """Initial values of some variables that are given, for example by another run, instead of drawn at random."""
 
-  Attributes:
-    values: a part of the variable tree; arrays have the shapes of the variables.
-    known: the shape of the given part of each variable, by path. The part begins at index 0; other entries are drawn.
-  """
-
-  values: NestedDict
+  values: NestedDict  # A part of the variable tree; arrays have the shapes of the variables.
+  # The shape of the given part of each variable, by path. The part begins at index 0; other entries are drawn.
   known: Mapping[Path, tuple[int, ...]]
 
 
@@ -130,10 +126,8 @@ def state_layout(
 ) -> StateLayout:
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables.
 
-  Args:
-    jax_task, mesh: the task and the mesh.
-    specs_of_vars: the spec of each variable; None uses the specs of the task.
-    optimizer: False leaves out `opt_states`, which only training needs, and which take long to trace.
+  `specs_of_vars` has the spec of each variable; None uses those of the task. Without `optimizer`, there are no
+  `opt_states`, which only training needs, and which take long to trace.
   """
   unpadded = train_state_shapes(jax_task, optimizer=optimizer)
   if specs_of_vars is None:

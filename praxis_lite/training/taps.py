@@ -56,8 +56,7 @@ class Tap:
   def parse(cls, text: str, default: tuple[str, ...] = _DEFAULT) -> Tap:
     """Parses 'path:statistics' or 'grad(path):statistics'; the statistics may be omitted, and are then `default`.
 
-    Raises:
-      ConfigError: the text does not have this form, or there is no such statistic.
+    Raises ConfigError if the text does not have this form, or there is no such statistic.
     """
     where = f'tap {text!r}'
     path, colon, names = text.strip().partition(':')
@@ -93,7 +92,6 @@ class StepTaps:
   """The taps of the steps of a task.
 
   Args:
-    taps, weights: the taps, and the declarations of the variables.
     trained: (path) -> whether the variable is trained; None for inference steps.
     of_loss: whether inference steps may compute a loss, and the gradients of activations.
 
@@ -235,8 +233,7 @@ class StepTaps:
 def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool = True) -> StepTaps:
   """Returns the taps of a task's steps, parsed from texts such as 'lm.transformer.*:rms'.
 
-  Raises:
-    ConfigError: a text has another form, or matches nothing.
+  Raises ConfigError if a text has another form, or matches nothing.
   """
   parsed = [Tap.parse(text) for text in ((taps,) if isinstance(taps, str) else taps)]
   return StepTaps(parsed, jax_task.model.abstract_init(), jax_task.bind_learner().is_trained if trains else None)

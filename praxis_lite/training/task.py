@@ -361,8 +361,7 @@ class SingleTask(Configurable):
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of the task; without a mesh shape, one device with every axis of size 1.
 
-    Raises:
-      ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
+    Raises ShardingError if the mesh needs more devices than there are, or its shape and names do not fit.
     """
     ici, dcn, names = self._mesh_shape()
     if devices is None:

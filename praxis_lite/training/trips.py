@@ -28,12 +28,7 @@ _MOST_ENTRIES = 2**20
 
 
 class LoopBounds:
-  """Upper bounds of the values in a jaxpr; call `add` for each equation, in order.
-
-  Args:
-    jaxpr: the program.
-    inputs: bounds of the inputs of the program.
-  """
+  """Upper bounds of the values in a program, given bounds of its inputs; call `add` for each equation, in order."""
 
   def __init__(self, jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound] = ()):
     self._known: dict[core.Var, np.ndarray] = {}

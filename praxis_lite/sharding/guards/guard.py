@@ -79,9 +79,7 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   """Changes a lowered program where XLA would compute it wrongly, and returns the changes.
 
   If this release of JAX lowers programs in an unknown way, the program stays unchanged and the user is warned once.
-
-  Raises:
-    ShardingError: Shardy, JAX's default, is turned off.
+  Raises ShardingError if Shardy, JAX's default, is turned off.
   """
 
   def change() -> list[Guarded]:

@@ -32,13 +32,11 @@ PLACEMENTS = ('auto', 'owner', 'split')
 class MatrixOptimizer(optax.GradientTransformationExtraArgs):
   """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
 
-  Attributes:
-    name: name for reports.
-    exchanges: (variables or their shapes, `Splits`) -> the `MatrixExchange` of each group of matrices.
-    square_specs: (variables or their shapes, `Splits`) -> the specs of the square arrays of each variable, by path.
+  Given variables or their shapes, `exchanges` are those of each group of matrices, and `square_specs` the specs of the
+  square arrays of each variable, by path.
   """
 
-  name: str
+  name: str  # For reports.
   exchanges: Callable[[object, Splits], list[MatrixExchange]]
   square_specs: Callable[[object, Splits], dict[Path, PartitionSpec]]
 
