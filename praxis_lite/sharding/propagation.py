@@ -168,12 +168,12 @@ class Propagation:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
-      shapes: dict[ir.Type, tuple[int, ...]] = {}
+      shape_of = functools.cache(lambda type_: tuple(getattr(type_, 'shape', ())))  # () for a type without a shape.
       manual: dict[object, set[str]] = {}  # By the enclosing operation.
       for op in found:
         if op.name not in names:
           continue
-        of_op = tuple(_shape(value.type, shapes) for value in (*op.operands, *op.results))
+        of_op = tuple(shape_of(value.type) for value in (*op.operands, *op.results))
         if max(map(len, of_op), default=0) >= least_rank:
           parent = op.parent
           if parent not in manual:
@@ -225,13 +225,6 @@ class Propagation:
         known[value] = ((),) * len(shape) if sharding is None else self._splits[sharding]
       splits.append(known[value])
     return tuple(splits)
-
-
-def _shape(type_: ir.Type, known: dict[ir.Type, tuple[int, ...]]) -> tuple[int, ...]:
-  """Returns the shape of a type, () if it has none, and adds it to `known`."""
-  if type_ not in known:
-    known[type_] = tuple(getattr(type_, 'shape', ()))
-  return known[type_]
 
 
 def _sources(op: ir.Operation) -> Iterator[ir.Value]:

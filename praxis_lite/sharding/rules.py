@@ -164,13 +164,12 @@ def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[s
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
   """Returns indices (rule, earlier rule) for each rule that never has an effect, because the earlier one applies."""
   # A rule is shadowed by an earlier rule of the same name that needs only mesh axes that the later rule needs too.
-  found = []
+  found: dict[int, int] = {}
   for later, (name, axes) in enumerate(rules):
     for earlier, (other, other_axes) in enumerate(rules[:later]):
       if name == other and set(spec_axes(other_axes)) <= set(spec_axes(axes)):
-        found.append((later, earlier))
-        break
-  return tuple(found)
+        found.setdefault(later, earlier)
+  return tuple(found.items())
 
 
 def _entry(rule: LogicalAxisRule) -> object:

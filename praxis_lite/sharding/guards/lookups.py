@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -158,10 +158,11 @@ def guard_scatter(scatter: Instance) -> tuple[ArraySplit, ...] | None:
     return tuple(whole(split, range(len(split))) for split in scatter.splits)
   _sign_ids(scatter)
   after = _local(scatter)
-  uneven = _uneven_updates(scatter, after)
+  (table, ids, updates, _), sizes = after, scatter.site.shapes[ROWS]
+  # {dimension of the updates: dimension of the ids} for corresponding dimensions that axes split unevenly.
+  uneven = {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
   combines = [op.operation.name for op in scatter.site.op.regions[0].blocks[0].operations]
   if uneven and combines != ['stablehlo.add', 'stablehlo.return']:
-    table, ids, updates, _ = after
     numbers = _numbers(scatter)
     batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
     table = whole(table, [batch[dim] for dim in uneven.values() if dim in batch])
@@ -191,13 +192,8 @@ def _local(scatter: Instance) -> tuple[ArraySplit, ...]:
   batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
   table = whole(table, [*parts, *(batch[pairs[dim]] for dim in single if pairs[dim] in batch)])
   updates = whole(updates, [*(window[dim] for dim in parts if dim in window), *single])
-  return table, _split_like_rows(ids, updates, pairs), updates, table
-
-
-def _uneven_updates(scatter: Instance, splits: Sequence[ArraySplit]) -> dict[int, int]:
-  """Returns {dimension of the updates: dimension of the ids} for corresponding dimensions that axes split unevenly."""
-  ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
-  return {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
+  of_ids = {j: updates[i] for i, j in pairs.items()}  # Ids are split like their updates.
+  return table, tuple(of_ids.get(dim, ()) for dim in range(len(ids))), updates, table
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
@@ -213,12 +209,6 @@ def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, in
 def _scatter_pairs(scatter: Instance) -> dict[int, int]:
   numbers = _numbers(scatter)
   return _pairs(scatter, numbers.update_window_dims, numbers.index_vector_dim)
-
-
-def _split_like_rows(ids: ArraySplit, rows: ArraySplit, pairs: Mapping[int, int]) -> ArraySplit:
-  """Returns the split of ids that corresponds to the split of their rows."""
-  of_ids = {j: rows[i] for i, j in pairs.items()}
-  return tuple(of_ids.get(dim, ()) for dim in range(len(ids)))
 
 
 def _is_uneven(size: int, *entries: tuple[Axis, ...]) -> bool:
