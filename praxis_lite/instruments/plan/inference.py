@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +24,18 @@ from jax.sharding import AbstractMesh, Mesh
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import format_bytes, format_seconds, number_of
-from praxis_lite.common.trees import path_name
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.instruments.plan.compilers import (
-  CompileError,
-  compile_step,
   devices_of,
-  missing_compiler,
-  places_of,
 )
-from praxis_lite.instruments.plan.cost import Cost, cost_of
-from praxis_lite.instruments.plan.hlo import parse
-from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
-from praxis_lite.instruments.plan.links import Links
-from praxis_lite.instruments.plan.memory import Memory, bytes_on_each, inference_bytes, live_memory
-from praxis_lite.instruments.plan.planning import bottleneck_of, doubts
+from praxis_lite.instruments.plan.cost import Cost
+from praxis_lite.instruments.plan.memory import Memory, bytes_on_each, inference_bytes
+from praxis_lite.instruments.plan.planning import Planner, ProgramPlan, bottleneck_of, doubts
 from praxis_lite.instruments.plan.report import chips_text, format_head, format_range, mode_text, wrap_line
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.models.base import PromptLimits
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -66,43 +59,22 @@ class Requests(NamedTuple):
   max_tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class InferencePlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferencePlan(ProgramPlan):
   """Memory and time of decoding.
 
   Attributes:
-    name: name of the task.
-    topology, mesh, mode, compile_seconds, is_cached, is_refused, notes, failure: see `Plan`.
+    name, topology, mesh, mode, memory, cost, compile_seconds, is_cached, is_refused, notes, failure: see `ProgramPlan`.
     requests: the batch of prompts.
-    memory, cost: memory and cost of the program on each device.
     cache_bytes: bytes of the caches of all rows, on all devices together.
     read_bytes: bytes of the weights on a device, in the dtypes in which layers read them.
     largest_rows: about how many rows fit, a multiple of the number of devices; at most 1,048,576.
   """
 
-  name: str
-  topology: Topology
-  mesh: Mapping[str, int]
-  mode: str
   requests: Requests
-  memory: Memory
-  cost: Cost
   cache_bytes: int
   read_bytes: int
   largest_rows: int
-  compile_seconds: float = 0.0
-  is_cached: bool = False
-  is_refused: bool = False
-  notes: tuple[str, ...] = ()
-  failure: str = ''
-
-  @property
-  def fits(self) -> bool:
-    return self.memory.room >= 0 and not self.is_refused
-
-  @property
-  def is_time_known(self) -> bool:
-    return not self.cost.unknown_loops
 
   @property
   def first_token_seconds(self) -> float:
@@ -156,20 +128,15 @@ def plan_inference(
     ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology
-  jax_task = _task_for(task, requests)
+  jax_task, limits = _task_for(task, requests)
   check_mesh(jax_task.mesh_sizes(topology.num_devices), topology)
-  planner = _Planner(jax_task, topology, requests, report)
-  missing = missing_compiler(topology) if compile else ''
-  if not compile or missing:
-    return planner.plan_lowered([missing] if missing else [], missing)
-  try:
-    return planner.plan_compiled(cache, elsewhere)
-  except CompileError as error:
-    return planner.plan_lowered([f'{error}; the numbers are analytic'], str(error), error)
+  planner = _InferencePlanner(jax_task, topology, report)
+  planner.requests, planner.limits = requests, limits
+  return planner.plan(compile, cache, elsewhere)
 
 
-def _task_for(task: Config, requests: Requests) -> SingleTask:
-  """Returns the task with a sampler for these requests; raises ConfigError if it cannot decode them with caches."""
+def _task_for(task: Config, requests: Requests) -> tuple[SingleTask, PromptLimits]:
+  """Returns the task with a sampler for these requests, and its limits; raises ConfigError if it cannot decode them."""
   task = task.clone()
   if not hasattr(task.model, 'decoder_tpl'):
     raise ConfigError('task.model: plans of inference are for language models, and this model has no decoder_tpl')
@@ -182,71 +149,50 @@ def _task_for(task: Config, requests: Requests) -> SingleTask:
   if limits.context is not None and needed > limits.context:
     raise ConfigError(
       f'the model sees {number_of(limits.context, "token")} at once, and prompts of '
-      f'{number_of(requests.prompt_length, "token")} with '
-      f'{requests.max_tokens:,} after them need {needed:,}; use shorter ones, or a larger max_seq_len of the model'
+      f'{number_of(requests.prompt_length, "token")} with {requests.max_tokens:,} after them need {needed:,}; use '
+      'shorter ones, or a larger max_seq_len of the model'
     )
-  return jax_task
+  return jax_task, limits
 
 
-class _Planner:
-  """Plans a task's decoding on a topology; see `plan_inference`."""
+class _InferencePlanner(Planner[InferencePlan]):
+  """Plans decoding of `requests`, which `_task_for` has checked."""
 
-  def __init__(self, jax_task: SingleTask, topology: Topology, requests: Requests, report: Callable[[str], object]):
-    self._task, self._topology, self._requests, self._report = jax_task, topology, requests, report
-    self._mesh = jax_task.mesh_sizes(topology.num_devices)
-    self._layers = list(jax_task.model.descendants())
-    self._names = LayerNames(layer.path for layer in self._layers)
-    limits = jax_task.model.prompt_limits()
-    assert limits is not None  # `_task_for` has checked it.
-    self._limits = limits
-    self._estimate = functools.cache(self._make_estimate)  # The search needs some estimates twice.
+  requests: Requests
+  limits: PromptLimits
 
-  def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
-    """Returns the plan of the compiled program. Raises CompileError if the compiler refuses it."""
-    topology, hidden = self._topology, HiddenWork(self._layers)
-    mesh = self._task.create_mesh(devices_of(topology))
-    step = self._step(mesh, self._requests.rows)
-    paths = [path_name(layer.path) for layer in self._layers]
-    compiled = compile_step(step, topology, layers=paths, cache=cache, elsewhere=elsewhere, report=self._report)
-    program, links = parse(compiled.text), Links(topology, places_of(topology, list(mesh.devices.flat)))
-    cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=self._names, hidden=hidden)
-    sizes = compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporaries, compiled.code
-    capacity = int(topology.target.device_memory)
-    memory = Memory(capacity, inference_bytes(step), *sizes, *live_memory(program, self._names))
-    found = self._make('compiled', memory, cost, [])
-    return dataclasses.replace(found, compile_seconds=compiled.seconds, is_cached=compiled.is_cached)
+  def _plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
+    step = self._step(self._task.create_mesh(devices_of(self._topology)), self.requests.rows)
+    _, _, found = self._compile(step, inference_bytes(step), cache, elsewhere)
+    return self._make([], **found)
 
-  def plan_lowered(self, notes: list[str], failure: str, refused: CompileError | None = None) -> InferencePlan:
-    """Returns the plan of the lowered program; see `planning._Planner.plan_lowered` for arguments."""
+  def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> InferencePlan:
     self._report('tracing')
-    memory, cost = self._estimate(self._requests.rows, refused.needs if refused else None)
-    found = self._make('analytic', memory, cost, [*notes, UNCERTAIN])
-    return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
+    memory, cost = self._estimate(self.requests.rows, needs)
+    return self._make([*notes, UNCERTAIN], mode='analytic', memory=memory, cost=cost)
 
-  def _make(self, mode: str, memory: Memory, cost: Cost, notes: list[str]) -> InferencePlan:
-    rows, length, tokens = self._requests
+  def _make(self, notes: Sequence[str], **found: Any) -> InferencePlan:
+    rows, length, tokens = self.requests
     return InferencePlan(
-      self._task.name,
-      self._topology,
-      self._mesh,
-      mode,
-      self._requests,
-      memory,
-      cost,
-      self._limits.state_bytes(rows, length + tokens - 1),
-      self._read_bytes(),
-      self._largest_rows(memory),
-      notes=(*notes, *doubts(cost)),
+      name=self._task.name,
+      topology=self._topology,
+      mesh=self._mesh,
+      requests=self.requests,
+      cache_bytes=self.limits.state_bytes(rows, length + tokens - 1),
+      read_bytes=self._read_bytes(),
+      largest_rows=self._largest_rows(found['memory']),
+      notes=(*notes, *doubts(found['cost'])),
+      **found,
     )
 
   def _read_bytes(self) -> int:
-    variables = self._step(abstract_mesh(self._mesh, self._topology.target.kind), self._requests.rows).arguments[0]
+    variables = self._step(abstract_mesh(self._mesh, self._topology.target.kind), self.requests.rows).arguments[0]
     read = jax.eval_shape(self._task.model.cast_variables, variables)
     return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
 
   def _largest_rows(self, memory: Memory) -> int:
     """Returns about how many rows fit, by estimates that are corrected by the plan's memory."""
-    requested, at_once = self._requests.rows, math.prod(self._mesh.values())  # Rows are padded to a multiple of this.
+    requested, at_once = self.requests.rows, math.prod(self._mesh.values())  # Rows are padded to a multiple of this.
     missing = memory.peak - self._estimate(requested, None)[0].peak
     few = -(-requested // at_once) * at_once
     rows = 2 * few
@@ -259,16 +205,17 @@ class _Planner:
         break
     return rows
 
-  def _make_estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
-    hidden, target = HiddenWork(self._layers), self._topology.target
+  @functools.cache  # noqa: B019 - the search needs some estimates twice, and the object does not outlive its plan.
+  def _estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
+    target = self._topology.target
     step = self._step(abstract_mesh(self._mesh, target.kind), rows)
-    lowered = program_for(step, self._topology, hidden)
+    lowered = program_for(step, self._topology, self._hidden)
     memory = analytic_memory(lowered, needs, inference_bytes(step), target, self._names)
     return memory, analytic_cost(lowered, self._mesh, self._topology, self._names)
 
   def _step(self, mesh: Mesh | AbstractMesh, rows: int) -> PartitionedStep:
     inputs = {
-      'ids': jax.ShapeDtypeStruct((rows, self._requests.prompt_length), jnp.int32),
+      'ids': jax.ShapeDtypeStruct((rows, self.requests.prompt_length), jnp.int32),
       'prompt_lengths': jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
     layout = state_layout(self._task, mesh, optimizer=False)

@@ -10,10 +10,12 @@ the time. If the compiler is missing or refuses the step, formulas replace it, a
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from jax.sharding import AbstractMesh
 
@@ -27,6 +29,7 @@ from praxis_lite.instruments.plan.activations import explain_compiled
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.instruments.plan.cause import Cause
 from praxis_lite.instruments.plan.compilers import (
+  CompiledStep,
   CompileError,
   compile_step,
   devices_of,
@@ -36,11 +39,11 @@ from praxis_lite.instruments.plan.compilers import (
   pretend_cudnn_for_plans,
 )
 from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
-from praxis_lite.instruments.plan.hlo import parse
+from praxis_lite.instruments.plan.hlo import CompiledProgram, parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.lowered_steps import LoweredStep, LoweredSteps, StepFacts, StepKey
-from praxis_lite.instruments.plan.memory import Memory, live_memory, state_bytes
+from praxis_lite.instruments.plan.memory import Memory, StateBytes, live_memory, state_bytes
 from praxis_lite.instruments.plan.model_work import ModelWork, model_work
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.targets import MEASURED
@@ -49,8 +52,10 @@ from praxis_lite.instruments.plan.uncertainty import time_factors
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh
+from praxis_lite.sharding.xla_flags import XlaFlags
 from praxis_lite.training.execution import splits_of
 from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import SlowPath, find_slow_paths
 from praxis_lite.training.state import state_layout
@@ -60,25 +65,20 @@ _LEAST_SLOW = 0.01  # Slow paths that take less than this share of a step are le
 _DEFAULT_GPU_FRACTION = 0.75  # The share of a GPU's memory that JAX takes by default.
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """Memory, time and communication of a train step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+  """What is planned for a train step as well as for decoding.
 
   Attributes:
     name: name of the task.
     topology, mesh: the chips, and the size of each mesh axis.
     mode: 'compiled' or 'analytic'.
     memory, cost: memory and cost on each device.
-    work: the work that the model requires.
     compile_seconds: time of the compiler; 0 if mode is 'analytic'.
-    is_cached: whether an earlier plan compiled the step.
-    is_refused: whether the compiler refused the step because it needs more memory than a device has.
+    is_cached: whether an earlier plan compiled the program.
+    is_refused: whether the compiler refused the program because it needs more memory than a device has.
     notes: what is uncertain, and why.
-    failure: why the compiler did not compile the step; '' if it did, or was not asked to.
-    findings: surprises that are not collectives, such as work that several devices repeat.
-    slow_paths: operations that take a slow path on the chip, most costly first.
-    pipelines: a line about each pipeline, with its bubble.
-    weights, activations: the splits of arrays, as in `explain`; for activations also the compiler's split.
+    failure: why the compiler did not compile the program; '' if it did, or was not asked to.
   """
 
   name: str
@@ -87,12 +87,35 @@ class Plan:
   mode: str
   memory: Memory
   cost: Cost
-  work: ModelWork
   compile_seconds: float = 0.0
   is_cached: bool = False
   is_refused: bool = False
   notes: tuple[str, ...] = ()
   failure: str = ''
+
+  @property
+  def fits(self) -> bool:
+    return self.memory.room >= 0 and not self.is_refused
+
+  @property
+  def is_time_known(self) -> bool:
+    return not self.cost.unknown_loops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(ProgramPlan):
+  """Memory, time and communication of a train step.
+
+  Attributes:
+    name, topology, mesh, mode, memory, cost, compile_seconds, is_cached, is_refused, notes, failure: see `ProgramPlan`.
+    work: the work that the model requires.
+    findings: surprises that are not collectives, such as work that several devices repeat.
+    slow_paths: operations that take a slow path on the chip, most costly first.
+    pipelines: a line about each pipeline, with its bubble.
+    weights, activations: the splits of arrays, as in `explain`; for activations also the compiler's split.
+  """
+
+  work: ModelWork
   findings: tuple[Cause, ...] = ()
   slow_paths: tuple[SlowPath, ...] = ()
   pipelines: tuple[str, ...] = ()
@@ -105,17 +128,9 @@ class Plan:
     return self.cost.collectives
 
   @property
-  def fits(self) -> bool:
-    return self.memory.room >= 0 and not self.is_refused
-
-  @property
   def step_seconds(self) -> float:
     """Seconds of a step. If not `is_time_known`, loops of unknown length count once, so the real step takes longer."""
     return self.cost.seconds
-
-  @property
-  def is_time_known(self) -> bool:
-    return not self.cost.unknown_loops
 
   @property
   def seconds_range(self) -> tuple[float, float] | None:
@@ -184,94 +199,105 @@ def plan(
   mesh = jax_task.mesh_sizes(topology.num_devices)
   check_mesh(mesh, topology)
   config: object = task.task if isinstance(task, ExperimentConfig) else task
-  planner = _Planner(jax_task, dict(struct), topology, report, config if isinstance(config, Config) else None, lowered)
-  missing = missing_compiler(topology) if compile else ''
-  if not compile or missing:
-    return planner.plan_lowered(missing, [missing] if missing else [])
-  try:
-    return planner.plan_compiled(cache, elsewhere)
-  except CompileError as error:
-    return planner.plan_lowered(str(error), [f'{error}; the numbers are analytic'], error)
+  planner = _StepPlanner(jax_task, topology, report)
+  planner.inputs, planner.lowered = dict(struct), lowered or LoweredSteps()
+  planner.config = config if isinstance(config, Config) else None
+  return planner.plan(compile, cache, elsewhere)
 
 
-class _Planner:
-  """Plans a task on a topology, with the compiler or without it; see `plan`."""
+P = TypeVar('P', bound=ProgramPlan)
 
-  def __init__(
-    self,
-    jax_task: SingleTask,
-    inputs: dict[str, object],
-    topology: Topology,
-    report: Callable[[str], object],
-    config: Config | None,
-    lowered: LoweredSteps | None,
-  ):
-    self._task, self._inputs, self._topology, self._report = jax_task, inputs, topology, report
-    self._config, self._lowered = config, lowered or LoweredSteps()
+
+class Planner(abc.ABC, Generic[P]):
+  """Plans a program of a task on a topology, with the compiler or without it; see `plan` for arguments."""
+
+  def __init__(self, jax_task: SingleTask, topology: Topology, report: Callable[[str], object]):
+    self._task, self._topology, self._report = jax_task, topology, report
     self._mesh = jax_task.mesh_sizes(topology.num_devices)
     self._layers = list(jax_task.model.descendants())
     self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
 
-  def plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
-    """Returns the plan of the compiled step. Raises CompileError if the compiler refuses the step."""
-    topology, names = self._topology, self._names
-    mesh = self._task.create_mesh(devices_of(topology))
-    partitioned = PartitionedTask(self._task, self._inputs, mesh=mesh)
-    padding = [*_padding(partitioned), *_exchanges(partitioned)]
-    links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
-    paths = [path_name(layer.path) for layer in self._layers]
-    train_step = partitioned.train_step
-    flags = flags_of_plan(train_step, topology)
-    step = compile_step(
-      train_step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self._report
-    )
-    program = parse(step.text)
-    cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=names, hidden=self._hidden)
-    sizes = step.arguments, step.outputs, step.aliased, step.temporaries, step.code
-    capacity, state = int(topology.target.device_memory), state_bytes(partitioned)
-    memory = Memory(capacity, state, *sizes, *live_memory(program, names))
-    with pretend_cudnn_for_plans():
-      layout = state_layout(self._task, self._mesh_alone())
-      why = Why(trace_task(self._task, layout, self._inputs), names)
-    notes = [*padding, *_notes_of_flags(step.added_flags)]
-    found = self._make(self._facts(partitioned), 'compiled', memory, why.add_causes(cost, program), notes)
-    findings = why.find_rematerialized(step.messages)
-    findings += why.find_replicated(cost.operations, topology.num_devices, self._hidden.paths)
-    slow_paths = [*found.slow_paths, *find_slow_operations(program, cost, names, topology.target.kind)]
-    return dataclasses.replace(
-      found,
-      slow_paths=tuple(sorted(slow_paths, key=lambda slow: -slow.seconds)),
-      compile_seconds=step.seconds,
-      is_cached=step.is_cached,
-      findings=tuple(findings),
-      activations=tuple(explain_compiled(why.report.activations, program, names)),
-    )
-
-  def plan_lowered(self, failure: str, notes: Sequence[str], refused: CompileError | None = None) -> Plan:
-    """Returns the plan of the lowered step.
-
-    Args:
-      failure, notes: as in `Plan`; why the step was not compiled, and what is uncertain.
-      refused: the error of the compiler, which may say how much memory the step needs; None if it did not run.
-    """
-    topology = self._topology
-    self._report('tracing')
-    step = self._lowered.find(self._key(), self._lower)
-    needs = refused.needs if refused else None
-    memory = analytic_memory(step.program, needs, step.state, topology.target, self._names)
-    cost = analytic_cost(step.program, self._mesh, topology, self._names)
-    found = self._make(step.facts, 'analytic', memory, cost, [*notes, UNCERTAIN, *step.padding])
+  def plan(self, compile: bool, cache: Path | None, elsewhere: Callable[[], None] | None) -> P:
+    """Returns the plan of the compiled program, or, if the compiler is missing or refuses it, of the lowered one."""
+    failure, refused = missing_compiler(self._topology) if compile else '', None
+    if compile and not failure:
+      try:
+        return self._plan_compiled(cache, elsewhere)
+      except CompileError as error:
+        failure, refused = str(error), error
+    notes = [f'{failure}; the numbers are analytic' if refused else failure] if failure else []
+    found = self._plan_lowered(notes, refused.needs if refused else None)
     return dataclasses.replace(found, failure=failure, is_refused=refused is not None and refused.does_not_fit)
 
+  @abc.abstractmethod
+  def _plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> P:
+    """Returns the plan of the compiled program. Raises CompileError if the compiler refuses it."""
+
+  @abc.abstractmethod
+  def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> P:
+    """Returns the plan of the lowered program; `needs` are the bytes that a compiler says it needs, None if unknown."""
+
+  def _compile(
+    self,
+    step: PartitionedStep,
+    state: StateBytes,
+    cache: Path | None,
+    elsewhere: Callable[[], None] | None,
+    flags: XlaFlags | None = None,
+  ) -> tuple[CompiledStep, CompiledProgram, dict[str, Any]]:
+    """Returns a step as `compile_step` does, its program, and the fields of its plan that both determine."""
+    topology, paths = self._topology, [path_name(layer.path) for layer in self._layers]
+    compiled = compile_step(
+      step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self._report
+    )
+    program, links = parse(compiled.text), Links(topology, places_of(topology, list(step.mesh.devices.flat)))
+    cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=self._names, hidden=self._hidden)
+    sizes = compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporaries, compiled.code
+    memory = Memory(int(topology.target.device_memory), state, *sizes, *live_memory(program, self._names))
+    how = {'mode': 'compiled', 'compile_seconds': compiled.seconds, 'is_cached': compiled.is_cached}
+    return compiled, program, how | {'memory': memory, 'cost': cost}
+
+
+class _StepPlanner(Planner[Plan]):
+  """Plans a train step."""
+
+  inputs: dict[str, object]
+  config: Config | None
+  lowered: LoweredSteps
+
+  def _plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
+    partitioned = PartitionedTask(self._task, self.inputs, mesh=self._task.create_mesh(devices_of(self._topology)))
+    padding, flags = _padding(partitioned), flags_of_plan(partitioned.train_step, self._topology)
+    step, program, found = self._compile(partitioned.train_step, state_bytes(partitioned), cache, elsewhere, flags)
+    with pretend_cudnn_for_plans():
+      layout = state_layout(self._task, self._mesh_alone())
+      why = Why(trace_task(self._task, layout, self.inputs), self._names)
+    found['cost'] = cost = why.add_causes(found['cost'], program)
+    findings = why.find_rematerialized(step.messages)
+    findings += why.find_replicated(cost.operations, self._topology.num_devices, self._hidden.paths)
+    slow = find_slow_operations(program, cost, self._names, self._topology.target.kind)
+    activations = explain_compiled(why.report.activations, program, self._names)
+    notes = [*padding, *_notes_of_flags(step.added_flags)]
+    return self._make(
+      self._facts(partitioned), notes, slow, **found, findings=tuple(findings), activations=tuple(activations)
+    )
+
+  def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> Plan:
+    self._report('tracing')
+    step, target = self.lowered.find(self._key(), self._lower), self._topology.target
+    memory = analytic_memory(step.program, needs, step.state, target, self._names)
+    cost = analytic_cost(step.program, self._mesh, self._topology, self._names)
+    return self._make(step.facts, [*notes, UNCERTAIN, *step.padding], mode='analytic', memory=memory, cost=cost)
+
   def _key(self) -> StepKey | None:
-    if self._config is None:
+    if self.config is None:
       return None
     platform, kind = self._devices()
-    return StepKey(self._config, self._inputs, self._mesh, platform, kind or platform)
+    return StepKey(self.config, self.inputs, self._mesh, platform, kind or platform)
 
   def _lower(self) -> LoweredStep:
-    partitioned = PartitionedTask(self._task, self._inputs, mesh=self._mesh_alone())
-    padding = [*_padding(partitioned), *_exchanges(partitioned)]
+    partitioned = PartitionedTask(self._task, self.inputs, mesh=self._mesh_alone())
+    padding = _padding(partitioned)
     program = program_for(partitioned.train_step, self._topology, self._hidden)
     return LoweredStep(program, state_bytes(partitioned), tuple(padding), self._facts(partitioned))
 
@@ -296,67 +322,69 @@ class _Planner:
     target = self._topology.target
     return target.kind, target.cuda.name if target.cuda else None
 
-  def _make(self, facts: StepFacts, mode: str, memory: Memory, cost: Cost, notes: Sequence[str]) -> Plan:
-    target = self._topology.target
-    notes = [*notes, *doubts(cost)]
-    if runs := self._topology.experience:
-      between = f' ({runs.least:.2f} to {runs.largest:.2f})' if runs.runs > 1 else ''
-      number = f'{runs.runs} measured runs' if runs.runs > 1 else 'a measured run'
-      took = f'steps took {runs.typical:.2f} times as long as planned{between}'
-      notes.append(f'times are corrected by {number} on {target.name}: {took}')
-    elif target.kind == 'cpu':
-      notes.append('times on cpu are of an imagined machine, and only orders of magnitude')
-    elif target.efficiency.calibrated:
-      notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
-    elif target.name in MEASURED:
-      rest = '; those of links and network are assumed' if self._topology.num_devices > 1 else ''
-      notes.append(f'times take shares of the published figures of {target.name} that were measured on one H100{rest}')
-    else:
-      notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
+  def _make(self, facts: StepFacts, notes: Sequence[str], slow: Sequence[SlowPath] = (), **found: Any) -> Plan:
+    """Returns a plan with these fields; `slow` are the slow operations of the compiled program."""
+    target, memory, cost = self._topology.target, found['memory'], found['cost']
+    notes = [*notes, *doubts(cost), _accuracy(self._topology)]
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
       notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
-    slow_paths = find_slow_paths(facts.jaxpr, self._task.model, target, math.prod(facts.mesh.values()))
+    traced = find_slow_paths(facts.jaxpr, self._task.model, target, math.prod(facts.mesh.values()))
+    slow = [*(path for path in traced if path.seconds > _LEAST_SLOW * cost.seconds), *slow]
     return Plan(
-      self._task.name,
-      self._topology,
-      facts.mesh,
-      mode,
-      memory,
-      cost,
-      facts.work,
+      name=self._task.name,
+      topology=self._topology,
+      mesh=facts.mesh,
+      work=facts.work,
       notes=tuple(notes),
-      slow_paths=tuple(slow for slow in slow_paths if slow.seconds > _LEAST_SLOW * cost.seconds),
+      slow_paths=tuple(sorted(slow, key=lambda path: -path.seconds)),
       pipelines=facts.pipelines,
       weights=facts.weights,
+      **found,
     )
+
+
+def _accuracy(topology: Topology) -> str:
+  """Returns a note that says on what the times of a plan rest."""
+  target, runs = topology.target, topology.experience
+  if runs:
+    number, between = 'a measured run', ''
+    if runs.runs > 1:
+      number, between = f'{runs.runs} measured runs', f' ({runs.least:.2f} to {runs.largest:.2f})'
+    took = f'steps took {runs.typical:.2f} times as long as planned{between}'
+    return f'times are corrected by {number} on {target.name}: {took}'
+  if target.kind == 'cpu':
+    return 'times on cpu are of an imagined machine, and only orders of magnitude'
+  if target.efficiency.calibrated:
+    return f'times take shares of the published figures that were measured: {target.efficiency.calibrated}'
+  shares = f'times take shares of the published figures of {target.name} that'
+  if target.name not in MEASURED:
+    return f'{shares} are assumed, not measured'
+  rest = '; those of links and network are assumed' if topology.num_devices > 1 else ''
+  return f'{shares} were measured on one H100{rest}'
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
-  """Returns a note if some rows only pad the batch; raises ConfigError if they are most of the work."""
-  microbatches = partitioned.jax_task.learner.num_microbatches
+  """Returns notes about rows that only pad the batch, and about matrices that optimizers distribute over the devices.
+
+  Raises ConfigError if such rows are most of the work.
+  """
+  jax_task, microbatches = partitioned.jax_task, partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
   multiple, share = partitioned.row_parts * microbatches, f'{1 - true / computed:.0%} of the work'
-  if true == computed:
-    return []
   if computed > 2 * true:
     raise ConfigError(
-      f'datasets[*].batch_size: {number_of(true, "row")} are split into {multiple:,} parts, so rows that only '
-      'fill up the batch '
-      f'would be {share}; use at least {number_of(multiple, "row")}, as in --set '
-      f"'datasets[*].batch_size={multiple}', or a mesh "
-      'whose batch axes are smaller'
+      f'datasets[*].batch_size: {number_of(true, "row")} are split into {multiple:,} parts, so rows that only fill up '
+      f'the batch would be {share}; use at least {number_of(multiple, "row")}, as in --set '
+      f"'datasets[*].batch_size={multiple}', or a mesh whose batch axes are smaller"
     )
-  return [
-    f'a batch of {number_of(true, "row")} is filled up to {computed:,} with rows of weight zero, which take as '
-    'long as real ones: '
-    f'{share}; batch_size should be a multiple of {multiple:,}'
-  ]
-
-
-def _exchanges(partitioned: PartitionedTask) -> list[str]:
-  """Returns notes about matrices that optimizers distribute over the devices."""
-  inside = partitioned.jax_task.partitioning == 'shard_map'
-  return partitioned.jax_task.bind_learner().describe_exchanges(splits_of(partitioned.layout, inside))
+  filled = (
+    f'a batch of {number_of(true, "row")} is filled up to {computed:,} with rows of weight zero, which take as long as '
+    f'real ones: {share}; batch_size should be a multiple of {multiple:,}'
+  )
+  exchanges = jax_task.bind_learner().describe_exchanges(
+    splits_of(partitioned.layout, jax_task.partitioning == 'shard_map')
+  )
+  return [*([filled] if computed > true else []), *exchanges]
 
 
 def _notes_of_flags(added: Sequence[str]) -> list[str]:
