@@ -227,7 +227,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 def _more_chips(job: PlanJob) -> str:
   """Returns a text that says that no setting near this one fits, and how many chips would be enough."""
   from praxis_lite.instruments.plan.knobs import configure_task
-  from praxis_lite.instruments.plan.more_chips import format_more_chips, plan_on_more_chips
+  from praxis_lite.instruments.plan.what_if import format_more_chips, plan_on_more_chips
 
   job.report('looking for the number of chips that suffices')
   more = plan_on_more_chips(configure_task(job.config), job.topology)

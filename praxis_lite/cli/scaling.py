@@ -16,8 +16,7 @@ from praxis_lite.common.errors import UserError, prefix_errors
 from praxis_lite.common.foreign_text import printable
 
 if TYPE_CHECKING:
-  from praxis_lite.instruments.plan.compute_budget import BestSize
-  from praxis_lite.instruments.plan.scaling_law import FittedLaw
+  from praxis_lite.instruments.plan.scaling_law import BestSize, FittedLaw
 
 _STEPS = (1.0, 3.0, 10.0)  # Budgets to propose sizes for, as multiples of the largest run's compute.
 _HOUR = 3600.0
@@ -25,7 +24,6 @@ _HOUR = 3600.0
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.cli.scaling_runs import read_finished_runs
-  from praxis_lite.instruments.plan.compute_budget import best_size, flops_of
   from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
 
   budgets = _read_budgets(values.flops)
@@ -35,8 +33,8 @@ def _run(values: flags.FlagValues) -> int:
     print(printable(f'left out: {name}: {reason}', one_line=True), file=sys.stderr)
   with prefix_errors(values.dir):
     fitted = fit_scaling_law(found.runs)
-  most = max(map(flops_of, found.runs))
-  sizes = [best_size(fitted, flops) for flops in budgets or [step * most for step in _STEPS]]
+  most = max(run.flops for run in found.runs)
+  sizes = [fitted.best_size(flops) for flops in budgets or [step * most for step in _STEPS]]
   for line in (*_describe_runs(fitted, found.metric), *_describe_law(fitted), *_describe_sizes(sizes, most, prices)):
     print(printable(line))
   if values.svg:
@@ -67,12 +65,11 @@ def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
   """Yields a table of the runs: their sizes and losses, and by how much the law misses each loss."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
-  from praxis_lite.instruments.plan.compute_budget import flops_of
 
   rows = [('run', 'parameters', 'tokens', 'FLOPs', 'loss', 'law', 'off')]
-  for run in sorted(fitted.runs, key=flops_of):
+  for run in sorted(fitted.runs, key=operator.attrgetter('flops')):
     law = fitted.law.loss(run.parameters, run.tokens)
-    sizes = short_number(run.parameters), short_number(run.tokens), f'{flops_of(run):.2e}'
+    sizes = short_number(run.parameters), short_number(run.tokens), f'{run.flops:.2e}'
     rows.append((run.name, *sizes, f'{run.loss:.4g}', f'{law:.4g}', f'{law / run.loss - 1:+.2%}'))
   yield f'the losses are {metric}'
   yield from align_columns(rows, right=range(1, 7))
@@ -81,7 +78,6 @@ def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
 
 def _describe_law(fitted: FittedLaw) -> Iterator[str]:
   """Yields the law and its constants, with the ranges of fits to resampled losses."""
-  from praxis_lite.instruments.plan.compute_budget import growth_of_parameters
   from praxis_lite.instruments.plan.loss_goal import format_law
 
   yield format_law(fitted)
@@ -89,8 +85,8 @@ def _describe_law(fitted: FittedLaw) -> Iterator[str]:
   ranges = {name: fitted.interval(operator.attrgetter(field)) for field, name in names.items()}
   text = ', '.join(f'{name} {low:.3g} to {high:.3g}' for name, (low, high) in ranges.items())
   yield f'90 % of fits to resampled losses: {text}'
-  low, high = fitted.interval(growth_of_parameters)
-  share = growth_of_parameters(fitted.law)
+  low, high = fitted.interval(operator.attrgetter('growth_of_parameters'))
+  share = fitted.law.growth_of_parameters
   yield (
     f'for the least loss, parameters grow with C^{share:.2f} ({low:.2f} to {high:.2f}) and tokens with '
     f'C^{1 - share:.2f}, where C = 6 N D is the compute'

@@ -32,7 +32,7 @@ from praxis_lite.instruments.plan.goodput import Interruptions
 from praxis_lite.instruments.plan.loss_goal import LossGoal
 from praxis_lite.instruments.plan.lowered_steps import LoweredSteps, StepKey
 from praxis_lite.instruments.plan.price import Price
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import time_factors
 from praxis_lite.layers.gpu_capability import _capability_of
 from praxis_lite.sharding import mesh
 from praxis_lite.training import registry

@@ -17,7 +17,7 @@ from praxis_lite.instruments.plan.experience import (
   format_measured,
   remember,
 )
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import time_factors
 
 
 @pytest.fixture(scope='module')

@@ -16,7 +16,7 @@ from warm_python import WarmPopen
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.instruments.plan import parse_topology, plan
 from praxis_lite.instruments.plan.knobs import configure_task
-from praxis_lite.instruments.plan.more_chips import format_more_chips, plan_on_more_chips
+from praxis_lite.instruments.plan.what_if import format_more_chips, plan_on_more_chips
 
 
 def with_memory(name, size):

@@ -17,7 +17,7 @@ from praxis_lite.common.errors import ConfigError, ShardingError
 from praxis_lite.instruments.explain.report import task_and_inputs
 from praxis_lite.instruments.plan import compilers, format_plan, parse_topology, plan, planning
 from praxis_lite.instruments.plan.local_program import local_program
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import time_factors
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.sharding.xla_flags import NO_FLAGS, XlaFlags
 from praxis_lite.training import registry

@@ -9,7 +9,6 @@ import pytest
 from test_scaling_law import LAW, LAW_OF_RUNS, exact, folder, noisy, runs_of
 
 from praxis_lite.cli.main import main
-from praxis_lite.instruments.plan.compute_budget import best_loss, best_parameters, best_size, growth_of_parameters
 from praxis_lite.instruments.plan.scaling_law import ScalingLaw, fit_scaling_law
 
 __all__ = ['exact', 'folder', 'noisy']  # Fixtures.
@@ -20,24 +19,24 @@ __all__ = ['exact', 'folder', 'noisy']  # Fixtures.
 def test_no_other_size_has_a_lower_loss(law, flops):
   sizes = np.geomspace(1e4, 1e13, 4001)
   losses = [law.loss(n, flops / 6 / n) for n in sizes]
-  assert best_parameters(law, flops) == pytest.approx(sizes[np.argmin(losses)], rel=0.01)
-  assert best_loss(law, flops) <= min(losses) * (1 + 1e-12)
-  more = math.log(best_parameters(law, 10 * flops) / best_parameters(law, flops)) / math.log(10)
-  assert more == pytest.approx(growth_of_parameters(law))
+  assert law.best_size(flops)[0] == pytest.approx(sizes[np.argmin(losses)], rel=0.01)
+  assert law.best_size(flops)[2] <= min(losses) * (1 + 1e-12)
+  more = math.log(law.best_size(10 * flops)[0] / law.best_size(flops)[0]) / math.log(10)
+  assert more == pytest.approx(law.growth_of_parameters)
 
 
 def test_planted_constants_and_sizes_are_in_their_ranges(noisy):
   for field in ScalingLaw._fields:
     low, high = noisy.interval(lambda law, field=field: getattr(law, field))
     assert low <= getattr(LAW, field) <= high, field
-  found = best_size(noisy, 1e20)
-  assert found.of_parameters[0] <= best_parameters(LAW, 1e20) <= found.of_parameters[1]
-  assert found.of_loss[0] <= best_loss(LAW, 1e20) <= found.of_loss[1]
+  found = noisy.best_size(1e20)
+  assert found.of_parameters[0] <= LAW.best_size(1e20)[0] <= found.of_parameters[1]
+  assert found.of_loss[0] <= LAW.best_size(1e20)[2] <= found.of_loss[1]
 
 
 def test_without_noise_the_size_is_that_of_the_law(exact):
-  found = best_size(exact, 1e20)
-  assert found.parameters == pytest.approx(best_parameters(LAW, 1e20), rel=0.01)
+  found = exact.best_size(1e20)
+  assert found.parameters == pytest.approx(LAW.best_size(1e20)[0], rel=0.01)
   assert 6 * found.parameters * found.tokens == pytest.approx(1e20)
 
 
@@ -52,7 +51,7 @@ def test_the_command_prints_runs_law_and_sizes(folder, tmp_path, capsys):
   assert 'L = 1 + 60 / N^0.4 + 40 / D^0.3' in text and 'the losses are eval/validation/loss' in text
   assert re.search(r'parameters grow with C\^0.43 \(0.43 to 0.43\) and tokens with C\^0.57', text)
   n = float(re.search(r'1.00e\+16 +[\d.e+]+ x +([\d.]+)M', text)[1])
-  assert n == pytest.approx(best_parameters(LAW_OF_RUNS, 1e16) / 1e6, rel=0.02)
+  assert n == pytest.approx(LAW_OF_RUNS.best_size(1e16)[0] / 1e6, rel=0.02)
   assert '--prices=h100=2 --tokens=' in text and 'left out: ' in err
   circles = [x for x in ElementTree.parse(picture).iter() if x.tag.endswith('circle')]
   assert len(circles) == 9 + 2

@@ -33,8 +33,7 @@ from praxis_lite.instruments.plan.memory import state_bytes
 from praxis_lite.instruments.plan.planning import Plan, plan
 from praxis_lite.instruments.plan.price import Price, chinchilla_tokens, price_of
 from praxis_lite.instruments.plan.searching import Correction, search
-from praxis_lite.instruments.plan.topology import Topology, parse_topology
-from praxis_lite.instruments.plan.uncertainty import TimeFactors, time_factors
+from praxis_lite.instruments.plan.topology import TimeFactors, Topology, parse_topology, time_factors
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_task import PartitionedTask
 

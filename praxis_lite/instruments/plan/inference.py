@@ -33,8 +33,7 @@ from praxis_lite.instruments.plan.cost import Cost
 from praxis_lite.instruments.plan.memory import Memory, bytes_on_each, inference_bytes
 from praxis_lite.instruments.plan.planning import Planner, ProgramPlan, bottleneck_of, doubts
 from praxis_lite.instruments.plan.report import chips_text, format_head, format_range, mode_text, wrap_line
-from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology, time_factors
 from praxis_lite.models.base import PromptLimits
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_step import PartitionedStep

@@ -13,7 +13,7 @@ from praxis_lite.instruments.plan.cost import Communication, Operation, Span
 from praxis_lite.instruments.plan.inference import InferencePlan
 from praxis_lite.instruments.plan.planning import Plan, bottleneck_of
 from praxis_lite.instruments.plan.report import chips_text, mode_text
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import time_factors
 
 # The operation that fills an array part by part in a loop, and the name of such an array on the page.
 _FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'

@@ -27,7 +27,6 @@ from praxis_lite.instruments.explain.explanation import Explanation
 from praxis_lite.instruments.explain.report import Explained, parameter_table, task_and_inputs, trace_task
 from praxis_lite.instruments.plan.activations import explain_compiled
 from praxis_lite.instruments.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
-from praxis_lite.instruments.plan.cause import Cause
 from praxis_lite.instruments.plan.compilers import (
   CompiledStep,
   CompileError,
@@ -38,7 +37,7 @@ from praxis_lite.instruments.plan.compilers import (
   places_of,
   pretend_cudnn_for_plans,
 )
-from praxis_lite.instruments.plan.cost import Communication, Cost, cost_of
+from praxis_lite.instruments.plan.cost import Cause, Communication, Cost, cost_of
 from praxis_lite.instruments.plan.hlo import CompiledProgram, parse
 from praxis_lite.instruments.plan.layer_names import HiddenWork, LayerNames
 from praxis_lite.instruments.plan.links import Links
@@ -47,8 +46,7 @@ from praxis_lite.instruments.plan.memory import Memory, StateBytes, live_memory,
 from praxis_lite.instruments.plan.model_work import ModelWork, model_work
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.targets import MEASURED
-from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
-from praxis_lite.instruments.plan.uncertainty import time_factors
+from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology, time_factors
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh

@@ -4,6 +4,11 @@
 
 As in that paper, the fit minimizes the Huber loss of log L. It starts at the best exponents of a grid: given exponents,
 A, B and E solve a non-negative least squares problem. Ranges come from fits to resampled residuals (bootstrap).
+
+Training takes C = 6 N D operations. For a given C, the loss is least at (section 3.3 of that paper)
+
+    N = G (C / 6)^(beta / (alpha + beta))     D = (C / 6)^(alpha / (alpha + beta)) / G
+    G = (alpha A / (beta B))^(1 / (alpha + beta))
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ _OUTLIER = 0.01  # A larger error of log L counts linearly.
 _EXPONENTS = (0.02, 3.0)
 _SAMPLES = 200
 _RANGE = (0.05, 0.95)
+_OPERATIONS = 6.0  # Per parameter and token: two forward, four backward.
 
 
 class FinishedRun(NamedTuple):
@@ -38,6 +44,11 @@ class FinishedRun(NamedTuple):
   tokens: float
   loss: float
   name: str = ''
+
+  @property
+  def flops(self) -> float:
+    """The operations of the run, 6 N D."""
+    return _OPERATIONS * self.parameters * self.tokens
 
 
 class ScalingLaw(NamedTuple):
@@ -67,6 +78,36 @@ class ScalingLaw(NamedTuple):
     left = loss - self.irreducible
     return (self.a / left) ** (1 / self.alpha) if left > 0 else math.inf
 
+  @property
+  def growth_of_parameters(self) -> float:
+    """The exponent a of compute in the best number of parameters; in the best number of tokens, it is 1 - a."""
+    return self.beta / (self.alpha + self.beta)
+
+  def best_size(self, flops: float) -> tuple[float, float, float]:
+    """Returns the parameters, tokens and loss with the least loss for an amount of compute."""
+    ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
+    parameters = ratio * (flops / _OPERATIONS) ** self.growth_of_parameters
+    tokens = flops / _OPERATIONS / parameters
+    return parameters, tokens, self.loss(parameters, tokens)
+
+
+class BestSize(NamedTuple):
+  """The model size with the least loss for an amount of compute, with ranges.
+
+  Attributes:
+    flops: operations of the whole training.
+    parameters, tokens, loss: the size, and its loss by the law.
+    of_parameters, of_tokens, of_loss: the ranges of these three that contain 90 % of the fits to resampled losses.
+  """
+
+  flops: float
+  parameters: float
+  tokens: float
+  loss: float
+  of_parameters: tuple[float, float]
+  of_tokens: tuple[float, float]
+  of_loss: tuple[float, float]
+
 
 @dataclasses.dataclass(frozen=True)
 class FittedLaw:
@@ -89,6 +130,12 @@ class FittedLaw:
     values = sorted(map(value, self.samples))
     low, high = (values[round(share * (len(values) - 1))] for share in _RANGE)
     return low, high
+
+  def best_size(self, flops: float) -> BestSize:
+    """Returns the size with the least loss for an amount of compute."""
+    best = self.law.best_size(flops)
+    ranges = [self.interval(lambda law, i=i: law.best_size(flops)[i]) for i in range(3)]  # type: ignore[misc]
+    return BestSize(flops, *best, *((min(low, x), max(high, x)) for x, (low, high) in zip(best, ranges)))
 
 
 def fit_scaling_law(runs: Sequence[FinishedRun], *, samples: int = _SAMPLES, seed: int = 0) -> FittedLaw:

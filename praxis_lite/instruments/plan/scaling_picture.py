@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 
 from praxis_lite.common.figures import short_number
-from praxis_lite.instruments.plan.compute_budget import BestSize, best_loss, flops_of
-from praxis_lite.instruments.plan.scaling_law import FittedLaw
+from praxis_lite.instruments.plan.scaling_law import BestSize, FittedLaw
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 760, 460, 70, 50, 20
 _POINTS = 60
@@ -18,7 +17,7 @@ _COLORS = ('#2563eb', '#059669', '#d97706', '#dc2626', '#7c3aed', '#0891b2', '#6
 def draw_scaling(fitted: FittedLaw, proposed: Sequence[BestSize]) -> str:
   """Returns an SVG: a line for each number of parameters, the runs as points, and the proposed sizes as rings."""
   runs = fitted.runs
-  budgets = [*map(flops_of, runs), *(size.flops for size in proposed)]
+  budgets = [*(run.flops for run in runs), *(size.flops for size in proposed)]
   losses = [*(run.loss for run in runs), *(size.loss for size in proposed)]
   x0, x1 = math.log10(min(budgets)) - 0.2, math.log10(max(budgets)) + 0.2
   y0, y1 = math.log(min(losses)) - 0.03, math.log(max(losses)) + 0.03
@@ -33,7 +32,8 @@ def draw_scaling(fitted: FittedLaw, proposed: Sequence[BestSize]) -> str:
     return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
   grid = [10 ** (x0 + (x1 - x0) * i / _POINTS) for i in range(_POINTS + 1)]
-  line = ' '.join(f'{x(c):.1f},{y(best_loss(fitted.law, c)):.1f}' for c in grid if y(best_loss(fitted.law, c)) >= 0)
+  least = [(x(c), y(fitted.law.best_size(c)[2])) for c in grid]
+  line = ' '.join(f'{at_x:.1f},{at_y:.1f}' for at_x, at_y in least if at_y >= 0)
   parts = [f'<polyline points="{line}" fill="none" stroke="#111" stroke-width="2" stroke-dasharray="6 4"/>']
   for power in range(math.ceil(x0), math.floor(x1) + 1):
     parts += [text(x(10.0**power), _HEIGHT - _BOTTOM + 20, f'1e{power}')]
@@ -44,11 +44,11 @@ def draw_scaling(fitted: FittedLaw, proposed: Sequence[BestSize]) -> str:
   for i, parameters in enumerate(sizes):
     color = _COLORS[i % len(_COLORS)]
     own = sorted((run for run in runs if run.parameters == parameters), key=lambda run: run.tokens)
-    curve = ' '.join(f'{x(flops_of(run)):.1f},{y(fitted.law.loss(*run[:2])):.1f}' for run in own)
+    curve = ' '.join(f'{x(run.flops):.1f},{y(fitted.law.loss(*run[:2])):.1f}' for run in own)
     parts.append(f'<polyline points="{curve}" fill="none" stroke="{color}"/>')
     for run in own:
       title = html.escape(f'{run.name}: {short_number(run.tokens)} tokens, loss {run.loss:.4g}')
-      circle = f'<circle cx="{x(flops_of(run)):.1f}" cy="{y(run.loss):.1f}" r="4" fill="{color}">'
+      circle = f'<circle cx="{x(run.flops):.1f}" cy="{y(run.loss):.1f}" r="4" fill="{color}">'
       parts.append(f'{circle}<title>{title}</title></circle>')
     label = text(_WIDTH - _EDGE, _EDGE + 16 * i, f'{short_number(parameters)} parameters', 'end')
     parts.append(f'<g fill="{color}">{label}</g>')

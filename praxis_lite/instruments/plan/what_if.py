@@ -4,6 +4,7 @@
     batch, length   the largest that fits, by estimates that are extrapolated linearly; then compiled, at most twice
     ways out        if the step does not fit, the nearest settings that fit; estimated from their lowered programs
     less waiting    if communication is exposed, the neighbouring mesh with the least time
+    more chips      if no such setting fits, twice as many chips, then twice as many again
 
 The difference between the compiled program of the plan and its estimate corrects all estimates. If the compiler refused
 the step, the memory in its error message corrects them.
@@ -19,13 +20,15 @@ from pathlib import Path
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
-from praxis_lite.common.figures import format_bytes
+from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.instruments.explain.report import task_and_inputs
+from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.knobs import Configured, batch_path, knobs_of
 from praxis_lite.instruments.plan.memory import state_bytes
 from praxis_lite.instruments.plan.planning import Plan, plan
 from praxis_lite.instruments.plan.report import format_table
 from praxis_lite.instruments.plan.searching import Correction, Elsewhere
+from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.layers.base.facts import KnobKind
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.learning.moments import MOMENTS
@@ -41,6 +44,7 @@ _MOST_COMBINED = 2
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
+_MOST_CHIPS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,3 +324,31 @@ def format_changes(changes: Sequence[Change], before: float, head: str) -> str:
     sign = '-' if saved < 0 else ''
     rows.append((change.what, format_bytes(change.peak), sign + format_bytes(abs(saved)), time, change.how, lines))
   return format_table(rows, right=(1, 2, 3))
+
+
+def plan_on_more_chips(config: Configured, topology: Topology) -> Plan | None:
+  """Returns the plan, by formulas, on the fewest chips on which a step fits; None if it fits on none.
+
+  It tries twice as many chips each time. The axis that splits the batch takes the additional devices.
+  """
+  chips = topology.num_chips
+  while (chips := 2 * chips) <= _MOST_CHIPS:
+    if (larger := topology.change_chips(chips)) is None:
+      continue
+    try:
+      changed = config.change(made_to_fit(config.task, larger)[0])
+      found = plan(changed.explained, changed.inputs, larger, compile=False)
+    except UserError:  # The batch has fewer rows than there are devices, or an axis does not fit.
+      return None
+    if found.fits:
+      return found
+  return None
+
+
+def format_more_chips(found: Plan) -> str:
+  """Returns how many chips suffice, and the flags to plan for them, as text."""
+  return (
+    f'by formulas, it fits on {number_of(found.topology.num_chips, "chip")}: {format_bytes(found.memory.peak)} on each '
+    f'device. To plan that: --topology={found.topology.name} '
+    f"--set 'task.ici_mesh_shape={tuple(found.mesh.values())}'"
+  )

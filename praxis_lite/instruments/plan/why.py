@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.report import TracedStep, report_of
-from praxis_lite.instruments.plan.cause import Cause, Reason
-from praxis_lite.instruments.plan.cost import Communication, Cost, Operation
+from praxis_lite.instruments.plan.cost import Cause, Communication, Cost, Operation, Reason
 from praxis_lite.instruments.plan.dataflow import Dataflow
 from praxis_lite.instruments.plan.declared import Declaration, Declarations, is_below
 from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instruction
