@@ -87,7 +87,9 @@ def plan():
   sizes = (state.total, state.total, state.total, temporaries, 0)
   memory = Memory(2**23, state, *sizes, live, over_time)
   work = ModelWork(10**6, 10**6, 4096, 6e9, 5e9, is_by_token=True)
-  return Plan('lm', topology, mesh, 'compiled', memory, cost, work, 1.0, False, False, ('assumed </script>',))
+  how = {'compile_seconds': 1.0, 'notes': ('assumed </script>',)}
+  about = {'name': 'lm', 'topology': topology, 'mesh': mesh, 'mode': 'compiled'}
+  return Plan(**about, memory=memory, cost=cost, work=work, **how)
 
 
 def data_of(page):

@@ -22,9 +22,9 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from praxis_lite.instruments.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.instruments.plan.topology import Topology
 from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
 
+T = TypeVar('T')
+
 
 def calibration_file() -> Path:
   """Returns the path of the file in which `praxis-lite plan` stores measurements."""
@@ -52,7 +54,7 @@ def apply_calibration(topology: Topology, file: Path) -> Topology:
   Raises:
     UserError: `file` does not have the format that `calibrate` writes.
   """
-  found = _read(file).get(topology.target.name)
+  found = read_measurements(file, _efficiency, '--calibrate').get(topology.target.name)
   return topology if found is None else dataclasses.replace(topology, target=_reaching(topology.target, found))
 
 
@@ -87,7 +89,7 @@ def calibrate(
   name = 'cpu' if devices[0].platform == 'cpu' else accelerator.name if accelerator else ''
   if not name:
     raise ConfigError(f'--calibrate: no figures of {kind!r} are known to measure by; known are {", ".join(TARGETS)}')
-  kept = _read(file) if file is not None else {}
+  kept = {} if file is None else read_measurements(file, _efficiency, '--calibrate')
   perfect = _reaching(TARGETS[name], Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0))
   size = min(megabytes * 10**6, int(perfect.device_memory / 16))
   found = dict(_measure(perfect, devices, matrix, size, seconds, report))
@@ -97,7 +99,7 @@ def calibrate(
   measured: dict[str, Any] = {**found, 'calibrated': text}
   efficiency = dataclasses.replace(TARGETS[name].efficiency, **measured)
   if file is not None:
-    _write(file, kept | {name: efficiency})
+    write_measurements(file, {chip: dataclasses.asdict(e) for chip, e in (kept | {name: efficiency}).items()})
   return _reaching(TARGETS[name], efficiency)
 
 
@@ -218,28 +220,36 @@ def _topology_of(target: Target, devices: Sequence[jax.Device]) -> Topology:
 # ---------------------------------------------------------------- the file
 
 
-def _read(file: Path) -> dict[str, Efficiency]:
+def read_measurements(file: Path, parse: Callable[[Any], T], flag: str) -> dict[str, T]:
+  """Returns the entries of a file that `praxis-lite plan` writes with `flag`; {} if there is no file.
+
+  Raises:
+    UserError: the file has another format, or `parse` raises ValueError or TypeError for an entry.
+  """
   if not file.is_file():
     return {}
   try:
-    return {name: _efficiency(fields) for name, fields in parse_json(file.read_bytes()).items()}
+    return {name: parse(entry) for name, entry in parse_json(file.read_bytes()).items()}
   except (OSError, ValueError, TypeError, AttributeError) as error:
-    raise UserError(
-      f'{file}: not what --calibrate writes ({error}); remove it, or measure again with `praxis-lite plan --calibrate`'
-    ) from error
+    raise UserError(f'{file}: not what `praxis-lite plan {flag}` writes ({error}); remove it') from error
+
+
+def write_measurements(file: Path, entries: Mapping[str, object]) -> None:
+  """Writes the entries, as JSON, to a file for `read_measurements`; raises UserError if it cannot be written."""
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, json.dumps(entries, indent=2) + '\n')
+  except OSError as error:
+    raise UserError(f'{file}: what was measured cannot be written: {error}') from error
+
+
+def check_positive(numbers: Iterable[object]) -> None:
+  """Raises ValueError unless all are positive and finite numbers."""
+  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers):  # type: ignore[operator]
+    raise ValueError('expected positive numbers')
 
 
 def _efficiency(fields: dict[str, Any]) -> Efficiency:
   numbers = {name: x for name, x in fields.items() if name != 'calibrated'}
-  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers.values()):
-    raise ValueError('expected positive numbers')
+  check_positive(numbers.values())
   return Efficiency(**numbers, calibrated=str(fields.get('calibrated', '')))
-
-
-def _write(file: Path, found: dict[str, Efficiency]) -> None:
-  text = json.dumps({name: dataclasses.asdict(e) for name, e in found.items()}, indent=2) + '\n'
-  try:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, text)
-  except OSError as error:
-    raise UserError(f'{file}: what was measured cannot be written: {error}') from error

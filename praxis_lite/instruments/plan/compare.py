@@ -38,8 +38,8 @@ def format_comparison(first: Plan, second: Plan) -> str:
     text('step', lambda plan: format_seconds(plan.step_seconds) if plan.is_time_known else 'not known')
     return f'{format_table(rows, right=(1, 2, 3))}\n\n{verdict(first, second)}'
   row('step', [plan.step_seconds for plan in plans], format_seconds)
-  for limit in ('compute', 'memory', 'overhead', 'communication'):
-    row(f'  {_LIMITS[limit]}', [_limits(plan)[limit] for plan in plans], format_seconds)
+  for limit, (name, _) in _LIMITS.items():
+    row(f'  {name}', [_limits(plan)[limit] for plan in plans], format_seconds)
   row('tokens/s', [plan.tokens_per_second or 0.0 for plan in plans], '{:,.0f}'.format)
   row('MFU', [plan.mfu for plan in plans], '{:.1%}'.format)
   found = [_collectives(plan) for plan in plans]
@@ -51,49 +51,37 @@ def format_comparison(first: Plan, second: Plan) -> str:
 
 def verdict(first: Plan, second: Plan) -> str:
   """Returns which of two plans is better, and why, in a sentence or two."""
-  names = ('the first', 'the second')
+  plans, names = (first, second), ('the first', 'the second')
   if first.fits != second.fits:
-    fits, other = (0, 1) if first.fits else (1, 0)
-    over = -(first, second)[other].memory.room
+    fits = second.fits  # Its index.
+    over = -plans[not fits].memory.room
     by = f', by {format_bytes(over)}' if over > 0 else ''
-    return f'{names[fits]} is better: {names[other]} does not fit{by}'
+    return f'{names[fits]} is better: {names[not fits]} does not fit{by}'
   if not (first.is_time_known and second.is_time_known):
     return 'which is faster is not known, because how often some loops run depends on data; see the notes'
   # Compares chip time for equal work, because models and numbers of chips may differ.
-  work = (1.0, second.work.ratio_to(first.work))
-  costs = [plan.step_seconds * plan.topology.num_chips / done for plan, done in zip((first, second), work)]
-  better = 0 if costs[0] <= costs[1] else 1
+  chips = (first.topology.num_chips, second.topology.num_chips / second.work.ratio_to(first.work))
+  costs = [plan.step_seconds * scale for plan, scale in zip(plans, chips)]
+  better = costs[0] > costs[1]
+  unit = first.work.unit(second.work)
   if max(costs) <= 1.01 * min(costs):
-    return f'both take the same time of chips for the same {first.work.unit(second.work)}, within 1 %'
-  won, lost = (first, second)[better], (first, second)[1 - better]
-  share = 1 - costs[better] / costs[1 - better]
-  per_work = [
-    {name: seconds * plan.topology.num_chips / work[side] for name, seconds in _limits(plan).items()}
-    for plan, side in ((won, better), (lost, 1 - better))
-  ]
-  saved = {name: per_work[1][name] - per_work[0][name] for name in per_work[0]}
-  most = max(saved, key=lambda name: saved[name])
-  text = f'{names[better]} is better: {share:.0%} less time of chips for the same {first.work.unit(second.work)}'
-  text += f', most by less {_WHY[most]}'
+    return f'both take the same time of chips for the same {unit}, within 1 %'
+  of_both = [{name: scale * t for name, t in _limits(plan).items()} for plan, scale in zip(plans, chips)]
+  saved = {name: of_both[not better][name] - of_both[better][name] for name in of_both[0]}
+  most, worse = max(saved, key=saved.__getitem__), min(saved, key=saved.__getitem__)
+  text = f'{names[better]} is better: {1 - min(costs) / max(costs):.0%} less time of chips for the same {unit}'
+  text += f', most by less {_LIMITS[most][1]}'
   if most == 'communication':
-    text += _most_waiting(won, lost)
-  worse = min(saved, key=lambda name: saved[name])
-  if saved[worse] < -0.05 * max(costs):
-    text += f'; it has more {_WHY[worse]}'
-  return text
+    text += _most_waiting(plans[better], plans[not better])
+  return f'{text}; it has more {_LIMITS[worse][1]}' if saved[worse] < -0.05 * max(costs) else text
 
 
+# What limits operations: its name in the table, and in the verdict.
 _LIMITS = {
-  'compute': 'products',
-  'memory': 'limited by memory',
-  'overhead': 'small operations',
-  'communication': 'exposed communication',
-}
-_WHY = {
-  'compute': 'time in products',
-  'memory': 'reading and writing of memory',
-  'overhead': 'overhead of small operations',
-  'communication': 'exposed communication',
+  'compute': ('products', 'time in products'),
+  'memory': ('limited by memory', 'reading and writing of memory'),
+  'overhead': ('small operations', 'overhead of small operations'),
+  'communication': ('exposed communication', 'exposed communication'),
 }
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport
@@ -199,8 +200,6 @@ def is_below(path: str, layer: str) -> bool:
 
 def nearness(path: str, layers: Collection[str]) -> int:
   """Returns the number of leading parts that a path shares with the nearest of some layers."""
-
-  def common(a: list[str], b: list[str]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-  return max((common(path.split('.'), layer.split('.')) for layer in layers), default=0)
+  names = path.split('.')
+  equal = (map(operator.eq, names, layer.split('.')) for layer in layers)
+  return max((sum(itertools.accumulate(pairs, operator.and_)) for pairs in equal), default=0)

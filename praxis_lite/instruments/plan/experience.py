@@ -10,15 +10,14 @@ Quotients of compiled plans and of plans by formulas are kept apart.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import format_bytes, format_seconds, number_of
-from praxis_lite.common.files import cache_folder, parse_json, replace_file
+from praxis_lite.common.files import cache_folder
+from praxis_lite.instruments.plan.calibration import check_positive, read_measurements, write_measurements
 from praxis_lite.instruments.plan.planning import Plan
 from praxis_lite.instruments.plan.report import format_table
 from praxis_lite.instruments.plan.topology import Experience, Topology
@@ -72,9 +71,7 @@ def remember(file: Path, plan: Plan, measured: Measurement) -> None:
   memory = None if measured.device_peak is None else measured.device_peak / plan.memory.peak
   learned = Learned(measured.step_seconds / plan.step_seconds, memory, plan.topology.num_chips)
   kept.setdefault(_kind(plan.topology, plan.mode), {})[measured.run] = learned
-  file.parent.mkdir(parents=True, exist_ok=True)
-  text = json.dumps({kind: {run: one._asdict() for run, one in runs.items()} for kind, runs in kept.items()}, indent=2)
-  replace_file(file, text + '\n')
+  write_measurements(file, {kind: {run: one._asdict() for run, one in runs.items()} for kind, runs in kept.items()})
 
 
 def is_typical(plan: Plan, measured: Measurement) -> bool:
@@ -143,19 +140,16 @@ def format_measured(plan: Plan, measured: Measurement) -> str:
   """Returns the planned and the measured figures of a run side by side."""
   rows = [('', 'planned', 'measured', 'measured / planned')]
 
-  def add(name: str, planned: float, seen: float | None, text: str, seen_text: str) -> None:
-    rows.append((name, text, seen_text, '' if seen is None else f'{seen / planned:.2f}'))
+  def add(name: str, planned: float, seen: float | None, form: Callable[[float], str]) -> None:
+    texts = ('not reported', '') if seen is None else (form(seen), f'{seen / planned:.2f}')
+    rows.append((name, form(planned), *texts))
 
   seconds = plan.step_seconds
-  add('step', seconds, measured.step_seconds, format_seconds(seconds), format_seconds(measured.step_seconds))
+  add('step', seconds, measured.step_seconds, format_seconds)
   if plan.tokens_per_second is not None and plan.work.tokens is not None:
-    seen = plan.work.tokens / measured.step_seconds
-    add('tokens/s', plan.tokens_per_second, seen, f'{plan.tokens_per_second:,.0f}', f'{seen:,.0f}')
-  peak = measured.device_peak
-  unknown = 'not reported'
-  add('memory', plan.memory.peak, peak, format_bytes(plan.memory.peak), unknown if peak is None else format_bytes(peak))
-  waits = sum(c.count * c.exposed for c in plan.cost.collectives)
-  rows.append(('waits for communication', f'{waits / seconds:.1%}', 'needs a profile', ''))
+    add('tokens/s', plan.tokens_per_second, plan.work.tokens / measured.step_seconds, '{:,.0f}'.format)
+  add('memory', plan.memory.peak, measured.device_peak, format_bytes)
+  rows.append(('waits for communication', f'{plan.cost.exposed_seconds / seconds:.1%}', 'needs a profile', ''))
   rows.append(('waits for inputs', '-', f'{measured.input_wait:.1%}', ''))
   about = f'{measured.run}: the times of {number_of(measured.num_steps, "step")}, without waits for inputs'
   return f'{about}\n{format_table(rows, right=(1, 2, 3))}'
@@ -166,19 +160,11 @@ def _kind(topology: Topology, mode: str) -> str:
 
 
 def _read(file: Path) -> dict[str, dict[str, Learned]]:
-  if not file.is_file():
-    return {}
-  try:
-    kept = parse_json(file.read_bytes())
-    return {kind: {run: _parse(one) for run, one in runs.items()} for kind, runs in kept.items()}
-  except (OSError, ValueError, TypeError, AttributeError) as error:
-    raise UserError(f'{file}: not what `praxis-lite plan --measured` writes ({error}); remove it') from error
+  return read_measurements(file, lambda runs: {run: _parse(one) for run, one in runs.items()}, '--measured')
 
 
 def _parse(one: object) -> Learned:
   """Returns the stored quotients of a run; files of earlier versions have only the quotient of times, a number."""
   learned = Learned(**one) if isinstance(one, dict) else Learned(one)  # type: ignore[arg-type]
-  numbers = [learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)]
-  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers):
-    raise ValueError('expected positive numbers')
+  check_positive([learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)])
   return learned

@@ -95,11 +95,8 @@ def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Shared
       shared = SharedKnob((path,), knob.value, knob.neighbours, knob.kind)
       if knob.kind is not KnobKind.REMATERIALISATION:
         knobs.append(shared)
-      elif knob.value in policies:
-        paths = (*policies[knob.value].paths, path)
-        policies[knob.value] = dataclasses.replace(policies[knob.value], paths=paths)
-      else:
-        policies[knob.value] = shared
+      elif (known := policies.setdefault(knob.value, shared)) is not shared:
+        policies[knob.value] = dataclasses.replace(known, paths=(*known.paths, path))
   knobs += policies.values()
   if not any(layer.has_microbatches for layer in layers):
     path, own = 'task.train.learner.num_microbatches', task.train.learner.num_microbatches
@@ -135,24 +132,12 @@ def overrides_of(knobs: Sequence[SharedKnob], setting: Setting) -> list[str]:
 
 
 def _moved_factors(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-  found = []
-  for source, size in enumerate(shape):
-    for prime in _primes(size):
-      for to in range(len(shape)):
-        if to != source:
-          moved = list(shape)
-          moved[source], moved[to] = size // prime, moved[to] * prime
-          found.append(tuple(moved))
-  return found
-
-
-def _primes(number: int) -> list[int]:
-  """Returns the primes that divide a number, in ascending order."""
-  found, prime = [], 2
-  while number > 1:
-    if number % prime == 0:
-      found.append(prime)
-      while number % prime == 0:
-        number //= prime
-    prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
-  return found
+  """Returns the shapes in which a prime factor of one size has moved to another size."""
+  return [
+    tuple(n // prime if i == source else n * prime if i == to else n for i, n in enumerate(shape))
+    for source, size in enumerate(shape)
+    for prime in range(2, size + 1)
+    if size % prime == 0 and all(prime % n for n in range(2, prime))
+    for to in range(len(shape))
+    if to != source
+  ]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.errors import ConfigError, ShardingError, prefix_errors
 from praxis_lite.common.figures import number_of
 from praxis_lite.instruments.plan.targets import Target, find_target
 
@@ -119,10 +119,14 @@ def parse_topology(text: str) -> Topology:
   parts = rest.strip().lower().split(':')
   if not rest or len(parts) > 2 or not all(re.fullmatch(r'[1-9]\d{0,8}(x[1-9]\d{0,8})*', part) for part in parts):
     raise ConfigError(f'topology {text!r}: {_FORM}')
-  shape, slices = _sizes(parts[0]), int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 1
   if len(parts) > 1 and (target.kind != 'tpu' or not parts[1].isdecimal()):
     raise ConfigError(f'topology {text!r}: a part after the sizes is a number of TPU slices, as in v5e:16x16:2')
-  return Topology(target, _ARRANGED[target.kind](text, target, shape), slices)
+  shape = tuple(int(n) for n in parts[0].split('x'))
+  with prefix_errors(f'topology {text!r}'):
+    if target.kind == 'cpu':
+      return Topology(target, (math.prod(shape),))
+    arranged = _torus(target, shape) if target.kind == 'tpu' else _hosts(target, shape)
+  return Topology(target, arranged, int(parts[1]) if len(parts) > 1 else 1)
 
 
 def smallest_of(name: str) -> str:
@@ -131,27 +135,23 @@ def smallest_of(name: str) -> str:
   return f'{target.name}:{"x".join(["1"] * max(target.torus, 1))}'
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-  return tuple(int(n) for n in text.split('x'))
-
-
-def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _torus(target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
   if len(shape) != target.torus:
     fit = nearest_torus(target, math.prod(shape))
     raise ConfigError(
-      f'topology {text!r}: {target.name} is a torus of {number_of(target.torus, "dimension")}, not {len(shape)}. '
-      f'Did you mean {target.name}:{"x".join(map(str, fit))}?'
+      f'{target.name} is a torus of {number_of(target.torus, "dimension")}, not {len(shape)}. Did you mean '
+      f'{target.name}:{"x".join(map(str, fit))}?'
     )
   if any(a > b for a, b in zip(sorted(shape), sorted(target.largest))):
     largest = 'x'.join(map(str, target.largest))
     raise ConfigError(
-      f'topology {text!r}: the largest slice of {target.name} is {largest}, {math.prod(target.largest):,} chips; '
+      f'the largest slice of {target.name} is {largest}, {math.prod(target.largest):,} chips; '
       f'several slices are written {target.name}:{largest}:2'
     )
   if not _is_sold(shape):
     nearest = 'x'.join(map(str, nearest_torus(target, math.prod(shape))))
     raise ConfigError(
-      f'topology {text!r}: no slice of {target.name} has these sizes; they are {_SOLD[target.torus]}. '
+      f'no slice of {target.name} has these sizes; they are {_SOLD[target.torus]}. '
       f'Did you mean {target.name}:{nearest}?'
     )
   return shape
@@ -183,32 +183,25 @@ def nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
   return tuple(sorted(fit, key=lambda size: (size == 1, size)))  # The usual order puts 1 last, as in 2x2x1.
 
 
-def _hosts(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _hosts(target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
   if len(shape) > 2:
-    raise ConfigError(f'topology {text!r}: GPUs are hosts x GPUs of each, as in {target.name}:4x{target.domain}')
+    raise ConfigError(f'GPUs are hosts x GPUs of each, as in {target.name}:4x{target.domain}')
   if len(shape) == 1:
     (count,) = shape
     if count > target.domain and count % target.domain:
       below = count // target.domain
       raise ConfigError(
-        f'topology {text!r}: {count} GPUs are not a whole number of hosts of {target.domain}. Did you mean '
+        f'{count} GPUs are not a whole number of hosts of {target.domain}. Did you mean '
         f'{target.name}:{below}x{target.domain} or {target.name}:{below + 1}x{target.domain}?'
       )
     shape = (max(count // target.domain, 1), min(count, target.domain))
   if shape[1] > target.domain:
     hosts = math.ceil(math.prod(shape) / target.domain)
     raise ConfigError(
-      f'topology {text!r}: fast links connect {target.domain} {target.name} GPUs at most, not {shape[1]}. Did you mean '
+      f'fast links connect {target.domain} {target.name} GPUs at most, not {shape[1]}. Did you mean '
       f'{target.name}:{hosts}x{target.domain}?'
     )
   return shape
-
-
-def _count(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
-  return (math.prod(shape),)
-
-
-_ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
 
 
 def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:

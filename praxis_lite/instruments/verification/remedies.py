@@ -8,6 +8,7 @@ this cause and repeats, until nothing differs.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -45,16 +46,9 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
   """
   end = time.monotonic() + seconds
   mappings = _mappings(small, case.task)
-  choices = sorted(
-    {
-      Choice(field, a): None
-      for field, entries in mappings.items()
-      for e in entries
-      for a in spec_axes(e)
-      if small.mesh_sizes[a] > 1
-    },
-    key=lambda choice: _distance(choice.field, [name.of for name in wrong]),
-  )
+  found = (Choice(field, axis) for field, entries in mappings.items() for e in entries for axis in spec_axes(e))
+  used = dict.fromkeys(choice for choice in found if small.mesh_sizes[choice.axis] > 1)
+  choices = sorted(used, key=lambda choice: _distance(choice.field, [name.of for name in wrong]))
 
   def right_without(left_out: Collection[Choice]) -> bool:
     task = _leave_out_axes(task_of(case.config, case.kind), left_out)
@@ -100,12 +94,9 @@ def _show_entries(entries: tuple[object, ...]) -> str:
 
 def _distance(field: str, variables: Sequence[str]) -> int:
   """Returns the distance of a field from the nearest variable: minus the number of leading names they share."""
-
-  def common(name: str) -> int:
-    pairs = zip(field.split('.'), name.split('.'))
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-  return min((-common(name) for name in variables), default=0)
+  names = field.split('.')
+  equal = (map(operator.eq, names, variable.split('.')) for variable in variables)
+  return -max((sum(itertools.accumulate(pairs, operator.and_)) for pairs in equal), default=0)
 
 
 # ---------------------------------------------------------------- fields and their entries
@@ -138,20 +129,15 @@ def _leave_out_axes(task: SingleTask, left_out: Collection[Choice]) -> SingleTas
     for name, source, placement in _activations(layer):
       entries = tuple(_entry_without(e, source, left_out) for e in placement.spec)
       layer.change_split_mappings(_ACTIVATIONS, **{name: entries})
-    _leave_out_of_weights(layer, left_out)
+    for key, mapping in config_values(layer.weight_split_dims_mapping).items():  # Some layers constrain weights again.
+      if isinstance(mapping, DeclaredSplit) and isinstance(key, str):
+        split = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
+        layer.change_split_mappings('weight_split_dims_mapping', **{key: DeclaredSplit(split, mapping.sources)})
   mappings = task.train.inputs_split_mapping
   for name, mapping in (mappings or {}).items():
     if mapping is not None and mappings is not None:
       mappings[name] = tuple(_entry_without(e, f'train.inputs_split_mapping.{name}', left_out) for e in mapping)
   return task
-
-
-def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
-  """Removes axes from the weight mappings of a layer, because some layers constrain weights again in a step."""
-  for name, mapping in config_values(layer.weight_split_dims_mapping).items():
-    if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
-      entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
-      layer.change_split_mappings('weight_split_dims_mapping', **{name: DeclaredSplit(entries, mapping.sources)})
 
 
 def _spec_without(placement: Placement, left_out: Collection[Choice]) -> PartitionSpec:
@@ -166,9 +152,9 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
 
 def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
   """Returns (name, path of the config field from which its first entry comes, placement) of each activation mapping."""
-  mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
-  return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
-
-
-def _source(mapping: object, field: str) -> str:
-  return mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else field
+  mappings, found = layer.split_mappings(_ACTIVATIONS), []
+  for field, placement in layer.placements(_ACTIVATIONS).items():
+    mapping = mappings[field]
+    source = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else field
+    found.append((field.rpartition('.')[2], source, placement))
+  return found

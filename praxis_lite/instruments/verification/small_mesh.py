@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from praxis_lite.common.errors import ConfigError
 
@@ -48,34 +48,23 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> di
       f'task.ici_mesh_shape: {len(names)} axes of more than one device need at least {2 ** len(names)} simulated '
       f'devices to be verified, and {most_devices} are allowed; pass --devices={2 ** len(names)}'
     )
-  best = min(_candidates(real, most_devices), key=lambda small: (_lost(real, small), math.prod(small), small))
+  # All meshes of at most that many devices, with axes from size 2 up to their real sizes.
+  largest = most_devices // 2 ** (len(names) - 1)
+  every = itertools.product(*(range(2, min(size, largest) + 1) for size in real))
+  candidates = (small for small in every if math.prod(small) <= most_devices)
+  best = min(candidates, key=lambda small: (_lost(real, small), math.prod(small), small))
   return {**sizes, **dict(zip(names, best))}
-
-
-def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-  """Yields all meshes of at most `most` devices, with axes from size 2 up to their real sizes."""
-  if not real:
-    yield ()
-    return
-  first, *rest = real
-  for size in range(2, min(first, most // 2 ** len(rest)) + 1):
-    for others in _candidates(rest, most // size):
-      yield (size, *others)
 
 
 def _lost(real: Sequence[int], small: Sequence[int]) -> int:
   """Returns the total penalty for properties that a smaller mesh has lost."""
-  alone = sum(price * (a != b) for n, k in zip(real, small) for price, a, b in zip(_PRICES, _kind(n), _kind(k)))
-  pairs = itertools.combinations(zip(real, small), 2)
-  return (
-    alone + sum(_compare_divisors(n, m) != _compare_divisors(i, j) for (n, i), (m, j) in pairs) + _disorder(real, small)
+  pairs = list(zip(real, small))
+  alone = sum(price * (a != b) for n, k in pairs for price, a, b in zip(_PRICES, _kind(n), _kind(k)))
+  related = sum(
+    _compare_divisors(n, m) != _compare_divisors(i, j) for (n, i), (m, j) in itertools.combinations(pairs, 2)
   )
-
-
-def _disorder(real: Sequence[int], small: Sequence[int]) -> int:
-  """Returns the number of pairs of axes whose order is reversed."""
-  pairs = itertools.permutations(zip(real, small), 2)
-  return sum(n < m and i > j for (n, i), (m, j) in pairs)
+  reversed_order = sum(n < m and i > j for (n, i), (m, j) in itertools.permutations(pairs, 2))
+  return alone + related + reversed_order
 
 
 def _kind(size: int) -> tuple[bool, bool, bool]:
