@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from praxis_lite.instruments.explain.explanation import Explanation, format_shape
 from praxis_lite.instruments.plan.declared import is_below, parts_of
@@ -32,41 +32,28 @@ def explain_compiled(
       for layer in names.layers(name):
         seen = results.setdefault(layer, collections.Counter())
         for array in instruction.arrays:
-          seen[_drop_ones(array.dims)] += array.bytes
+          seen[tuple(d for d in array.dims if d != 1)] += array.bytes
   return [_found(e, results) for e in activations]
 
 
 def _found(e: Explanation, results: dict[str, collections.Counter[LocalShape]]) -> Explanation:
-  layer = e.path.partition('[')[0].rpartition('.')[0]
   if e.per_device or e.of_weight or not e.shape:
     return e
+  layer = e.path.partition('[')[0].rpartition('.')[0]
   seen: collections.Counter[LocalShape] = collections.Counter()
   for path, counted in results.items():
     if is_below(path, layer):
       seen.update(counted)
-  sizes = tuple(n for n in e.mesh_sizes.values() if n > 1)
-  dims = [d for d in e.dims if d.size != 1]
+  sizes, dims = tuple(n for n in e.mesh_sizes.values() if n > 1), [d for d in e.dims if d.size != 1]
   parts = [parts_of(d.size, sizes) for d in dims]
   fitting = [s for s in seen if len(s) == len(dims) and all(size in fits for size, fits in zip(s, parts))]
-  shapes = {s: seen[s] for s in fitting}
-  if not shapes:
+  as_declared = [s for s in fitting if all(d.free or size == d.local for size, d in zip(s, dims))]
+  if not fitting:
     return e
-  declared = tuple(d.local for d in dims)
-  is_free = [d.free for d in dims]
-
-  def agrees(shape: LocalShape) -> bool:
-    return all(free or part == local for part, local, free in zip(shape, declared, is_free))
-
-  as_declared = {s: n for s, n in shapes.items() if agrees(s)}
-  among = dict(as_declared or shapes)
-  shape = max(among, key=lambda s: (among[s], s))
-  whole = iter(shape)
-  compiled = tuple(1 if d.size == 1 else next(whole) for d in e.dims)
+  found = max(as_declared or fitting, key=lambda s: (seen[s], s))
+  part = iter(found)
+  compiled = tuple(1 if d.size == 1 else next(part) for d in e.dims)
   if as_declared:
     return dataclasses.replace(e, compiled=compiled)
   remark = f'the compiler has {format_shape(compiled)} on each device where {format_shape(e.local_shape)} is declared'
   return dataclasses.replace(e, compiled=compiled, remarks=(*e.remarks, remark))
-
-
-def _drop_ones(dims: Sequence[int]) -> LocalShape:
-  return tuple(d for d in dims if d != 1)

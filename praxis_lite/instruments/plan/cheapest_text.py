@@ -57,11 +57,6 @@ def _table(found: CheapestRun) -> str:
   return '\n'.join([table, *([f'and {more} dearer ones'] if more > 0 else []), '* no other is both faster and cheaper'])
 
 
-def _range(form: Callable[[float], str], value: float, option: Option) -> str:
-  assert option.factors is not None
-  return f'{form(option.factors.least * value)} to {most_text(form, option, value)}'
-
-
 def most_text(form: Callable[[float], str], option: Option, value: float) -> str:
   """Returns `option.largest(value)` as text: formatted by `form`, or 'no limit' if it is infinite."""
   largest = option.largest(value)
@@ -122,11 +117,11 @@ def recommendation(found: CheapestRun) -> list[str]:
 
 def describe(option: Option) -> str:
   """Returns an option in a few words: chips, time and money with their ranges, and where these figures come from."""
-  time, money = duration(option.seconds), format_money(option.money)
-  if option.factors is not None:
-    time += f' ({_range(duration, option.seconds, option)})'
-    money += f' ({_range(format_money, option.money, option)})'
-  return f'{option.topology.name}, {time}, {money} in money, {mark_of(option)}'
+  figures = []
+  for form, value in ((duration, option.seconds), (format_money, option.money)):
+    least = None if option.factors is None else form(option.factors.least * value)
+    figures.append(form(value) + (f' ({least} to {most_text(form, option, value)})' if least else ''))
+  return f'{option.topology.name}, {figures[0]}, {figures[1]} in money, {mark_of(option)}'
 
 
 def _doubts(found: CheapestRun, best: Option) -> Iterator[str]:

@@ -238,9 +238,8 @@ def cost_of(
   """
   model = _CostModel(program, target, links, mesh or {}, layers or LayerNames(()), hidden or HiddenWork())
   step = model.timeline(program.entry)
-  return Cost(
-    tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
-  )
+  work = tuple(step.operations), tuple(step.collectives)
+  return Cost(*work, step.seconds, tuple(model.unknown_loops), tuple(step.spans))
 
 
 # ---------------------------------------------------------------- schedule
@@ -323,17 +322,15 @@ class _CostModel:
         line.seconds += waits
 
     for instruction in computation.instructions:
-      inside = self._collectives_inside(instruction)
+      operand = next(iter(instruction.operands), '')
+      inside = self._collectives_inside(instruction) if instruction.opcode in ('fusion', 'async-start') else []
       if instruction.collective:
         overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
         start(instruction.name, instruction, computation, overlapped)
-      elif instruction.opcode == 'async-update':
-        for operand in instruction.operands[:1]:
-          if operand in started:
-            started[instruction.name] = started.pop(operand)
-      elif instruction.opcode.endswith('-done'):
-        for operand in instruction.operands[:1]:
-          finish(operand)
+      elif instruction.opcode == 'async-update' and operand in started:
+        started[instruction.name] = started.pop(operand)
+      elif instruction.opcode.endswith(('-done', 'async-update')):
+        finish(operand)
       elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
         begins = max(copies_free, line.seconds)
         copies_free = begins + self._compute(instruction, computation, line, begins)
@@ -351,30 +348,32 @@ class _CostModel:
             start(key, found, where, overlapped=True)
           elif key not in started and not self.program.is_carried_on(found, where):
             start(found.name, found, where, overlapped=False)
-      elif instruction.opcode == 'while':
-        trips: float | None = self.program.trip_count(instruction, computation)
-        within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
-        if trips is None:
-          trips = self.hidden.loop_trips(within)
-        if trips is None:
-          self.unknown_loops.append(self.names.layer(within) or instruction.name)
-        for called in self.program.called_computations(instruction):
-          one_round.append(self.timeline(called, within))
-        line.repeat(one_round, 1 if trips is None else trips, instruction.name)
-      elif instruction.opcode == 'conditional':
-        branches = [
-          self.timeline(called, self._within[computation.name])
-          for called in self.program.called_computations(instruction)
-        ]
-        line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
-      elif instruction.opcode == 'call':
-        for called in self.program.called_computations(instruction):
-          line.append(self.timeline(called, self._within[computation.name]))
+      elif instruction.opcode in ('while', 'conditional', 'call'):
+        self._run_called(instruction, computation, line)
       else:
         line.seconds += self._compute(instruction, computation, line)
     for key in list(started):
       finish(key)
     return line
+
+  def _run_called(self, instruction: Instruction, computation: Computation, line: _Timeline) -> None:
+    """Adds the computations that a loop, a call or a conditional runs; for a conditional, the longest branch."""
+    within = self._within[computation.name]
+    trips: float | None = None
+    if instruction.opcode == 'while':
+      within = instruction.op_name or within
+      trips = self.program.trip_count(instruction, computation)
+      trips = self.hidden.loop_trips(within) if trips is None else trips
+      if trips is None:
+        self.unknown_loops.append(self.names.layer(within) or instruction.name)
+    called = [self.timeline(each, within) for each in self.program.called_computations(instruction)]
+    if instruction.opcode == 'conditional':
+      called = [max(called, key=lambda branch: branch.seconds, default=_Timeline())]
+    one_round = _Timeline() if instruction.opcode == 'while' else line
+    for each in called:
+      one_round.append(each)
+    if one_round is not line:
+      line.repeat(one_round, 1 if trips is None else trips, instruction.name)
 
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
@@ -402,17 +401,10 @@ class _CostModel:
     return name if instruction.op_name or of_loop else loop
 
   def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
-    """Returns the collectives in the computation of a fusion or a generic asynchronous start; [] for others."""
-    if instruction.opcode not in ('fusion', 'async-start'):
-      return []
-    return self._collectives_below(instruction)
-
-  def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
-    found = []
-    for called in self.program.called_computations(instruction):
-      for inner in called.instructions:
-        found += [(inner, called)] if inner.collective else self._collectives_below(inner)
-    return found
+    """Returns the collectives in the computations that an instruction runs."""
+    called = ((inner, each) for each in self.program.called_computations(instruction) for inner in each.instructions)
+    found = ([(inner, each)] if inner.collective else self._collectives_inside(inner) for inner, each in called)
+    return [pair for pairs in found for pair in pairs]
 
   def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
     groups = device_groups(instruction, self.program.num_devices)
@@ -422,19 +414,9 @@ class _CostModel:
     traffic = self.links.traffic(instruction.collective, groups, operands or size, size)
     name = self._name(instruction, computation)
     return Communication(
-      instruction.name,
-      instruction.collective,
-      self.names.layer(name),
-      self.names.phase(name),
-      1,
-      result[0].dtype if result else '',
-      axes_between(groups, self.mesh),
-      len(groups[0]),
-      size,
-      traffic.fast_bytes,
-      traffic.network_bytes,
-      traffic.seconds,
-      traffic.seconds,
+      *(instruction.name, instruction.collective, self.names.layer(name), self.names.phase(name), 1),
+      *(result[0].dtype if result else '', axes_between(groups, self.mesh), len(groups[0]), size),
+      *(traffic.fast_bytes, traffic.network_bytes, traffic.seconds, traffic.seconds),
     )
 
   def _directions(self, instruction: Instruction) -> tuple[str, ...]:

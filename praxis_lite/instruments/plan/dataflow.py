@@ -72,13 +72,9 @@ class Dataflow:
         if computation is self._program.entry or computation.name not in self._callers:
           break
         caller, around = self._callers[computation.name]
-        given = around.operands(caller)
-        number = int(instruction.literal)
-        if caller.opcode == 'while':
-          if index and not self._carries(computation, index[0]):
-            break
-          number = 0
-        if number >= len(given):
+        given, is_loop = around.operands(caller), caller.opcode == 'while'
+        number = 0 if is_loop else int(instruction.literal)
+        if number >= len(given) or (is_loop and index and not self._carries(computation, index[0])):
           break
         instruction, computation = given[number], around
       elif opcode == 'get-tuple-element' and operands:
@@ -90,14 +86,10 @@ class Dataflow:
         if body is None or not self._carries(body, index[0]):
           break
         instruction = operands[0]
-      elif opcode in _PASSED_ON:
-        called = self._program.called_computations(instruction)
-        if not called:
-          if not operands:
-            break
-          instruction = operands[0]
-        else:
-          instruction, computation = called[0].root, called[0]
+      elif opcode in _PASSED_ON and (called := self._program.called_computations(instruction)):
+        instruction, computation = called[0].root, called[0]
+      elif opcode in _PASSED_ON and operands:
+        instruction = operands[0]
       elif opcode in _KEEPS and operands:
         index = () if opcode.endswith(('-start', '-done')) else index
         instruction = operands[0]

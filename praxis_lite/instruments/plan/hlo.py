@@ -35,9 +35,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
-_MESH_AXIS = re.compile(
-  r"'([^']+)'(?::\((\d+)\)(\d+))?"
-)  # Part of an axis is written 'name':(m)n, with the size m of the parts before it, and its size n.
+# Part of an axis is written 'name':(m)n, with the size m of the parts before it, and its size n.
+_MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -105,14 +104,12 @@ class Instruction:
   @property
   def layout(self) -> str:
     """The order of the dims of its result in memory, the fastest first, such as '1,0'; '' if the text gives none."""
-    found = re.search(r'\{([\d,]+)', self._result)
-    return found[1] if found else ''
+    return _first(r'\{([\d,]+)', self._result)
 
   @property
   def op_name(self) -> str:
     """JAX's name of the operation: scopes and primitive; '' if it has none."""
-    found = _OP_NAME.search(self.attributes)
-    return found[1] if found else ''
+    return _first(_OP_NAME, self.attributes)
 
   @property
   def collective(self) -> str:
@@ -137,12 +134,11 @@ class Instruction:
 
   def attribute(self, name: str) -> str:
     """Returns the text of an attribute, which is one word or in braces; '' if there is no such attribute."""
-    found = re.search(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes)
-    return found[1].strip('{}') if found else ''
+    return _first(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes).strip('{}')
 
   def integers(self, name: str) -> list[int]:
     """Returns the integers of an attribute such as `dimensions={0,2}`."""
-    return [int(n) for n in self.attribute(name).split(',') if n]
+    return _integers(self.attribute(name))
 
 
 # Instructions whose computation works on scalars, such as a sum or a comparison.
@@ -305,43 +301,47 @@ def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
   """
   if opcode == 'fusion-done':
     return result, 'bitcast'
-  return _tuple_parts(result)[1], 'fusion'
-
-
-def _tuple_parts(result: str) -> list[str]:
-  """Returns the elements of a tuple's shape, as texts."""
-  parts, depth = [''], 0
+  parts, depth = [''], 0  # The elements of the tuple.
   for character in result.strip()[1:-1]:
     depth += (character in '({[') - (character in ')}]')
     if character == ',' and not depth:
       parts.append('')
     else:
       parts[-1] += character
-  return [part.strip() for part in parts]
+  return parts[1].strip(), 'fusion'
 
 
 def channel_of(instruction: Instruction) -> str:
   """Returns the channel of a collective, which is the same in all its parts; '' if it has none."""
-  found = _CHANNEL.search(instruction.attributes)
+  return _first(_CHANNEL, instruction.attributes)
+
+
+def _first(pattern: str | re.Pattern[str], text: str) -> str:
+  """Returns the first group of the first match; '' if there is none."""
+  found = re.search(pattern, text)
   return found[1] if found else ''
+
+
+def _integers(text: str) -> list[int]:
+  return [int(n) for n in text.split(',') if n]
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
   """Returns the groups of a collective (one of all devices if it names none), or pairs (from, to) of a permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
-    shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
+    shape, dims = _integers(iota[1]), _integers(iota[2])
     return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))
   if named := _MESH_GROUPS.search(instruction.attributes):
     return _mesh_groups(*named.groups())
   listed = _LISTED_GROUPS.search(instruction.attributes)
   found = re.findall(r'\{([\d,]+)\}', listed[1]) if listed else []
-  return tuple(tuple(int(n) for n in group.split(',')) for group in found) or (tuple(range(num_devices)),)
+  return tuple(tuple(_integers(group)) for group in found) or (tuple(range(num_devices)),)
 
 
 def _device_ids(dims: Sequence[int], transposed: str | None) -> np.ndarray:
   """Returns the device ids 0, 1, ... in the shape `dims`, transposed by a text such as '1,0'."""
   ids = np.arange(math.prod(dims)).reshape(dims)
-  return ids.transpose([int(n) for n in transposed.split(',')]) if transposed else ids
+  return ids.transpose(_integers(transposed)) if transposed else ids
 
 
 def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ...], ...]:
@@ -351,9 +351,9 @@ def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ..
   """
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   if order and (iota := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', order)):
-    ids = _device_ids([int(n) for n in iota[1].split(',')], iota[2]).reshape(-1)
+    ids = _device_ids(_integers(iota[1]), iota[2]).reshape(-1)
   else:
-    ids = np.array([int(n) for n in order.split(',')]) if order else np.arange(math.prod(sizes.values()))
+    ids = np.array(_integers(order)) if order else np.arange(math.prod(sizes.values()))
   shape, taken = list[int](), list[int]()
   parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _MESH_AXIS.findall(over)}
   for name, size in sizes.items():
@@ -374,7 +374,7 @@ def _shape(text: str) -> ResultShape:
       stack[-1].append(parts)
     else:
       space = _SPACE.search(token[3] or '')
-      dims = tuple(int(d) for d in token[2].split(',') if d)
+      dims = tuple(_integers(token[2]))
       stack[-1].append(HloArray(token[1], dims, int(space[1]) if space else 0))
   return stack[0][0] if stack[0] else ()
 

@@ -221,10 +221,8 @@ class _Reader:
   def _product(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]
     shape = self._sizes.shape(left)
-    numbers = str(
-      op.attributes['dot_dimension_numbers' if 'dot_general' in op.name else 'ragged_dot_dimension_numbers']
-    )
-    contracted = re.search(r'lhs_contracting_dimensions = \[([\d, ]*)\]', numbers)
+    numbers = op.attributes['dot_dimension_numbers' if 'dot_general' in op.name else 'ragged_dot_dimension_numbers']
+    contracted = re.search(r'lhs_contracting_dimensions = \[([\d, ]*)\]', str(numbers))
     dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
     flops = 2.0 * math.prod(self._sizes.shape(result)) * math.prod(shape[d] for d in dims)
     if 'ragged' in op.name:
@@ -280,17 +278,14 @@ class _Reader:
   def _attention(self, op: ir.Operation, count: float, within: str) -> list[LocalOperation]:
     """Returns the fused attention inside a custom call, which a sharding rule may split by batch and heads."""
     (called,) = ir.ArrayAttr(op.attributes['called_computations'])
-    inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
-    query = op.operands[0]
-    share = math.prod(self._sizes.shape(query)) / math.prod(query.type.shape)
-    moved = sum(map(self._sizes.bytes, (*op.operands, *op.results)))
-    found = []
-    dims = query.type.shape[-1]
-    for kernel in inside:
+    kernels = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
+    query, found = op.operands[0], []
+    share, dims = math.prod(self._sizes.shape(query)) / math.prod(query.type.shape), query.type.shape[-1]
+    moved, name = sum(map(self._sizes.bytes, (*op.operands, *op.results))), f'{within}/{operation_name(op)}'
+    for kernel in kernels:
       target = ir.StringAttr(kernel.attributes['call_target_name']).value
       if is_fused_attention(target):
         flops = share * fused_attention_flops(target, _backend_config(kernel), dims)
-        name = f'{within}/{operation_name(op)}'
         found.append(LocalOperation(name, count, moved, flops, hlo_dtype_name(query), dims, self._loop))
     return found
 
@@ -336,17 +331,12 @@ class _Reader:
     if kind == 'all-reduce':
       named = re.findall(r'"([^"]+)"', str(op.attributes['reduction_axes']))
       return tuple(axis for axis in self._sizes.mesh if axis in named)
-    before, after = (
-      {axis.name: dim for dim, axes in enumerate(split_of(value, self._sizes.mesh)) for axis in axes}
-      for value in (op.operands[0], op.results[0])
-    )
-    if kind == 'collective-permute':
-      orders = [
-        [a.name for axes in split_of(v, self._sizes.mesh) for a in axes] for v in (op.operands[0], op.results[0])
-      ]
-      return tuple(
-        axis for axis in self._sizes.mesh if axis in {a for pair in zip(*orders) if len({*pair}) > 1 for a in pair}
-      )
+    splits = [split_of(value, self._sizes.mesh) for value in (op.operands[0], op.results[0])]
+    if kind == 'collective-permute':  # The axes that take the place of others, in the order of the dimensions.
+      orders = [[axis.name for axes in split for axis in axes] for split in splits]
+      moved = {axis for pair in zip(*orders) if pair[0] != pair[1] for axis in pair}
+      return tuple(axis for axis in self._sizes.mesh if axis in moved)
+    before, after = ({axis.name: dim for dim, axes in enumerate(split) for axis in axes} for split in splits)
     return tuple(axis for axis in self._sizes.mesh if before.get(axis) != after.get(axis))
 
 

@@ -37,9 +37,10 @@ def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGo
   """
   law = fitted.law
   if loss <= law.irreducible:
+    low, high = fitted.interval(lambda sample: sample.irreducible)
     raise UserError(
-      f'--loss={loss:g}: by the law of these runs, no model goes below {_add_range(law.irreducible, fitted, 0)}, '
-      'however large; name a higher loss'
+      f'--loss={loss:g}: by the law of these runs, no model goes below {law.irreducible:.4g} ({low:.4g} to '
+      f'{high:.4g}), however large; name a higher loss'
     )
   limit = law.limit(parameters)
   if loss <= limit:
@@ -64,8 +65,7 @@ def format_law(fitted: FittedLaw) -> str:
   """Returns a law with its constants and the runs that it was fitted to, as text."""
   law, runs = fitted.law, fitted.runs
   formula = f'L = {law.irreducible:.4g} + {law.a:.4g} / N^{law.alpha:.3g} + {law.b:.4g} / D^{law.beta:.3g}'
-  sizes = (f'{short_number(min(v))} to {short_number(max(v))}' for v in list(zip(*runs))[:2])
-  n, d = sizes
+  n, d = (f'{short_number(min(v))} to {short_number(max(v))}' for v in list(zip(*runs))[:2])
   return f'the law of {len(runs)} runs of {n} parameters N and {d} tokens D, off by {fitted.error:.2%}: {formula}'
 
 
@@ -91,8 +91,3 @@ def _notes(needed: LossGoal, parameters: float, fitted: FittedLaw) -> Iterator[s
     below = f', and a loss below their lowest, {lowest:.4g}' if needed.loss < lowest else ''
     stretched = f'this is extrapolated: {" and ".join(farther)}{below}'
     yield f'{stretched}; the range does not include that the law may not hold there'
-
-
-def _add_range(value: float, fitted: FittedLaw, field: int) -> str:
-  low, high = fitted.interval(lambda law: law[field])
-  return f'{value:.4g} ({low:.4g} to {high:.4g})'

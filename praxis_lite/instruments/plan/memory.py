@@ -127,16 +127,9 @@ class Memory:
   def bytes_by_kind(self) -> dict[str, int]:
     """Bytes at the peak by kind. 'other' is what the schedule does not explain; it may be negative."""
     state = self.state
-    parts = {
-      'parameters': state.parameters,
-      'optimizer slots': state.slots,
-      'moving averages': state.averages,
-      'inputs': self.arguments - state.total + state.inputs,  # The compiler drops inputs that the step does not use.
-      'saved activations': 0,
-      'gradients': 0,
-      'temporaries': 0,
-      'program': self.code,
-    }
+    inputs = self.arguments - state.total + state.inputs  # The compiler drops inputs that the step does not use.
+    parts = dict(zip(_KINDS, (state.parameters, state.slots, state.averages, inputs)))
+    parts |= {'saved activations': 0, 'gradients': 0, 'temporaries': 0, 'program': self.code}
     for live in self.live:
       parts[live.kind] += live.bytes
     return {name: size for name, size in parts.items() if size} | {'other': self.peak - sum(parts.values())}
@@ -214,7 +207,7 @@ class _Buffer:
 _Held = _Buffer | tuple['_Held', ...]
 # The kind of the buffers that a loop over layers fills, by the loop's phase. A recomputing loop keeps nothing.
 FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
-_SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
+_SAME = ('bitcast', 'optimization-barrier', 'while')
 
 
 def live_memory(program: CompiledProgram, names: LayerNames) -> tuple[tuple[Live, ...], dict[str, int]]:
@@ -241,21 +234,19 @@ class LiveBuffer(NamedTuple):
 
 def group_by_layer(buffers: Iterable[LiveBuffer], names: LayerNames) -> tuple[Live, ...]:
   """Groups buffers by kind, layer and phase; the group with most bytes comes first."""
-  groups: dict[tuple[str, str, str], list[LiveBuffer]] = collections.defaultdict(list)
+  groups: dict[tuple[str, str, str], list[LiveBuffer]] = {}
   for buffer in buffers:
     if buffer.bytes:
-      groups[buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)].append(buffer)
+      key = buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)
+      groups.setdefault(key, []).append(buffer)
   found = []
   for key, among in groups.items():
+    counts = collections.Counter((_operation(b.op_name), b.shape, b.bytes) for b in among)
+    alike = [Buffers(name, shape, count, count * size) for (name, shape, size), count in counts.items()]
     largest = max(among, key=lambda buffer: buffer.bytes).shape
-    found.append(Live(*key, sum(b.bytes for b in among), largest, _alike(among)))
+    alike = sorted(alike, key=lambda b: -b.bytes)
+    found.append(Live(*key, sum(b.bytes for b in among), largest, tuple(alike)))
   return tuple(sorted(found, key=lambda live: -live.bytes))
-
-
-def _alike(buffers: Iterable[LiveBuffer]) -> tuple[Buffers, ...]:
-  counts = collections.Counter((_operation(b.op_name), b.shape, b.bytes) for b in buffers)
-  found = [Buffers(name, shape, count, count * size) for (name, shape, size), count in counts.items()]
-  return tuple(sorted(found, key=lambda b: -b.bytes))
 
 
 def _operation(op_name: str) -> str:
@@ -315,11 +306,9 @@ class _Liveness:
       return used[0][int(instruction.attribute('index'))]
     if opcode == 'while' and used:
       self._tell_loop(instruction, used[0])
-    if opcode in _SAME and used:
-      return used[0]
     if opcode.endswith('-done') and used and isinstance(used[0], tuple) and len(used[0]) > 1:
       return used[0][1]
-    if opcode.endswith('-done') and used:
+    if (opcode in _SAME or opcode.endswith('-done')) and used:
       return used[0]
     if (position := _updated_in_place(instruction, self._program)) is not None and position < len(used):
       return used[position]

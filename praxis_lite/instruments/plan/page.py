@@ -81,16 +81,16 @@ def _headline(plan: Plan) -> dict[str, object]:
 
 
 def _inference_headline(plan: InferencePlan) -> dict[str, object]:
-  (rows, length, tokens), factors = plan.requests, time_factors(plan.topology, plan.mode == 'compiled')
-
-  def time(name: str, seconds: float, more: str) -> list[object]:
-    return [name, seconds, factors and [factor * seconds for factor in factors], more]
-
-  first, later = plan.first_token_seconds, plan.token_seconds
-  times = [time('first token', first, f'{rows * length / first:,.0f} tokens/s read')] if plan.is_time_known else []
+  rows, length, tokens = plan.requests
+  factors, first, later = (
+    time_factors(plan.topology, plan.mode == 'compiled'),
+    plan.first_token_seconds,
+    plan.token_seconds,
+  )
+  times = [('first token', first, f'{rows * length / first:,.0f} tokens/s read')] if plan.is_time_known else []
   if plan.is_time_known and later is not None:
     least = format_seconds(plan.least_token_seconds)
-    times.append(time('each later token', later, f'{rows / later:,.0f} tokens/s; at least {least}'))
+    times.append(('each later token', later, f'{rows / later:,.0f} tokens/s; at least {least}'))
   caches = f'{format_bytes(plan.cache_bytes / rows)} a row'
   return {
     **_about(plan),
@@ -98,7 +98,7 @@ def _inference_headline(plan: InferencePlan) -> dict[str, object]:
     'requests': (
       f'{number_of(rows, "prompt")} of {number_of(length, "token")}, {number_of(tokens, "token")} after each,'
     ),
-    'times': times,
+    'times': [[name, t, factors and [factor * t for factor in factors], more] for name, t, more in times],
     'more': [
       ['caches', format_bytes(plan.cache_bytes), f'on all devices, {caches}'],
       ['largest batch', number_of(plan.largest_rows, 'row'), 'about, of these lengths'],

@@ -77,14 +77,16 @@ def format_price(plan: Plan, tokens: float | None = None, price: Price | None = 
     return ''
   if math.isinf(price.seconds):
     return 'failures are so frequent that a run makes no progress: a chip fails sooner than it restarts and saves'
-  best = chinchilla_tokens(plan)
   active = 'active ' if plan.work.active_parameters != plan.work.parameters else ''
   known = f'{CHINCHILLA} for each {active}parameter, which Hoffmann et al. (2022) found best for its cost'
-  line = f'{short_number(price.tokens)} tokens take {price.steps:,.0f} steps, {duration(price.seconds)}: '
-  line += f'{_hours(price.chip_hours)} chip-hours' + ('' if price.money is None else f', {price.money:,.0f} in money')
-  line += f' ({known})' if tokens is None else ''
-  lines = [line, _format_goodput(price)] if price.goodput.share < _NEARLY_ALL else [line]
-  return '\n'.join(lines if tokens is None else [*lines, f'{short_number(best)} tokens would be {known}'])
+  money = '' if price.money is None else f', {price.money:,.0f} in money'
+  lines = [
+    f'{short_number(price.tokens)} tokens take {price.steps:,.0f} steps, {duration(price.seconds)}: '
+    f'{_hours(price.chip_hours)} chip-hours{money}{f" ({known})" if tokens is None else ""}'
+  ]
+  lines += [_format_goodput(price)] if price.goodput.share < _NEARLY_ALL else []
+  lines += [] if tokens is None else [f'{short_number(chinchilla_tokens(plan))} tokens would be {known}']
+  return '\n'.join(lines)
 
 
 def _hours(hours: float) -> str:

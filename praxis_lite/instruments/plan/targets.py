@@ -64,11 +64,8 @@ MEASURED = {'h100': _H100, 'h200': _H200}
 def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
   if accelerator.name in MEASURED:
     return MEASURED[accelerator.name]
-  if accelerator.kind == 'gpu':
-    return dataclasses.replace(_GPU, compute=_COMPUTE.get(accelerator.name, _GPU.compute))
-  if accelerator.kind == 'tpu':
-    return dataclasses.replace(_TPU, compute=_COMPUTE.get(accelerator.name, _TPU.compute))
-  return _CPU
+  assumed = {'gpu': _GPU, 'tpu': _TPU}.get(accelerator.kind, _CPU)
+  return dataclasses.replace(assumed, compute=_COMPUTE.get(accelerator.name, assumed.compute))
 
 
 # The side of the matrix units of TPUs (Google Cloud documentation); 128 for other TPUs.
@@ -102,12 +99,10 @@ class Target(Accelerator):
     return self.efficiency.attention * min(1.0, dims_per_head / side)
 
 
-def _target(accelerator: Accelerator) -> Target:
-  figures = {field.name: getattr(accelerator, field.name) for field in dataclasses.fields(Accelerator)}
-  return Target(**figures, efficiency=_assume_efficiency(accelerator))
-
-
-TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerator in ACCELERATORS.items()}
+TARGETS: Mapping[str, Target] = {
+  name: Target(**vars(accelerator), efficiency=_assume_efficiency(accelerator))
+  for name, accelerator in ACCELERATORS.items()
+}
 """The chips that `plan` knows, by name."""
 
 
