@@ -13,12 +13,13 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.instruments.explain.report import batch_of
-from praxis_lite.instruments.verification.shrink import small_task, specs_of
+from praxis_lite.instruments.verification.shrink import small_task
 from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.layers.linears import Linear
 from praxis_lite.models import ClassificationModel, griffin_lm, set_pipeline
+from praxis_lite.sharding.placement import placed_specs
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.task import SingleTask
@@ -86,10 +87,10 @@ def test_dimensions_are_as_even_as_the_real_ones(name):
   declared = leaves_by_path(real.model.abstract_init())
   assert declared.keys() == leaves_by_path(task.model.abstract_init()).keys()
   sizes = real.mesh_sizes()
-  parts = {tuple(spec): spec for spec in leaves_by_path(specs_of(small)).values()}
+  parts = {tuple(spec): spec for spec in leaves_by_path(placed_specs(small.placements)).values()}
   assert any(entry is not None for spec in parts for entry in spec)
   for path, weight in leaves_by_path(task.model.abstract_init()).items():
-    spec = leaves_by_path(specs_of(small))[path]
+    spec = leaves_by_path(placed_specs(small.placements))[path]
     for n, k, entry in zip(declared[path].full_shape, weight.full_shape, spec):
       axes = (entry,) if isinstance(entry, str) else entry or ()
       by = [int(np.prod([mesh[axis] for axis in axes])) for mesh in (sizes, small.mesh_sizes)]
@@ -117,7 +118,7 @@ def test_a_flattened_image_stays_the_product_of_its_dimensions():
 
 def test_thresholds_of_strategies_see_the_real_sizes():
   _, small = small_experiment('digits.DigitsFullySharded')
-  assert 'data' in tuple(leaves_by_path(specs_of(small))['network', 'linear_0', 'w'])
+  assert 'data' in tuple(leaves_by_path(placed_specs(small.placements))['network', 'linear_0', 'w'])
   weight = leaves_by_path(small.config.instantiate().model.abstract_init())['network', 'linear_0', 'w']
   assert np.prod(weight.full_shape) * 4 < 64 * 512 * 4
 

@@ -81,12 +81,8 @@ def _headline(plan: Plan) -> dict[str, object]:
 
 
 def _inference_headline(plan: InferencePlan) -> dict[str, object]:
-  rows, length, tokens = plan.requests
-  factors, first, later = (
-    time_factors(plan.topology, plan.mode == 'compiled'),
-    plan.first_token_seconds,
-    plan.token_seconds,
-  )
+  (rows, length, tokens), first, later = plan.requests, plan.first_token_seconds, plan.token_seconds
+  factors = time_factors(plan.topology, plan.mode == 'compiled')
   times = [('first token', first, f'{rows * length / first:,.0f} tokens/s read')] if plan.is_time_known else []
   if plan.is_time_known and later is not None:
     least = format_seconds(plan.least_token_seconds)

@@ -21,20 +21,20 @@ _UNSTEADY = 0.03
 
 def find_differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
   """Returns the error of each result that differs by more than rounding can explain, largest first."""
+  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating)}
   largest: dict[str, float] = {}
-  for name, x in expected.items():
-    if np.issubdtype(x.dtype, np.floating) and x.size:
-      largest[name.what] = max(largest.get(name.what, 0.0), float(np.nanmax(np.abs(x))))
+  for name, x in floats.items():
+    largest[name.what] = max(largest.get(name.what, 0.0), _largest(x))
   different = {}
   for name, x in expected.items():
-    errors = [_error(y[name], x) for y in noise]
-    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+    if name not in floats and not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
       continue
-    error, unsure = _error(found[name], x), max(errors)
-    scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
-    is_exact = not np.issubdtype(x.dtype, np.floating)
-    limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
-    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # Empty results have no largest entry.
+    error, unsure = _error(found[name], x), max(_error(y[name], x) for y in noise)
+    scale = _largest(x) if name in floats else 1.0
+    if name in floats:
+      limit = _TOLERANCE * scale + _TIMES_NOISE * unsure + 1e-7 * largest[name.what]
+    else:
+      limit = math.inf if unsure else _TOLERANCE
     if error > limit:
       different[name] = error / max(scale, 1e-30)
   return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
@@ -43,9 +43,13 @@ def find_differences(found: StepResults, expected: StepResults, noise: Iterable[
 def is_unsteady(expected: StepResults, noise: Iterable[StepResults]) -> bool:
   """Whether rounding noise changes a result on one device so much that the result is not a reliable reference."""
   floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
-  largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
-  steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
+  largest = max(map(_largest, floats.values()), default=0.0)
+  steady = {name: max(_UNSTEADY * _largest(x), 1e-4 * largest) for name, x in floats.items()}
   return any(_error(results[name], x) > steady[name] for results in noise for name, x in floats.items())
+
+
+def _largest(x: np.ndarray) -> float:
+  return float(np.nanmax(np.abs(x), initial=0.0))
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:

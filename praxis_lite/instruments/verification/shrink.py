@@ -188,11 +188,6 @@ def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask
   return _change_fields(config, new_value)
 
 
-def specs_of(small: SmallTask) -> NestedDict:
-  """Returns the spec of each variable."""
-  return placed_specs(small.placements)
-
-
 # ---------------------------------------------------------------- sizes
 
 
@@ -228,7 +223,7 @@ def _small_size(
 
   def misfits(k: int) -> tuple[int, int, int, int]:
     fits = [(_fit(n, s, real), _fit(k, s, mesh)) for s in splits]
-    uneven = sum(one.is_even != other.is_even for one, other in fits)
+    uneven = sum(one[0] != other[0] for one, other in fits)
     otherwise = sum(one != other for one, other in fits)
     odd = sum((n // m) % 2 != (k // chosen[m]) % 2 for m in divisors)
     divides = sum(k % small == 0 for m, small in chosen.items() if n % m)
@@ -258,24 +253,15 @@ def _small_count(
   return next(fits, n - first)
 
 
-class _Fit(NamedTuple):
-  """How a dimension fits the axes that split it.
+def _fit(n: int, split: _Split, sizes: Mapping[str, int]) -> tuple[bool, bool, bool]:
+  """Returns how a dimension of size `n` fits the axes that split it.
 
-  Attributes:
-    is_even: whether the axes divide it evenly.
-    is_part: whether the axes do not divide it evenly but have a common factor with its size.
-    is_smaller: whether it has fewer entries than parts.
+  Returns whether they divide it evenly, whether they do not but have a common factor with it, and whether it has fewer
+  entries than parts.
   """
-
-  is_even: bool
-  is_part: bool
-  is_smaller: bool
-
-
-def _fit(n: int, split: _Split, sizes: Mapping[str, int]) -> _Fit:
   parts = _parts(split, sizes)
   is_even = n % parts == 0
-  return _Fit(is_even, not is_even and math.gcd(n, parts) > 1, n < parts)
+  return is_even, not is_even and math.gcd(n, parts) > 1, n < parts
 
 
 def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
@@ -326,7 +312,7 @@ def _is_valid(small: SmallTask) -> bool:
     task = small.config.instantiate()
     rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
     inputs = replace_rows(small.inputs, rows)
-    trace_task(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
+    trace_task(task, state_layout(task, abstract_mesh(small.mesh_sizes), placed_specs(small.placements)), inputs)
   except Exception:  # A model may raise any error for sizes that it does not support.
     return False
   return True
@@ -350,12 +336,7 @@ def replace_rows(inputs: NestedDict, rows: int) -> NestedDict:
 def _integers(config: Config) -> list[tuple[str, int]]:
   """Returns (field, integer) for all integers of at least 1 in a config tree."""
   found: list[tuple[str, int]] = []
-
-  def note(name: str, n: int) -> int:
-    found.append((name, n))
-    return n
-
-  _change_integers(config, note)
+  _change_integers(config, lambda name, n: found.append((name, n)) or n)  # type: ignore[func-returns-value]
   return found
 
 

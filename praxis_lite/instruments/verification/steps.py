@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 from praxis_lite.common.config import Config, config_values, nested_configs, target
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
-from praxis_lite.instruments.verification.shrink import replace_rows
+from praxis_lite.instruments.verification.shrink import replace_dtypes, replace_rows
 from praxis_lite.sharding.guards import Guarded
 from praxis_lite.sharding.layout import StateLayout, is_prng_key
 from praxis_lite.sharding.padding import pad_to, slice_to
@@ -153,6 +154,28 @@ class Runner:
 def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> StepResults:
   means = {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
   return means | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(by_row).items()}
+
+
+def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[StepResults, list[StepResults]]:
+  """Returns the results of a case in float64, without noise, and a list of results with noise, one for each seed.
+
+  They decide which of two float32 results is wrong. Results of one device in float32 are not a reliable reference: they
+  are rounded, and XLA has faults on one CPU device too, for example in the gradient of a convolution with batch groups.
+  Variables and batch have the same values as in the case.
+
+  Raises:
+    Exception: any error of a layer that does not support float64.
+  """
+  with jax.enable_x64(True):
+    config = replace_dtypes(case.config, jnp.float64)
+    config.model.dtype = jnp.float64
+    task = task_of(config, case.kind)
+    # Averages, such as those of batch norms, are float32, whatever dtype the layer computes in.
+    declared = jax.tree.map(lambda weight: weight.dtype, task.model.abstract_init())
+    state = values_of_state(task, jax.tree.map(np.ndarray.astype, case.state.mdl_vars, declared))
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, case.batch)
+    runner = Runner(case._replace(config=config, task=task, state=state, batch=batch), one_device)
+    return runner.results(), [runner.results(seed) for seed in noise]
 
 
 # ---------------------------------------------------------------- tasks

@@ -25,15 +25,14 @@ from jax.sharding import Mesh
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.devices import machine_memory
-from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
 from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, to_path
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.report import subject_of
 from praxis_lite.instruments.verification import remedies
 from praxis_lite.instruments.verification.differences import find_differences, is_unsteady
-from praxis_lite.instruments.verification.float64 import results_in_float64
-from praxis_lite.instruments.verification.shrink import SmallTask, small_task, specs_of
+from praxis_lite.instruments.verification.shrink import SmallTask, small_task
 from praxis_lite.instruments.verification.small_mesh import MOST_DEVICES
 from praxis_lite.instruments.verification.steps import (
   Case,
@@ -44,6 +43,7 @@ from praxis_lite.instruments.verification.steps import (
   decode_inputs,
   disable_dropout,
   keep_gradients,
+  results_in_float64,
   task_of,
   values_of_batch,
   values_of_state,
@@ -54,6 +54,7 @@ from praxis_lite.models.base import BaseModel
 from praxis_lite.models.referenced_model import ReferencedModel
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.sharding.mesh import create_device_mesh
+from praxis_lite.sharding.placement import placed_specs
 from praxis_lite.sharding.slots import owner_of
 from praxis_lite.sharding.specs import Placement
 from praxis_lite.training.execution import ShardMapped
@@ -185,17 +186,11 @@ def verify(
     remedy = remedies.nearest(
       small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds
     )
+  texts = tuple(comparison.compared), tuple(comparison.not_compared), tuple(dict.fromkeys(comparison.guarded))
+  differences, others = tuple(comparison.differences), tuple(comparison.not_of_the_mesh)
+  seconds = time.perf_counter() - start
   return Verification(
-    small.mesh_sizes,
-    small.real_mesh_sizes,
-    small.sizes,
-    tuple(comparison.compared),
-    tuple(comparison.not_compared),
-    tuple(dict.fromkeys(comparison.guarded)),
-    tuple(comparison.differences),
-    tuple(comparison.not_of_the_mesh),
-    remedy,
-    time.perf_counter() - start,
+    small.mesh_sizes, small.real_mesh_sizes, small.sizes, *texts, differences, others, remedy, seconds
   )
 
 
@@ -221,8 +216,7 @@ def format_verification(found: Verification) -> str:
 
 def _describe_guarded(op: str, layer: str) -> str:
   """Returns an operation and its layer, such as 'dot_general in lm.softmax', or 'results of the step'."""
-  where = layer or 'the step'
-  return f'results of {where}' if op == 'return' else f'{op} in {where}'
+  return f'{"results of" if op == "return" else f"{op} in"} {layer or "the step"}'
 
 
 def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
@@ -277,9 +271,7 @@ class _Comparison:
     try:
       Runner(case, self._one).trace()
     except Exception as error:  # This model may not accept made-up prompts.
-      self.not_compared.append(
-        f'decoding, which made-up inputs do not fit: {(str(error) or repr(error)).splitlines()[0]}'
-      )
+      self.not_compared.append(f'decoding, which made-up inputs do not fit: {first_line(error)}')
       return
     self._compare(case)
 
@@ -304,8 +296,7 @@ class _Comparison:
     self._compare(case, note=' with merged adapters', on_mesh=merged)
 
   def _case(self, config: Config[SingleTask], kind: StepKind, rows: int) -> Case:
-    task = task_of(config, kind)
-    inputs = self.small.inputs
+    task, inputs = task_of(config, kind), self.small.inputs
     if kind is StepKind.DECODING:
       inputs = self.small.prompts or decode_inputs(inputs)
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
@@ -314,9 +305,11 @@ class _Comparison:
     """Whether results depend on the random key, and only on it: False if they differ for the same key."""
     runner = Runner(case, self._one)
     first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
-    return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
-      not np.array_equal(x, other[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()
-    )
+
+    def are_equal(results: StepResults) -> bool:
+      return all(np.array_equal(x, results[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items())
+
+    return are_equal(again) and not are_equal(other)
 
   def _compare_equal_draws(self, rows: int) -> None:
     """Compares a step under `shard_map` with dropout, on a mesh of only the axes that do not split rows.
@@ -324,7 +317,9 @@ class _Comparison:
     Along these axes, all devices must draw the same random numbers.
     """
     case = self._case(self.small.config, StepKind.GRADIENT, rows)
-    rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
+    rows_over = ShardMapped(
+      case.task, state_layout(case.task, self.mesh, placed_specs(self.small.placements))
+    ).batch_axes
     sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
     if math.prod(sizes.values()) > 1:
       self._compare(case, _mesh(sizes), ' with dropout')
@@ -332,7 +327,7 @@ class _Comparison:
   def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '', on_mesh: Case | None = None) -> None:
     """Compares a step; `on_mesh` is another case that must have the same results on the mesh."""
     start = time.perf_counter()
-    specs = specs_of(self.small)
+    specs = placed_specs(self.small.placements)
     if on_mesh is not None:  # It has fewer variables, at the same paths.
       by_path = leaves(specs)
       specs = nest({path: by_path[path] for path in leaves(on_mesh.task.model.abstract_init())})
@@ -352,7 +347,7 @@ class _Comparison:
     if isinstance(failure, UserError):
       raise failure
     if failure is not None:
-      text = f'it runs on one device, and ends on the mesh in {_first_line(failure)}'
+      text = f'it runs on one device, and ends on the mesh in {_error_text(failure)}'
       self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
       return
     found = mesh_results.result()
@@ -386,7 +381,7 @@ class _Comparison:
       raise
     except Exception as error:  # A layer or XLA may raise any error.
       raise ConfigError(
-        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_first_line(error)}, so '
+        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_error_text(error)}, so '
         'nothing can be compared'
       ) from error
 
@@ -401,16 +396,15 @@ class _Comparison:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
       self.not_compared.append(
-        f'float64 on one device, in {case.kind} of {number_of(case.rows, "row")}: {_first_line(error)}'
+        f'float64 on one device, in {case.kind} of {number_of(case.rows, "row")}: {_error_text(error)}'
       )
       return undecided
     of_mesh, of_one = (find_differences(results, exact, exact_noise) for results in (found, expected))
-    for name in {**different, **of_one}:
+    for name, size in {**different, **of_one, **different}.items():
       if name not in of_mesh:
-        size = f'{different.get(name, of_one.get(name, 0.0)):.2g} times its largest entry'
-        reason = f'one device is wrong in float32, by {size}' if name in of_one else f'rounding differs, by {size}'
-        text = f'{name} in {case.kind} of {number_of(case.rows, "row")}: {reason}; the mesh agrees with float64'
-        self.not_of_the_mesh.append(text)
+        reason = f'{"one device is wrong in float32" if name in of_one else "rounding differs"}, by {size:.2g} times'
+        text = f'{name} in {case.kind} of {number_of(case.rows, "row")}: {reason} its largest entry'
+        self.not_of_the_mesh.append(f'{text}; the mesh agrees with float64')
     remarks = {name: 'float64 on one device agrees with neither' for name in of_mesh if name in of_one}
     return _Verdict(of_mesh, remarks, exact, exact_noise)
 
@@ -430,8 +424,8 @@ class _Verdict(NamedTuple):
   noise: list[StepResults]
 
 
-def _first_line(error: BaseException) -> str:
-  return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else "no message"}'
+def _error_text(error: BaseException) -> str:
+  return f'{type(error).__name__}: {first_line(error) if str(error).strip() else "no message"}'
 
 
 _OF_NO_VARIABLE = ('loss', 'metric', 'output')
