@@ -317,9 +317,8 @@ class _Comparison:
     Along these axes, all devices must draw the same random numbers.
     """
     case = self._case(self.small.config, StepKind.GRADIENT, rows)
-    rows_over = ShardMapped(
-      case.task, state_layout(case.task, self.mesh, placed_specs(self.small.placements))
-    ).batch_axes
+    layout = state_layout(case.task, self.mesh, placed_specs(self.small.placements))
+    rows_over = ShardMapped(case.task, layout).batch_axes
     sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
     if math.prod(sizes.values()) > 1:
       self._compare(case, _mesh(sizes), ' with dropout')
