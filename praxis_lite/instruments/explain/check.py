@@ -152,10 +152,7 @@ def format_problems(problems: Sequence[Problem]) -> str:
 def _error(error: UserError, path: str = 'task') -> Problem:
   """Converts an exception to a problem. Its path is the start of the message, up to ': ', or else `path`."""
   head, separator, text = str(error).partition(': ')
-  if separator and ' ' not in head:
-    path = head
-  else:
-    text = str(error)
+  path, text = (head, text) if separator and ' ' not in head else (path, str(error))
   kind = str(error.fault) if isinstance(error, ShardingError) else 'error in the step'
   return Problem(Severity.ERROR, kind, path, text, '')
 
@@ -188,15 +185,13 @@ def _slow_paths(step: TracedStep, jax_task: SingleTask, sizes: Mapping[str, int]
   return [_warn('slow path', slow.layer or 'the step', f'{slow.what}, {slow.cost}', slow.remedy) for slow in found]
 
 
-def _unknown_exchanges(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each layer that communicates over an axis that the mesh does not have."""
-  return [
-    Problem(Severity.ERROR, str(ShardingFault.UNKNOWN_AXIS), field, message, '')
-    for field, exchange in declared_exchanges(jax_task.model).items()
-    for axis in exchange.axes
-    if axis not in sizes
-    for message in [f'{exchange.purpose}: axis {axis!r} is not an axis of the mesh {dict(sizes)}']
-  ]
+def _unknown_exchanges(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator[Problem]:
+  """Yields a problem for each layer that communicates over an axis that the mesh does not have."""
+  for field, exchange in declared_exchanges(jax_task.model).items():
+    for axis in exchange.axes:
+      if axis not in sizes:
+        message = f'{exchange.purpose}: axis {axis!r} is not an axis of the mesh {dict(sizes)}'
+        yield Problem(Severity.ERROR, str(ShardingFault.UNKNOWN_AXIS), field, message, '')
 
 
 # ---------------------------------------------------------------- warnings
@@ -206,17 +201,11 @@ def _warn(kind: str, path: str, message: str, remedy: str) -> Problem:
   return Problem(Severity.WARNING, kind, path, message, remedy)
 
 
-def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
+def _shadowed_rules(jax_task: SingleTask) -> Iterator[Problem]:
   rules = jax_task.logical_axis_rules or ()
-  return [
-    _warn(
-      'shadowed rule',
-      f'task.logical_axis_rules[{later}]',
-      f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does',
-      'remove it, or move it before that rule',
-    )
-    for later, earlier in shadowed_rules(rules)
-  ]
+  for later, earlier in shadowed_rules(rules):
+    message = f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does'
+    yield _warn('shadowed rule', f'task.logical_axis_rules[{later}]', message, 'remove it, or move it before that rule')
 
 
 def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -236,22 +225,18 @@ def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator
     yield _warn('unused pattern', f'task.strategy[{i}]', f'{pattern!r} decides nothing: {why}', remedy)
 
 
-def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> list[Problem]:
-  """Returns a problem for each mesh axis that splits nothing and that no layer communicates over."""
+def _unused_axes(report: ShardingReport, sizes: Mapping[str, int]) -> Iterator[Problem]:
+  """Yields a problem for each mesh axis that splits nothing and that no layer communicates over."""
   used = {axis for e in report.arrays() for axis in e.mesh_axes}
   used |= {axis for exchange in report.exchanges.values() for axis in exchange.axes}
-  return [
-    _warn(
-      'unused axis',
-      f'mesh axis {axis}',
-      f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of '
-      f'{number_of(size, "device")} hold '
-      'and compute the same',
-      f'name {axis!r} in a split mapping, a rule or inputs_split_mapping, or give the mesh axis size 1',
-    )
-    for axis, size in sizes.items()
-    if size > 1 and axis not in used
-  ]
+  for axis, size in sizes.items():
+    if size > 1 and axis not in used:
+      message = (
+        f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of '
+        f'{number_of(size, "device")} hold and compute the same'
+      )
+      remedy = f'name {axis!r} in a split mapping, a rule or inputs_split_mapping, or give the mesh axis size 1'
+      yield _warn('unused axis', f'mesh axis {axis}', message, remedy)
 
 
 def _find_replicated(
@@ -290,14 +275,12 @@ def _far_positions(model: BaseModel, inputs_struct: Mapping[str, object]) -> Ite
   for name, limit in model.position_limits().items():
     length = getattr(inputs_struct.get(name), 'shape', (0, 0))[1]
     if length > limit.num_positions:
-      yield _warn(
-        'rows longer than positions',
-        f'task.model.{limit.field}',
-        f'{limit.max_len} is enough for segments of {number_of(limit.num_positions, "token")}, and rows have '
-        f'{length}; vectors of '
-        'further tokens would be NaN, so training refuses data with such segments',
-        f'set it to {length + limit.first}, unless no segment of the data is longer than {limit.num_positions}',
+      message = (
+        f'{limit.max_len} is enough for segments of {number_of(limit.num_positions, "token")}, and rows have {length}; '
+        'vectors of further tokens would be NaN, so training refuses data with such segments'
       )
+      remedy = f'set it to {length + limit.first}, unless no segment of the data is longer than {limit.num_positions}'
+      yield _warn('rows longer than positions', f'task.model.{limit.field}', message, remedy)
 
 
 def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:
@@ -314,20 +297,15 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
     yield _warn('padding', e.path, message, remedy)
 
 
-def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> list[Problem]:
-  """Returns one problem if a batch has too many padding rows, otherwise none.
-
-  All arrays of a batch have the same number of rows.
-  """
-  for e in inputs:
-    if e.wasted_fraction > limits.wasted_fraction:
-      size, rows = e.dims[0].size, e.dims[0].padded
-      message = (
-        f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}'
-      )
-      remedy = f'make the batch size a multiple of the {e.num_devices} devices (times the microbatches), such as {rows}'
-      return [_warn('padding', 'inputs', message, remedy)]
-  return []
+def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:
+  """Yields at most one problem: all arrays of a batch have the same number of rows, of which too many are padding."""
+  if e := next((e for e in inputs if e.wasted_fraction > limits.wasted_fraction), None):
+    size, rows = e.dims[0].size, e.dims[0].padded
+    message = (
+      f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}'
+    )
+    remedy = f'make the batch size a multiple of the {e.num_devices} devices (times the microbatches), such as {rows}'
+    yield _warn('padding', 'inputs', message, remedy)
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
@@ -343,8 +321,9 @@ def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mappi
     with reading('a traced step'):
       return find_mismatches(step.jaxpr, splits, sizes)
 
-  none: list[Mismatch] = []
-  mismatches = unless_unknown('no advice on products whose operands are split in different ways', found, none)
+  mismatches: list[Mismatch] = unless_unknown(
+    'no advice on products whose operands are split in different ways', found, []
+  )
   return list(dict.fromkeys(_mismatch(m, by_path) for m in mismatches))
 
 
@@ -354,13 +333,11 @@ def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:
     weight, axes, other, other_axes = other, other_axes, weight, axes
   if m.shared:
     message = (
-      f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another '
-      'dimension of the other: one of them is moved at each use'
+      f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another dimension '
+      'of the other'
     )
   else:
-    message = (
-      f'the sum over {m.size} is split over {axes} here and over {other_axes} in {other}: one of them is moved at each '
-      'use'
-    )
+    message = f'the sum over {m.size} is split over {axes} here and over {other_axes} in {other}'
   field = f' ({variables[weight].why})' if weight in variables else ''
-  return _warn('mismatch', weight, message, f'split the summed dimension of both over the same axes{field}')
+  remedy = f'split the summed dimension of both over the same axes{field}'
+  return _warn('mismatch', weight, f'{message}: one of them is moved at each use', remedy)

@@ -95,11 +95,10 @@ class _Walker:
 
     for eqn in jaxpr.eqns:
       own = str(eqn.source_info.name_stack)
-      if 'transpose(' in own:  # The backward pass only repeats the mismatches of the forward pass.
-        continue
-      where = '/'.join(filter(None, (scope, scopes(own))))
-      results = self.step(eqn, [split_of(a) for a in eqn.invars], where)
-      known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
+      if 'transpose(' not in own:  # The backward pass only repeats the mismatches of the forward pass.
+        where = '/'.join(filter(None, (scope, scopes(own))))
+        results = self.step(eqn, [split_of(a) for a in eqn.invars], where)
+        known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
     return [split_of(v) for v in jaxpr.outvars]
 
   def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
@@ -132,8 +131,7 @@ class _Walker:
     return results if len(results) == len(eqn.outvars) else unknown
 
   def read_constraint(self, eqn: JaxprEqn, operand: Split | None, where: str) -> Split | None:
-    spec = getattr(eqn.params['sharding'], 'spec', None)
-    rank = len(_shape(eqn.outvars[0]))
+    spec, rank = getattr(eqn.params['sharding'], 'spec', None), len(_shape(eqn.outvars[0]))
     if spec is None or len(spec) > rank or UNCONSTRAINED in spec:
       return None
     axes = (*splitting_axes(spec, self.sizes), *((),) * (rank - len(spec)))

@@ -190,11 +190,9 @@ class Explanation:
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
   def __str__(self) -> str:
-    header = ('dimension', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why')
-    rows = [
-      (str(i), str(d.size), format_entry(d.entry), str(d.parts), str(d.local), str(d.padding), d.source)
-      for i, d in enumerate(self.dims)
-    ]
+    rows = [('dimension', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why')]
+    for i, d in enumerate(self.dims):
+      rows.append((str(i), str(d.size), format_entry(d.entry), str(d.parts), str(d.local), str(d.padding), d.source))
     parts = self.num_devices // self.replication
     if self.per_device:
       copies = 'each device has its own part'
@@ -202,17 +200,18 @@ class Explanation:
       copies = 'replicated on every device' if self.num_devices > 1 else 'on the one device'
     else:
       copies = f'{number_of(parts, "part")}, each on {number_of(self.replication, "device")}'
+    on_each = f'{"at most " if self.at_most else ""}{format_bytes(self.bytes_per_device)} on each device'
     lines = [
       f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
       '',
-      *(f'  {line}' for line in align_columns([header, *rows])),
+      *(f'  {line}' for line in align_columns(rows)),
       '',
       f'  spec ({format_spec(self.spec)}) on mesh {format_mesh(self.mesh_sizes)}',
-      f'  {format_bytes(self.bytes)} in all, {"at most " if self.at_most else ""}'
-      f'{format_bytes(self.bytes_per_device)} on each device; {copies}',
+      f'  {format_bytes(self.bytes)} in all, {on_each}; {copies}',
       f'  padding {format_bytes(self.wasted_bytes)}, {self.wasted_fraction:.2%} of what is stored',
+      *(f'  {remark}' for remark in self.remarks),
     ]
-    return '\n'.join(lines + [f'  {remark}' for remark in self.remarks])
+    return '\n'.join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,21 +276,16 @@ def format_report(report: ShardingReport) -> str:
 
 def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str, int]) -> str:
   """Returns the table of a model's variables for a terminal, with totals. On one device, it shows no splits."""
-  header = ('variable', 'shape', 'dtype', 'split', 'local shape', 'padding', 'bytes', 'per device')
-  body = [
-    (
-      *(e.path, format_shape(e.shape), e.dtype.name, format_spec(e.spec), format_shape(e.local_shape)),
-      *(_format_padding(e), format_bytes(e.bytes), format_bytes(e.bytes_per_device)),
-    )
-    for e in rows
-  ]
+  table = [('variable', 'shape', 'dtype', 'split', 'local shape', 'padding', 'bytes', 'per device')]
+  for e in rows:
+    shapes = format_shape(e.shape), e.dtype.name, format_spec(e.spec), format_shape(e.local_shape)
+    table.append((e.path, *shapes, _format_padding(e), format_bytes(e.bytes), format_bytes(e.bytes_per_device)))
   if math.prod(mesh_sizes.values()) == 1:
-    lines = align_columns([(*row[:3], row[6]) for row in (header, *body)], right={3})
+    lines = align_columns([(*row[:3], row[6]) for row in table], right={3})
   else:
-    lines = align_columns([header, *body], right={6, 7})
+    lines = align_columns(table, right={6, 7})
   rule = '-' * len(lines[0])
-  count = sum(math.prod(e.shape) for e in rows)
-  stored = sum(math.prod(e.padded_shape) for e in rows)
+  count, stored = (sum(math.prod(getattr(e, name)) for e in rows) for name in ('shape', 'padded_shape'))
   totals = [
     f'{format_counts(rows)}, {format_bytes(sum(e.bytes for e in rows))}',
     f'mesh {format_mesh(mesh_sizes)}: {format_bytes(sum(e.bytes_per_device for e in rows))} of parameters on each, '

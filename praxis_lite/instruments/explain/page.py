@@ -18,30 +18,28 @@ _HERE = 'praxis_lite.instruments.explain'
 
 
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
-  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
-
-  Creates missing parent directories. `title` says what the report describes. The page lists `problems`, as returned by
-  `check`, above the report.
-  """
+  """Writes the page to the file `path`, as `write_file` does; see `render_page` for the other arguments."""
   return write_file(path, render_page(report, title, problems))
 
 
 def write_file(path: str, page: str) -> pathlib.Path:
-  """Writes a page to the file `path` and returns its path. Raises UserError if the file cannot be written."""
+  """Writes a page to the file `path`, whose missing parent directories it creates, and returns the path.
+
+  Raises:
+    UserError: the file cannot be written.
+  """
   file = pathlib.Path(path)
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page, encoding='utf-8')
   except OSError as error:
-    above = next((folder for folder in file.parents if folder.is_file()), None)
-    raise UserError(
-      f'cannot write the page {file}: {error.strerror if above is None else f"{above} is a file"}'
-    ) from None
+    above = next((f'{folder} is a file' for folder in file.parents if folder.is_file()), error.strerror)
+    raise UserError(f'cannot write the page {file}: {above}') from None
   return file
 
 
 def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> str:
-  """Returns the page as HTML."""
+  """Returns the page as HTML. `title` says what the report describes; the page lists `problems` of `check` above it."""
   data = {
     'title': title,
     'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
@@ -67,8 +65,8 @@ def fill_page(package: str, title: str, data: Mapping[str, object], name: str, s
   # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
   style = '\n'.join([_asset(_HERE, 'common.css'), _asset(package, f'{name}.css')])
-  shared = [_asset(_HERE, f'{part}.js') for part in ('common', 'treemap')]
-  script = '\n'.join([*shared, *(_asset(package, f'{part}.js') for part in scripts)])
+  sources = [(_HERE, 'common'), (_HERE, 'treemap'), *((package, part) for part in scripts)]
+  script = '\n'.join(_asset(where, f'{part}.js') for where, part in sources)
   body = _asset(package, f'{name}.html').rstrip()
   parts = {'TITLE': html.escape(title), 'STYLE': style, 'BODY': body, 'DATA': text, 'SCRIPT': script}
   return re.sub('%([A-Z]+)%', lambda match: parts[match[1]], _asset(_HERE, 'shell.html'))

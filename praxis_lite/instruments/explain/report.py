@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,11 +94,9 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
   Raises:
     ShardingError: a mapping does not fit its variable or the mesh.
   """
-  placements = leaves_by_path(place_task_variables(jax_task, mesh_sizes))
-  weights = jax_task.model.abstract_init()
-  learner = jax_task.bind_learner()
+  placements, learner = leaves_by_path(place_task_variables(jax_task, mesh_sizes)), jax_task.bind_learner()
   found = []
-  for path, weight in leaves_by_path(weights).items():
+  for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
     struct, placement = weight.as_struct(), placements[path]
     dims, remarks = dimensions(struct.shape, placement, mesh_sizes), placement.remarks
     frozen = weight.trainable and not learner.is_trained(path)
@@ -189,26 +188,20 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
   """Returns explanations of all arrays of a task whose state has this layout; if `step` is None, only of the state."""
-  sizes = dict(layout.mesh.shape)
-  traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
+  sizes, exchanges = dict(layout.mesh.shape), declared_exchanges(jax_task.model)
   state = parameter_table(jax_task, sizes), _slots(layout, sizes)
-  exchanges = declared_exchanges(jax_task.model) | ({} if step is None else traced_exchanges(step))
-  return ShardingReport(sizes, *state, *traced, exchanges)
+  if step is None:
+    return ShardingReport(sizes, *state, [], [], exchanges)
+  for constraint in step.constraints:
+    if constraint.exchange is not None:  # The layer declared it while the step was traced.
+      layer = constraint.field.partition('.activation_split_dims_mapping.')[0]
+      exchanges[f'{layer}.{constraint.exchange.field}'] = constraint.exchange
+  return ShardingReport(sizes, *state, _activations(step.constraints, sizes), _inputs(step.task, sizes), exchanges)
 
 
 def declared_exchanges(model: Layer) -> dict[str, Exchange]:
   """Returns the communication that layers of a model declare, by the path of the config field that causes it."""
   return {f'{layer.path_name}.{e.field}': e for layer in model.descendants() for e in layer.exchanges()}
-
-
-def traced_exchanges(step: TracedStep) -> dict[str, Exchange]:
-  """Returns the communication that layers declared while the step was traced, by the field that causes it."""
-  found = {}
-  for constraint in step.constraints:
-    if constraint.exchange is not None:
-      layer = constraint.field.partition('.activation_split_dims_mapping.')[0]
-      found[f'{layer}.{constraint.exchange.field}'] = constraint.exchange
-  return found
 
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
@@ -242,13 +235,10 @@ def _activations(constraints: Iterable[SplitConstraint], sizes: Mapping[str, int
   counts: collections.Counter[str] = collections.Counter()
   found = []
   for constraint in constraints:
-    name = constraint.field.replace('.activation_split_dims_mapping.', '.')
-    of_weight = '.weight_split_dims_mapping.' in name
-    if of_weight:
-      name = name.replace('.weight_split_dims_mapping.', '.') + ' (as used)'
+    name, of_weight = constraint.field, '.weight_split_dims_mapping.' in constraint.field
+    name = re.sub(r'\.(activation|weight)_split_dims_mapping\.', '.', name) + (' (as used)' if of_weight else '')
     counts[name] += 1
-    if counts[name] > 1:
-      name = f'{name}[{counts[name]}]'
+    name += f'[{counts[name]}]' if counts[name] > 1 else ''
     rank, placement, per_device = len(constraint.shape), constraint.placement, bool(constraint.manual_axes)
     remarks: tuple[str, ...] = ()
     if per_device:
@@ -262,9 +252,8 @@ def _activations(constraints: Iterable[SplitConstraint], sizes: Mapping[str, int
       free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
       remarks = (f'left to the compiler: dimension {free}',)
     remarks = (*remarks, *filter(None, [constraint.remark]))
-    dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
-    row = Explanation(name, ArrayKind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device)
-    found.append(dataclasses.replace(row, of_weight=of_weight))
+    array = name, ArrayKind.ACTIVATION, dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
+    found.append(Explanation(*array, sizes, remarks, per_device=per_device, of_weight=of_weight))
   return found
 
 

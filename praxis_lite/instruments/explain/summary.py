@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from praxis_lite.common.config import Config, config_values, nested_configs
 from praxis_lite.common.figures import format_bytes, number_of
@@ -30,7 +30,7 @@ def summarize(config: ExperimentConfig) -> str:
   sizes = task.mesh_sizes()
   report = report_of(task, state_layout(task, abstract_mesh(sizes)), None)
   model, num_devices = type(task.model).__name__, math.prod(sizes.values())
-  training = _training_dataset(config.datasets)
+  training = next((c for c in config.datasets if config_values(c).get('is_training') is True), None)
   examples = None if training is None else _number(training, 'batch_size')
   tokens = None if training is None else _sequence_length(training)
   rows = [
@@ -63,12 +63,10 @@ def _batch(examples: int | None, tokens: int | None, microbatches: int) -> str:
   if examples is None:
     return ''
   parts = f', in {microbatches} microbatches' if microbatches > 1 else ''
-  if tokens is None:
-    return f'{number_of(examples, "example")}{parts}'
-  return (
-    f'{number_of(examples, "example")} x {number_of(tokens, "token")} = '
-    f'{number_of(examples * tokens, "token")} a step{parts}'
-  )
+  count = number_of(examples, 'example')
+  if tokens is not None:
+    count += f' x {number_of(tokens, "token")} = {number_of(examples * tokens, "token")} a step'
+  return f'{count}{parts}'
 
 
 def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -> int | None:
@@ -101,10 +99,6 @@ def _multipliers(task: SingleTask) -> list[str]:
     for layer in task.model.descendants()
     for what, factor in layer.growth_multipliers().items()
   ]
-
-
-def _training_dataset(datasets: Iterable[Config]) -> Config | None:
-  return next((c for c in datasets if config_values(c).get('is_training') is True), None)
 
 
 def _sequence_length(dataset: Config) -> int | None:

@@ -142,7 +142,7 @@ class CheapestRun:
   @property
   def frontier(self) -> list[Option]:
     """The options that no other option beats, the cheapest first."""
-    return [option for option in self.options if not any(option.is_beaten_by(other) for other in self.options)]
+    return unbeaten(self.options)
 
   @property
   def best(self) -> Option | None:
@@ -163,6 +163,11 @@ def excess(option: Option, goal: Goal, *, at_most: bool = False) -> float:
   shares = [option.money / goal.budget] if goal.budget is not None else []
   shares += [option.seconds / goal.seconds] if goal.seconds is not None else []
   return factor * max(shares, default=0.0)
+
+
+def unbeaten(options: Sequence[Option]) -> list[Option]:
+  """Returns the options that no other of them beats, in the same order."""
+  return [option for option in options if not any(option.is_beaten_by(other) for other in options)]
 
 
 def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
@@ -356,9 +361,8 @@ class _Search:
     ordered = order_options([*self._options().values()], self.goal)
     if self.goal.budget is not None or self.goal.seconds is not None or not ordered:
       return ordered
-    frontier = [option for option in ordered if not any(option.is_beaten_by(other) for other in ordered)]
-    ends = [frontier[0], frontier[-1]]
-    return list(dict.fromkeys([*ends, *frontier, *ordered]))
+    frontier = unbeaten(ordered)
+    return list(dict.fromkeys([frontier[0], frontier[-1], *frontier, *ordered]))
 
   def _compile(self, option: Option) -> float:
     """Compiles an option and returns the seconds that this took."""
@@ -398,16 +402,14 @@ class _Search:
 
   def _option(self, setting: _Setting) -> Option:
     topology, key = setting.offer.topology, (setting.offer.topology.name, setting.overrides)
-    compiled = self._compiled.get(key)
-    if compiled is not None:
-      peak = float(compiled.memory.peak) if compiled.fits else math.inf
-      seconds, best = compiled.step_seconds, compiled
+    best = self._compiled.get(key, setting.estimate)
+    if key in self._compiled:
+      seconds, peak = best.step_seconds, float(best.memory.peak) if best.fits else math.inf
     else:
-      correction, best = self._corrections.get(topology.target.name, Correction()), setting.estimate
+      correction = self._corrections.get(topology.target.name, Correction())
       seconds, peak = correction.expect(best, (topology.num_chips,))
-    price = self._price(best, setting.offer, seconds)
+    price, loss = self._price(best, setting.offer, seconds), self.goal.loss
     assert price is not None  # `_estimate` has checked it.
-    loss = self.goal.loss
     tokens = (1.0, 1.0) if loss is None else (loss.least / loss.tokens, loss.most / loss.tokens)
     return Option(topology, setting.overrides, best, seconds, peak, price, self._failed.get(key, ''), tokens)
 

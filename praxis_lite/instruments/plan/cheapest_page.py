@@ -21,17 +21,14 @@ from praxis_lite.instruments.plan.cheapest_text import (
 
 
 def write_page_of_cheapest(path: str, found: CheapestRun, title: str) -> pathlib.Path:
-  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
-
-  Creates missing parent directories. `title` says what is trained.
-  """
+  """Writes the page to the file `path`, as `write_file` does. `title` says what is trained."""
   return write_file(path, render_page_of_cheapest(found, title))
 
 
 def render_page_of_cheapest(found: CheapestRun, title: str) -> str:
   """Returns the page as HTML."""
-  package = 'praxis_lite.instruments.plan'
-  return fill_page(package, f'{title}: cheapest run', page_of_cheapest(found, title), 'cheapest', ('cheapest',))
+  data = page_of_cheapest(found, title)
+  return fill_page('praxis_lite.instruments.plan', f'{title}: cheapest run', data, 'cheapest', ('cheapest',))
 
 
 def page_of_cheapest(found: CheapestRun, title: str) -> dict[str, object]:

@@ -23,7 +23,7 @@ _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 def write_plan_page(path: str, plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  Creates missing parent directories. `title` says what was planned; the page shows `remarks` next to the plan's notes.
+  `title` says what was planned; the page shows `remarks` next to the plan's notes.
   """
   return write_file(path, render_plan_page(plan, title, remarks))
 

@@ -170,14 +170,14 @@ class _Search:
   def _most_promising(self) -> Setting | None:
     """Returns the setting to compile next; None if no other may take less time than the best that is compiled."""
     ranked = self._rank()
-    left = [(s, r) for s, r in ranked if s not in self._verified and s not in self._failed]
-    if not left:
-      return None
-    setting, first = min(
-      left, key=lambda pair: (*pair[1].order[:2], pair[1].least_for_work if pair[1].fits else pair[1].peak)
-    )
+    left = [pair for pair in ranked if pair[0] not in self._verified and pair[0] not in self._failed]
+
+    def order(pair: tuple[Setting, Ranked]) -> tuple[float, ...]:
+      return *pair[1].order[:2], pair[1].least_for_work if pair[1].fits else pair[1].peak
+
+    setting, first = min(left, key=order, default=(None, None))
     best = ranked[0][1]
-    return None if best.verified and best.fits and not may_be_faster(first, best) else setting
+    return None if first and best.verified and best.fits and not may_be_faster(first, best) else setting
 
   def _explore(self, most: int, end: float) -> None:
     """Estimates neighbours of the most promising settings until all are estimated or a limit is reached."""
@@ -220,11 +220,10 @@ class _Search:
     start, overrides = time.monotonic(), overrides_of(self._knobs, setting)
     config = self.config.change(overrides)
     number = len(self._verified) + len(self._failed) + 1
-    elsewhere = None if self.elsewhere is None else self.elsewhere([*self.fitted, *overrides])
     found = plan(
       *(config.explained, config.inputs, self.topology),
       cache=self.cache,
-      elsewhere=elsewhere,
+      elsewhere=None if self.elsewhere is None else self.elsewhere([*self.fitted, *overrides]),
       report=lambda stage: self.report(f'{stage} the setting number {number}'),
     )
     estimate = self._estimates[setting]
@@ -242,23 +241,12 @@ class _Search:
     for setting, estimate in self._estimates.items():
       if estimate is None:
         continue
-      verified = self._verified.get(setting)
-      seconds, peak = self._correction.expect(estimate, setting)
-      least = self._correction.least(estimate, setting)
-      if verified is not None:
-        seconds, peak = verified.step_seconds, float(verified.memory.peak)
-        least = seconds
-      overrides = (*self.fitted, *overrides_of(self._knobs, setting))
-      found.append(
-        (
-          setting,
-          Ranked(
-            *(overrides, estimate, verified, seconds, peak, least),
-            is_own=setting == self._own,
-            failure=self._failed.get(setting, ''),
-          ),
-        )
-      )
+      if (verified := self._verified.get(setting)) is None:
+        times = *self._correction.expect(estimate, setting), self._correction.least(estimate, setting)
+      else:
+        times = verified.step_seconds, float(verified.memory.peak), verified.step_seconds
+      overrides, failure = (*self.fitted, *overrides_of(self._knobs, setting)), self._failed.get(setting, '')
+      found.append((setting, Ranked(overrides, estimate, verified, *times, setting == self._own, failure)))
     if by_estimate:
       return sorted(found, key=lambda pair: (*pair[1].order[:2], pair[1].order[-1]))
     return sorted(found, key=lambda pair: pair[1].order)
@@ -380,6 +368,6 @@ def _verdict(found: Sequence[Ranked], own: Ranked) -> list[str]:
 
 
 def _looked_at(found: Sequence[Ranked]) -> str:
-  compiled, failed = (sum(map(bool, marks)) for marks in zip(*((r.verified, r.failure) for r in found)))
+  compiled, failed = sum(r.verified is not None for r in found), sum(r.failure != '' for r in found)
   text = f'{len(found):,} settings were estimated, {compiled:,} of them compiled'
   return text + (f', and the compiler failed for {failed:,}' if failed else '')

@@ -181,17 +181,14 @@ def read(path: Path) -> Snapshot:
   section = ''
   for number, line in enumerate(lines[1:], 2):
     name, colon, text = line.partition(':')
-    try:
-      if line.startswith('  '):
-        rows[section].append(re.split(r' {2,}', line.strip()))
-      elif colon and name in _SECTIONS:
-        section = name
-      elif colon and name in _HEADS:
-        heads[name] = text.strip()
-      elif line.strip():
-        raise ValueError
-    except (KeyError, ValueError):
-      raise ConfigError(f'{path}, line {number}: {line.strip()!r} is not as plan --snapshot writes it') from None
+    if line.startswith('  ') and section:
+      rows[section].append(re.split(r' {2,}', line.strip()))
+    elif colon and name in _SECTIONS:
+      section = name
+    elif colon and name in _HEADS:
+      heads[name] = text.strip()
+    elif line.strip():
+      raise ConfigError(f'{path}, line {number}: {line.strip()!r} is not as plan --snapshot writes it')
   try:
     return Snapshot(
       heads['experiment'],
@@ -236,11 +233,8 @@ def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = Non
     limits: replace the limits of `kept`.
   """
   limits = limits or kept.limits
-  found = [
-    f'{name}: it was {before}, and is {now}'
-    for name, before, now in (('topology', kept.topology, new.topology), ('mesh', kept.mesh, new.mesh))
-    if before != now
-  ]
+  chips = ('topology', kept.topology, new.topology), ('mesh', kept.mesh, new.mesh)
+  found = [f'{name}: it was {before}, and is {now}' for name, before, now in chips if before != now]
   if found:  # With other chips or another mesh, no figures can be compared.
     return found
   found += _weights(kept.weights, new.weights)

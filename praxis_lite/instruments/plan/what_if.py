@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.instruments.explain.report import task_and_inputs
@@ -88,6 +87,11 @@ class WhatIf:
   def _is_of_a_compiler(self) -> bool:
     return self.planned.mode == 'compiled' or self.planned.is_refused
 
+  def __post_init__(self) -> None:
+    learners = nested_learners(self.config.task.train.learner)
+    self._learners = list(learners.values())
+    self._learner_path = 'task.train.learner' if '' in learners else 'task.train.learner.rules[*].learner'
+
   @functools.cached_property
   def _own(self) -> Plan:
     return self._analytic(()) if self._is_of_a_compiler else self.planned
@@ -132,9 +136,8 @@ class WhatIf:
   def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
     config = self.config.change(overrides)
     task, struct = task_and_inputs(config.explained, config.inputs)
-    return PartitionedTask(
-      task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes(self.planned.topology.num_devices))
-    )
+    mesh = abstract_mesh(task.mesh_sizes(self.planned.topology.num_devices))
+    return PartitionedTask(task, dict(struct or {}), mesh=mesh)
 
   def _state_changes(self) -> Iterator[tuple[str, str]]:
     train, learners = self.config.task.train, self._learners
@@ -147,15 +150,6 @@ class WhatIf:
       yield 'with moving averages', f'{self._learner_path}.ema_decay=0.9999'
     if not train.offload_optimizer_state:
       yield 'slots in the memory of the host', 'task.train.offload_optimizer_state=True'
-
-  @property
-  def _learners(self) -> list[Config]:
-    return list(nested_learners(self.config.task.train.learner).values())
-
-  @property
-  def _learner_path(self) -> str:
-    is_one = '' in nested_learners(self.config.task.train.learner)
-    return 'task.train.learner' if is_one else 'task.train.learner.rules[*].learner'
 
   # ---------------------------------------------------------------- batch and length
 
@@ -318,11 +312,10 @@ def format_changes(changes: Sequence[Change], before: float, head: str) -> str:
   """Returns a table of changes; `before` is the memory without changes, in bytes."""
   rows = [(head, 'memory', 'saved', 'time', 'how', 'set')]
   for change in changes:
-    saved = before - change.peak
+    saved = ('-' if before < change.peak else '') + format_bytes(abs(before - change.peak))
     time = '-' if change.time is None else f'{change.time:.0%}'
     lines = ' '.join(f"--set '{line}'" for line in change.overrides)
-    sign = '-' if saved < 0 else ''
-    rows.append((change.what, format_bytes(change.peak), sign + format_bytes(abs(saved)), time, change.how, lines))
+    rows.append((change.what, format_bytes(change.peak), saved, time, change.how, lines))
   return format_table(rows, right=(1, 2, 3))
 
 

@@ -188,10 +188,8 @@ def verify(
     )
   texts = tuple(comparison.compared), tuple(comparison.not_compared), tuple(dict.fromkeys(comparison.guarded))
   differences, others = tuple(comparison.differences), tuple(comparison.not_of_the_mesh)
-  seconds = time.perf_counter() - start
-  return Verification(
-    small.mesh_sizes, small.real_mesh_sizes, small.sizes, *texts, differences, others, remedy, seconds
-  )
+  meshes, seconds = (small.mesh_sizes, small.real_mesh_sizes), time.perf_counter() - start
+  return Verification(*meshes, small.sizes, *texts, differences, others, remedy, seconds)
 
 
 def format_verification(found: Verification) -> str:
