@@ -159,10 +159,15 @@ def coordinate_check(
     one = task.clone(model=ladder.widen_model(factor), ici_mesh_shape=None, dcn_mesh_shape=None, partitioning='auto')
     for learner in nested_learners(one.train.learner).values():
       learner.schedule = Config(Constant)
-    sizes, loss = _train(one.instantiate(), batches, seeds)
+    of_layers, loss = _train(one.instantiate(), batches, seeds)
     report(f'{factor:g} times as wide: loss {loss:.4g} after {number_of(len(batches), "step")}')
-    measured.append(sizes)
-  return [_scaling(path, ladder.factors, [sizes[path] for sizes in measured]) for path in measured[0]]
+    measured.append(of_layers)
+  found = []
+  for path in measured[0]:
+    sizes, changes = (tuple(values) for values in zip(*(of_model[path] for of_model in measured)))
+    slopes = (_exponent(ladder.factors, values) for values in (sizes, changes))
+    found.append(Scaling(path, sizes, changes, *slopes))
+  return found
 
 
 def format_coordinates(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
@@ -210,15 +215,11 @@ def _draw_plot(title: str, lines: Sequence[tuple[Scaling, Sequence[float], bool]
   return ''.join(parts)
 
 
-class _Sizes(NamedTuple):
-  """The root mean squares of a layer's result, and of its change."""
+def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, list[float]], float]:
+  """Returns [size, size of its change] of each layer's result of rank 2 or more, by path, and the last step's loss.
 
-  after: float
-  change: float
-
-
-def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, _Sizes], float]:
-  """Returns the sizes, by path, of layers' results of rank 2 or more; and the last step's loss, averaged over seeds."""
+  Sizes are root mean squares. All are averaged over seeds.
+  """
   model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
   jit = functools.partial(jax.jit, compiler_options=quick_options(platform()))
 
@@ -226,7 +227,9 @@ def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tu
   def look(variables: NestedDict, batch: NestedDict) -> dict[str, jax.Array]:
     seen = Activations('' if model.name else type(model).__name__)
     seen.run(lambda v, b: model.apply(v, b, key=train_key, do_eval=True)[0][0]['loss'], variables, batch)
-    return {path: result for path, result in _named_results(seen).items() if result.ndim > 1}
+    # Products inside layers that have other shapes than the results, such as logits, are named apart.
+    others = {f'{path} (product)': x for path, x in seen.products.items() if x.shape != seen.results[path].shape}
+    return {path: result for path, result in {**seen.results, **others}.items() if result.ndim > 1}
 
   @jit
   def step(variables: NestedDict, states: Any, number: jax.Array, batch: NestedDict) -> Any:
@@ -245,19 +248,8 @@ def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tu
     losses.append(float(loss))
     for path, result in after.items():
       squares.setdefault(path, []).append((_mean_square(result), _mean_square(result - before[path])))
-  sizes = {path: _Sizes(*np.sqrt(np.mean(found, axis=0)).tolist()) for path, found in squares.items()}
+  sizes = {path: np.sqrt(np.mean(found, axis=0)).tolist() for path, found in squares.items()}
   return sizes, float(np.mean(losses))
-
-
-def _named_results(seen: Activations) -> dict[str, jax.Array]:
-  """Returns the results of layers, and results of products inside them that have other shapes, such as logits."""
-  others = {path: product for path, product in seen.products.items() if product.shape != seen.results[path].shape}
-  return {**seen.results, **{f'{path} (product)': product for path, product in others.items()}}
-
-
-def _scaling(path: str, factors: Sequence[float], measured: Sequence[_Sizes]) -> Scaling:
-  sizes, changes = (tuple(values) for values in zip(*measured))
-  return Scaling(path, sizes, changes, _exponent(factors, sizes), _exponent(factors, changes))
 
 
 def _mean_square(x: np.ndarray) -> float:

@@ -45,7 +45,9 @@ def summarize(config: ExperimentConfig) -> str:
   if tokens is not None:
     lines = describe_implementations(task.model, tokens, bool(getattr(task.model, 'packed', False)))
     rows += [('computed by', line) for line in lines]
-  rows += [('pipeline', line) for line in describe_pipelines(task.model, _microbatch_rows(task, examples, num_devices))]
+  parts = task.learner.num_microbatches
+  microbatch = None if examples is None else padded_rows(examples, num_devices * parts) // parts
+  rows += [('pipeline', line) for line in describe_pipelines(task.model, microbatch)]
   flags = describe_flags(num_devices, task.xla_flags, use_defaults=task.default_xla_flags)
   rows += [('XLA flags', line) for line in flags]
   width = max(len(name) for name, _ in rows)
@@ -67,11 +69,6 @@ def _batch(examples: int | None, tokens: int | None, microbatches: int) -> str:
   if tokens is not None:
     count += f' x {number_of(tokens, "token")} = {number_of(examples * tokens, "token")} a step'
   return f'{count}{parts}'
-
-
-def _microbatch_rows(task: SingleTask, examples: int | None, num_devices: int) -> int | None:
-  microbatches = task.learner.num_microbatches
-  return None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
 
 
 def _training(task: SingleTask, examples: int | None, tokens: int | None) -> str:

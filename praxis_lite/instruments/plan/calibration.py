@@ -55,7 +55,9 @@ def apply_calibration(topology: Topology, file: Path) -> Topology:
     UserError: `file` does not have the format that `calibrate` writes.
   """
   found = read_measurements(file, _efficiency, '--calibrate').get(topology.target.name)
-  return topology if found is None else dataclasses.replace(topology, target=_reaching(topology.target, found))
+  if found is None:
+    return topology
+  return dataclasses.replace(topology, target=dataclasses.replace(topology.target, efficiency=found))
 
 
 def calibrate(
@@ -90,7 +92,7 @@ def calibrate(
   if not name:
     raise ConfigError(f'--calibrate: no figures of {kind!r} are known to measure by; known are {", ".join(TARGETS)}')
   kept = {} if file is None else read_measurements(file, _efficiency, '--calibrate')
-  perfect = _reaching(TARGETS[name], Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0))
+  perfect = dataclasses.replace(TARGETS[name], efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0))
   size = min(megabytes * 10**6, int(perfect.device_memory / 16))
   found = dict(_measure(perfect, devices, matrix, size, seconds, report))
   when = datetime.date.today().isoformat()
@@ -100,11 +102,7 @@ def calibrate(
   efficiency = dataclasses.replace(TARGETS[name].efficiency, **measured)
   if file is not None:
     write_measurements(file, {chip: dataclasses.asdict(e) for chip, e in (kept | {name: efficiency}).items()})
-  return _reaching(TARGETS[name], efficiency)
-
-
-def _reaching(target: Target, efficiency: Efficiency) -> Target:
-  return dataclasses.replace(target, efficiency=efficiency)
+  return dataclasses.replace(TARGETS[name], efficiency=efficiency)
 
 
 # ---------------------------------------------------------------- measurements
@@ -121,13 +119,14 @@ def _measure(
   """Yields (name, measured value) of fields of `Efficiency`; `perfect` is the target with all shares set to 1."""
   with jax.default_device(devices[0]):
     report('products of matrices')
-    taken = _time(_product, _normal(0, matrix), _normal(1, matrix) / matrix**0.5, seconds=seconds)
+    # Sums are in float32, but the result is bfloat16: float32 would add memory traffic.
+    taken = _time(lambda i, x, w: x @ w, _normal(0, matrix), _normal(1, matrix) / matrix**0.5, seconds=seconds)
     compute = 2 * matrix**3 / perfect.peak('bf16') / taken
     yield 'compute', compute
     report('attention')
     yield 'attention', _attention_share(perfect, matrix, seconds) if perfect.kind in ('gpu', 'tpu') else compute
     report('memory')
-    taken = _time(_increment, jnp.zeros(size // 4, jnp.float32), seconds=seconds)
+    taken = _time(lambda i, x: x + 1, jnp.zeros(size // 4, jnp.float32), seconds=seconds)
     yield 'memory', 2 * size / perfect.device_bandwidth / taken
     report('small operations')
     yield 'seconds_per_operation', _time(_repeat, jnp.zeros(1024), seconds=seconds) / _OPERATIONS
@@ -163,14 +162,6 @@ def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, second
 
 def _normal(seed: int, size: int) -> jax.Array:
   return jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16)
-
-
-def _product(i: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
-  return x @ w  # Sums are in float32, but the result is bfloat16: float32 would add memory traffic.
-
-
-def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
-  return x + 1
 
 
 def _repeat(i: jax.Array, x: jax.Array) -> jax.Array:

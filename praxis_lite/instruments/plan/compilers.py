@@ -225,16 +225,17 @@ def compile_step(
     refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
     raise refused from error
   found: Any = compiled.memory_analysis()
-  sizes = {
-    'arguments': found.argument_size_in_bytes,
-    'outputs': found.output_size_in_bytes,
-    'aliased': found.alias_size_in_bytes,
-    'temporaries': found.temp_size_in_bytes,
-    'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
-  }
-  messages = tuple(line for line in log if _PARTITIONER in line)
-  seconds = time.perf_counter() - start
-  result = CompiledStep(text, **sizes, seconds=seconds, messages=messages, added_flags=tuple(added))
+  result = CompiledStep(
+    text,
+    arguments=found.argument_size_in_bytes,
+    outputs=found.output_size_in_bytes,
+    aliased=found.alias_size_in_bytes,
+    temporaries=found.temp_size_in_bytes,
+    code=found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
+    seconds=time.perf_counter() - start,
+    messages=tuple(line for line in log if _PARTITIONER in line),
+    added_flags=tuple(added),
+  )
   if file is not None:
     _write(file, result)
   return result
@@ -261,21 +262,26 @@ def _compile(
   lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology
 ) -> tuple[jax.stages.Compiled, str, Sequence[str]]:
   """Returns a compiled program, its text, and the names of flags that were added to compile it here."""
-  text, added = '', dict[str, Flag]()
-  if topology.target.kind == 'tpu':
-    compiled, text = _written_down(lowered, flags)
-  else:
+  if topology.target.kind != 'tpu':
     compiled, added = _compile_for_gpu(lowered, flags)
-  try:
-    text = text or compiled.as_text() or ''
-  except RuntimeError:
-    if topology.target.kind != 'tpu':
-      raise
-    # A program with asynchronous collectives that span several fusions cannot be printed, so compile without them.
-    text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
+    text = compiled.as_text() or ''
+  else:
+    added = {}
+    with tempfile.TemporaryDirectory() as folder:  # The compiler dumps the text of the program to a file.
+      compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
+      texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
+    text = max(texts, key=len, default='') or _text_of_tpu_program(compiled, lowered, flags)
   if not text:
     raise NotImplementedError('the compiled program has no text')
   return compiled, text, [*added]
+
+
+def _text_of_tpu_program(compiled: jax.stages.Compiled, lowered: jax.stages.Lowered, flags: XlaFlags) -> str:
+  try:
+    return compiled.as_text() or ''
+  except RuntimeError:
+    # A program with asynchronous collectives that span several fusions cannot be printed, so compile without them.
+    return flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
 
 
 # Flags for programs that the GPU compiler refuses only because this machine has no GPU, by a part of the error message.
@@ -301,14 +307,6 @@ def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.
       more |= added
 
 
-def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
-  """Returns a TPU program, and the text that the compiler dumps to a file; '' if it dumps nothing."""
-  with tempfile.TemporaryDirectory() as folder:
-    compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
-    texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
-  return compiled, max(texts, key=len, default='')
-
-
 # The memory address of a partitioning rule, which JAX passes to XLA. It is different in each process.
 _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 
@@ -330,10 +328,10 @@ def _key(
   """Returns a cache key: a hash of everything that a compiled program depends on, and of the paths of layers."""
   digest = hashlib.sha256()
   versions = [f'{name} {version_of(name)}' for name in _PACKAGES]
-  order = [d.id for d in step.mesh.devices.flat]
   chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
   given = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(flags.all.items()))] if flags.all else [])]
-  for part in (topology.name, *chip, *versions, *layers, str(order), *given):
+  order = str([d.id for d in step.mesh.devices.flat])
+  for part in (topology.name, *chip, *versions, *layers, order, *given):
     digest.update(part.encode() + b'\0')
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   digest.update(repr(find_expected_trips(lowered.as_text(debug_info=True))).encode())
@@ -351,10 +349,8 @@ def _read(file: Path | None) -> CompiledStep | None:
 def _write(file: Path, step: CompiledStep) -> None:
   """Stores a program; does nothing if the cache cannot be written."""
   fields = {name: value for name, value in dataclasses.asdict(step).items() if name != 'is_cached'}
-  try:
+  with contextlib.suppress(OSError):
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f'.{os.getpid()}')
     part.write_bytes(gzip.compress(json.dumps(fields).encode(), compresslevel=3))
     part.replace(file)
-  except OSError:
-    pass

@@ -60,6 +60,10 @@ class Declaration:
     """Returns the fields that split the array over any of `axes`."""
     return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
 
+  def roles_over(self, axes: Collection[str]) -> list[Role]:
+    """Returns the roles of the dimensions that are split over any of `axes`."""
+    return [role for own, role in zip(self.axes, self.roles) if role and set(own) & set(axes)]
+
   def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
     """Returns (role, whether this array splits it over `axis`) for each role that the array votes on."""
     if self.is_weight and axis in batch_axes:
@@ -92,14 +96,11 @@ class Declarations:
     self.activations = [self._declaration(e, 0) for e in report.activations if not (e.per_device or e.of_weight)]
 
   def _declaration(self, e: Explanation, stack: int) -> Declaration:
-    dims = e.dims[stack:]
-    is_weight = e.kind is ArrayKind.VARIABLE
+    dims, is_weight = e.dims[stack:], e.kind is ArrayKind.VARIABLE
     axes = tuple(tuple(axis for axis in dim.axes if self.sizes[axis] > 1) for dim in dims)
-    shape = tuple(dim.size for dim in dims)
     roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))
-    layer = e.path.partition('[')[0].rpartition('.')[0]
-    sources, layers = tuple(dim.source for dim in dims), math.prod(dim.size for dim in e.dims[:stack])
-    return Declaration(e.path, layer, shape, axes, sources, roles, is_weight, layers)
+    layer, layers = e.path.partition('[')[0].rpartition('.')[0], math.prod(e.shape[:stack])
+    return Declaration(e.path, layer, e.shape[stack:], axes, e.sources[stack:], roles, is_weight, layers)
 
   def _role(self, dim: int, size: int, rank: int, is_weight: bool) -> Role:
     if not is_weight and dim < min(2, rank - 1) and size in self._tokens[dim] | self._padded[dim]:
@@ -171,10 +172,7 @@ class Declarations:
     if not accused:
       return None, []
 
-    def order(item: tuple[Declaration, list[Declaration]]) -> tuple[int, int]:
-      return -nearness(item[0].layer, layers), -counts[item[0].path]
-
-    suspect, others = min(accused.values(), key=order)
+    suspect, others = max(accused.values(), key=lambda pair: (nearness(pair[0].layer, layers), counts[pair[0].path]))
     # Nearest first; of equally near ones, fields that are set, then arrays of the same kind as the suspect.
     near = sorted(
       dict.fromkeys(others),

@@ -49,10 +49,9 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
     overrides.append(f'task.dcn_mesh_shape={tuple(across if name == rest else 1 for name in fitted)}')
   before, after = (' x '.join(f'{name} {n:,}' for name, n in mesh.items()) for mesh in (sizes, fitted))
   return overrides, (
-    f'the mesh of the experiment, {before}, is made to fit {number_of(topology.num_devices, "device")}: '
-    f'{after}. Each axis keeps '
-    'the largest factor of its size that divides the number of devices, and '
-    f'{rest}, the largest that splits the batch, takes the rest{more}'
+    f'the mesh of the experiment, {before}, is made to fit {number_of(topology.num_devices, "device")}: {after}. Each '
+    f'axis keeps the largest factor of its size that divides the number of devices, and {rest}, the largest that '
+    f'splits the batch, takes the rest{more}'
   )
 
 
@@ -77,11 +76,7 @@ def _shared_rest(mesh: dict[str, int], rest: str, task: Config) -> tuple[dict[st
     largest = max((math.prod(weight.shape) for weight in weights), default=0)
     large = [weight for weight in weights if 8 * math.prod(weight.shape) > largest]
     dims = [dim for weight in large for dim in weight.dims if rest in dim.axes]
-
-    def leaves_half_without() -> bool:
-      return any(2 * dim.size <= math.prod(changed[axis] for axis in dim.axes) for dim in dims)
-
-    while changed[rest] % 2 == 0 and leaves_half_without():
+    while changed[rest] % 2 == 0 and any(2 * d.size <= math.prod(changed[axis] for axis in d.axes) for d in dims):
       changed |= {rest: changed[rest] // 2, other: 2 * changed[other]}
   if changed == mesh:
     return mesh, ''

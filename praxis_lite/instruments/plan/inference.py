@@ -224,21 +224,16 @@ class _InferencePlanner(Planner[InferencePlan]):
 def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = None) -> str:
   """Returns a plan as text; with the price of a chip-hour, also the price of a million tokens."""
   (rows, length, tokens), memory, topology = plan.requests, plan.memory, plan.topology
-  weights, caches = memory.state.parameters, plan.cache_bytes
+  weights, caches, after = memory.state.parameters, plan.cache_bytes, number_of(tokens, 'token')
+  parts = f'{format_bytes(memory.capacity)} on each device: {format_bytes(weights)} of weights, '
+  parts += f'{format_bytes(memory.peak - weights)} of caches and temporaries'
   lines = [
     ('model', f'{plan.name}, decoding'),
-    (
-      'requests',
-      f'{number_of(rows, "row")}, prompts of {number_of(length, "token")}, {number_of(tokens, "token")} after each',
-    ),
+    ('requests', f'{number_of(rows, "row")}, prompts of {number_of(length, "token")}, {after} after each'),
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
     ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached, plan.failure)),
-    (
-      'fits' if plan.fits else 'does not fit',
-      f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device: {format_bytes(weights)} of '
-      f'weights, {format_bytes(memory.peak - weights)} of caches and temporaries',
-    ),
+    ('fits' if plan.fits else 'does not fit', f'{format_bytes(memory.peak)} of {parts}'),
     ('caches', f'{format_bytes(caches)} on all devices together, {format_bytes(caches / rows)} for each row'),
     ('batch', f'about {number_of(plan.largest_rows, "row")} of these lengths fit'),
   ]
@@ -246,9 +241,8 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
   if price_per_chip_hour is not None and plan.is_time_known:
     money = price_per_chip_hour / 3600 * topology.num_chips / plan.tokens_per_second * 1e6
     lines.append(('price', f'{money:,.3g} in money for a million tokens after prompts, with the time for the prompts'))
-  return '\n\n'.join(
-    [format_head(lines), *(['\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)] if plan.notes else [])]
-  )
+  notes = '\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)
+  return '\n\n'.join(filter(None, [format_head(lines), notes]))
 
 
 def _times(plan: InferencePlan) -> list[tuple[str, str]]:

@@ -16,6 +16,11 @@ from praxis_lite.models.decoding.reading import NEXT_TOKEN, READ_PROMPTS
 _GAMMA, _DRAWS = 'jit(_gamma)', 3.0
 
 
+# The phases of operations, by a part of their names; the first that occurs counts.
+_PHASES = {READ_PROMPTS: 'prompts', NEXT_TOKEN: 'tokens', 'rematted_computation': 'recomputed'}
+_PHASES |= {'transpose(': 'backward', 'jvp(': 'forward'}
+
+
 class LayerNames:
   """Finds the layer and the phase of an operation by the name that JAX gave it.
 
@@ -44,10 +49,7 @@ class LayerNames:
   def layers(self, op_name: str) -> tuple[str, ...]:
     """Returns the layers of all operations that XLA combined into the operation of this name."""
     head, _, joined = scopes(op_name).partition('/(')
-    if not joined:
-      return (self._path(head),)
-    names = joined.split(')')[0].split(':')
-    return tuple(self._path(f'{head}/{name}') for name in names)
+    return tuple(self._path(f'{head}/{name}') for name in joined.split(')')[0].split(':'))
 
   def _path(self, text: str) -> str:
     """Returns the path of the layer in a name's scopes: 'M/lm/while/body/ff/search/while' gives 'lm.ff'."""
@@ -61,15 +63,7 @@ class LayerNames:
   @staticmethod
   def phase(op_name: str) -> str:
     """Returns 'forward', 'backward', 'recomputed' or 'update'; in a decoding program, 'prompts' or 'tokens'."""
-    if READ_PROMPTS in op_name:
-      return 'prompts'
-    if NEXT_TOKEN in op_name:
-      return 'tokens'
-    if 'rematted_computation' in op_name:
-      return 'recomputed'
-    if 'transpose(' in op_name:
-      return 'backward'
-    return 'forward' if 'jvp(' in op_name else 'update'
+    return next((phase for part, phase in _PHASES.items() if part in op_name), 'update')
 
 
 class HiddenWork:

@@ -17,14 +17,7 @@ from praxis_lite.sharding.mesh import have_same_answers
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-  """The facts about a step on a mesh that do not depend on the kind of chip.
-
-  Attributes:
-    mesh: the size of each mesh axis.
-    jaxpr: the traced step.
-    work: the work that the model requires.
-    pipelines, weights: see `Plan`.
-  """
+  """The traced step on a mesh, and what does not depend on the kind of chip; `pipelines` and `weights` as in `Plan`."""
 
   mesh: Mapping[str, int]
   jaxpr: Any
@@ -45,14 +38,7 @@ class LoweredStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepKey:
-  """Everything that a lowered step depends on.
-
-  Attributes:
-    task: the config of the task.
-    inputs: shapes and dtypes of a batch.
-    mesh: the size of each mesh axis.
-    platform, kind: platform and kind of the devices.
-  """
+  """Everything that a lowered step depends on; `inputs` are the shapes and dtypes of a batch."""
 
   task: Config
   inputs: Mapping[str, object]
@@ -79,10 +65,10 @@ class LoweredSteps:
 
   def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
     """Returns the step of a key; calls `lower` to make it if the key is new or None. A step for None is not kept."""
-    known = None if key is None else next((step for other, step in self._steps if key.is_same_step(other)), None)
-    if known is not None:
-      return known
-    step = lower()
-    if key is not None:
-      self._steps.append((key, step))
-    return step
+    if key is None:
+      return lower()
+    known = next((step for other, step in self._steps if key.is_same_step(other)), None)
+    if known is None:
+      known = lower()
+      self._steps.append((key, known))
+    return known

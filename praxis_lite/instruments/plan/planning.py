@@ -303,13 +303,9 @@ class _StepPlanner(Planner[Plan]):
     mesh = dict(partitioned.mesh.shape)
     with pretend_cudnn_for_plans():
       jaxpr = partitioned.train_step.trace().jaxpr
-    return StepFacts(
-      mesh,
-      jaxpr,
-      model_work(partitioned),
-      tuple(describe_pipelines(self._task.model, partitioned.batch_size)),
-      tuple(parameter_table(self._task, mesh)),
-    )
+    pipelines = describe_pipelines(self._task.model, partitioned.batch_size)
+    weights = parameter_table(self._task, mesh)
+    return StepFacts(mesh, jaxpr, model_work(partitioned), tuple(pipelines), tuple(weights))
 
   def _mesh_alone(self) -> AbstractMesh:
     """Returns the mesh without devices. Its kind of device decides which kernels a step uses."""
@@ -387,12 +383,11 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
 
 def _notes_of_flags(added: Sequence[str]) -> list[str]:
   """Returns notes about flags that only this plan needs, because this machine has no GPU."""
-  if 'xla_gpu_enable_triton_gemm' not in added:
-    return []
-  return [
+  note = (
     'without a GPU, the compiler refuses the products of this step by Triton, so cuBLAS computes all of them here; the '
     'step of a run may take less time and memory'
-  ]
+  )
+  return [note] if 'xla_gpu_enable_triton_gemm' in added else []
 
 
 def doubts(cost: Cost) -> list[str]:

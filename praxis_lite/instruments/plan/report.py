@@ -40,12 +40,10 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
     ('bottleneck', plan.bottleneck if plan.is_time_known else 'not known'),
   ]
   sections = [format_head(rows), _memory_table(plan), _time_table(plan)]
-  if plan.cost.collectives:
-    sections.append(_collectives_table(plan))
-  sections += [why] if (why := format_why(plan, every_cause)) else []
-  sections += ['\n'.join(wrap_line(str(slow), 6) for slow in plan.slow_paths)] if plan.slow_paths else []
-  sections += ['\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
-  return '\n\n'.join(sections)
+  sections += [_collectives_table(plan) if plan.collectives else '', format_why(plan, every_cause)]
+  sections += ['\n'.join(wrap_line(str(slow), 6) for slow in plan.slow_paths)]
+  sections += ['\n'.join(wrap_line(f'note: {note}', 6) for note in plan.notes)]
+  return '\n\n'.join(filter(None, sections))
 
 
 def format_head(rows: Sequence[tuple[str, str]]) -> str:

@@ -10,6 +10,7 @@ what declares it    the fields of weights and activations of the layer; if they 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -44,11 +45,10 @@ class Why:
 
   def __init__(self, step: TracedStep, names: LayerNames):
     task = step.task
-    self._names, self._step, self._jax_task = names, step, task.jax_task
+    self._names, self._step = names, step
     self.report = report_of(task.jax_task, task.layout, step)
-    stacks = {
-      path_name(p): len(w.repeat_prefix) for p, w in leaves_by_path(task.jax_task.model.abstract_init()).items()
-    }
+    weights = leaves_by_path(task.jax_task.model.abstract_init())
+    stacks = {path_name(path): len(weight.repeat_prefix) for path, weight in weights.items()}
     self.declared = Declarations(self.report, stacks, manual=task.jax_task.partitioning != 'auto')
 
   # ---------------------------------------------------------------- collectives
@@ -192,11 +192,7 @@ class Why:
         return Cause(Reason.GRADIENT, layers, ('task.train.inputs_split_mapping',))
       if c.kind in ('collective-permute', 'all-gather') and (weights or not activations):
         return Cause(Reason.WEIGHT, layers, fields)
-    along = [
-      a
-      for a in activations
-      if any(set(own) & axes and role and role[0] != 'features' for own, role in zip(a.axes, a.roles))
-    ]
+    along = [a for a in activations if any(role[0] != 'features' for role in a.roles_over(axes))]
     fields = declared.fields_of(near, axes)
     if along and fields and not axes & declared.batch_axes and declared.suspects(axes, layers)[0] is None:
       return Cause(Reason.SEQUENCE, layers, tuple(dict.fromkeys((*declared.fields_of(along, axes), *fields))))
@@ -242,24 +238,23 @@ class Why:
       operations, num_devices: the operations of one device, and the number of devices.
       uncounted: layers to skip, because the traced step does not show all of their work.
     """
-    whole, done = dict[str, float](), dict[str, float]()
+    whole, done = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for scope, flops in flops_by_scope(self._step.jaxpr):
-      layer = self._names.layer(scope)
-      whole[layer] = whole.get(layer, 0.0) + flops
+      whole[self._names.layer(scope)] += flops
     for op in operations:
-      done[op.layer] = done.get(op.layer, 0.0) + op.count * op.flops
+      done[op.layer] += op.count * op.flops
     total = sum(done.values())
-    found: dict[tuple[str, ...], list[tuple[str, float]]] = {}
+    found: dict[tuple[str, ...], list[str]] = {}
     for layer, flops in done.items():
-      ratio = flops * num_devices / whole[layer] if whole.get(layer) else 1.0
+      ratio = flops * num_devices / whole[layer] if whole[layer] else 1.0
       axes = () if layer in uncounted else self._idle_axes(layer, ratio)
       if axes and flops > total / 200:
-        found.setdefault(axes, []).append((layer, flops))
+        found.setdefault(axes, []).append(layer)
     causes = []
     for axes, layers in found.items():
       times = math.prod(self.declared.sizes[axis] for axis in axes)
-      share = sum(flops for _, flops in layers) / total
-      names = tuple(sorted((layer for layer, _ in layers), key=lambda path: path.split('.')))
+      share = sum(done[layer] for layer in layers) / total
+      names = tuple(sorted(layers, key=lambda path: path.split('.')))
       what = f'the {times} devices of {_and(axes)} compute the same; {share:.0%} of the FLOPs'
       causes.append(self._surprise(Reason.REPLICATED, axes, names, what))
     return causes

@@ -224,8 +224,8 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Compil
 def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: CompiledProgram) -> float:
   total = 0.0
   for number, parameter in inside.parameters.items():
-    whole = _memory_bytes(operands[number]) if number < len(operands) else _memory_bytes(parameter)
-    total += _read(parameter, whole, inside, program)
+    given = operands[number] if number < len(operands) else parameter
+    total += _read(parameter, _memory_bytes(given), inside, program)
   root = inside.root
   results = inside.operands(root) if root.opcode == 'tuple' else [root]
   return total + sum(_bytes_written(result, inside, program) for result in results)
