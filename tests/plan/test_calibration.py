@@ -58,7 +58,7 @@ def test_bad_files_and_unknown_devices_are_told(tmp_path):
   file = tmp_path / 'calibration.json'
   for text in ('{', '[]', '{"h100": {"speed": 1}}'):
     file.write_text(text)
-    with pytest.raises(UserError, match='remove it, or measure again with `praxis-lite plan --calibrate`'):
+    with pytest.raises(UserError, match='remove it, and measure again with `praxis-lite plan --calibrate`'):
       apply_calibration(parse_topology('h100:8'), file)
   device = types.SimpleNamespace(device_kind='Radeon', platform='gpu')
   with pytest.raises(ConfigError, match="no figures of 'Radeon' are known"):
@@ -71,7 +71,7 @@ def test_the_command_reads_the_file_that_it_writes(tmp_path, monkeypatch, capsys
   perfect = dataclasses.replace(TARGETS['h100'].efficiency, compute=1.0, calibrated='a dream')
 
   def measure(file, report):
-    calibration._write(file, {'h100': perfect})
+    calibration.write_measurements(file, {'h100': dataclasses.asdict(perfect)})
     return dataclasses.replace(TARGETS['h100'], efficiency=perfect)
 
   monkeypatch.setattr(calibration, 'calibrate', measure)

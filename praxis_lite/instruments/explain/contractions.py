@@ -67,9 +67,7 @@ def find_mismatches(
 ) -> list[Mismatch]:
   """Returns the mismatches in the forward pass of a traced program, without duplicates.
 
-  Args:
-    jaxpr, splits: the program, and the split of each of its arguments; None if a split is not known.
-    mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
+  `splits` has the split of each of its arguments; None if it is not known.
   """
   walker = _Walker(mesh_sizes)
   walker.walk(jaxpr.jaxpr, list(splits), '')

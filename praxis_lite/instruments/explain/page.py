@@ -55,12 +55,8 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
 def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
   """Returns a self-contained HTML page: a package's content, style and scripts, with the data filled in.
 
-  Args:
-    package: the package that has the page's content, `assets/{name}.html`, its style, `assets/{name}.css`, and scripts.
-    title: title of the page.
-    data: the data that the scripts read from the element `data`; must be serializable as JSON.
-    name: name of the content and the style.
-    scripts: names of the page's own scripts, in order; the scripts that all pages share come first.
+  The package has the page's content `assets/{name}.html`, its style `assets/{name}.css`, and its own `scripts`, which
+  come after those that all pages share. They read `data`, which must be serializable as JSON, from the element `data`.
   """
   # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')

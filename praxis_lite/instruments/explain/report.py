@@ -88,9 +88,6 @@ def explain_task(
 def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list[Explanation]:
   """Returns an explanation of each variable of a task's model, for `format_parameter_table`.
 
-  Args:
-    jax_task, mesh_sizes: an instantiated task, and the size of each mesh axis, in the order of the mesh.
-
   Raises:
     ShardingError: a mapping does not fit its variable or the mesh.
   """
@@ -166,10 +163,6 @@ def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
 
 def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
   """Traces the train step of a task whose state has this layout, on a mesh that needs no devices.
-
-  Args:
-    jax_task, layout: the task, and the layout of its train state.
-    inputs_struct: tree of shapes and dtypes of a global batch.
 
   Raises:
     UserError: a mapping does not fit its activation, its input or the mesh, or the step cannot run on it.

@@ -50,11 +50,8 @@ def analytic_memory(
 ) -> Memory:
   """Returns the estimated memory of a step on each device.
 
-  Args:
-    program: the program.
-    names: finds the layer of an operation by its name.
-    needs: the bytes that the step needs, from the error of a compiler that refused it; None if not known.
-    state, target: the arrays among the step's arguments, and the chip.
+  `needs` are the bytes that a compiler said the step needs, when it refused it; None if not known. `state` are the arrays
+  among the step's arguments.
   """
   kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]
   buffers = [LiveBuffer(kind, b.name, b.shape, b.bytes) for kind, b in zip(kinds, program.peak.buffers)]

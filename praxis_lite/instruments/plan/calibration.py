@@ -222,7 +222,10 @@ def read_measurements(file: Path, parse: Callable[[Any], T], flag: str) -> dict[
   try:
     return {name: parse(entry) for name, entry in parse_json(file.read_bytes()).items()}
   except (OSError, ValueError, TypeError, AttributeError) as error:
-    raise UserError(f'{file}: not what `praxis-lite plan {flag}` writes ({error}); remove it') from error
+    command = f'`praxis-lite plan {flag}`'
+    raise UserError(
+      f'{file}: not what {command} writes ({error}); remove it, and measure again with {command}'
+    ) from error
 
 
 def write_measurements(file: Path, entries: Mapping[str, object]) -> None:

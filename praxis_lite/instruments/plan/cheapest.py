@@ -188,9 +188,7 @@ def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
 def offers_of(kinds: Sequence[Offer], numbers: Sequence[int]) -> list[Offer]:
   """Returns an offer for each kind and number of chips, except numbers in which a kind is not available.
 
-  Args:
-    kinds: an offer of each kind, with any number of chips.
-    numbers: numbers of chips.
+  `kinds` has an offer of each kind, with any number of chips.
   """
   pairs = itertools.product(kinds, sorted({*numbers}))
   found = ((kind.topology.change_chips(number), kind.per_chip_hour) for kind, number in pairs)

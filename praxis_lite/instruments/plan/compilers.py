@@ -193,12 +193,10 @@ def compile_step(
   """Compiles a step for the devices of its mesh, or reads it from the cache.
 
   Args:
-    step: a step on a mesh of the devices of `topology`.
-    layers: paths of the layers of the model.
+    step, topology: a step on a mesh of the devices of the topology.
+    layers: paths of the layers of the model, which the program names.
     flags: compiler flags; None means those of the step.
-    cache: a directory of compiled programs; None disables the cache.
-    elsewhere: makes another process compile the step into the cache; called if the step is not there.
-    report: called with the name of each stage as it begins: 'tracing', 'compiling'.
+    cache, elsewhere, report: see `plan`.
 
   Raises:
     CompileError: the compiler refuses the step, or runs out of memory.

@@ -227,14 +227,10 @@ def cost_of(
   layers: LayerNames | None = None,
   hidden: HiddenWork | None = None,
 ) -> Cost:
-  """Returns the cost of a program.
+  """Returns the cost of a compiled step on the chips of `target`.
 
-  Args:
-    program: a compiled step, read by `hlo.parse`.
-    target, links: the chips that run it, and their links.
-    mesh: the size of each mesh axis; the devices of the program are in mesh order.
-    layers: the names of the model's layers.
-    hidden: what layers say about work that the program does not show.
+  The devices of the program are in the order of `mesh`, the size of each mesh axis. `layers` finds the layers of
+  operations, and `hidden` the work that the program does not show.
   """
   model = _CostModel(program, target, links, mesh or {}, layers or LayerNames(()), hidden or HiddenWork())
   step = model.timeline(program.entry)

@@ -62,10 +62,7 @@ def experience_file() -> Path:
 def remember(file: Path, plan: Plan, measured: Measurement) -> None:
   """Stores the quotients of measured and planned time and memory; a second measurement of a run replaces the first.
 
-  Args:
-    file: see `experience_file`.
-    plan: a plan without earlier corrections.
-    measured: what the run measured.
+  The plan must be one without earlier corrections.
   """
   kept = _read(file)
   memory = None if measured.device_peak is None else measured.device_peak / plan.memory.peak
@@ -113,10 +110,7 @@ def _typical(quotients: Sequence[float]) -> float:
 def apply_experience(topology: Topology, file: Path, mode: str) -> Topology:
   """Returns the topology with all times corrected by the runs on its kind of chip; unchanged if there are none.
 
-  Args:
-    topology: the chips.
-    file: see `experience_file`.
-    mode: how the plans are made, 'compiled' or 'analytic'.
+  `mode` says how the plans are made, 'compiled' or 'analytic'.
 
   Raises:
     UserError: `file` does not have the format that `remember` writes.

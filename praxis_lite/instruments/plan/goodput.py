@@ -64,12 +64,9 @@ class ExpectedGoodput:
 
 
 def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXPECTED) -> ExpectedGoodput:
-  """Returns the effect of interruptions on a run.
+  """Returns the effect of interruptions on a run, which a failure of any chip stops.
 
-  Args:
-    chips: the number of chips; a failure of any chip stops the run.
-    bytes_to_save: the state on one device.
-    interruptions: how often the run stops, and for how long.
+  `bytes_to_save` are the bytes of the state on one device.
   """
   save = interruptions.save_seconds
   save = _LEAST_STALL + bytes_to_save / _TO_HOST if save is None else save
@@ -78,9 +75,8 @@ def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXP
     return ExpectedGoodput(math.inf, save, math.inf, working)
   mean = _DAY / (interruptions.failures_per_chip_day * chips)
   interval = best_interval(save, mean)
-  return ExpectedGoodput(
-    mean, save, interval, working * useful_share(interval, save, mean, interruptions.restart_seconds)
-  )
+  share = useful_share(interval, save, mean, interruptions.restart_seconds)
+  return ExpectedGoodput(mean, save, interval, working * share)
 
 
 def best_interval(save_seconds: float, mean: float) -> float:
@@ -102,22 +98,14 @@ def useful_share(interval: float, save_seconds: float, mean: float, restart_seco
 
 
 def advise_interval(found: ExpectedGoodput, seconds: float, restart_seconds: float) -> str:
-  """Returns a sentence if another interval between saves would clearly lose less work; '' otherwise.
-
-  Args:
-    found: the effect of failures and saves on the run.
-    seconds: the interval between saves in the config, in seconds of work.
-    restart_seconds: seconds from a failure to the first new step.
-  """
+  """Returns a sentence if another interval between saves than `seconds` of work would clearly lose less work, or ''."""
   best = found.save_interval
   if math.isinf(best):
     return ''
-  most, share = (
-    useful_share(each, found.save_seconds, found.seconds_to_failure, restart_seconds) for each in (best, seconds)
-  )
+  failures = found.save_seconds, found.seconds_to_failure, restart_seconds
+  most, share = (useful_share(interval, *failures) for interval in (best, seconds))
   if most - share < _FAR * most or most < _FAR:  # A run that makes hardly any progress needs other advice.
     return ''
   what = 'too rare: a failure loses more work' if seconds > best else 'too frequent: saves stall the run more'
-  return (
-    f'{what} than needed; {share:.1%} of the time would be work that is kept, and {most:.1%} with the best interval'
-  )
+  kept = f'{share:.1%} of the time would be work that is kept, and {most:.1%} with the best interval'
+  return f'{what} than needed; {kept}'

@@ -24,14 +24,7 @@ Setting = tuple[Any, ...]  # A value for each knob, in the order of the knobs.
 
 @dataclasses.dataclass(frozen=True)
 class SharedKnob:
-  """Config fields that a search always sets to the same value.
-
-  Attributes:
-    paths: paths of the fields.
-    own: the experiment's own value.
-    neighbours: function that returns the neighbours of a value.
-    kind: the kind of the knob.
-  """
+  """Config fields that a search always sets to the same value; `own` is the experiment's own value."""
 
   paths: tuple[str, ...]
   own: Any
@@ -78,11 +71,9 @@ def configure_task(task: Explained, inputs: Mapping[str, object] | None = None) 
 
 
 def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[SharedKnob]:
-  """Returns the knobs of an experiment.
+  """Returns the knobs of an experiment whose mesh fits the chips.
 
-  Args:
-    config: the experiment, with a mesh that fits the chips.
-    batch_sizes: further global batch sizes to try, in rows. They change what the experiment learns.
+  `batch_sizes` are further global batch sizes to try, in rows. They change what the experiment learns.
   """
   task = config.task
   names = task.mesh_axis_names or ('data',)

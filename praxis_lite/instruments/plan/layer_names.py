@@ -22,11 +22,7 @@ _PHASES |= {'transpose(': 'backward', 'jvp(': 'forward'}
 
 
 class LayerNames:
-  """Finds the layer and the phase of an operation by the name that JAX gave it.
-
-  Args:
-    paths: the paths of the model's layers.
-  """
+  """Finds the layer, among those at `paths`, and the phase of an operation by the name that JAX gave it."""
 
   def __init__(self, paths: Iterable[tuple[str, ...]]):
     self._tree: dict[str, dict] = {}
@@ -67,11 +63,7 @@ class LayerNames:
 
 
 class HiddenWork:
-  """Asks layers about work that a program does not show.
-
-  Args:
-    layers: the layers of the model.
-  """
+  """Asks the layers of a model about work that a program does not show."""
 
   def __init__(self, layers: Iterable[Layer] = ()):
     self._layers = {path_name(layer.path): layer for layer in layers}
@@ -89,12 +81,7 @@ class HiddenWork:
     return _DRAWS if trips is None and _GAMMA in op_name else trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the FLOPs that the layer of a custom call declares for it; 0 if it declares none.
-
-    Args:
-      op_name, target: name and target of the call.
-      shapes: shapes of the operands on one device.
-    """
+    """Returns the FLOPs that the layer of a custom call declares for operands of these shapes on one device, or 0."""
     path = self._names.layer(op_name)
     flops = self._layers[path].call_flops(target, shapes) if path in self._layers else 0.0
     if flops:

@@ -25,8 +25,7 @@ def is_attention_kernel(target: str, op_name: str) -> bool:
 def estimated_cost(config: object) -> tuple[float, float]:
   """Returns the FLOPs, and the bytes read and written, that the author of a Pallas kernel estimates; 0 if unknown.
 
-  Args:
-    config: the decoded `backend_config` of its custom call.
+  As below, `config` is the decoded `backend_config` of its custom call.
   """
   estimate = value_in(config, 'cost_estimate')
   numbers = estimate if isinstance(estimate, dict) else {}
@@ -38,11 +37,6 @@ def fused_attention_flops(target: str, config: object, dims_per_head: int) -> fl
 
   The forward pass has two products of queries x keys x dims. The backward pass has five, because it computes the logits
   again. A causal mask halves the FLOPs.
-
-  Args:
-    target: target of the custom call.
-    config: its decoded `backend_config`.
-    dims_per_head: the last dimension of the queries.
   """
   logits = value_in(config, 'intermediate_tensor_shape')
   sizes = [int(n) for n in logits.get('dimensions', ())] if isinstance(logits, dict) else []
@@ -61,11 +55,8 @@ def named_attention_flops(op_name: str) -> float:
 def grouped_product_flops(op_name: str, left: Sequence[int], result: Sequence[int]) -> float:
   """Returns the FLOPs of a kernel for grouped products, if all rows belong to groups; 0 for other calls.
 
-  The products are rows [M, K] x weights [G, K, N] = [M, N], and the gradient [M, K] x [M, N] = [G, K, N].
-
-  Args:
-    op_name: name of the operation, with its scopes.
-    left, result: shapes of the left operand and of the result on one device.
+  The products are rows [M, K] x weights [G, K, N] = [M, N], and the gradient [M, K] x [M, N] = [G, K, N]; `left` and
+  `result` are shapes on one device.
   """
   return 2.0 * math.prod(left) * result[-1] if _is_grouped(op_name) and len(left) == 2 else 0.0
 

@@ -61,12 +61,7 @@ class _Extent:
 
 
 class Links:
-  """The links of a topology.
-
-  Args:
-    topology: the chips.
-    places: the coordinates of the program's devices, in the order of the program; by default `Topology.places`.
-  """
+  """The links of a topology. `places` has the coordinates of the program's devices, by default `Topology.places`."""
 
   def __init__(self, topology: Topology, places: np.ndarray | None = None):
     self._topology, self._target = topology, topology.target

@@ -126,12 +126,9 @@ def local_program(
 ) -> LocalProgram:
   """Reads a program that was lowered for a mesh, with or without devices.
 
-  Args:
-    lowered: the program.
-    hidden: what layers say about work that the program does not show.
-    on_tpu: whether the target is a TPU. The TPU compiler has a kernel for `jax.lax.ragged_dot`, but other compilers
-      multiply every row by the weights of every group. Its products read a layer's weights directly from their stack,
-      but other compilers copy them first.
+  `hidden` tells what layers say about work that the program does not show. The compiler of TPUs (`on_tpu`) has a kernel
+  for `jax.lax.ragged_dot`, but other compilers multiply every row by the weights of every group. Its products read a
+  layer's weights directly from their stack, but other compilers copy them first.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None

@@ -50,12 +50,7 @@ def price_of(
 ) -> Price | None:
   """Returns the cost of training; None if the tokens of a step or its time are not known.
 
-  Args:
-    plan: the plan of a step.
-    tokens: the number of tokens; None uses `chinchilla_tokens`.
-    per_chip_hour: the price of a chip for an hour.
-    interruptions: how often the run stops, and for how long.
-    step_seconds: a better estimate of the time of a step than the plan's.
+  `tokens` are by default `chinchilla_tokens`; `step_seconds` may be a better estimate of the time than the plan's.
   """
   if plan.work.tokens is None or not plan.is_time_known:
     return None

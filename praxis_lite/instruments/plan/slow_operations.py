@@ -7,7 +7,7 @@ transposed weight     a weight that each step copies with its dims in another or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
 
 from praxis_lite.instruments.plan.cost import Cost
 from praxis_lite.instruments.plan.dataflow import Dataflow
@@ -20,24 +20,18 @@ _WEIGHTS = 'mdl_vars.'
 
 
 def find_slow_operations(program: CompiledProgram, cost: Cost, names: LayerNames, kind: str) -> list[SlowPath]:
-  """Returns the slow operations that take more than 1 % of a step's time, unordered.
-
-  Args:
-    program, cost: the compiled step, and its cost.
-    names: the names of the model's layers.
-    kind: 'gpu', 'tpu' or 'cpu'; for 'cpu', the result is empty.
-  """
-  flow, seconds = Dataflow(program), dict[str, float]()
+  """Returns the slow operations that take more than 1 % of a step's time, unordered; none if `kind` is 'cpu'."""
+  flow, seconds = Dataflow(program), collections.defaultdict[str, float](float)
   for op in cost.operations:
-    seconds[op.name] = seconds.get(op.name, 0.0) + op.count * op.seconds
-  found: dict[tuple[str, str, str], float] = {}
+    seconds[op.name] += op.count * op.seconds
+  found = collections.defaultdict[tuple[str, str, str], float](float)
   for computation in program.computations.values() if kind != 'cpu' else ():
     for instruction in computation.instructions:
       if slow := _slow_path(instruction, computation, program, flow, kind):
         what, remedy = slow
-        inside = _loop_body(instruction, program) if instruction.opcode == 'while' else [instruction]
-        key = names.layer(instruction.op_name), what, remedy
-        found[key] = found.get(key, 0.0) + sum(seconds.get(part.name, 0.0) for part in inside)
+        bodies = program.called_computations(instruction) if instruction.opcode == 'while' else []
+        parts = [part for body in bodies for part in body.instructions] or [instruction]
+        found[names.layer(instruction.op_name), what, remedy] += sum(seconds[part.name] for part in parts)
   return [SlowPath(layer, what, t, remedy) for (layer, what, remedy), t in found.items() if t > _LEAST * cost.seconds]
 
 
@@ -66,8 +60,3 @@ def _transposes(instruction: Instruction, computation: Computation, program: Com
   if instruction.opcode == 'copy':
     return any(operand.layout != instruction.layout for operand in computation.operands(instruction))
   return instruction.opcode == 'transpose'
-
-
-def _loop_body(loop: Instruction, program: CompiledProgram) -> Iterator[Instruction]:
-  for called in program.called_computations(loop):
-    yield from called.instructions

@@ -67,14 +67,7 @@ class Change:
 
 @dataclasses.dataclass(eq=False)
 class WhatIf:
-  """Finds changes of the experiment of a plan.
-
-  Attributes:
-    config: the config of the planned experiment.
-    planned: the plan of the experiment.
-    cache, elsewhere: see `search`.
-    report: called with the name of each stage as it begins.
-  """
+  """Finds changes of an experiment that is planned; see `search` for `cache`, `elsewhere` and `report`."""
 
   config: Configured
   planned: Plan

@@ -36,12 +36,7 @@ _REMATERIALIZED = re.compile(
 
 
 class Why:
-  """Explains the collectives of a step from its declarations and the names of its layers.
-
-  Args:
-    step: the task and its train step, traced by `explain`.
-    names: the names of the model's layers.
-  """
+  """Explains the collectives of a step, which `explain` has traced, from its declarations and the names of layers."""
 
   def __init__(self, step: TracedStep, names: LayerNames):
     task = step.task
@@ -133,9 +128,7 @@ class Why:
   def _exchange(self, axes: set[str], layers: tuple[str, ...], by_compiler: str = '') -> Cause | None:
     """Returns the communication over `axes` that the nearest layer declares; None if no layer declares any.
 
-    Args:
-      axes, layers: the axes and the layers of a collective.
-      by_compiler: the kind of the collective if XLA added it; '' if a layer called it.
+    `by_compiler` is the kind of the collective if XLA added it, and '' if a layer called it.
     """
     for path in (p for layer in layers for p in _upward(layer)):
       for field, exchange in self.report.exchanges.items() if axes else ():
@@ -234,9 +227,7 @@ class Why:
   ) -> list[Cause]:
     """Returns causes for layers whose work is repeated by devices along idle mesh axes, by the FLOPs of the program.
 
-    Args:
-      operations, num_devices: the operations of one device, and the number of devices.
-      uncounted: layers to skip, because the traced step does not show all of their work.
+    It skips the layers `uncounted`, because the traced step does not show all of their work.
     """
     whole, done = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for scope, flops in flops_by_scope(self._step.jaxpr):

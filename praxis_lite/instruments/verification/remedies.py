@@ -36,13 +36,9 @@ class Choice(NamedTuple):
 
 
 def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
-  """Returns lines that say which axes to remove from which fields to make the results of a case right.
+  """Returns lines that say which axes to remove from which fields to make the results of a case right on the mesh.
 
-  Args:
-    small, case, mesh: the small task, and the case whose results are wrong on the mesh.
-    is_right: a function that returns whether results are right.
-    wrong: the names of the wrong results.
-    seconds: time limit of the search.
+  `wrong` names the wrong results, and `seconds` limits the search.
   """
   end = time.monotonic() + seconds
   mappings = _mappings(small, case.task)

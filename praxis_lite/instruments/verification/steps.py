@@ -106,11 +106,9 @@ class Runner:
     return self._step.guarded
 
   def results(self, noise: int = 0, seed: int = 0) -> StepResults:
-    """Runs the step and returns its results.
+    """Runs the step, with random draws by `seed`, and returns its results.
 
-    Args:
-      noise: seed for relative changes of the variables by about one float32 rounding error; 0 changes nothing.
-      seed: seed of the step's random draws.
+    `noise` is the seed of relative changes of the variables by about one float32 rounding error; 0 changes nothing.
     """
     case, variables = self._case, self._case.state.mdl_vars
     if noise:
