@@ -50,8 +50,8 @@ def analytic_memory(
 ) -> Memory:
   """Returns the estimated memory of a step on each device.
 
-  `needs` are the bytes that a compiler said the step needs, when it refused it; None if not known. `state` are the arrays
-  among the step's arguments.
+  `needs` are the bytes that the step needs, as a compiler that refused it says; None if not known. `state` are the
+  arrays among its arguments.
   """
   kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]
   buffers = [LiveBuffer(kind, b.name, b.shape, b.bytes) for kind, b in zip(kinds, program.peak.buffers)]

@@ -101,7 +101,10 @@ def calibrate(
   measured: dict[str, Any] = {**found, 'calibrated': text}
   efficiency = dataclasses.replace(TARGETS[name].efficiency, **measured)
   if file is not None:
-    write_measurements(file, {chip: dataclasses.asdict(e) for chip, e in (kept | {name: efficiency}).items()})
+    try:
+      write_measurements(file, {chip: dataclasses.asdict(e) for chip, e in (kept | {name: efficiency}).items()})
+    except OSError as error:
+      raise UserError(f'{file}: what was measured cannot be written: {error}') from error
   return dataclasses.replace(TARGETS[name], efficiency=efficiency)
 
 
@@ -229,12 +232,9 @@ def read_measurements(file: Path, parse: Callable[[Any], T], flag: str) -> dict[
 
 
 def write_measurements(file: Path, entries: Mapping[str, object]) -> None:
-  """Writes the entries, as JSON, to a file for `read_measurements`; raises UserError if it cannot be written."""
-  try:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, json.dumps(entries, indent=2) + '\n')
-  except OSError as error:
-    raise UserError(f'{file}: what was measured cannot be written: {error}') from error
+  """Writes the entries, as JSON, to a file for `read_measurements`; raises OSError if it cannot be written."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  replace_file(file, json.dumps(entries, indent=2) + '\n')
 
 
 def check_positive(numbers: Iterable[object]) -> None:
