@@ -193,7 +193,7 @@ def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
 def write_cheapest_page(job: PlanJob, found: CheapestRun) -> None:
   """Writes the page of --html, and prints its path; does nothing without the flag."""
   if job.values.html:
-    from praxis_lite.instruments.plan.cheapest_page import write_page_of_cheapest
+    from praxis_lite.instruments.plan.page import write_page_of_cheapest
 
     title = job.values.exp or job.values.hf or job.values.job_log_dir
     print(f'\nwrote {write_page_of_cheapest(job.values.html, found, title)}', file=sys.stdout)

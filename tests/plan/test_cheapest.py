@@ -26,11 +26,11 @@ from praxis_lite.instruments.plan.cheapest import (
   offers_of,
   order_options,
 )
-from praxis_lite.instruments.plan.cheapest_page import page_of_cheapest, render_page_of_cheapest
 from praxis_lite.instruments.plan.cheapest_text import format_cheapest
 from praxis_lite.instruments.plan.goodput import Interruptions
 from praxis_lite.instruments.plan.loss_goal import LossGoal
 from praxis_lite.instruments.plan.lowered_steps import LoweredSteps, StepKey
+from praxis_lite.instruments.plan.page import page_of_cheapest, render_page_of_cheapest
 from praxis_lite.instruments.plan.price import Price
 from praxis_lite.instruments.plan.topology import time_factors
 from praxis_lite.layers.gpu_capability import _capability_of

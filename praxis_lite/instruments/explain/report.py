@@ -39,16 +39,10 @@ Explained = SingleTask | Config | type[BaseExperiment] | ExperimentConfig  # The
 
 
 class TracedStep(NamedTuple):
-  """A traced train step.
-
-  Attributes:
-    task: the task on a mesh without devices.
-    constraints: one constraint for each field, shape and dtype, in the order of the step.
-    jaxpr: the program; see `PartitionedTask.trace_train_step`.
-  """
+  """A train step, traced by `PartitionedTask.trace_train_step` on a mesh without devices."""
 
   task: PartitionedTask
-  constraints: list[SplitConstraint]
+  constraints: list[SplitConstraint]  # One for each field, shape and dtype, in the order of the step.
   jaxpr: ClosedJaxpr
 
 
@@ -117,12 +111,7 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
 
 
 class Subject(NamedTuple):
-  """A task to explain or verify, and its batches.
-
-  Attributes:
-    task: a task, or its config.
-    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode; None if they are not known.
-  """
+  """A task to explain or verify, or its config; the shapes of batches to train on and to decode, None if not known."""
 
   task: object
   inputs: Mapping[str, object] | None

@@ -18,14 +18,11 @@ _NO_LIMIT = 'no limit'  # Stands for infinity, if the loss may never be reached.
 def format_cheapest(found: CheapestRun, command: Sequence[str] = ('praxis-lite', 'plan')) -> str:
   """Returns a table of the options, a recommendation, and the offers that were left out.
 
-  Args:
-    found: the options.
-    command: the beginning of a command line that plans the experiment, to which the chips and the setting are added.
+  `command` is the beginning of a command line that plans the experiment, to which the chips and the setting are added.
   """
   sections = [_table(found)] if found.options else []
   sections.append('\n'.join(wrap_line(line, 2) for line in recommendation(found)))
-  if found.best is not None:
-    best = found.best
+  if (best := found.best) is not None:
     settings = [f'--set={line}' for line in best.overrides]
     sections.append(f'to plan it: {shlex.join([*command, f"--topology={best.topology.name}", *settings])}')
   if found.left_out:

@@ -77,12 +77,10 @@ class Declaration:
 
 
 class Declarations:
-  """All declarations of a task on a mesh.
+  """All declarations of a task on a mesh, by the report of `explain`.
 
-  Args:
-    report: the report of `explain`.
-    stacks: maps the path of each variable to the number of its leading dimensions that stack layers.
-    manual: whether the whole step runs inside `shard_map`, where each device has its own rows.
+  `stacks` has, for the path of each variable, the number of its leading dimensions that stack layers. If `manual`, the
+  whole step runs inside `shard_map`, where each device has its own rows.
   """
 
   def __init__(self, report: ShardingReport, stacks: Mapping[str, int], manual: bool = False):

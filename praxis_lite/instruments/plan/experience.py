@@ -42,16 +42,11 @@ class Measurement(NamedTuple):
 
 
 class Learned(NamedTuple):
-  """The measured figures of one run divided by the planned ones.
-
-  Attributes:
-    time, memory: the quotients for the time of a step and for its memory; memory is None if it was not reported.
-    chips: the number of chips; None if the file is from a version that did not store it.
-  """
+  """The measured figures of one run divided by the planned ones, and its number of chips."""
 
   time: float
-  memory: float | None = None
-  chips: int | None = None
+  memory: float | None = None  # None if it was not reported.
+  chips: int | None = None  # None if the file is from a version that did not store it.
 
 
 def experience_file() -> Path:

@@ -33,7 +33,7 @@ from praxis_lite.instruments.plan.cost import Cost
 from praxis_lite.instruments.plan.memory import Memory, bytes_on_each, inference_bytes
 from praxis_lite.instruments.plan.planning import Planner, ProgramPlan, bottleneck_of, doubts
 from praxis_lite.instruments.plan.report import chips_text, format_head, format_range, mode_text, wrap_line
-from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology, time_factors
+from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.models.base import PromptLimits
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -232,7 +232,7 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
     ('requests', f'{number_of(rows, "row")}, prompts of {number_of(length, "token")}, {after} after each'),
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
-    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached, plan.failure)),
+    ('mode', mode_text(plan)),
     ('fits' if plan.fits else 'does not fit', f'{format_bytes(memory.peak)} of {parts}'),
     ('caches', f'{format_bytes(caches)} on all devices together, {format_bytes(caches / rows)} for each row'),
     ('batch', f'about {number_of(plan.largest_rows, "row")} of these lengths fit'),
@@ -247,7 +247,7 @@ def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = No
 
 def _times(plan: InferencePlan) -> list[tuple[str, str]]:
   first, later, (rows, length, _) = plan.first_token_seconds, plan.token_seconds, plan.requests
-  factors = time_factors(plan.topology, plan.mode == 'compiled')
+  factors = plan.factors
 
   def range_of(seconds: float) -> str:
     return f', {format_range((factors.least * seconds, factors.largest * seconds))}' if factors else ''

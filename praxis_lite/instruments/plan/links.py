@@ -43,21 +43,13 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-  """The placement of the members of a group, and their share of the fast links.
+  """The placement of the members of a group, and their share of the fast links."""
 
-  Attributes:
-    members: number of members in each domain of fast links.
-    domains: number of domains that the group spans.
-    links: bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
-    across: bandwidth of a device for an all-to-all, in the same units.
-    hops: number of hops of the farthest message.
-  """
-
-  members: float
+  members: float  # The number of members in each domain of fast links.
   domains: int
-  links: float
-  across: float
-  hops: float
+  links: float  # The bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
+  across: float  # The bandwidth of a device for an all-to-all, in the same units.
+  hops: float  # Of the farthest message.
 
 
 class Links:
@@ -69,12 +61,9 @@ class Links:
     self._extents: dict[DeviceGroups, _Extent] = {}
 
   def traffic(self, kind: str, groups: DeviceGroups, operand_bytes: float, result_bytes: float) -> Traffic:
-    """Returns the bytes and the time of one collective.
+    """Returns the bytes and the time of one collective of a kind in `hlo.KINDS`; sizes are those on one device.
 
-    Args:
-      kind: one of `hlo.KINDS`.
-      groups: the devices of each group; for a collective-permute, pairs (from, to).
-      operand_bytes, result_bytes: sizes on one device.
+    `groups` has the devices of each group; for a collective-permute, pairs (from, to).
     """
     if kind == 'collective-permute':
       return self._permute(groups, operand_bytes)

@@ -111,14 +111,10 @@ class _Value:
 
 
 class BlockMemory:
-  """Follows the memory of the values in one block.
+  """Follows the memory of the values in one block of a program with propagated shardings.
 
-  Args:
-    block: a block of a program with propagated shardings.
-    sizes: the sizes of arrays on each device.
-    within: the names of the loops around the block.
-    fills_in_place: whether operations write the parts of an array directly into it, without a copy.
-    reads_slices: whether products read a slice of an array directly, without a copy of the slice.
+  `within` has the names of the loops around the block. With `fills_in_place`, operations write the parts of an array
+  directly into it, and with `reads_slices`, products read a slice of an array directly: without a copy.
   """
 
   def __init__(
@@ -138,11 +134,9 @@ class BlockMemory:
     self._returned = set(last.operation.operands)
 
   def add(self, op: ir.Operation, inside: Peak = _NOTHING) -> int:
-    """Adds the next operation. Returns the bytes that it moves if it becomes a fusion; 0 if it does not.
+    """Adds the next operation, in whose regions `inside` is the peak of live bytes.
 
-    Args:
-      op: the operation.
-      inside: the peak of live bytes in its regions.
+    Returns the bytes that it moves if it becomes a fusion; 0 if it does not.
     """
     self._at += 1
     self._inside[self._at] = inside

@@ -1,22 +1,38 @@
-"""A plan of a step or of decoding as one self-contained HTML page: memory, timeline, roofline, and collectives."""
+"""Plans as self-contained HTML pages.
+
+a step, or decoding   memory, timeline, roofline, and collectives
+the cheapest run      a plot of time against money, and a table
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from praxis_lite.common.figures import format_bytes, format_seconds, number_of
+from praxis_lite.common.figures import duration, format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import format_mesh
 from praxis_lite.instruments.explain.page import fill_page, write_file
+from praxis_lite.instruments.plan.cheapest import CheapestRun, Option
+from praxis_lite.instruments.plan.cheapest_text import (
+  format_goal,
+  format_money,
+  format_reached,
+  left_out_lines,
+  mark_of,
+  most_text,
+  recommendation,
+  setting_text,
+)
 from praxis_lite.instruments.plan.cost import Communication, Operation, Span
 from praxis_lite.instruments.plan.inference import InferencePlan
-from praxis_lite.instruments.plan.planning import Plan, bottleneck_of
+from praxis_lite.instruments.plan.planning import Plan, ProgramPlan, bottleneck_of
 from praxis_lite.instruments.plan.report import chips_text, mode_text
-from praxis_lite.instruments.plan.topology import time_factors
 
 # The operation that fills an array part by part in a loop, and the name of such an array on the page.
 _FILLED_BY, _KEPT = 'dynamic_update_slice', 'kept in each round of a loop'
+_PACKAGE = 'praxis_lite.instruments.plan'
 _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
 
@@ -31,7 +47,7 @@ def write_plan_page(path: str, plan: Plan | InferencePlan, title: str, remarks: 
 def render_plan_page(plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> str:
   """Returns the page as HTML."""
   data = page_data(plan, title, remarks)
-  return fill_page('praxis_lite.instruments.plan', f'{title}: plan', data, 'plan', _SCRIPTS)
+  return fill_page(_PACKAGE, f'{title}: plan', data, 'plan', _SCRIPTS)
 
 
 def page_data(plan: Plan | InferencePlan, title: str, remarks: Sequence[str] = ()) -> dict[str, object]:
@@ -82,7 +98,7 @@ def _headline(plan: Plan) -> dict[str, object]:
 
 def _inference_headline(plan: InferencePlan) -> dict[str, object]:
   (rows, length, tokens), first, later = plan.requests, plan.first_token_seconds, plan.token_seconds
-  factors = time_factors(plan.topology, plan.mode == 'compiled')
+  factors = plan.factors
   times = [('first token', first, f'{rows * length / first:,.0f} tokens/s read')] if plan.is_time_known else []
   if plan.is_time_known and later is not None:
     least = format_seconds(plan.least_token_seconds)
@@ -103,7 +119,7 @@ def _inference_headline(plan: InferencePlan) -> dict[str, object]:
   }
 
 
-def _about(plan: Plan | InferencePlan) -> dict[str, object]:
+def _about(plan: ProgramPlan) -> dict[str, object]:
   """Returns the data that plans of steps and of decoding have in common."""
   return {
     'model': plan.name,
@@ -112,7 +128,7 @@ def _about(plan: Plan | InferencePlan) -> dict[str, object]:
     'numChips': plan.topology.num_chips,
     'mesh': format_mesh(plan.mesh),
     'mode': plan.mode,
-    'modeText': mode_text(plan.mode, plan.topology, plan.compile_seconds, plan.is_cached, plan.failure),
+    'modeText': mode_text(plan),
     'fits': plan.fits,
     'refused': plan.is_refused,
     'seconds': plan.cost.seconds,
@@ -120,7 +136,7 @@ def _about(plan: Plan | InferencePlan) -> dict[str, object]:
   }
 
 
-def _leaves(plan: Plan | InferencePlan) -> Iterator[list[object]]:
+def _leaves(plan: ProgramPlan) -> Iterator[list[object]]:
   """Yields the parts of the memory at its peak, as [kind, layer, phase, name, bytes, description]."""
   memory, inputs = plan.memory, 0
   for array in memory.state.arrays:
@@ -140,12 +156,12 @@ def _leaves(plan: Plan | InferencePlan) -> Iterator[list[object]]:
     yield ['program', '', '', 'program', memory.code, '']
 
 
-def _operation(op: Operation, plan: Plan | InferencePlan) -> list[object]:
+def _operation(op: Operation, plan: ProgramPlan) -> list[object]:
   limit = op.limit(plan.topology.target)
   return [op.name, op.layer, _phase(op.phase, plan), op.opcode, op.count, op.flops, op.bytes, op.seconds, limit]
 
 
-def _phase(phase: str, plan: Plan | InferencePlan) -> str:
+def _phase(phase: str, plan: ProgramPlan) -> str:
   """Returns the name of a phase on the page: decoding has no updates, so operations without a phase are 'other'."""
   return 'other' if isinstance(plan, InferencePlan) and phase == 'update' else phase
 
@@ -163,3 +179,55 @@ def _schedule(spans: Sequence[Span], places: Mapping[str, int], live: Mapping[st
     row: list[object] = [places.get(span.name, span.name), span.start, span.end, live.get(span.name, 0)]
     found.append([*row, span.rounds, _schedule(span.inside, places, live)] if span.inside else row)
   return found
+
+
+# ---------------------------------------------------------------- the cheapest run
+
+
+def write_page_of_cheapest(path: str, found: CheapestRun, title: str) -> pathlib.Path:
+  """Writes the page to the file `path`, as `write_file` does. `title` says what is trained."""
+  return write_file(path, render_page_of_cheapest(found, title))
+
+
+def render_page_of_cheapest(found: CheapestRun, title: str) -> str:
+  """Returns the page as HTML."""
+  data = page_of_cheapest(found, title)
+  return fill_page(_PACKAGE, f'{title}: cheapest run', data, 'cheapest', ('cheapest',))
+
+
+def page_of_cheapest(found: CheapestRun, title: str) -> dict[str, object]:
+  """Returns the data of the page, ready for JSON. Times are in seconds."""
+  return {
+    'title': title,
+    'goal': format_goal(found.goal),
+    'budget': found.goal.budget,
+    'seconds': found.goal.seconds,
+    'hasGoal': found.goal.budget is not None or found.goal.seconds is not None,
+    'verdict': recommendation(found),
+    'leftOut': [line.strip() for line in left_out_lines(found)],
+    'options': [_cheapest_option(option, found) for option in found.options],
+  }
+
+
+def _cheapest_option(option: Option, found: CheapestRun) -> dict[str, object]:
+  known, is_limited = option.factors, math.isfinite(option.largest(1.0))
+  return {
+    'name': option.topology.name,
+    'kind': option.topology.target.name,
+    'chips': option.topology.num_chips,
+    'how': mark_of(option),
+    'isCompiled': option.is_compiled,
+    'isBest': option is found.best,
+    'isUnbeaten': option in found.frontier,
+    'seconds': option.seconds,
+    'money': option.money,
+    'factors': [known.least, known.largest] if known and is_limited else None,
+    'timeText': duration(option.seconds),
+    'timeMost': '' if known is None else most_text(duration, option, option.seconds),
+    'moneyText': format_money(option.money),
+    'moneyMost': '' if known is None else most_text(format_money, option, option.money),
+    'reached': format_reached(option, found.goal),
+    'step': option.step_seconds,
+    'memory': option.peak,
+    'setting': setting_text(option),
+  }

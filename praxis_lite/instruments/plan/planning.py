@@ -46,7 +46,7 @@ from praxis_lite.instruments.plan.memory import Memory, StateBytes, live_memory,
 from praxis_lite.instruments.plan.model_work import ModelWork, model_work
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.targets import MEASURED
-from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology, time_factors
+from praxis_lite.instruments.plan.topology import TimeFactors, Topology, check_mesh, parse_topology, time_factors
 from praxis_lite.instruments.plan.why import Why
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -99,6 +99,11 @@ class ProgramPlan:
   def is_time_known(self) -> bool:
     return not self.cost.unknown_loops
 
+  @property
+  def factors(self) -> TimeFactors | None:
+    """The range of real time, divided by planned time, by the errors of earlier plans; None if they are not known."""
+    return time_factors(self.topology, self.mode == 'compiled') if self.is_time_known else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(ProgramPlan):
@@ -133,10 +138,8 @@ class Plan(ProgramPlan):
   @property
   def seconds_range(self) -> tuple[float, float] | None:
     """The shortest and longest time of a step, by the errors of earlier plans; None if they are not known."""
-    factors = time_factors(self.topology, self.mode == 'compiled')
-    if factors is None or not self.is_time_known:
-      return None
-    return factors.least * self.step_seconds, factors.largest * self.step_seconds
+    factors = self.factors
+    return None if factors is None else (factors.least * self.step_seconds, factors.largest * self.step_seconds)
 
   @property
   def tokens_per_second(self) -> float | None:

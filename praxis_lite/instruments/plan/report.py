@@ -9,7 +9,7 @@ from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
 from praxis_lite.instruments.plan.compilers import missing_compiler
 from praxis_lite.instruments.plan.cost import Cause, Communication, Reason
-from praxis_lite.instruments.plan.planning import Plan
+from praxis_lite.instruments.plan.planning import Plan, ProgramPlan
 from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import Topology
 
@@ -33,7 +33,7 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
     ('topology', f'{topology.name}: {chips_text(topology)}'),
     ('mesh', format_mesh(plan.mesh)),
     *(('pipeline', line) for line in plan.pipelines),
-    ('mode', mode_text(plan.mode, topology, plan.compile_seconds, plan.is_cached, plan.failure)),
+    ('mode', mode_text(plan)),
     ('fits' if plan.fits else 'does not fit', _fits(plan)),
     ('step', _time(plan)),
     ('model FLOPs', _mfu(plan)),
@@ -68,12 +68,12 @@ def chips_text(topology: Topology) -> str:
   return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}{network}'
 
 
-def mode_text(mode: str, topology: Topology, compile_seconds: float, is_cached: bool, failure: str = '') -> str:
-  if mode == 'analytic':
-    missing = f' ({failure})' if failure and failure == missing_compiler(topology) else ''
+def mode_text(plan: ProgramPlan) -> str:
+  if plan.mode == 'analytic':
+    missing = f' ({plan.failure})' if plan.failure and plan.failure == missing_compiler(plan.topology) else ''
     return f'analytic: formulas, no compiler{missing}'
-  when = ', by an earlier plan' if is_cached else ''
-  return f'compiled for {topology.target.name} in {compile_seconds:.0f} s{when}'
+  when = ', by an earlier plan' if plan.is_cached else ''
+  return f'compiled for {plan.topology.target.name} in {plan.compile_seconds:.0f} s{when}'
 
 
 def _fits(plan: Plan) -> str:

@@ -82,8 +82,7 @@ class Topology:
     """Returns the topology with another network between domains of fast links.
 
     Args:
-      host_gigabits: gigabits per second of all network adapters of a host, in one direction; None keeps the published
-        figure.
+      host_gigabits: gigabits per second of all network adapters of a host, in one direction; by default as published.
       oversubscription: the bandwidth of all adapters divided by that of the switches between hosts; 2 means 2:1.
     """
     target = self.target

@@ -76,17 +76,11 @@ class _Split(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  """A pipeline.
-
-  Attributes:
-    real: what the layer says about its stages.
-    small: the number of stages of the small task.
-    real_parts, small_parts: into how many parts the real and the small mesh split the stages.
-  """
+  """A pipeline: what its layer says about its stages, and their number in the small task."""
 
   real: PipelineStages
   small: int
-  real_parts: int
+  real_parts: int  # Into how many parts the real mesh splits the stages.
   small_parts: int
 
   @property

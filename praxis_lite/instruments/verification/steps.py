@@ -61,13 +61,7 @@ StepResults = dict[Name, np.ndarray]
 
 
 class Case(NamedTuple):
-  """A step on given values.
-
-  Attributes:
-    kind, rows: the kind of step, and the number of rows of its batch.
-    config, task: the task, built by `task_of`, and the config from which it was built.
-    state, batch: values of the train state and of a batch, on the host.
-  """
+  """A step of a task that `task_of` built from `config`, on values of a train state and of a batch on the host."""
 
   kind: StepKind
   rows: int
