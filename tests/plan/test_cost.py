@@ -1,5 +1,8 @@
 """What compiled programs cost, against counts by hand."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -506,3 +509,12 @@ def test_layers_and_phases_are_found_in_the_names_of_operations(name, layer, pha
   ]
   names = LayerNames(tuple(p.split('.')) for p in [*paths, 'lm.stack.layers.norm'])
   assert (names.layer(name), names.phase(name)) == (layer, phase)
+
+
+def test_names_and_links_do_not_outlive_their_plan():
+  names, links = LayerNames([('lm', 'ff')]), Links(parse_topology('h100:8'))
+  assert names.layer('jit(step)/M/lm/ff/dot_general') == 'lm.ff' and links.hops(((0, 1),)) == 1
+  references = [weakref.ref(names), weakref.ref(links)]
+  del names, links
+  gc.collect()
+  assert [reference() for reference in references] == [None, None]

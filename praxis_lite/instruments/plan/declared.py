@@ -130,22 +130,14 @@ class Declarations:
     Pipelines use weights as [stages, rounds, layers in a group, ...].
     """
 
+    mesh = tuple(n for n in self.sizes.values() if n > 1)
+
     def fits(d: Declaration) -> bool:
       in_stages = len(dims) == len(d.shape) + 3 and d.stack % math.prod(dims[:3]) == 0
       local = sorted(size for size in dims[3 if in_stages else 0 :] if size != 1)
-      return self._fits(tuple(local), tuple(size for size in d.shape if size != 1))
+      return may_be_parts(tuple(local), tuple(size for size in d.shape if size != 1), mesh)
 
     return [d for d in declarations if fits(d)]
-
-  @functools.cache  # noqa: B019 - the object does not outlive its plan.
-  def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    if len(local) != len(shape):
-      return False
-    mesh = tuple(n for n in self.sizes.values() if n > 1)
-    return any(
-      all(part in parts_of(size, mesh) for part, size in zip(local, order))
-      for order in set(itertools.permutations(shape))
-    )
 
   # ---------------------------------------------------------------- what disagrees
 
@@ -177,6 +169,13 @@ class Declarations:
       key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
     )
     return suspect, near
+
+
+@functools.cache
+def may_be_parts(local: tuple[int, ...], shape: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
+  """Whether an array of `shape` may have parts of the shape `local` on a mesh of these sizes, in any order of dims."""
+  orders = set(itertools.permutations(shape)) if len(local) == len(shape) else set()
+  return any(all(part in parts_of(size, mesh) for part, size in zip(local, order)) for order in orders)
 
 
 @functools.cache

@@ -204,8 +204,11 @@ class _InferencePlanner(Planner[InferencePlan]):
         break
     return rows
 
-  @functools.cache  # noqa: B019 - the search needs some estimates twice, and the object does not outlive its plan.
-  def _estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
+  @functools.cached_property
+  def _estimate(self) -> Callable[[int, int | None], tuple[Memory, Cost]]:
+    return functools.cache(self._make_estimate)  # The search needs some estimates twice.
+
+  def _make_estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
     target = self._topology.target
     step = self._step(abstract_mesh(self._mesh, target.kind), rows)
     lowered = program_for(step, self._topology, self._hidden)

@@ -25,14 +25,14 @@ class LayerNames:
   """Finds the layer, among those at `paths`, and the phase of an operation by the name that JAX gave it."""
 
   def __init__(self, paths: Iterable[tuple[str, ...]]):
+    self.layer = functools.cache(self._layer)
     self._tree: dict[str, dict] = {}
     for path in paths:
       below = self._tree
       for part in path:
         below = below.setdefault(part, {})
 
-  @functools.cache  # noqa: B019 - the object does not outlive its plan.
-  def layer(self, op_name: str) -> str:
+  def _layer(self, op_name: str) -> str:
     """Returns the path of the layer of an operation; '' if it belongs to no layer.
 
     'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general' gives 'lm.transformer.layers.ff'.

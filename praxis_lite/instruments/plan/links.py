@@ -18,6 +18,7 @@ dimension of the group limit an all-to-all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -58,7 +59,7 @@ class Links:
   def __init__(self, topology: Topology, places: np.ndarray | None = None):
     self._topology, self._target = topology, topology.target
     self._places = topology.places if places is None else places
-    self._extents: dict[DeviceGroups, _Extent] = {}
+    self._slowest_extent = functools.cache(self._find_slowest_extent)
 
   def traffic(self, kind: str, groups: DeviceGroups, operand_bytes: float, result_bytes: float) -> Traffic:
     """Returns the bytes and the time of one collective of a kind in `hlo.KINDS`; sizes are those on one device.
@@ -105,11 +106,9 @@ class Links:
     seconds = max(fast / (target.link * efficiency.links * links), network / (target.network * efficiency.network))
     return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))
 
-  def _slowest_extent(self, groups: DeviceGroups) -> _Extent:
-    if groups not in self._extents:
-      found = {self._extent_of(group) for group in _unlike(groups, self._places)}
-      self._extents[groups] = min(found, key=lambda e: (e.links, -e.domains))
-    return self._extents[groups]
+  def _find_slowest_extent(self, groups: DeviceGroups) -> _Extent:
+    found = {self._extent_of(group) for group in _unlike(groups, self._places)}
+    return min(found, key=lambda e: (e.links, -e.domains))
 
   def _extent_of(self, group: Sequence[int]) -> _Extent:
     places = self._places[list(group)]

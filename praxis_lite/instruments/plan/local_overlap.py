@@ -26,8 +26,8 @@ def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
     if passed != argument and argument.type.shape and not filled:
       made.add(argument)
       needed.add(passed)
-  _add_what_work_makes(body, made)
-  _add_what_work_needs(body, needed)
+  _spread(body, made)
+  _spread(body, needed, backward=True)
   return {op for op in _collectives(body) if op.operands[0] not in made or op.results[0] not in needed}
 
 
@@ -72,25 +72,19 @@ def _collectives(block: ir.Block) -> Iterator[ir.Operation]:
       yield from _collectives(op.regions[0].blocks[0])
 
 
-def _add_what_work_makes(block: ir.Block, made: set[ir.Value]) -> None:
-  for op in (op.operation for op in block.operations):
+def _spread(block: ir.Block, reached: set[ir.Value], *, backward: bool = False) -> None:
+  """Adds the results of work, and what is computed from values in `reached`; backward, what work and they need."""
+  operations = [op.operation for op in block.operations]
+  for op in reversed(operations) if backward else operations:
     if op.name == MAPPED:
       inside = op.regions[0].blocks[0]
       *_, last = inside.operations
-      made.update(argument for argument, operand in zip(inside.arguments, op.operands) if operand in made)
-      _add_what_work_makes(inside, made)
-      made.update(result for result, returned in zip(op.results, last.operation.operands) if returned in made)
-    elif op.name in _WORK or not made.isdisjoint(op.operands):
-      made.update(op.results)
-
-
-def _add_what_work_needs(block: ir.Block, needed: set[ir.Value]) -> None:
-  for op in reversed([op.operation for op in block.operations]):
-    if op.name == MAPPED:
-      inside = op.regions[0].blocks[0]
-      *_, last = inside.operations
-      needed.update(returned for returned, result in zip(last.operation.operands, op.results) if result in needed)
-      _add_what_work_needs(inside, needed)
-      needed.update(operand for operand, argument in zip(op.operands, inside.arguments) if argument in needed)
-    elif op.name in _WORK or not needed.isdisjoint(op.results):
-      needed.update(op.operands)
+      entering, leaving = zip(op.operands, inside.arguments), zip(op.results, last.operation.operands)
+      inward, outward = (leaving, entering) if backward else (entering, leaving)
+      reached.update(inner for outer, inner in inward if outer in reached)
+      _spread(inside, reached, backward=backward)
+      reached.update(outer for outer, inner in outward if inner in reached)
+      continue
+    known, more = (op.results, op.operands) if backward else (op.operands, op.results)
+    if op.name in _WORK or not reached.isdisjoint(known):
+      reached.update(more)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -259,16 +260,11 @@ def _operation(op_name: str) -> str:
 class _Liveness:
   def __init__(self, program: CompiledProgram):
     self._program = program
-    self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
+    self.peak = functools.cache(self._find_peak)
     self.live: dict[str, list[int]] = {}  # For each computation, the live bytes at each instruction.
 
-  def peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
-    """Returns the peak bytes of a computation, without its arguments, and the buffers that are live then."""
-    if computation.name not in self._peaks:
-      self._peaks[computation.name] = self._find_peak(computation)
-    return self._peaks[computation.name]
-
   def _find_peak(self, computation: Computation) -> tuple[int, list[_Buffer]]:
+    """Returns the peak bytes of a computation, without its arguments, and the buffers that are live then."""
     held: dict[str, _Held] = {}
     buffers: list[_Buffer] = []
     inside: dict[int, tuple[int, list[_Buffer]]] = {}

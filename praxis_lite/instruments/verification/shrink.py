@@ -69,10 +69,12 @@ class SmallTask(NamedTuple):
 
 
 class _Split(NamedTuple):
-  """A dimension of size `size` that is split over the mesh axes `axes`."""
+  """A dimension that is split over some mesh axes, and into how many parts on the real and on the small mesh."""
 
   size: int
   axes: tuple[str, ...]
+  real_parts: int
+  small_parts: int
 
 
 class _Stages(NamedTuple):
@@ -121,7 +123,7 @@ def small_task(
     real = mesh
   placements = place_task_variables(task, real)
   as_they_are = SmallTask(config, inputs, prompts, mesh, of_task, placements, {})
-  splits = _splits(task, placements, inputs, real)
+  splits = _splits(task, placements, inputs, real, mesh)
   if real_sizes:
     return as_they_are
 
@@ -136,8 +138,8 @@ def small_task(
   first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
   def shrunk(kept: Iterable[int], more: int = 0) -> SmallTask:
-    chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
-    few = {n: first + more + _small_count(n, first, stacks, pipelines, real, mesh) for n in counts}
+    chosen = _small_sizes(sizes, splits, shapes, kept)
+    few = {n: first + more + _small_count(n, first, stacks, pipelines) for n in counts}
     layers = {n: n if n in kept else min(n, few[n]) for n in counts}
     by_field = dict.fromkeys(_LAYERS, layers)
     by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
@@ -186,37 +188,30 @@ def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask
 
 
 def _small_sizes(
-  sizes: set[int],
-  splits: Sequence[_Split],
-  shapes: Sequence[tuple[int, ...]],
-  real: Mapping[str, int],
-  mesh: Mapping[str, int],
-  kept: Iterable[int],
+  sizes: set[int], splits: Sequence[_Split], shapes: Sequence[tuple[int, ...]], kept: Iterable[int]
 ) -> dict[int, int]:
   """Returns a small size for each of `sizes`, chosen in ascending order."""
   chosen = {1: 1, 2: 2}
   flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
   for n in sorted(sizes - {0, 1, 2}):
     of_n = [split for split in splits if split.size == n]
-    if n in kept or (n <= _SMALL and all(_fit(n, s, real) == _fit(n, s, mesh) for s in of_n)):
+    if n in kept or (n <= _SMALL and all(_fit(n, s.real_parts) == _fit(n, s.small_parts) for s in of_n)):
       chosen[n] = n
     elif n in flat and all(dim in chosen for dim in flat[n]):
       chosen[n] = math.prod(chosen[dim] for dim in flat[n])
     else:
-      chosen[n] = _small_size(n, chosen, of_n, real, mesh)
+      chosen[n] = _small_size(n, chosen, of_n)
   return chosen
 
 
-def _small_size(
-  n: int, chosen: Mapping[int, int], splits: Sequence[_Split], real: Mapping[str, int], mesh: Mapping[str, int]
-) -> int:
+def _small_size(n: int, chosen: Mapping[int, int], splits: Sequence[_Split]) -> int:
   divisors = [m for m in chosen if n % m == 0]
   step = math.lcm(*(chosen[m] for m in divisors))
   least = max(_SMALL * (n > _SMALL), *chosen.values()) + 1
   candidates = list(range(-(-least // step) * step, n + (n <= _SMALL), step))[:64]
 
   def misfits(k: int) -> tuple[int, int, int, int]:
-    fits = [(_fit(n, s, real), _fit(k, s, mesh)) for s in splits]
+    fits = [(_fit(n, s.real_parts), _fit(k, s.small_parts)) for s in splits]
     uneven = sum(one[0] != other[0] for one, other in fits)
     otherwise = sum(one != other for one, other in fits)
     odd = sum((n // m) % 2 != (k // chosen[m]) % 2 for m in divisors)
@@ -226,14 +221,7 @@ def _small_size(
   return min(candidates, key=misfits, default=n)
 
 
-def _small_count(
-  n: int,
-  first: int,
-  stacks: Sequence[_Split],
-  pipelines: Sequence[_Stages],
-  real: Mapping[str, int],
-  mesh: Mapping[str, int],
-) -> int:
+def _small_count(n: int, first: int, stacks: Sequence[_Split], pipelines: Sequence[_Stages]) -> int:
   """Returns a small number of layers for the `n - first` layers after the first ones.
 
   Mesh axes and pipeline stages divide it evenly iff they divide the real number evenly.
@@ -241,43 +229,35 @@ def _small_count(
   fits = (
     k
     for k in range(max((2, *(p.least_layers for p in pipelines))), n - first)
-    if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
+    if all((n % s.real_parts == 0) == (k % s.small_parts == 0) for s in stacks if s.size == n)
     and all(p.fit(n - first, k) for p in pipelines)
   )
   return next(fits, n - first)
 
 
-def _fit(n: int, split: _Split, sizes: Mapping[str, int]) -> tuple[bool, bool, bool]:
-  """Returns how a dimension of size `n` fits the axes that split it.
-
-  Returns whether they divide it evenly, whether they do not but have a common factor with it, and whether it has fewer
-  entries than parts.
-  """
-  parts = _parts(split, sizes)
-  is_even = n % parts == 0
-  return is_even, not is_even and math.gcd(n, parts) > 1, n < parts
+def _fit(n: int, parts: int) -> tuple[bool, bool, bool]:
+  """Returns whether `parts` divide `n` evenly, or else have a common factor with it, and whether `n` is smaller."""
+  return n % parts == 0, n % parts != 0 and math.gcd(n, parts) > 1, n < parts
 
 
-def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
-  return math.prod(sizes[axis] for axis in split.axes)
-
-
-def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
+def _splits(
+  task: SingleTask, placements: NestedDict, inputs: NestedDict, real: Mapping[str, int], small: Mapping[str, int]
+) -> list[_Split]:
   """Returns the splits of all split dimensions of variables, activations and inputs."""
-  mesh = abstract_mesh(sizes)
   found: dict[_Split, None] = {}
 
   def add(shape: Sequence[int], placement: Placement | PartitionSpec | None) -> None:
     spec = placement.spec if isinstance(placement, Placement) else placement
     for size, entry in zip(shape, spec or ()):
       axes = () if entry is UNCONSTRAINED else spec_axes(entry)
-      if math.prod(sizes[axis] for axis in axes) > 1:
-        found[_Split(size, axes)] = None
+      parts = [math.prod(sizes[axis] for axis in axes) for sizes in (real, small)]
+      if parts[0] > 1:
+        found[_Split(size, axes, *parts)] = None
 
   placed = leaves_by_path(placements)
   for path, weight in leaves_by_path(task.model.abstract_init()).items():
     add(weight.full_shape, placed[path])
-  step = trace_task(task, state_layout(task, mesh, placed_specs(placements)), inputs)
+  step = trace_task(task, state_layout(task, abstract_mesh(real), placed_specs(placements)), inputs)
   for constraint in step.constraints:
     if not constraint.manual_axes:
       add(constraint.shape, constraint.placement)

@@ -126,18 +126,13 @@ class Runner:
     found = {Name('loss', ''): np.asarray(out.weighted_loss)}
     declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
     if case.kind is StepKind.GRADIENT:
-      for path, x in leaves_by_path(after.opt_states).items():
-        owner = owner_of(path, declared)
-        if owner is not None:
-          found[Name('gradient', path_name(owner))] = x
-      fixed = {path: x for path, x in values.items() if not learner.is_trained(path)}
-      found |= {Name('new value', path_name(path)): x for path, x in fixed.items()}
+      owned = ((owner_of(path, declared), x) for path, x in leaves_by_path(after.opt_states).items())
+      found |= {Name('gradient', path_name(owner)): x for owner, x in owned if owner is not None}
+      found |= {Name('new value', path_name(p)): x for p, x in values.items() if not learner.is_trained(p)}
     else:
-      old = leaves(variables)
+      old, slots = leaves(variables), leaves_by_path(after.opt_states)
       found |= {Name('update', path_name(p)): x - old[p] for p, x in values.items() if learner.is_trained(p)}
-      found |= {
-        Name('slot', path_name(p)): x for p, x in leaves_by_path(after.opt_states).items() if isinstance(x, np.ndarray)
-      }
+      found |= {Name('slot', path_name(p)): x for p, x in slots.items() if isinstance(x, np.ndarray)}
       found |= {Name('average', path_name(p)): x for p, x in leaves_by_path(after.ema_vars).items()}
     metrics = {name: metric for name, metric in out.mean_metrics.items() if name != 'loss'}
     return found | _batch_results(metrics, out.per_example_out)
@@ -252,15 +247,11 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
   `weights` are zero. Recordings have at least half of their samples, and few labels before the blanks, so that a model
   of speech has enough frames for them.
   """
-  ids = [
-    getattr(layer, name, None)
-    for layer in task.model.descendants()
-    for name in ('vocab_size', 'num_classes')
-    if name in layer.__dict__
-  ]
-  most = min((n for n in ids if isinstance(n, int) and n > 1), default=2)
+  fields = [layer.__dict__ for layer in task.model.descendants()]
+  ids = [n for of_layer in fields for name in ('vocab_size', 'num_classes') if isinstance(n := of_layer.get(name), int)]
+  most = min((n for n in ids if n > 1), default=2)
   rng = np.random.default_rng(seed)
-  blanks = [layer.__dict__['blank_id'] for layer in task.model.descendants() if 'blank_id' in layer.__dict__]
+  blanks = [of_layer['blank_id'] for of_layer in fields if 'blank_id' in of_layer]
   lengths = {x.shape[1] for x in jax.tree.leaves(inputs) if len(x.shape) > 1}
   sound = {'audio_lengths': 'audio', 'feature_lengths': 'features'}
   recorded = {name: inputs[leaf].shape[1] for name, leaf in sound.items() if leaf in inputs}
