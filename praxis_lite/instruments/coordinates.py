@@ -23,6 +23,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.jax_internals.flags import quick_options
 from praxis_lite.common.trees import NestedDict
+from praxis_lite.instruments.explain.explanation import align_columns
 from praxis_lite.models.mup import Mup, base_config
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.training.first_nonfinite import Activations
@@ -172,15 +173,12 @@ def coordinate_check(
 
 def format_coordinates(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
   """Returns a table with a line for each layer: its sizes, its exponents, and whether it passes."""
-  width = max([5, *(len(s.layer) for s in found)])
-  sizes = ''.join(f'{f"x{factor:g}":>9}' for factor in factors)
-  lines = [f'{"layer":<{width}}{sizes}{"exponent":>10}{"of change":>11}']
+  rows = [('layer', *(f'x{factor:g}' for factor in factors), 'exponent', 'of change', '')]
   for s in found:
-    values = ''.join(f'{size:>9.3g}' for size in s.sizes)
-    trouble = s.trouble(tolerance)
-    passes = f'FAILS: {trouble}' if trouble else 'ok'
-    lines.append(f'{s.layer:<{width}}{values}{s.slope:>10.2f}{s.slope_of_change:>11.2f}  {passes}')
-  return '\n'.join(lines)
+    passes = f'FAILS: {trouble}' if (trouble := s.trouble(tolerance)) else 'ok'
+    slopes = f'{s.slope:.2f}', f'{s.slope_of_change:.2f}'
+    rows.append((s.layer, *(f'{size:.3g}' for size in s.sizes), *slopes, passes))
+  return '\n'.join(align_columns(rows, right=range(1, len(rows[0]) - 1)))
 
 
 def draw_scalings(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.instruments.explain.explanation import align_columns, format_mesh
 from praxis_lite.instruments.plan.compilers import missing_compiler
-from praxis_lite.instruments.plan.cost import Cause, Communication, Reason
+from praxis_lite.instruments.plan.cost import Cause, Communication
 from praxis_lite.instruments.plan.planning import Plan, ProgramPlan
 from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import Topology
@@ -159,28 +159,39 @@ def _bar(below: float, size: float, whole: float, letter: str = '#', width: int 
 
 
 def _collectives_table(plan: Plan) -> str:
-  groups: dict[tuple[str, ...], list[Communication]] = {}
   every = {axis for axis, size in plan.mesh.items() if size > 1}
-  for c in plan.cost.collectives:
+
+  def row(c: Communication) -> tuple[str, ...]:
     over = 'all axes' if len(c.axes) > 1 and every == {*c.axes} else '+'.join(c.axes) or '-'
-    groups.setdefault((c.kind, over, c.layer or '-', c.phase), []).append(c)
+    return c.kind, over, c.layer or '-', c.phase
 
-  def total(found: Sequence[Communication], what: str) -> float:
-    return sum(c.count * getattr(c, what) for c in found)
-
-  ordered = sorted(groups.items(), key=lambda item: -total(item[1], 'seconds'))
+  ordered = _grouped(plan.collectives, row, 'seconds')
   rows: list[tuple[str, ...]] = [('collective', 'over', 'layer', 'phase', 'sent', 'seconds', 'exposed')]
   for key, found in ordered[:_MOST_ROWS]:
-    fast, network = total(found, 'fast_bytes'), total(found, 'network_bytes')
-    times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]
-    rows.append((*key, f'{format_bytes(fast + network)}{"*" if network else " "}', *times))
+    times = [format_seconds(_total(found, what)) for what in ('seconds', 'exposed')]
+    mark = '*' if _total(found, 'network_bytes') else ' '
+    rows.append((*key, f'{format_bytes(_total(found, "sent_bytes"))}{mark}', *times))
   lines = [format_table(rows, right=(4, 5, 6), cut=2)]
   if len(ordered) > _MOST_ROWS:
     rest = [c for _, found in ordered[_MOST_ROWS:] for c in found]
-    lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(total(rest, "seconds"))}')
-  sent = [format_bytes(total(plan.cost.collectives, f'{kind}_bytes')) for kind in ('fast', 'network')]
+    lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(_total(rest, "seconds"))}')
+  sent = [format_bytes(_total(plan.collectives, f'{kind}_bytes')) for kind in ('fast', 'network')]
   lines.append(f'each device sends {sent[0]} over fast links and {sent[1]} over the network (*)')
   return '\n'.join(lines)
+
+
+def _grouped(
+  collectives: Iterable[Communication], key: Callable[[Communication], tuple[str, ...]], what: str = 'sent_bytes'
+) -> list[tuple[tuple[str, ...], list[Communication]]]:
+  """Returns collectives grouped by a key; the group with the largest total of a field comes first."""
+  groups: dict[tuple[str, ...], list[Communication]] = {}
+  for c in collectives:
+    groups.setdefault(key(c), []).append(c)
+  return sorted(groups.items(), key=lambda item: -_total(item[1], what))
+
+
+def _total(found: Iterable[Communication], what: str = 'sent_bytes') -> float:
+  return sum(c.count * getattr(c, what) for c in found)
 
 
 # ---------------------------------------------------------------- why it communicates
@@ -199,31 +210,24 @@ def format_why(plan: Plan, every: bool = False) -> str:
   sections = [_expected_table(known, every)] if any(c.expected for c in known) else []
   surprises = _surprises(plan, every)
   shown = surprises if every else surprises[:_MOST_SURPRISES]
-  if shown:
-    more = f'; {len(surprises) - len(shown)} more with --why' if len(shown) < len(surprises) else ''
-    sections.append('\n'.join([f'surprises: {len(surprises)}{more}', *shown]))
-  else:
-    sections.append('surprises: none')
+  more = f'; {len(surprises) - len(shown)} more with --why' if len(shown) < len(surprises) else ''
+  sections.append('\n'.join([f'surprises: {len(surprises) or "none"}{more}', *shown]))
   return '\n\n'.join(sections)
 
 
 def _expected_table(known: Sequence[Communication], every: bool) -> str:
-  groups: dict[tuple[str, ...], list[Communication]] = {}
-  for c in known:
-    if c.expected:
-      apart = (c.kind, c.layer or '-', c.phase) if every else ()
-      groups.setdefault((str(c.cause), '+'.join(c.axes) or '-', *apart), []).append(c)
+  def row(c: Communication) -> tuple[str, ...]:
+    return str(c.cause), '+'.join(c.axes) or '-', *((c.kind, c.layer or '-', c.phase) if every else ())
+
+  expected = [c for c in known if c.expected]
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
-  least = 0.0 if every else _NEGLIGIBLE * sum(map(_bytes_sent, groups.values()))
-  ordered = sorted(groups.items(), key=lambda item: -_bytes_sent(item[1]))
-  shown = [(key, found) for key, found in ordered if _bytes_sent(found) > least]
-  lines = align_columns(
-    [head, *((*key, format_bytes(_bytes_sent(found)), '') for key, found in shown)], right={len(head) - 2}
-  )
+  least = 0.0 if every else _NEGLIGIBLE * _total(expected)
+  shown = [(key, found) for key, found in _grouped(expected, row) if _total(found) > least]
+  cells = [(*key, format_bytes(_total(found)), '') for key, found in shown]
+  lines = align_columns([head, *cells], right={len(head) - 2})
   left = lines[0].index(head[-1])
-  rows = [
-    f'{line:<{left}}{_declared_by(f, None if every else _WIDTH - left)}' for line, (_, f) in zip(lines[1:], shown)
-  ]
+  width = None if every else _WIDTH - left
+  rows = [f'{line:<{left}}{_declared_by(found, width)}' for line, (_, found) in zip(lines[1:], shown)]
   return '\n'.join([lines[0], '-' * min(max(map(len, rows)), 140), *rows])
 
 
@@ -239,12 +243,9 @@ def _declared_by(found: Iterable[Communication], width: int | None) -> str:
 def _surprises(plan: Plan, every: bool) -> list[str]:
   """Returns texts of surprises, grouped by remedy; the group that sends most bytes comes first."""
   least = 0.0 if every else _NEGLIGIBLE * plan.cost.communicated_bytes
-  groups: dict[tuple[Reason, str], list[Communication]] = {}
-  for c in plan.collectives:
-    if c.cause is not None and not c.expected:
-      groups.setdefault((c.cause.reason, c.cause.remedy), []).append(c)
-  ordered = sorted((g for g in groups.values() if _bytes_sent(g) > least), key=_bytes_sent, reverse=True)
-  return [*map(_finding, plan.findings), *map(_surprise, ordered)]
+  surprises = (c for c in plan.collectives if not c.expected)
+  groups = _grouped(surprises, lambda c: (c.cause.reason, c.cause.remedy) if c.cause else ())
+  return [*map(_finding, plan.findings), *(_surprise(found) for _, found in groups if _total(found) > least)]
 
 
 def _finding(cause: Cause) -> str:
@@ -255,7 +256,7 @@ def _finding(cause: Cause) -> str:
 def _surprise(found: Sequence[Communication]) -> str:
   most = max(found, key=lambda c: c.count * c.sent_bytes)
   over = f' over {"+".join(most.axes)}' if most.axes else ''
-  sent = f'{format_bytes(_bytes_sent(found))} in {sum(c.count for c in found):.6g} collectives of a step'
+  sent = f'{format_bytes(_total(found))} in {sum(c.count for c in found):.6g} collectives of a step'
   what, remedy = (most.cause.what, most.cause.remedy) if most.cause else ('', '')
   head = f'  {most.cause}: {most.kind}{over} in {most.layer or "the update"} ({most.phase})'
   return '\n'.join([head, *_indented(f'{what}; {sent}', remedy)])
@@ -263,10 +264,6 @@ def _surprise(found: Sequence[Communication]) -> str:
 
 def _indented(*lines: str) -> list[str]:
   return [wrap_line(f'    {line}', 4) for line in lines if line]
-
-
-def _bytes_sent(found: Iterable[Communication]) -> float:
-  return sum(c.count * c.sent_bytes for c in found)
 
 
 # ---------------------------------------------------------------- layout
