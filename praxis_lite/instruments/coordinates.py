@@ -82,11 +82,7 @@ class Ladder:
   model: Config
 
   def widen_model(self, factor: float) -> Config:
-    """Returns the config of a model whose widths are `factor` times those in `fields`.
-
-    Raises:
-      ConfigError: a width is not an integer.
-    """
+    """Returns the config with `factor` times the widths in `fields`; raises ConfigError if one is not an integer."""
     model = self.model.clone()
     for path, width in self.fields.items():
       wide = width * factor

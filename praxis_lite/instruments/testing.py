@@ -74,12 +74,12 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   Raises:
     ValueError: the program is given as HLO text without an entry computation.
   """
-  totals = {kind: [0, 0] for kind in KINDS}
+  found = dict.fromkeys(KINDS, Collective(0, 0))
   for instruction, times in parse(compiled).executed_instructions():
     if kind := instruction.collective:
-      totals[kind][0] += times
-      totals[kind][1] += times * sum(array.bytes for array in instruction.collective_result)
-  return {kind: Collective(*total) for kind, total in totals.items()}
+      size = sum(array.bytes for array in instruction.collective_result)
+      found[kind] = Collective(found[kind].count + times, found[kind].bytes + times * size)
+  return found
 
 
 def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:

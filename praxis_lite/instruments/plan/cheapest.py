@@ -142,7 +142,7 @@ class CheapestRun:
   @property
   def frontier(self) -> list[Option]:
     """The options that no other option beats, the cheapest first."""
-    return unbeaten(self.options)
+    return frontier_of(self.options)
 
   @property
   def best(self) -> Option | None:
@@ -165,7 +165,7 @@ def excess(option: Option, goal: Goal, *, at_most: bool = False) -> float:
   return factor * max(shares, default=0.0)
 
 
-def unbeaten(options: Sequence[Option]) -> list[Option]:
+def frontier_of(options: Sequence[Option]) -> list[Option]:
   """Returns the options that no other of them beats, in the same order."""
   return [option for option in options if not any(option.is_beaten_by(other) for other in options)]
 
@@ -177,10 +177,9 @@ def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
   """
 
   def key(option: Option) -> tuple[float, float, float]:
-    missed = excess(option, goal)
-    fastest_first = goal.budget is not None and goal.seconds is None
+    missed, fastest_first = excess(option, goal), goal.budget is not None and goal.seconds is None
     costs = (option.seconds, option.money) if fastest_first else (option.money, option.seconds)
-    return (0.0, *costs) if missed <= 1 else (missed, *costs)
+    return (missed if missed > 1 else 0.0, *costs)
 
   return sorted(options, key=key)
 
@@ -212,8 +211,7 @@ def find_cheapest(
 
   Args:
     task, inputs, cache, report: see `plan`.
-    offers: chips and their prices.
-    goal: what the run has to reach; its limits decide what is compiled first.
+    offers, goal: chips and their prices, and what the run has to reach, whose limits decide what is compiled first.
     interruptions: how often the run stops, and for how long.
     verify: number of steps to compile; 0 compiles nothing.
     seconds: approximate time limit; half of it is for estimates.
@@ -359,7 +357,7 @@ class _Search:
     ordered = order_options([*self._options().values()], self.goal)
     if self.goal.budget is not None or self.goal.seconds is not None or not ordered:
       return ordered
-    frontier = unbeaten(ordered)
+    frontier = frontier_of(ordered)
     return list(dict.fromkeys([frontier[0], frontier[-1], *frontier, *ordered]))
 
   def _compile(self, option: Option) -> float:

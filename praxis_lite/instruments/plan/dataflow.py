@@ -38,9 +38,7 @@ class Dataflow:
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
     """Yields each collective with its computation. If it spans several fusions, each of its parts is yielded."""
     for computation in self._program.computations.values():
-      for instruction in computation.instructions:
-        if instruction.collective:
-          yield instruction, computation
+      yield from ((instruction, computation) for instruction in computation.instructions if instruction.collective)
 
   def arguments(self, instruction: Instruction, computation: Computation) -> list[str]:
     """Returns the path of the argument that each operand comes from (see `argument_path`); '' if it is computed."""

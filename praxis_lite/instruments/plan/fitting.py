@@ -41,7 +41,8 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   sizes = {name: i * d for name, i, d in zip(names, ici, dcn)}
   if math.prod(sizes.values()) == topology.num_devices or len(ici) != len(names) or len(dcn) != len(names):
     return [], ''
-  rest = largest_batch_axis(sizes, task)
+  # The largest axis that splits the batch; of equally large ones 'data', which by convention also splits the weights.
+  rest = max(_batch_axes(sizes, task) or sizes, key=lambda name: (sizes[name], name == 'data'))
   fitted, more = _shared_rest(fitted_mesh(sizes, topology.num_devices, rest), rest, task)
   across = topology.slices if fitted[rest] % topology.slices == 0 else 1
   overrides = [f'task.ici_mesh_shape={tuple(n // (across if name == rest else 1) for name, n in fitted.items())}']
@@ -84,14 +85,6 @@ def _shared_rest(mesh: dict[str, int], rest: str, task: Config) -> tuple[dict[st
     f', except that {other} takes {changed[other]:,}, because half of the {mesh[rest]:,} devices would have no part of '
     'a weight'
   )
-
-
-def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
-  """Returns the largest mesh axis that splits the rows of a batch, or the largest axis if the task names none.
-
-  Of equally large axes, it prefers the one named 'data', which by convention also splits the weights.
-  """
-  return max(_batch_axes(sizes, task) or list(sizes), key=lambda name: (sizes[name], name == 'data'))
 
 
 def _batch_axes(sizes: Mapping[str, int], task: Config) -> list[str]:

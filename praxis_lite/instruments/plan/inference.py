@@ -45,17 +45,11 @@ _ROUNDS, _MOST_ROWS = 3, 1 << 20  # Limits of the search for the largest number 
 
 
 class Requests(NamedTuple):
-  """A batch of prompts of one length, which are decoded together.
-
-  Attributes:
-    rows: number of prompts.
-    prompt_length: number of tokens in each prompt.
-    max_tokens: number of tokens to draw after each prompt.
-  """
+  """A batch of prompts of one length, in tokens, which are decoded together."""
 
   rows: int
   prompt_length: int
-  max_tokens: int
+  max_tokens: int  # The number of tokens to draw after each prompt.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,9 +112,8 @@ def plan_inference(
 
   Args:
     task: the config of the task of a language model, whose `decoder_tpl` says how to draw tokens.
-    topology: the chips, such as 'h100:1x8'.
+    topology, compile, cache, elsewhere, report: see `plan`.
     requests: the batch of prompts.
-    compile, cache, elsewhere, report: see `plan`.
 
   Raises:
     ConfigError: the model is not a language model with caches, or `requests` have more tokens than its context.

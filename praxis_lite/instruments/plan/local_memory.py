@@ -95,12 +95,7 @@ _NOTHING = Peak()
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """The memory that a value needs.
-
-  Attributes:
-    held: the buffers that must stay in memory until the value is read.
-    read: the arrays in memory that computing the value reads, and their bytes.
-  """
+  """The buffers that must stay in memory until a value is read, and the arrays and bytes that computing it reads."""
 
   held: tuple[Buffer, ...] = ()
   read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)

@@ -18,17 +18,26 @@ _WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.con
 
 def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
   """Returns the collectives in the body of a loop, outside inner loops, that may overlap with its work."""
-  made, needed = set[ir.Value](), set[ir.Value]()
-  *_, last = body.operations
-  for argument, passed in zip(body.arguments, last.operation.operands):
-    # The loop's state that changes between iterations, except counters and arrays that are filled part by part.
-    filled = not isinstance(passed.owner, ir.Block) and passed.owner.name == 'stablehlo.dynamic_update_slice'
-    if passed != argument and argument.type.shape and not filled:
-      made.add(argument)
-      needed.add(passed)
+  state = changing_state(body)
+  made, needed = {argument for argument, _ in state}, {passed for _, passed in state}
   _spread(body, made)
   _spread(body, needed, backward=True)
   return {op for op in _collectives(body) if op.operands[0] not in made or op.results[0] not in needed}
+
+
+def changing_state(body: ir.Block) -> list[tuple[ir.Value, ir.Value]]:
+  """Returns pairs (argument, value that is passed on) of the state that changes between iterations of a loop.
+
+  It leaves out counters and arrays that are filled part by part.
+  """
+  *_, last = body.operations
+  return [
+    (argument, passed)
+    for argument, passed in zip(body.arguments, last.operation.operands)
+    if passed != argument
+    and passed.type.shape
+    and getattr(passed.owner, 'name', '') != 'stablehlo.dynamic_update_slice'
+  ]
 
 
 def is_joined(op: ir.Operation) -> bool:

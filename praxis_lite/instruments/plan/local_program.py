@@ -37,7 +37,7 @@ from praxis_lite.instruments.plan.local_memory import (
   Sizes,
   hlo_dtype_name,
 )
-from praxis_lite.instruments.plan.local_overlap import is_joined, overlappable_collectives
+from praxis_lite.instruments.plan.local_overlap import changing_state, is_joined, overlappable_collectives
 from praxis_lite.instruments.plan.work import convolution_flops
 from praxis_lite.sharding.propagation import (
   count_parts,
@@ -198,22 +198,11 @@ class _Reader:
       live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
       if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
-        between = self._passed_on(body, name)
+        passed = [value for _, value in changing_state(body)]
+        between = [Buffer(name, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value in passed]
         live = Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
       return live
     return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
-
-  def _passed_on(self, body: ir.Block, name: str) -> list[Buffer]:
-    """Returns buffers of the state that changes in each iteration of a loop, except arrays filled part by part."""
-    *_, last = body.operations
-    carried = [
-      passed
-      for argument, passed in zip(body.arguments, last.operation.operands)
-      if passed != argument
-      and passed.type.shape
-      and getattr(passed.owner, 'name', '') != 'stablehlo.dynamic_update_slice'
-    ]
-    return [Buffer(name, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value in carried]
 
   def _product(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]

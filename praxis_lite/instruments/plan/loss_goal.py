@@ -78,10 +78,8 @@ def _notes(needed: LossGoal, parameters: float, fitted: FittedLaw) -> Iterator[s
     share = sum(sample.limit(parameters) >= needed.loss for sample in fitted.samples) / len(fitted.samples)
     yield f'it may not be reached at all: {share:.0%} of these fits say that this model does not go below it'
   farther = []
-  for what, value, sizes in (
-    ('parameters', parameters, [run.parameters for run in fitted.runs]),
-    ('tokens', needed.tokens, [run.tokens for run in fitted.runs]),
-  ):
+  for what, value in (('parameters', parameters), ('tokens', needed.tokens)):
+    sizes = [getattr(run, what) for run in fitted.runs]
     if value > _FARTHER * max(sizes):
       farther.append(f'{value / max(sizes):.3g} times the most {what} of the runs')
     elif value < min(sizes) / _FARTHER:

@@ -165,7 +165,7 @@ def _collectives_table(plan: Plan) -> str:
     over = 'all axes' if len(c.axes) > 1 and every == {*c.axes} else '+'.join(c.axes) or '-'
     return c.kind, over, c.layer or '-', c.phase
 
-  ordered = _grouped(plan.collectives, row, 'seconds')
+  ordered = _groups_of(plan.collectives, row, 'seconds')
   rows: list[tuple[str, ...]] = [('collective', 'over', 'layer', 'phase', 'sent', 'seconds', 'exposed')]
   for key, found in ordered[:_MOST_ROWS]:
     times = [format_seconds(_total(found, what)) for what in ('seconds', 'exposed')]
@@ -180,7 +180,7 @@ def _collectives_table(plan: Plan) -> str:
   return '\n'.join(lines)
 
 
-def _grouped(
+def _groups_of(
   collectives: Iterable[Communication], key: Callable[[Communication], tuple[str, ...]], what: str = 'sent_bytes'
 ) -> list[tuple[tuple[str, ...], list[Communication]]]:
   """Returns collectives grouped by a key; the group with the largest total of a field comes first."""
@@ -222,7 +222,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
   expected = [c for c in known if c.expected]
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
   least = 0.0 if every else _NEGLIGIBLE * _total(expected)
-  shown = [(key, found) for key, found in _grouped(expected, row) if _total(found) > least]
+  shown = [(key, found) for key, found in _groups_of(expected, row) if _total(found) > least]
   cells = [(*key, format_bytes(_total(found)), '') for key, found in shown]
   lines = align_columns([head, *cells], right={len(head) - 2})
   left = lines[0].index(head[-1])
@@ -244,13 +244,13 @@ def _surprises(plan: Plan, every: bool) -> list[str]:
   """Returns texts of surprises, grouped by remedy; the group that sends most bytes comes first."""
   least = 0.0 if every else _NEGLIGIBLE * plan.cost.communicated_bytes
   surprises = (c for c in plan.collectives if not c.expected)
-  groups = _grouped(surprises, lambda c: (c.cause.reason, c.cause.remedy) if c.cause else ())
+  groups = _groups_of(surprises, lambda c: (c.cause.reason, c.cause.remedy) if c.cause else ())
   return [*map(_finding, plan.findings), *(_surprise(found) for _, found in groups if _total(found) > least)]
 
 
 def _finding(cause: Cause) -> str:
   where = ', '.join(cause.layers[:3]) or 'the step'
-  return '\n'.join([f'  {cause.reason}: {where}', *_indented(cause.what, cause.remedy)])
+  return '\n'.join([f'  {cause.reason}: {where}', *_indent_lines(cause.what, cause.remedy)])
 
 
 def _surprise(found: Sequence[Communication]) -> str:
@@ -259,10 +259,10 @@ def _surprise(found: Sequence[Communication]) -> str:
   sent = f'{format_bytes(_total(found))} in {sum(c.count for c in found):.6g} collectives of a step'
   what, remedy = (most.cause.what, most.cause.remedy) if most.cause else ('', '')
   head = f'  {most.cause}: {most.kind}{over} in {most.layer or "the update"} ({most.phase})'
-  return '\n'.join([head, *_indented(f'{what}; {sent}', remedy)])
+  return '\n'.join([head, *_indent_lines(f'{what}; {sent}', remedy)])
 
 
-def _indented(*lines: str) -> list[str]:
+def _indent_lines(*lines: str) -> list[str]:
   return [wrap_line(f'    {line}', 4) for line in lines if line]
 
 

@@ -174,8 +174,8 @@ def check_runs(runs: Sequence[FinishedRun]) -> None:
     if not all(0 < value < math.inf for value in run[:3]):
       what = f'{run.parameters:g} parameters, {run.tokens:g} tokens and a loss of {run.loss:g}'
       raise UserError(f'a law of scaling needs positive numbers; {run.name or "a run"} has {what}')
-  for what, values in (('parameters', [run.parameters for run in runs]), ('tokens', [run.tokens for run in runs])):
-    sizes = _distinct_sizes(values)
+  for what in ('parameters', 'tokens'):
+    sizes = _distinct_sizes([getattr(run, what) for run in runs])
     if len(sizes) < _LEAST_SIZES or sizes[-1] < _LEAST_SPREAD * sizes[0]:
       raise UserError(
         f'the runs do not tell how the loss falls with {what}: they have {", ".join(map(short_number, sizes))}; train '
@@ -201,15 +201,13 @@ def _distinct_sizes(values: Sequence[float]) -> list[float]:
 def _check_losses_fall(law: ScalingLaw, runs: Sequence[FinishedRun], error: float) -> None:
   """Raises UserError if the fitted loss falls with one of the sizes by less than the losses scatter."""
   scatter = 2 * error * min(run.loss for run in runs)
-  for what, factor, exponent, sizes in (
-    ('parameters', law.a, law.alpha, [run.parameters for run in runs]),
-    ('tokens', law.b, law.beta, [run.tokens for run in runs]),
-  ):
-    first, last = (factor / size**exponent for size in (min(sizes), max(sizes)))
-    if first - last <= scatter:
+  for what, factor, exponent in (('parameters', law.a, law.alpha), ('tokens', law.b, law.beta)):
+    sizes = [getattr(run, what) for run in runs]
+    fall = factor / min(sizes) ** exponent - factor / max(sizes) ** exponent
+    if fall <= scatter:
       raise UserError(
-        f'the losses of the runs do not fall with {what}: from the least to the most {what}, by {first - last:.3g}, '
-        f'and they scatter by {scatter:.3g}; are all of them trained to the end, on the same data?'
+        f'the losses of the runs do not fall with {what}: from the least to the most {what}, by {fall:.3g}, and they '
+        f'scatter by {scatter:.3g}; are all of them trained to the end, on the same data?'
       )
 
 

@@ -328,15 +328,13 @@ def format_search(found: Sequence[Ranked], most: int = 12) -> str:
     scale = plan.step_seconds / ranked.seconds
     tokens = '-' if plan.tokens_per_second is None else f'{plan.tokens_per_second * scale:,.0f}'
     mark = 'compiled' if ranked.verified else 'compiler failed' if ranked.failure else 'estimated'
-    changes = [line for line in ranked.overrides if 'mesh_shape' not in line]
-    what = ', '.join([format_mesh(plan.mesh), *(line.rpartition('.')[2] for line in changes)])
-    what += ' (its own)' if ranked.is_own else ''
-    refused = ranked.verified is not None and ranked.verified.is_refused
-    memory = 'refused' if refused else format_bytes(int(ranked.peak))
-    time = f'{share:.0%}' if ranked.fits else 'does not fit'
-    speed = (format_seconds(ranked.seconds), f'{plan.mfu * scale:.1%}', tokens)
+    changes = [line.rpartition('.')[2] for line in ranked.overrides if 'mesh_shape' not in line]
+    what = ', '.join([format_mesh(plan.mesh), *changes]) + (' (its own)' if ranked.is_own else '')
+    memory = 'refused' if plan.is_refused else format_bytes(int(ranked.peak))
+    speed, time = (format_seconds(ranked.seconds), f'{plan.mfu * scale:.1%}', tokens), f'{share:.0%}'
     if not (plan.is_time_known and own.plan.is_time_known):
-      speed, time = ('not known', '-', '-'), '-' if ranked.fits else time
+      speed, time = ('not known', '-', '-'), '-'
+    time = time if ranked.fits else 'does not fit'
     rows.append((mark, memory, *speed, time, what))
   return '\n'.join([format_table(rows, right=(1, 2, 3, 4, 5)), '', *_verdict(found, own)])
 

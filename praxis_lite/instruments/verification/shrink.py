@@ -117,10 +117,9 @@ def small_task(
   """
   config = to_float32(config)
   task = config.instantiate()
-  real = of_task = task.mesh_sizes()
-  mesh = small_mesh(real, most_devices)
-  if math.prod(real.values()) == 1:
-    real = mesh
+  of_task = task.mesh_sizes()
+  mesh = small_mesh(of_task, most_devices)
+  real = mesh if math.prod(of_task.values()) == 1 else of_task
   placements = place_task_variables(task, real)
   as_they_are = SmallTask(config, inputs, prompts, mesh, of_task, placements, {})
   splits = _splits(task, placements, inputs, real, mesh)

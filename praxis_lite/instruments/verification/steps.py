@@ -199,14 +199,11 @@ def keep_gradients(learning_rate: float | jax.Array) -> optax.GradientTransforma
 
 def disable_dropout(config: Config) -> Config:
   """Returns a copy without noise: rates that layers declare, and floats with 'dropout' in their name, are 0."""
-
-  def is_rate(owner: Config, name: str, value: object) -> bool:
-    return isinstance(value, float) and ('dropout' in name or name in getattr(target(owner), 'noise_fields', ()))
-
   copy = config.clone()
   for nested in nested_configs(copy):
+    rates = getattr(target(nested), 'noise_fields', ())
     for name, value in config_values(nested).items():
-      if isinstance(name, str) and is_rate(nested, name, value):
+      if isinstance(name, str) and isinstance(value, float) and ('dropout' in name or name in rates):
         setattr(nested, name, 0.0)
   return copy
 
