@@ -16,12 +16,13 @@ O is the number of outputs, I of inputs, b of bits, and g of inputs in a group; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from praxis_lite.bridges.hf.files import Declared, StoredTensor, Tensor
+from praxis_lite.bridges.hf.files import Declared, DerivedTensor, StoredTensor, Tensor
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
 from praxis_lite.common.errors import CheckpointError, ConfigError
@@ -42,8 +43,7 @@ def is_compressed(quantization: object) -> bool:
 # ---------------------------------------------------------------- to write
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(NamedTuple):
   """The tensors of a checkpoint, some of them in few bits.
 
   Attributes:
@@ -216,41 +216,29 @@ def unpack(packed: np.ndarray, bits: int, num: int) -> np.ndarray:
 # ---------------------------------------------------------------- to read
 
 
-class PackedTensor(NamedTuple):
-  """A weight [O, I] in few bits; it is read as an array in the dtype of its scales."""
-
-  name: str
-  values: StoredTensor
-  scale: StoredTensor
-  zero: StoredTensor | None
-  shape: tuple[int, ...]
-  bits: int
-
-  @property
-  def file(self) -> str:
-    return self.values.file
-
-  @property
-  def dtype(self) -> np.dtype:
-    return self.scale.dtype
-
-  def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part; reads whole rows, with all inputs of an output."""
-    rows, columns = (slice(*i.indices(size)[:2]) for i, size in zip(index, self.shape))
-    whole = slice(0, None)
-    stored = self.values.read_integers((rows, whole))
-    q = stored if self.values.kind == 'I8' else unpack(stored, self.bits, self.shape[1])
-    scale = self.scale.read((rows, whole)).astype(np.float32)
-    count = scale.shape[1]
-    groups = q.astype(np.float32).reshape(len(q), count, -1)
-    if self.zero is not None:
-      zeros = unpack(np.ascontiguousarray(self.zero.read_integers((whole, whole)).T), self.bits, self.shape[0])
-      groups = groups - zeros.T[rows][..., None]
-    return (groups * scale[..., None]).reshape(q.shape)[:, columns].astype(self.dtype)
+def _read(
+  values: StoredTensor,
+  scale: StoredTensor,
+  zero: StoredTensor | None,
+  shape: tuple[int, ...],
+  bits: int,
+  index: tuple[slice, ...],
+) -> np.ndarray:
+  """Returns a part of a weight [O, I] in the dtype of its scales; reads whole rows, with all inputs of an output."""
+  rows, columns = (slice(*i.indices(size)[:2]) for i, size in zip(index, shape))
+  whole = slice(0, None)
+  stored = values.read_integers((rows, whole))
+  q = stored if values.kind == 'I8' else unpack(stored, bits, shape[1])
+  factors = scale.read((rows, whole)).astype(np.float32)
+  groups = q.astype(np.float32).reshape(len(q), factors.shape[1], -1)
+  if zero is not None:
+    zeros = unpack(np.ascontiguousarray(zero.read_integers((whole, whole)).T), bits, shape[0])
+    groups = groups - zeros.T[rows][..., None]
+  return (groups * factors[..., None]).reshape(q.shape)[:, columns].astype(scale.dtype)
 
 
 def join_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-  """Returns the tensors of a checkpoint; joins each weight with its scales and zero points in one `PackedTensor`.
+  """Returns the tensors of a checkpoint; joins each weight with its scales and zero points.
 
   Raises:
     CheckpointError: a weight lacks its scales, or their shapes do not fit, or its inputs are permuted.
@@ -269,7 +257,7 @@ def join_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 _KINDS = ('scale', 'shape', 'zero_point')
 
 
-def _join(name: str, values: StoredTensor, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
+def _join(name: str, values: StoredTensor, tensors: Mapping[str, StoredTensor]) -> DerivedTensor:
   scale, shape, zero = (tensors.get(f'{name}_{kind}') for kind in _KINDS)
   if f'{name}_g_idx' in tensors:
     raise CheckpointError(f'{values.file}: {name} has its inputs in another order (actorder), which is not supported')
@@ -290,4 +278,5 @@ def _join(name: str, values: StoredTensor, tensors: Mapping[str, StoredTensor]) 
     )
   if zero is not None and zero.kind != 'I32':
     raise CheckpointError(f'{values.file}: {name}_zero_point is {zero.kind}; only packed ones, I32, are supported')
-  return PackedTensor(name, values, scale, zero, size, bits)
+  read = functools.partial(_read, values, scale, zero, size, bits)
+  return DerivedTensor(name, values.file, size, scale.dtype, read)

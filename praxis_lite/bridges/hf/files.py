@@ -23,7 +23,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -45,26 +45,6 @@ _EIGHT_BITS: dict[str, np.dtype] = {'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn)
 _KNOWN = _DTYPES | _MASKS | _INTEGERS | _EIGHT_BITS
 _NAMES = {dtype: name for name, dtype in _KNOWN.items()}
 _METADATA = '__metadata__'
-
-
-class Tensor(Protocol):
-  """A tensor whose parts can be read."""
-
-  @property
-  def name(self) -> str: ...
-
-  @property
-  def file(self) -> str: ...
-
-  @property
-  def shape(self) -> tuple[int, ...]: ...
-
-  @property
-  def dtype(self) -> np.dtype: ...
-
-  def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part."""
-    ...
 
 
 class StoredTensor(NamedTuple):
@@ -113,6 +93,19 @@ class StoredTensor(NamedTuple):
     """Returns a copy of the whole tensor, which may also be a mask of booleans or bytes."""
     kind = _MASKS.get(self.kind) or self.dtype
     return np.fromfile(self.file, kind, math.prod(self.shape), offset=self.offset).reshape(self.shape)
+
+
+class DerivedTensor(NamedTuple):
+  """A tensor whose values are computed from others; its fields are used like those of a `StoredTensor`."""
+
+  name: str
+  file: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+Tensor: TypeAlias = StoredTensor | DerivedTensor
 
 
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:

@@ -10,16 +10,19 @@ O is the number of output dims, I of input dims.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from praxis_lite.bridges.hf.files import StoredTensor, Tensor
+from praxis_lite.bridges.hf.files import DerivedTensor, StoredTensor, Tensor
 from praxis_lite.common.errors import CheckpointError
 
 _SCALE = '_scale_inv'
+_DTYPE = np.dtype(
+  ml_dtypes.bfloat16
+)  # Weights are read in this dtype, to which the authors of DeepSeek-V3 convert them.
 
 
 def block_of(quantization: object) -> tuple[int, int] | None:
@@ -32,42 +35,19 @@ def block_of(quantization: object) -> tuple[int, int] | None:
   return None if quantization.get('fmt', 'e4m3') != 'e4m3' else (block[0], block[1])
 
 
-class Fp8Tensor(NamedTuple):
-  """A weight [O, I] in 8 bits. It is read as bfloat16, as the authors of DeepSeek-V3 convert it."""
-
-  values: StoredTensor
-  scales: StoredTensor
-  block: tuple[int, int]
-
-  @property
-  def name(self) -> str:
-    return self.values.name
-
-  @property
-  def file(self) -> str:
-    return self.values.file
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.values.shape
-
-  @property
-  def dtype(self) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16)
-
-  def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a copy of a part."""
-    values_OI = self.values.read_bytes(index).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    every = (*index, *[slice(None)] * (2 - len(index)))
-    of_rows, of_columns = (np.arange(n)[i] // size for i, n, size in zip(every, self.shape, self.block))
-    first = of_rows[:1].sum(), of_columns[:1].sum()
-    needed = tuple(slice(start, 1 + max(at, default=start)) for start, at in zip(first, (of_rows, of_columns)))
-    scales = self.scales.read(needed).astype(np.float32)
-    return (values_OI * scales[np.ix_(of_rows - first[0], of_columns - first[1])]).astype(self.dtype)
+def _read(values: StoredTensor, scales: StoredTensor, block: tuple[int, int], index: tuple[slice, ...]) -> np.ndarray:
+  """Returns a part of a weight [O, I]."""
+  values_OI = values.read_bytes(index).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+  every = (*index, *[slice(None)] * (2 - len(index)))
+  of_rows, of_columns = (np.arange(n)[i] // size for i, n, size in zip(every, values.shape, block))
+  first = of_rows[:1].sum(), of_columns[:1].sum()
+  needed = tuple(slice(start, 1 + max(at, default=start)) for start, at in zip(first, (of_rows, of_columns)))
+  factors = scales.read(needed).astype(np.float32)
+  return (values_OI * factors[np.ix_(of_rows - first[0], of_columns - first[1])]).astype(_DTYPE)
 
 
 def join_block_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, Tensor]:
-  """Returns the tensors of a checkpoint; joins values in 8 bits and the scales of their blocks in one `Fp8Tensor`.
+  """Returns the tensors of a checkpoint; joins values in 8 bits with the scales of their blocks.
 
   Raises:
     CheckpointError: values in 8 bits have no scales of the right shape.
@@ -82,7 +62,8 @@ def join_block_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int
           f'{tensor.file}: {name} has 8 bits and shape {list(tensor.shape)}; expected {name}{_SCALE} of shape '
           f'{list(expected)} beside it'
         )
-      found[name] = Fp8Tensor(tensor, scales, block)
+      read = functools.partial(_read, tensor, scales, block)
+      found[name] = DerivedTensor(name, tensor.file, tensor.shape, _DTYPE, read)
     elif not name.endswith(_SCALE) or name.removesuffix(_SCALE) not in tensors:
       found[name] = tensor
   return found

@@ -15,44 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from praxis_lite.bridges.hf.adapter_weights import PREFIX, AdaptableWeight
-from praxis_lite.bridges.hf.files import StoredTensor
+from praxis_lite.bridges.hf.files import DerivedTensor, StoredTensor, Tensor
 from praxis_lite.common.trees import NestedDict, node_at
 
 _EXPERT = re.compile(r'(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.\w+')
 _PARAMETERS = re.compile(r'(.*\.)?experts\.(gate_up_proj|down_proj)')
 _PLACES = ('', 'base_layer.')
-
-
-class PartOfTensor(NamedTuple):
-  """One expert's part of an adapter, with the name that a separate adapter would have; used like a `StoredTensor`."""
-
-  name: str
-  whole: StoredTensor
-  value: np.ndarray
-
-  @property
-  def file(self) -> str:
-    """The path of the file."""
-    return self.whole.file
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of the part."""
-    return self.value.shape
-
-  @property
-  def dtype(self) -> np.dtype:
-    """The dtype in the file."""
-    return self.whole.dtype
-
-  def read(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a slice of this part."""
-    return self.value[index]
 
 
 def are_of_experts(parameters: object) -> bool:
@@ -62,15 +32,15 @@ def are_of_experts(parameters: object) -> bool:
 
 def split_experts(
   stored: Mapping[str, StoredTensor], modules: Mapping[AdaptableWeight, Sequence[str]], declared: NestedDict
-) -> dict[str, StoredTensor | PartOfTensor]:
-  """Returns tensors by name, in which the tensors that serve all experts are replaced by one for each expert.
+) -> dict[str, Tensor]:
+  """Returns tensors by name; one that serves all experts is replaced by one for each, named like separate adapters.
 
   Args:
     stored: the tensors of the file.
     modules: for each weight, the names of the modules that have it.
     declared: the declarations of the variables of the network.
   """
-  found: dict[str, StoredTensor | PartOfTensor] = dict(stored)
+  found: dict[str, Tensor] = dict(stored)
   for weight, names in modules.items():
     if not weight.name:
       continue
@@ -90,7 +60,7 @@ def split_experts(
       value_a = a.read_all().reshape(experts, rank, inputs)[expert]
       for part, whole, value in (('a', a, value_a), ('b', b, value_b)):
         name = f'{PREFIX}{module}.{weight.ending(part)}'
-        found[name] = PartOfTensor(name, whole, value)
+        found[name] = DerivedTensor(name, whole.file, value.shape, whole.dtype, value.__getitem__)
         found.pop(whole.name, None)
   return found
 

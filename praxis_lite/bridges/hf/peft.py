@@ -33,8 +33,8 @@ from praxis_lite.bridges.hf.adapter_weights import (
   weights_below,
 )
 from praxis_lite.bridges.hf.families import describe_model
-from praxis_lite.bridges.hf.files import StoredTensor, read_header, write_safetensors
-from praxis_lite.bridges.hf.fused_adapters import PartOfTensor, split_experts
+from praxis_lite.bridges.hf.files import Tensor, read_header, write_safetensors
+from praxis_lite.bridges.hf.fused_adapters import split_experts
 from praxis_lite.bridges.hf.tensors import Piece
 from praxis_lite.bridges.hf.writer import tensors_to_write
 from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
@@ -48,7 +48,7 @@ from praxis_lite.models.adapters import ADAPTER_VARIABLES
 
 # For each weight, the names of the modules that have it, one for each layer and expert.
 Modules = Mapping[AdaptableWeight, Sequence[str]]
-Stored = Mapping[str, StoredTensor | PartOfTensor]
+Stored = Mapping[str, Tensor]
 TENSORS_FILE = 'adapter_model.safetensors'
 
 
