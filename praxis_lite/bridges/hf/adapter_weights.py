@@ -18,17 +18,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from praxis_lite.bridges.hf.family import Family
-from praxis_lite.bridges.hf.tensors import Pair, Piece, pieces
-from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, path_name, select
+from praxis_lite.bridges.hf.family import Family, class_without_adapter
+from praxis_lite.bridges.hf.tensors import Pair, Piece, path_in_table, pieces
+from praxis_lite.common.trees import NestedDict, Path, leaves, node_at, select
 from praxis_lite.layers import Embedding, Lora, LoraMoeFeedForward, Projection
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.ia3 import Ia3Layer
-from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
 PREFIX = 'base_model.model.'
-_NUMBERED = re.compile(r'\.((?:first|layers|rest)_\d+)\.')
 _ENDINGS = {'a': 'lora_A.weight', 'b': 'lora_B.weight', 'magnitude': 'lora_magnitude_vector', 'scale': 'ia3_l'}
 # The variables of DoRA and IA3 below their layer.
 _OF_LAYER = {'magnitude': 'dora_magnitude', 'scale': 'ia3_scale'}
@@ -91,10 +89,8 @@ class AdaptableWeight(NamedTuple):
       ours = [*inputs, 'Z'] if of_inputs else ['Z', *outputs]  # No dimension of a table is called Z.
       order = ['Z', group] if of_inputs else [group, 'Z']
     prefix = f'{experts}: ' if experts else ''
-    ours_path = _NUMBERED.sub('.layers.', path_name(self.path_of(part)))
-    return Pair(
-      f'{PREFIX}{self.module}.{self.ending(part)}', ours_path, f'{prefix}{" ".join(ours)} -> {" ".join(order)}'
-    )
+    axes = f'{prefix}{" ".join(ours)} -> {" ".join(order)}'
+    return Pair(f'{PREFIX}{self.module}.{self.ending(part)}', path_in_table(self.path_of(part)), axes)
 
 
 _DIMS = re.compile(r'(?:\d+\|)?\([^)]*\)(?:\|\d+)?|\S+')
@@ -108,20 +104,16 @@ def weights_below(network: Layer, family: Family, model: BaseModel) -> Iterator[
   """Yields the weights of layers in `Lora.adapted` that have a row in the family's table."""
   rows = {pair.ours: pair for pair in family.table_of(family.part_of(model.abstract_init()))}
   for layer in network.descendants():
-    kind, path = _kind(layer), layer.path[len(network.path) :]
+    kind, path = class_without_adapter(layer), layer.path[len(network.path) :]
     if kind not in Lora.adapted:
       continue
     of_experts = issubclass(Lora.adapted[kind], LoraMoeFeedForward)
     for name in ('gate', 'up', 'down') if of_experts else ('w',):
-      pair = rows.get(_NUMBERED.sub('.layers.', path_name((*path, name))))
+      pair = rows.get(path_in_table((*path, name)))
       if pair is not None and pair.theirs.endswith('.weight'):
         rank_in = len(layer.in_shape) if isinstance(layer, Projection) else 1
         of_inputs = isinstance(layer, Ia3Layer) and layer.ia3_of_inputs
         yield AdaptableWeight(path, name if of_experts else '', pair, rank_in, kind is Embedding, of_inputs)
-
-
-def _kind(layer: Layer) -> type[Layer]:
-  return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
 
 
 def layer_at(network: Layer, path: Path) -> Layer:
@@ -137,7 +129,7 @@ def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[
   table = [w.pair_of(part) for w, part in chosen]
   # `pieces` also needs the other variables: they give the order of the layers in a stack.
   others = select(declared, lambda path: path not in paths)
-  rest = [Pair('', _NUMBERED.sub('.layers.', path_name(path))) for path in leaves(others)]
+  rest = [Pair('', path_in_table(path)) for path in leaves(others)]
   found = pieces([*rest, *table], declared)
   return {path: found[path] for path in found if path in paths}
 
@@ -145,6 +137,6 @@ def pieces_of(weights: Iterable[AdaptableWeight], declared: NestedDict) -> dict[
 def modules_of(weight: AdaptableWeight, declared: NestedDict) -> list[str]:
   """Returns the names of the modules with this weight: one for each layer and expert."""
   path = weight.weight_path
-  rest = [Pair('', _NUMBERED.sub('.layers.', path_name(p))) for p in leaves(declared) if p != path]
-  row = weight.pair._replace(ours=_NUMBERED.sub('.layers.', path_name(path)))
+  rest = [Pair('', path_in_table(p)) for p in leaves(declared) if p != path]
+  row = weight.pair._replace(ours=path_in_table(path))
   return [piece.name.removesuffix('.weight') for piece in pieces([*rest, row], declared)[path]]

@@ -84,9 +84,9 @@ class Encoder(WholeModelFamily):
       **encoder_sizes(hf),
     }
     model: Config[Any]
-    if self._is_classifier(hf):
+    if hf.has_architecture(self.classifier):
       model = sequence_classifier(num_classes=count_classes(hf), **sizes)
-    elif self._is_bare(hf):
+    elif hf.has_architecture(self.bare):
       model = text_encoder(pooler=hf.values.get(_POOLER, True) is not False, **sizes)
     else:
       model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
@@ -103,21 +103,11 @@ class Encoder(WholeModelFamily):
       model.encoder_tpl.first_position = padding + 1
     return model
 
-  def _is_classifier(self, hf: HfConfig) -> bool:
-    return self._has_architecture(hf, self.classifier)
-
-  def _is_bare(self, hf: HfConfig) -> bool:
-    return self._has_architecture(hf, self.bare)
-
-  def _has_architecture(self, hf: HfConfig, name: str) -> bool:
-    architectures = hf.values.get('architectures')
-    return isinstance(architectures, list) and name in architectures
-
   def prefix_in(self, hf: HfConfig) -> str:
-    return '' if self._is_bare(hf) else self.prefix
+    return '' if hf.has_architecture(self.bare) else self.prefix
 
   def to_stored(self, hf: HfConfig, names: Collection[str]) -> HfConfig:
-    if self._is_bare(hf) and not any(name.startswith('pooler.') for name in names):
+    if hf.has_architecture(self.bare) and not any(name.startswith('pooler.') for name in names):
       return HfConfig({**hf.values, _POOLER: False}, hf.where)
     return hf
 
@@ -129,9 +119,9 @@ class Encoder(WholeModelFamily):
     return name == f'{self.prefix_in(hf)}embeddings.position_ids'
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:
-    if self._is_bare(hf):
+    if hf.has_architecture(self.bare):
       return False
-    if self._is_classifier(hf):
+    if hf.has_architecture(self.classifier):
       # RoBERTa's classifier has its own pooler instead of the encoder's.
       return name.startswith(f'{self.prefix}pooler.') and not self.classifier_names[0].startswith(self.prefix)
     if not hf['tie_word_embeddings'] and name == self.head_names[3]:

@@ -72,7 +72,8 @@ class ConvNeXtFamily(ImageClassifierFamily):
     yield from patch_pairs(f'{self.prefix}embeddings.patch_embeddings', 'network.patches')
     yield from norm_pairs(f'{self.prefix}embeddings.layernorm', 'network.patch_norm')
     stage, start = 0, 0
-    widths = [network[f'blocks_{n}']['norm']['scale'].shape for n in range(_count(network, 'blocks_'))]
+    num_blocks = sum(name.startswith('blocks_') for name in network)
+    widths = [network[f'blocks_{n}']['norm']['scale'].shape for n in range(num_blocks)]
     for n, width in enumerate(widths):
       if n and width != widths[n - 1]:
         theirs = f'{self.prefix}encoder.stages.{stage + 1}.downsampling_layer.'
@@ -87,10 +88,6 @@ class ConvNeXtFamily(ImageClassifierFamily):
       yield from linear_pairs(f'{theirs}pwconv2', f'{ours}ff.down')
       yield Pair(f'{theirs}layer_scale_parameter', f'{ours}scale')
     yield from norm_pairs(f'{self.prefix}layernorm', 'network.final_norm')
-
-
-def _count(network: NestedDict, prefix: str) -> int:
-  return sum(name.startswith(prefix) for name in network)
 
 
 _CONVNEXT = {

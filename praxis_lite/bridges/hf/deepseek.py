@@ -108,7 +108,7 @@ class DeepseekV3(LlamaLike):
     if scaling is None or target(scaling) is not YarnRotaryScaling:
       return dims**-0.5
     rope = hf.values.get('rope_parameters') or hf.values.get('rope_scaling') or {}
-    slope = hf.number('mscale_all_dim', {'mscale_all_dim': 0.0, **rope})
+    slope = hf.check_number('mscale_all_dim', rope.get('mscale_all_dim', 0.0))
     return YarnRotaryScaling.log_magnitude(scaling.factor, slope) ** 2 * dims**-0.5
 
   def is_unused(self, name: str, hf: HfConfig) -> bool:

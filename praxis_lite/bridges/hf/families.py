@@ -11,7 +11,7 @@ from praxis_lite.bridges.hf.bart import BART
 from praxis_lite.bridges.hf.bert import ENCODERS
 from praxis_lite.bridges.hf.convnext import CONVNEXT
 from praxis_lite.bridges.hf.deepseek import DEEPSEEK_V3
-from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
+from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack, class_without_adapter
 from praxis_lite.bridges.hf.gpt2 import GPT2
 from praxis_lite.bridges.hf.gpt_oss import GPT_OSS
 from praxis_lite.bridges.hf.hf_config import HfConfig
@@ -43,7 +43,6 @@ from praxis_lite.layers import (
   VisionTransformer,
 )
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel, RewardModel
 
 _FAMILIES = (
@@ -168,12 +167,9 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
 
 def _layers_in_common(ours: Layer, theirs: Layer) -> int:
   """Returns how many layers of two trees have the same position and class."""
-  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if _kind(ours) is _kind(theirs) else 0
-
-
-def _kind(layer: Layer) -> type[Layer]:
-  """Returns the class of a layer; for a layer with an adapter, the class without it."""
-  return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
+  if class_without_adapter(ours) is not class_without_adapter(theirs):
+    return 0
+  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs))
 
 
 def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
@@ -225,7 +221,7 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
   """Yields the differences between two layers, and the layers below them, that change what the layers compute."""
   if isinstance(ours, Dropout):
     return
-  if _kind(ours) is not _kind(theirs):
+  if class_without_adapter(ours) is not class_without_adapter(theirs):
     yield f'{ours.path_name}, which is {type(ours).__name__} here and {type(theirs).__name__} there'
     return
   skipped = _NOT_COMPARED | (_COMPLETED_BELOW if isinstance(ours, _COMPLETE_BELOW) else set())

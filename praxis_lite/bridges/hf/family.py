@@ -15,6 +15,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import Repeat, StackedTransformer, TransformerBlock, TransformerLm
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.lora import AdaptedLayer
 from praxis_lite.models import BaseModel
 
 Values = dict[str, object]
@@ -125,10 +126,12 @@ class Family:
 class WholeModelFamily(Family):
   """A family whose checkpoints hold all variables of a model, not only of its network."""
 
+  other_architectures: ClassVar[tuple[str, ...]] = ()
+
   @property
   def architectures(self) -> tuple[str, ...]:
     """The supported architectures, as config.json names them."""
-    raise NotImplementedError
+    return (self.architecture, *self.other_architectures)
 
   def part_of(self, variables: NestedDict) -> NestedDict:
     return variables
@@ -141,7 +144,13 @@ class WholeModelFamily(Family):
 
   def refusal(self) -> str:
     *others, last = self.architectures
-    return f' is not supported; of {self.model_type}, {", ".join(others)} and {last} are'
+    known = f'{", ".join(others)} and {last} are' if others else f'only {last} is'
+    return f' is not supported; of {self.model_type}, {known}'
+
+
+def class_without_adapter(layer: Layer) -> type[Layer]:
+  """Returns the class of a layer; for a layer with an adapter, the class without it."""
+  return layer.base_class() if isinstance(layer, AdaptedLayer) else type(layer)
 
 
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:

@@ -27,6 +27,8 @@ CONFIG_FILE = 'config.json'
 MOST_LAYERS = 10_000  # More than this is a mistake in config.json.
 # Our own field of config.json: whether contexts may be longer than that of the original training (LongRoPE).
 IS_LONG = 'has_long_contexts'
+_ORIGINAL_LENGTH = 'original_max_position_embeddings'
+_LLAMA3_FIELDS = ('low_freq_factor', 'high_freq_factor')
 _YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
 # Activation functions by their names in config.json. If a function has several names, the first is written.
 _ACTIVATIONS = {
@@ -84,9 +86,17 @@ class HfConfig:
         most = self.size('vocab_size')
         raise ConfigError(f'{self.where}: {names} gives {value!r}; expected an id below vocab_size = {most}')
 
-  def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
-    """Returns the field `name` of `of`, by default of config.json; raises ConfigError if it is not a finite number."""
-    value = self[name] if of is None else of[name]
+  def has_architecture(self, name: str) -> bool:
+    """Whether `architectures` lists this one."""
+    architectures = self.values.get('architectures')
+    return isinstance(architectures, list | tuple) and name in architectures
+
+  def number(self, name: str) -> float:
+    """Returns the value of a field; raises ConfigError if it is not a finite number."""
+    return self.check_number(name, self[name])
+
+  def check_number(self, name: str, value: Any) -> float:
+    """Returns `value`, which is below the field `name`; raises ConfigError if it is not a finite number."""
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
     return float(value)
@@ -143,24 +153,22 @@ class HfConfig:
       raise ConfigError(f'{self.where}: partial_rotary_factor other than 1 is not supported')
     rotary: Config[Any] = Config(RotaryPositions)
     if default_share is not None:
-      name = 'partial_rotary_factor'
-      rotary = Config(PartialRotaryPositions, share=self.number(name, {name: share}))
-    rotary.max_timescale = self.number('rope_theta', {'rope_theta': base})
+      rotary = Config(PartialRotaryPositions, share=self.check_number('partial_rotary_factor', share))
+    rotary.max_timescale = self.check_number('rope_theta', base)
+
+    def number(name: str) -> float:
+      return self.check_number(name, rope[name])
+
     try:
       if kind == 'linear':
-        rotary.scaling_tpl = Config(LinearRotaryScaling, factor=self.number('factor', rope))
+        rotary.scaling_tpl = Config(LinearRotaryScaling, factor=number('factor'))
       elif kind == 'llama3':
-        rotary.scaling_tpl = Config(
-          Llama3RotaryScaling,
-          factor=self.number('factor', rope),
-          original_max_len=int(self.number('original_max_position_embeddings', rope)),
-          low_freq_factor=self.number('low_freq_factor', rope),
-          high_freq_factor=self.number('high_freq_factor', rope),
-        )
+        bounds = {name: number(name) for name in _LLAMA3_FIELDS}
+        rotary.scaling_tpl = Config(Llama3RotaryScaling, factor=number('factor'), **bounds)
+        rotary.scaling_tpl.original_max_len = int(number(_ORIGINAL_LENGTH))
       elif kind == 'yarn':
-        length = rope.get('original_max_position_embeddings') or self['max_position_embeddings']
-        length = int(self.number('original_max_position_embeddings', {'original_max_position_embeddings': length}))
-        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=self.number('factor', rope), original_max_len=length)
+        length = self.check_number(_ORIGINAL_LENGTH, rope.get(_ORIGINAL_LENGTH) or self['max_position_embeddings'])
+        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=number('factor'), original_max_len=int(length))
         rotary.scaling_tpl.set(**self._yarn_fields(rope))
       elif kind in ('longrope', 'su'):
         rotary.scaling_tpl = self._long_scaling(rope)
@@ -175,27 +183,24 @@ class HfConfig:
 
   def _long_scaling(self, rope: dict[str, Any]) -> Config[LongRotaryScaling]:
     """Returns the scaling of LongRoPE."""
-    field = 'original_max_position_embeddings'
-    length = self.number(field, {field: rope.get(field) or self[field]})
-    factor = rope.get('factor') or self.number('max_position_embeddings') / length
-    scaling = Config(LongRotaryScaling, factor=self.number('factor', {'factor': factor}), original_max_len=int(length))
+    length = self.check_number(_ORIGINAL_LENGTH, rope.get(_ORIGINAL_LENGTH) or self[_ORIGINAL_LENGTH])
+    factor = self.check_number('factor', rope.get('factor') or self.number('max_position_embeddings') / length)
+    scaling = Config(LongRotaryScaling, factor=factor, original_max_len=int(length))
     for name in ('short_factor', 'long_factor'):
       if not isinstance(rope[name], list):
         raise ConfigError(f'{self.where}: {name} = {rope[name]!r}; expected a list of numbers')
-      setattr(scaling, f'{name}s', tuple(self.number(name, {name: value}) for value in rope[name]))
+      setattr(scaling, f'{name}s', tuple(self.check_number(name, value) for value in rope[name]))
     if rope.get('attention_factor') is not None:
-      scaling.attention_factor = self.number('attention_factor', rope)
+      scaling.attention_factor = self.check_number('attention_factor', rope['attention_factor'])
     return scaling.set(is_long=bool(self.values.get(IS_LONG, False)))
 
   def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `YarnRotaryScaling` that are optional in config.json."""
     given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
-    fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
+    fields = {name: bool(rope[name]) if name == 'truncate' else self.check_number(name, rope[name]) for name in given}
     if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
-      factor = self.number('factor', rope)
-      of_queries, of_all = (
-        YarnRotaryScaling.log_magnitude(factor, self.number(m, rope)) for m in ('mscale', 'mscale_all_dim')
-      )
+      factor, *slopes = (self.check_number(name, rope[name]) for name in ('factor', 'mscale', 'mscale_all_dim'))
+      of_queries, of_all = (YarnRotaryScaling.log_magnitude(factor, slope) for slope in slopes)
       if not of_all:
         raise ConfigError(f'{self.where}: mscale_all_dim = {rope["mscale_all_dim"]!r} is not supported')
       fields['attention_factor'] = of_queries / of_all
@@ -235,36 +240,22 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
   values: dict[str, object] = {'rope_theta': rotary.max_timescale}
   if isinstance(rotary, PartialRotaryPositions):
     values['partial_rotary_factor'] = rotary.share
+  if scaling is None:
+    return values
+  scaled: dict[str, object] = {'rope_type': 'linear', 'factor': scaling.factor}
+  if isinstance(scaling, Llama3RotaryScaling | YarnRotaryScaling | LongRotaryScaling):
+    scaled[_ORIGINAL_LENGTH] = scaling.original_max_len
   if isinstance(scaling, Llama3RotaryScaling):
-    values['rope_scaling'] = {
-      'rope_type': 'llama3',
-      'factor': scaling.factor,
-      'original_max_position_embeddings': scaling.original_max_len,
-      'low_freq_factor': scaling.low_freq_factor,
-      'high_freq_factor': scaling.high_freq_factor,
-    }
+    scaled |= {'rope_type': 'llama3', **{name: getattr(scaling, name) for name in _LLAMA3_FIELDS}}
   elif isinstance(scaling, YarnRotaryScaling):
-    values['rope_scaling'] = {
-      'rope_type': 'yarn',
-      'factor': scaling.factor,
-      'original_max_position_embeddings': scaling.original_max_len,
-      **{name: getattr(scaling, name) for name in _YARN_FIELDS},
-    }
+    scaled |= {'rope_type': 'yarn', **{name: getattr(scaling, name) for name in _YARN_FIELDS}}
   elif isinstance(scaling, LongRotaryScaling):
-    values['rope_scaling'] = {
-      'rope_type': 'longrope',
-      'factor': scaling.factor,
-      'original_max_position_embeddings': scaling.original_max_len,
-      'short_factor': list(scaling.short_factors),
-      'long_factor': list(scaling.long_factors),
-      **({} if scaling.attention_factor is None else {'attention_factor': scaling.attention_factor}),
-    }
-    values['original_max_position_embeddings'] = scaling.original_max_len
+    scaled |= {'rope_type': 'longrope', 'short_factor': [*scaling.short_factors]}
+    scaled |= {'long_factor': [*scaling.long_factors], 'attention_factor': scaling.attention_factor}
+    values[_ORIGINAL_LENGTH] = scaling.original_max_len
     values['max_position_embeddings'] = round(scaling.factor * scaling.original_max_len)
     values |= {IS_LONG: True} if scaling.is_long else {}
-  elif scaling is not None:
-    values['rope_scaling'] = {'rope_type': 'linear', 'factor': scaling.factor}
-  return values
+  return values | {'rope_scaling': {name: value for name, value in scaled.items() if value is not None}}
 
 
 def activation_name(ours: str, field: str) -> str:

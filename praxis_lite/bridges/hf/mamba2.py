@@ -127,12 +127,8 @@ def _limits(hf: HfConfig) -> tuple[float, float]:
   values = hf['time_step_limit']
   if not isinstance(values, list | tuple) or len(values) != 2:
     raise ConfigError(f'{hf.where}: time_step_limit = {values!r}; expected two numbers')
-  low, high = (
-    math.inf
-    if value in (math.inf, {'__float__': 'Infinity'})
-    else hf.number('time_step_limit', {'time_step_limit': value})
-    for value in values
-  )
+  infinite = (math.inf, {'__float__': 'Infinity'})
+  low, high = (math.inf if x in infinite else hf.check_number('time_step_limit', x) for x in values)
   return low, high
 
 

@@ -61,6 +61,9 @@ class _OfWeight(StreamedArray):
   def dtype(self) -> np.dtype:  # type: ignore[override]
     return self.weight.dtype
 
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    return self.weight.part_shape(sizes, part_bytes)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Merged(_OfWeight):
@@ -80,9 +83,6 @@ class _Merged(_OfWeight):
     update = a.reshape(*sizes, inner, rank) @ b.reshape(*sizes, rank, -1)
     return (part.astype(np.float32) + self.scale * update.reshape(part.shape)).astype(part.dtype)
 
-  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    return self.weight.part_shape(sizes, part_bytes)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Whole(_OfWeight):
@@ -98,6 +98,3 @@ class _Whole(_OfWeight):
     w = self.weight.read((*stack, *whole_box(self.shape[n:]))).astype(np.float32)
     merged = self.layer.merge_weight(self.name, jnp.asarray(w), [jnp.asarray(part[stack]) for part in self.parts])
     return np.asarray(merged)[(*[slice(None)] * n, *rest)].astype(self.dtype)
-
-  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    return self.weight.part_shape(sizes, part_bytes)

@@ -94,7 +94,12 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
       readable = join_block_scales(stored, block)
     else:
       readable = join_packed(stored) if is_compressed(quantization) else join_scales(stored)
-  notes = left_out + _leave_out(readable, [name for name in readable if family.is_unused(name, hf)], folder)
+  unused = dict.fromkeys(name for name in readable if family.is_unused(name, hf))
+  readable = {name: tensor for name, tensor in readable.items() if name not in unused}
+  notes = left_out
+  if unused:
+    what = 'which the architecture of config.json does not have'
+    notes = (*notes, f'{folder}: left out {", ".join(unused)}, {what}')
   if hf['tie_word_embeddings'] and family.head in readable:
     embedding = next(pair.theirs for pair in family.table(tied=True) if pair.ours == family.table_path)
     if embedding in readable and _are_equal(readable[family.head], readable[embedding]):
@@ -107,15 +112,6 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> HfCheckpoint:
     if copy in readable and original in readable and _are_equal(readable[copy], readable[original]):
       del readable[copy]
   return HfCheckpoint(folder, config, family, readable, notes)
-
-
-def _leave_out(tensors: dict[str, Tensor], names: Sequence[str], folder: str) -> tuple[str, ...]:
-  """Removes the tensors `names` from `tensors`; returns one line that names them, or () if `names` is empty."""
-  for name in names:
-    del tensors[name]
-  if not names:
-    return ()
-  return (f'{folder}: left out {", ".join(names)}, which the architecture of config.json does not have',)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -122,7 +122,7 @@ def _rotary(hf: HfConfig) -> tuple[float, float]:
   rope = hf.values.get('rope_parameters') or {}
   if not isinstance(rope, Mapping) or rope.get('rope_type', 'default') != 'default':
     raise ConfigError(f'{hf.where}: rope_parameters = {rope!r} is not supported; only rope_type = "default" is')
-  base, share = (hf.number(name, {name: rope.get(name, hf[name])}) for name in ('rope_theta', 'partial_rotary_factor'))
+  base, share = (hf.check_number(name, rope.get(name, hf[name])) for name in ('rope_theta', 'partial_rotary_factor'))
   return base, share
 
 

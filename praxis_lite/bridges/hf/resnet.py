@@ -31,10 +31,6 @@ class ImageClassifierFamily(WholeModelFamily):
   def network_in(self, model: BaseModel) -> Layer | None:
     return model if isinstance(getattr(model, 'network', None), self.backbone) else None
 
-  @property
-  def architectures(self) -> tuple[str, ...]:
-    return (self.architecture,)
-
 
 @dataclasses.dataclass(frozen=True)
 class _ResidualFamily(ImageClassifierFamily):

@@ -46,7 +46,7 @@ from praxis_lite.common.errors import CheckpointError, ConfigError, UserError, p
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import remove_all, user_path
 from praxis_lite.common.processes import is_primary_process
-from praxis_lite.common.trees import map_with_path, node_at, select
+from praxis_lite.common.trees import map_with_path, merge, node_at, select
 from praxis_lite.inputs import (
   HfTokenizer,
   LabelledTextInput,
@@ -306,7 +306,7 @@ def export_run(
   recorded = text_part(HfConfig(read_json(kept))).values if kept.is_file() else {}
   family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
-    values = _merge({k: v for k, v in recorded.items() if k not in _OUTDATED}, values)
+    values = merge({k: v for k, v in recorded.items() if k not in _OUTDATED}, values)
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
     whole = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)
@@ -354,16 +354,6 @@ def _base_of(config: ExperimentConfig, directory: Path) -> str | None:
         if folders := [word for word in words if not word.startswith('--')]:
           return folders[0].rstrip('/')
   return None
-
-
-def _merge(recorded: dict[str, object], values: dict[str, object]) -> dict[str, object]:
-  """Returns `recorded` updated with `values`; nested dicts are merged in the same way."""
-  merged = {**recorded, **values}
-  for name, part in values.items():
-    other = recorded.get(name)
-    if isinstance(part, dict) and isinstance(other, dict):
-      merged[name] = _merge(other, part)
-  return merged
 
 
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:

@@ -286,11 +286,16 @@ def _layer_order(declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
 _NUMBERED = re.compile(r'\.((?:first|layers|rest)_\d+)\.')
 
 
+def path_in_table(path: Path) -> str:
+  """Returns the path of a variable as `Pair.ours` has it, without the number of its layer."""
+  return _NUMBERED.sub('.layers.', path_name(path))
+
+
 def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, order: _LayerOrder) -> Iterator[Piece]:
   name = path_name(path)
   number = _NUMBERED.search(name)
   first, step = (order.start[number[1]], order.period) if number else (order.start['layers'], 1)
-  pair = rows.get(_NUMBERED.sub('.layers.', name))
+  pair = rows.get(path_in_table(path))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   experts, _, axes = pair.axes.rpartition(': ')

@@ -20,7 +20,7 @@ from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs, out_projection_pairs
 from praxis_lite.bridges.hf.tensors import Pair
-from praxis_lite.bridges.hf.vit import image_sizes, one_or_both, patch_pairs
+from praxis_lite.bridges.hf.vit import patch_pairs, vision_sizes, vision_values
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
@@ -47,10 +47,6 @@ class TwoTowers(WholeModelFamily):
 
   def network_in(self, model: BaseModel) -> Layer | None:
     return model
-
-  @property
-  def architectures(self) -> tuple[str, ...]:
-    return (self.architecture,)
 
   def refusal(self) -> str:
     return f' is not supported; of {self.model_type}, only {self.architecture} is, which has both towers'
@@ -107,13 +103,7 @@ class TwoTowers(WholeModelFamily):
   def _vision(self, hf: HfConfig) -> Config[VisionTransformer]:
     hf.must_be('attention_dropout', 0, 0.0)
     hf.must_be('vision_use_head', True)
-    network = vision_transformer(
-      image_size=image_sizes(hf, 'image_size'),
-      patch_size=image_sizes(hf, 'patch_size'),
-      channels=hf.size('num_channels'),
-      pooling='attention' if self.is_siglip else 'class_token',
-      **encoder_sizes(hf),
-    )
+    network = vision_transformer(pooling='attention' if self.is_siglip else 'class_token', **vision_sizes(hf))
     if not self.is_siglip:
       network.patch_tpl.conv_tpl.use_bias = False
       network.embedding_norm_tpl = network.final_norm_tpl.clone()
@@ -124,8 +114,8 @@ class TwoTowers(WholeModelFamily):
 
   def values(self, model: TwoTowerModel) -> Values:
     text, vision = model.text, model.image
-    if not vision.has_learned_positions or text.position_tpl is None or text.final_norm_tpl is None:
-      raise ConfigError(f'{model.path_name}: towers of transformers have learned positions and norms after the blocks')
+    if text.position_tpl is None or text.final_norm_tpl is None:
+      raise ConfigError(f'{text.path_name}: a tower of transformers has learned positions and a norm after the blocks')
     of_text: dict[str, Any] = {
       'vocab_size': text.vocab_size,
       'max_position_embeddings': text.max_positions,
@@ -141,13 +131,7 @@ class TwoTowers(WholeModelFamily):
         )
       end = _OLD_END if model.text_pooling == 'largest' else model.end_id
       of_text |= {'eos_token_id': end, 'projection_dim': model.embedding_dims}
-    of_vision = {
-      'image_size': one_or_both(vision.image_size),
-      'patch_size': one_or_both(vision.patch_size),
-      'num_channels': vision.channels,
-      **encoder_values(vision, vision.final_norm.epsilon),
-    }
-    parts: Values = {'text_config': of_text, 'vision_config': of_vision}
+    parts: Values = {'text_config': of_text, 'vision_config': vision_values(vision)}
     return parts if self.is_siglip else parts | {'projection_dim': model.embedding_dims}
 
   def table_of(self, weights: NestedDict) -> list[Pair]:

@@ -29,14 +29,10 @@ class VisionFamily(WholeModelFamily):
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
   table_path: ClassVar[str] = ''
   own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+  other_architectures: ClassVar[tuple[str, ...]] = (_FEATURES,)
 
   def network_in(self, model: BaseModel) -> Layer | None:
-    is_vision = isinstance(getattr(model, 'network', None), VisionTransformer)
-    return model if is_vision else None
-
-  @property
-  def architectures(self) -> tuple[str, ...]:
-    return _CLASSIFIER, _FEATURES
+    return model if isinstance(getattr(model, 'network', None), VisionTransformer) else None
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
@@ -45,7 +41,7 @@ class VisionFamily(WholeModelFamily):
     hf.must_be('problem_type', None, 'single_label_classification')
     hf.must_be('pooler_output_size', None, hf.size('hidden_size'))
     sizes = vision_sizes(hf)
-    if _FEATURES in (hf.values.get('architectures') or ()):
+    if hf.has_architecture(_FEATURES):
       network = vision_transformer(representation=True, **sizes)
       return Config(ImageFeatureModel, network_tpl=network, params_init=network.params_init)
     return image_classifier(num_classes=count_classes(hf), **sizes)
@@ -60,8 +56,7 @@ class VisionFamily(WholeModelFamily):
   def is_unused(self, name: str, hf: HfConfig) -> bool:
     if name == f'{self.prefix}embeddings.mask_token':
       return True
-    is_features = _FEATURES in (hf.values.get('architectures') or ())
-    return name.startswith('classifier.') if is_features else name.startswith(f'{self.prefix}pooler.')
+    return name.startswith('classifier.' if hf.has_architecture(_FEATURES) else f'{self.prefix}pooler.')
 
   def values(self, model: ClassificationModel | ImageFeatureModel) -> Values:
     network = model.network

@@ -18,8 +18,6 @@ from praxis_lite.layers import FeedForward, LearnedPositions
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import MaskedAutoencoder, masked_autoencoder
 
-_ARCHITECTURE = 'ViTMAEForPreTraining'
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskedImageFamily(VisionFamily):
@@ -27,13 +25,7 @@ class MaskedImageFamily(VisionFamily):
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = MaskedAutoencoder
   own_heads: ClassVar[frozenset[str]] = frozenset({'decoder'})
-
-  @property
-  def architectures(self) -> tuple[str, ...]:
-    return (_ARCHITECTURE,)
-
-  def refusal(self) -> str:
-    return f' is not supported; of {self.model_type}, {_ARCHITECTURE} is'
+  other_architectures: ClassVar[tuple[str, ...]] = ()
 
   def model(self, hf: HfConfig) -> Config[Any]:
     hf = hf.replace_defaults(self.defaults)
@@ -110,4 +102,4 @@ _VIT_MAE = {
   'mask_ratio': 0.75,
   'norm_pix_loss': False,
 }
-VIT_MAE = MaskedImageFamily('vit_mae', _ARCHITECTURE, _VIT_MAE, 'vit.')
+VIT_MAE = MaskedImageFamily('vit_mae', 'ViTMAEForPreTraining', _VIT_MAE, 'vit.')
