@@ -135,11 +135,19 @@ def _split(config: Config, axes: _Axes) -> None:
     _split_decoder(network, axes)
 
 
+def _set(layer: Config, wt: SplitDimsMapping = None, **activations: SplitDimsMapping) -> None:
+  """Sets the mapping `wt` of the weights of a layer, unless it is None, and mappings of its activations by name."""
+  if wt is not None:
+    layer.weight_split_dims_mapping.wt = wt
+  if activations:
+    layer.activation_split_dims_mapping.set(**activations)
+
+
 # ------------------------------------------------------------------ blocks
 
 
 def _split_block(block: Config, axes: _Axes) -> None:
-  block.activation_split_dims_mapping.out = axes.bld
+  _set(block, out=axes.bld)
   for name in ('attention_tpl', 'cross_attention_tpl'):
     attention = getattr(block, name, None)
     if attention is not None:
@@ -151,9 +159,9 @@ def _split_block(block: Config, axes: _Axes) -> None:
     kind.set_split(block.mixer_tpl, batch=axes.batch, length=axes.length, data=axes.data, mdl=axes.mdl)
   dense = block.ff_tpl
   if dense is not None and is_a(dense, MoeFeedForward):
-    free = (_remove_axes(entry, spec_axes(axes.expert)) for entry in (axes.data, axes.mdl))
-    dense.weight_split_dims_mapping.wt = (axes.expert, *free)
-    dense.activation_split_dims_mapping.out = axes.bld
+    taken = spec_axes(axes.expert)
+    free = (axes_to_entry([axis for axis in spec_axes(entry) if axis not in taken]) for entry in (axes.data, axes.mdl))
+    _set(dense, (axes.expert, *free), out=axes.bld)
     dense.expert_axis = axes.expert
     dense = dense.shared_tpl
   if dense is not None:
@@ -161,18 +169,11 @@ def _split_block(block: Config, axes: _Axes) -> None:
 
 
 def _split_attention(attention: Config, axes: _Axes) -> None:
-  attention.weight_split_dims_mapping.wt = (axes.data, axes.mdl, None)
-  attention.activation_split_dims_mapping.set(blnh=axes.blnh, blkh=axes.blnh, out=axes.bld)
+  _set(attention, (axes.data, axes.mdl, None), blnh=axes.blnh, blkh=axes.blnh, out=axes.bld)
 
 
 def _split_feed_forward(layer: Config, axes: _Axes) -> None:
-  layer.weight_split_dims_mapping.wt = axes.weight
-  layer.activation_split_dims_mapping.set(hidden=axes.blf, out=axes.bld)
-
-
-def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
-  """Returns the entry `axes` of a mapping without the mesh axes in `taken`."""
-  return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
+  _set(layer, axes.weight, hidden=axes.blf, out=axes.bld)
 
 
 # ------------------------------------------------------------------ layers around the blocks
@@ -180,80 +181,69 @@ def _remove_axes(axes: Axes, taken: tuple[str, ...]) -> Axes:
 
 def _split_decoder(network: Config, axes: _Axes) -> None:
   """Splits the tables of a language model or an encoder-decoder, and the model's modules that predict later tokens."""
-  network.activation_split_dims_mapping.out = axes.bld
+  _set(network, out=axes.bld)
   if (mtp := getattr(network, 'mtp_tpl', None)) is not None:
-    mtp.module_tpl.join_tpl.weight_split_dims_mapping.wt = axes.weight
-    mtp.module_tpl.join_tpl.activation_split_dims_mapping.out = axes.bld
+    _set(mtp.module_tpl.join_tpl, axes.weight, out=axes.bld)
     if mtp.block_tpl is not None:
       _split_block(mtp.block_tpl, axes)
-  if getattr(network, 'relative_bias_tpl', None) is not None:
-    network.relative_bias_tpl.weight_split_dims_mapping.wt = (None, axes.mdl)
-    network.relative_bias_tpl.activation_split_dims_mapping.out = (None, axes.mdl, None, None)
+  if (bias := getattr(network, 'relative_bias_tpl', None)) is not None:
+    _set(bias, (None, axes.mdl), out=(None, axes.mdl, None, None))
   for name in ('embedding_tpl', 'decoder_embedding_tpl'):
-    if getattr(network, name, None) is not None:
-      getattr(network, name).weight_split_dims_mapping.wt = axes.table
-      getattr(network, name).activation_split_dims_mapping.out = axes.bld
+    if (embedding := getattr(network, name, None)) is not None:
+      _set(embedding, axes.table, out=axes.bld)
   if (stem := getattr(network, 'stem_tpl', None)) is not None:
-    stem.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.data)
-    stem.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, None)
-    stem.activation_split_dims_mapping.out = axes.bld
-  softmax = network.softmax_tpl
-  softmax.activation_split_dims_mapping.out = axes.blf
+    _set(stem.conv_tpl, (None, None, None, axes.data), out=(axes.batch, None, None, None))
+    _set(stem, out=axes.bld)
   if network.embedding_tpl is None:
-    softmax.weight_split_dims_mapping.wt = axes.table
-    softmax.activation_split_dims_mapping.emb = axes.bld
+    _set(network.softmax_tpl, axes.table, emb=axes.bld, out=axes.blf)
   else:
-    softmax.weight_split_dims_mapping.wt = axes.weight
+    _set(network.softmax_tpl, axes.weight, out=axes.blf)
 
 
 def _split_encoder(config: Config, network: Config, axes: _Axes) -> None:
   """Splits the tables of an encoder, and the head of the model."""
-  network.activation_split_dims_mapping.out = axes.bld
-  network.embedding_tpl.weight_split_dims_mapping.wt = axes.table
-  of_table = network.embedding_tpl.activation_split_dims_mapping
-  of_table.set(**({'emb': axes.bld, 'out': axes.blf} if hasattr(of_table, 'emb') else {'out': axes.bld}))
+  _set(network, out=axes.bld)
+  is_softmax = hasattr(network.embedding_tpl.activation_split_dims_mapping, 'emb')
+  _set(network.embedding_tpl, axes.table, **({'emb': axes.bld, 'out': axes.blf} if is_softmax else {'out': axes.bld}))
   for name in ('transform_tpl', 'pooler_tpl'):
-    if getattr(config, name, None) is not None:
-      getattr(config, name).linear_tpl.weight_split_dims_mapping.wt = axes.weight
+    if (head := getattr(config, name, None)) is not None:
+      _set(head.linear_tpl, axes.weight)
   is_of_rows = hasattr(config, 'num_classes')
   _split_softmax(config, axes.weight, (axes.batch, axes.mdl) if is_of_rows else axes.blf)
 
 
 def _split_vision_transformer(network: Config, axes: _Axes) -> None:
-  network.activation_split_dims_mapping.set(states=axes.bld, out=(axes.batch, None))
   whole = axes._replace(length=None)
-  network.patch_tpl.activation_split_dims_mapping.out = whole.bld
-  network.patch_tpl.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.data)
-  network.patch_tpl.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, None)
-  pooling = network.pooling_tpl
-  pooling.activation_split_dims_mapping.out = (axes.batch, None)
-  _split_attention(pooling.attention_tpl, whole)
-  _split_feed_forward(pooling.ff_tpl, whole)
+  _set(network, states=axes.bld, out=(axes.batch, None))
+  _set(network.patch_tpl, out=whole.bld)
+  _set(network.patch_tpl.conv_tpl, (None, None, None, axes.data), out=(axes.batch, None, None, None))
+  _set(network.pooling_tpl, out=(axes.batch, None))
+  _split_attention(network.pooling_tpl.attention_tpl, whole)
+  _split_feed_forward(network.pooling_tpl.ff_tpl, whole)
   if network.representation_tpl is not None:
-    network.representation_tpl.linear_tpl.weight_split_dims_mapping.wt = axes.weight
+    _set(network.representation_tpl.linear_tpl, axes.weight)
 
 
 def _split_patch_decoder(decoder: Config, axes: _Axes) -> None:
   _check_no_length(axes, 'a MaskedAutoencoder takes patches out of an image')
   for block in kinds_of_stack(decoder.transformer_tpl):
     _split_block(block, axes)
-  decoder.activation_split_dims_mapping.set(states=axes.bld, out=axes.blf)
-  decoder.embed_tpl.weight_split_dims_mapping.wt = decoder.pixels_tpl.weight_split_dims_mapping.wt = axes.weight
-  decoder.embed_tpl.activation_split_dims_mapping.out = axes.bld
-  decoder.pixels_tpl.activation_split_dims_mapping.out = axes.blf
+  _set(decoder, states=axes.bld, out=axes.blf)
+  _set(decoder.embed_tpl, axes.weight, out=axes.bld)
+  _set(decoder.pixels_tpl, axes.weight, out=axes.blf)
 
 
 def _split_resnet(network: Config, axes: _Axes) -> None:
   """Splits a ResNet: output channels over `mdl_axis`, filters also over `data_axis`."""
   _check_no_length(axes, 'a network of convolutions has convolutions over its image')
   channels = (axes.batch, None, None, axes.mdl)
-  network.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.filters)
-  network.norm_tpl.weight_split_dims_mapping.wt = (axes.mdl,)
-  for layer in (network.conv_tpl, network.norm_tpl, network.block_tpl, network.pooling_tpl):
+  _set(network.conv_tpl, (None, None, None, axes.filters), out=channels)
+  _set(network.norm_tpl, (axes.mdl,), out=channels)
+  for layer in (network.block_tpl, network.pooling_tpl):
     if layer is not None:
-      layer.activation_split_dims_mapping.out = channels
-  network.global_pooling_tpl.activation_split_dims_mapping.out = (axes.batch, axes.mdl)
-  network.activation_split_dims_mapping.out = (axes.batch, None)
+      _set(layer, out=channels)
+  _set(network.global_pooling_tpl, out=(axes.batch, axes.mdl))
+  _set(network, out=(axes.batch, None))
 
 
 def _split_convnext(network: Config, axes: _Axes) -> None:
@@ -261,15 +251,13 @@ def _split_convnext(network: Config, axes: _Axes) -> None:
   _check_no_length(axes, 'a network of convolutions has convolutions over its image')
   whole, channels = (axes.batch, None, None, None), (axes.batch, None, None, axes.mdl)
   block = network.block_tpl
-  for conv, out in ((network.conv_tpl, whole), (block.conv_tpl, channels)):
-    conv.weight_split_dims_mapping.wt = (None, None, None, axes.filters)
-    conv.activation_split_dims_mapping.out = out
-  block.ff_tpl.weight_split_dims_mapping.wt = axes.weight
-  block.ff_tpl.activation_split_dims_mapping.set(hidden=channels, out=whole)
+  _set(network.conv_tpl, (None, None, None, axes.filters), out=whole)
+  _set(block.conv_tpl, (None, None, None, axes.filters), out=channels)
+  _set(block.ff_tpl, axes.weight, hidden=channels, out=whole)
   for layer in (network.norm_tpl, block.norm_tpl, block):
-    layer.activation_split_dims_mapping.out = whole
+    _set(layer, out=whole)
   for layer in (network.global_pooling_tpl, network.final_norm_tpl, network):
-    layer.activation_split_dims_mapping.out = (axes.batch, None)
+    _set(layer, out=(axes.batch, None))
 
 
 def _check_no_length(axes: _Axes, why: str) -> None:
@@ -278,54 +266,49 @@ def _check_no_length(axes: _Axes, why: str) -> None:
 
 
 def _split_diffusion_transformer(network: Config, axes: _Axes) -> None:
-  network.activation_split_dims_mapping.out = axes.bld
+  _set(network, out=axes.bld)
   of_blocks = [block.modulation_tpl for block in kinds_of_stack(network.blocks_tpl)]
   for layer in (*of_blocks, network.modulation_tpl, network.time_tpl.linear_tpl):
-    layer.weight_split_dims_mapping.wt = axes.weight
-  network.patch_tpl.weight_split_dims_mapping.wt = network.class_tpl.weight_split_dims_mapping.wt = (None, axes.data)
-  network.out_tpl.weight_split_dims_mapping.wt = (axes.data, None)
+    _set(layer, axes.weight)
+  _set(network.patch_tpl, (None, axes.data))
+  _set(network.class_tpl, (None, axes.data))
+  _set(network.out_tpl, (axes.data, None))
 
 
 def _split_towers(config: Config, axes: _Axes) -> None:
   for tower in (config.image_tpl, config.text_tpl):
     _split(tower, axes)
-  config.projection_tpl.weight_split_dims_mapping.wt = axes.weight
-  config.projection_tpl.activation_split_dims_mapping.out = (axes.batch, None)
-  config.loss_tpl.activation_split_dims_mapping.set(out=(axes.batch,), logits=(axes.batch, None))
+  _set(config.projection_tpl, axes.weight, out=(axes.batch, None))
+  _set(config.loss_tpl, out=(axes.batch,), logits=(axes.batch, None))
 
 
 def _split_speech(config: Config, axes: _Axes) -> None:
   """Splits a Conformer, and the other layers of the model."""
   _check_no_length(axes, 'a Conformer has convolutions over time')
   encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
-  encoder.activation_split_dims_mapping.out = axes.bld
   subsampling = encoder.subsampling_tpl
-  subsampling.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, axes.mdl)
-  subsampling.conv_tpl.activation_split_dims_mapping.out = (axes.batch, None, None, axes.mdl)
-  subsampling.proj_tpl.weight_split_dims_mapping.wt = axes.table
-  subsampling.activation_split_dims_mapping.out = axes.bld
+  _set(encoder, out=axes.bld)
+  _set(subsampling.conv_tpl, (None, None, None, axes.mdl), out=(axes.batch, None, None, axes.mdl))
+  _set(subsampling.proj_tpl, axes.table)
+  _set(subsampling, out=axes.bld)
   for block in kinds_of_stack(encoder.stack_tpl):
     _split_attention(block.attention_tpl, axes)
     _split_feed_forward(block.ff_tpl, axes)
-    convolution = block.conv_tpl
-    convolution.weight_split_dims_mapping.wt = axes.weight
-    convolution.depthwise_tpl.activation_split_dims_mapping.out = axes.blf
-    convolution.norm_tpl.weight_split_dims_mapping.wt = (axes.mdl,)
-    convolution.activation_split_dims_mapping.out = block.activation_split_dims_mapping.out = axes.bld
+    _set(block.conv_tpl, axes.weight, out=axes.bld)
+    _set(block.conv_tpl.depthwise_tpl, out=axes.blf)
+    _set(block.conv_tpl.norm_tpl, (axes.mdl,))
+    _set(block, out=axes.bld)
   _split_softmax(config, axes.weight, axes.blf)
   if is_a(config, TransducerModel):
     labels, joint = config.label_tpl, config.joint_tpl
-    labels.embedding_tpl.weight_split_dims_mapping.wt = axes.table
-    labels.embedding_tpl.activation_split_dims_mapping.out = labels.activation_split_dims_mapping.out = axes.bld
+    _set(labels, out=axes.bld)
+    _set(labels.embedding_tpl, axes.table, out=axes.bld)
     Recurrent.set_split(labels.recurrent_tpl, batch=axes.batch, length=None, data=axes.data, mdl=axes.mdl)
-    joint.proj_tpl.weight_split_dims_mapping.wt = joint.weight_split_dims_mapping.wt = axes.weight
-    joint.activation_split_dims_mapping.set(
-      out=(axes.batch, None, None, axes.mdl), hidden=(axes.batch, None, None, None)
-    )
+    _set(joint, axes.weight, out=(axes.batch, None, None, axes.mdl), hidden=(axes.batch, None, None, None))
+    _set(joint.proj_tpl, axes.weight)
 
 
 def _split_softmax(config: Config, wt: SplitDimsMapping, out: SplitDimsMapping) -> None:
   """Sets the mappings of the softmax of a model, if it has one."""
   if getattr(config, 'softmax_tpl', None) is not None:
-    config.softmax_tpl.weight_split_dims_mapping.wt = wt
-    config.softmax_tpl.activation_split_dims_mapping.out = out
+    _set(config.softmax_tpl, wt, out=out)
