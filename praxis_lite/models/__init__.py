@@ -14,8 +14,7 @@ from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel, Classifier
 from praxis_lite.models.convnext_configs import convnext, convnext_classifier
 from praxis_lite.models.ctc_model import CtcModel
-from praxis_lite.models.diffusion_configs import diffusion_transformer
-from praxis_lite.models.diffusion_model import DiffusionModel
+from praxis_lite.models.diffusion_model import DiffusionModel, diffusion_transformer
 from praxis_lite.models.distilled_model import DistilledModel
 from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.models.encoder_configs import (

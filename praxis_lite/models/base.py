@@ -19,17 +19,15 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.mistakes import missing_return_hint
-from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.common.trees import NestedDict, Path, leaves_by_path, path_name
 from praxis_lite.common.weighted import WeightedScalars
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.growth import Counterpart
 from praxis_lite.layers.position_limit import PositionLimit
-from praxis_lite.models.frozen import FrozenVariables
 from praxis_lite.models.labels import IdLimit, check_labels, labels_in, number_of_classes
 from praxis_lite.models.model_edits import ModelEdits
 from praxis_lite.models.mup import build_counterpart
-from praxis_lite.models.padding import make_padding_finite
 
 PredictionsT = TypeVar('PredictionsT')
 
@@ -71,6 +69,21 @@ class ScoreLimits(NamedTuple):
   takes_prefixes: bool
   start_id: int | None = None
   source_end_id: int | None = None
+
+
+class FrozenVariables(NamedTuple):
+  """Variables that must keep their values. They have no gradients, but the learner's weight decay would change them.
+
+  Attributes:
+    paths: paths of the variables.
+    field, value: a field of the learner, and the regex that it must contain to exclude the variables.
+    reason: why they must keep their values: the end of the message '<a variable> would be trained, but ...'.
+  """
+
+  paths: frozenset[Path]
+  field: str
+  value: str
+  reason: str
 
 
 class BaseModel(Layer, Generic[PredictionsT]):
@@ -129,7 +142,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs of `compute_loss` for a batch, whose padding may hold any numbers."""
-    batch = make_padding_finite(batch)
+    batch = _make_padding_finite(batch)
     predictions = self.compute_predictions(batch)
     if predictions is None:
       raise ConfigError(f'{_method_name(self, "compute_predictions")} {missing_return_hint(self.compute_predictions)}')
@@ -208,6 +221,26 @@ class BaseModel(Layer, Generic[PredictionsT]):
         f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
       )
     return batch[name]
+
+
+def _make_padding_finite(batch: NestedDict) -> NestedDict:
+  """Replaces NaN and infinities in rows of weight 0 by 0, because the gradient of 0 times NaN is NaN.
+
+  Args:
+    batch: arrays, and `weights`, [B, ...]; a row counts if any of its weights is not 0. If there are no weights, all
+      rows count. Arrays whose first dimension is not B are returned unchanged.
+  """
+  weights = batch.get('weights')
+  if weights is None:
+    return batch
+
+  def clear(x: jax.Array) -> jax.Array:
+    if x is weights or jnp.shape(x)[:1] != weights.shape[:1] or not jnp.issubdtype(x.dtype, jnp.inexact):
+      return x
+    is_padding_B = jnp.all(weights == 0, axis=range(1, weights.ndim))
+    return jnp.where(jnp.expand_dims(is_padding_B, range(1, x.ndim)) & ~jnp.isfinite(x), 0, x)
+
+  return jax.tree.map(clear, batch)
 
 
 def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:

@@ -21,9 +21,11 @@ from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.base import SplitMapping
 from praxis_lite.layers.diffusion import SAMPLERS, add_noise, check_process, prediction_target, sample
-from praxis_lite.layers.diffusion_transformer import DiffusionTransformer
+from praxis_lite.layers.diffusion_transformer import DiffusionTransformer, ModulatedBlock
+from praxis_lite.layers.repeat import Repeat
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import IdLimit, check_images, check_labels
+from praxis_lite.models.split_configs import set_sharding
 
 
 class DiffusionOutput(NamedTuple):
@@ -188,3 +190,37 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
 def _keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
   """Returns a PRNG key for each row, [B], which depends only on `key` and the number of the row."""
   return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
+
+
+def diffusion_transformer(
+  *,
+  image_channels: int,
+  model_dims: int,
+  num_layers: int,
+  num_heads: int,
+  patch_size: int = 2,
+  num_classes: int = 0,
+  remat: str = 'auto',
+  batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
+  data_axis: str | None = 'data',
+  mdl_axis: str | None = 'mdl',
+) -> Config[DiffusionTransformer]:
+  """Returns the config of a DiT that scans over its blocks, split over a mesh as `set_sharding` splits language models.
+
+  Args:
+    image_channels, model_dims, num_layers, num_heads, patch_size, num_classes: see `DiffusionTransformer`.
+    remat: see `layers/remat.py`.
+    batch_axes, data_axis, mdl_axis: mesh axes that split rows, model dims of weights, and heads and hidden dims; None
+      does not split.
+  """
+  network = Config(
+    DiffusionTransformer,
+    image_channels=image_channels,
+    patch_size=patch_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_classes=num_classes,
+    blocks_tpl=Config(Repeat, layers_tpl=Config(ModulatedBlock), remat=remat),
+  )
+  return set_sharding(network, batch_axes=batch_axes, data_axis=data_axis, mdl_axis=mdl_axis)

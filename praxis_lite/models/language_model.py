@@ -53,8 +53,7 @@ from praxis_lite.models.decoding import (
 from praxis_lite.models.decoding.row_loop import NewTokens, RowSettings, RowsState
 from praxis_lite.models.labels import check_labels
 from praxis_lite.models.pairs_of_answers import has_pairs
-from praxis_lite.models.positions import check_positions_of_input
-from praxis_lite.models.token_checks import check_packing, check_vocabulary
+from praxis_lite.models.token_checks import check_packing, check_positions_of_input, check_vocabulary
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 MODEL_TYPES = ('causal', 'prefix')

@@ -28,7 +28,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, Soft
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.labels import IdLimit, check_labels
 from praxis_lite.models.language_model import clear_padding
-from praxis_lite.models.positions import check_positions_of_input
+from praxis_lite.models.token_checks import check_positions_of_input
 
 
 class MaskedLanguageModel(BaseModel[SoftmaxOutput]):

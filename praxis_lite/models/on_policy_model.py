@@ -22,11 +22,10 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.transformer_lm import TransformerLm
-from praxis_lite.models.distilled_model import kl_divergence
-from praxis_lite.models.frozen import FrozenVariables
+from praxis_lite.models.base import FrozenVariables
+from praxis_lite.models.distilled_model import create_teacher, frozen_teacher, kl_divergence, teacher_logits
 from praxis_lite.models.language_model import clear_padding
 from praxis_lite.models.policy_model import PolicyModel
-from praxis_lite.models.teacher import create_teacher, frozen_teacher, teacher_logits
 
 
 class TaughtTokens(NamedTuple):

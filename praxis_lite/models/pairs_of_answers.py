@@ -21,8 +21,7 @@ from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.labels import check_labels
-from praxis_lite.models.positions import check_positions_of_input
-from praxis_lite.models.token_checks import check_packing, check_vocabulary
+from praxis_lite.models.token_checks import check_packing, check_positions_of_input, check_vocabulary
 
 CHOSEN, REJECTED, MISMATCHED = 'chosen', 'rejected', 'mismatched'
 

@@ -24,9 +24,8 @@ from praxis_lite.inputs.rewarded import RewardedInput
 from praxis_lite.models.cached_steps import CachedSteps
 from praxis_lite.models.decoding import Sampler
 from praxis_lite.models.policy_losses import Grpo, PolicyTokens
-from praxis_lite.models.positions import check_positions_of_input
 from praxis_lite.models.referenced_model import ReferencedModel
-from praxis_lite.models.token_checks import check_packing, check_vocabulary
+from praxis_lite.models.token_checks import check_packing, check_positions_of_input, check_vocabulary
 
 _OF_SAMPLER = ('max_decode_steps', 'stop_ids')
 

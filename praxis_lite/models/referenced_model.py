@@ -21,7 +21,7 @@ from praxis_lite.common.trees import leaves
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.adapters import ADAPTER_VARIABLES, adapter_paths
-from praxis_lite.models.frozen import FrozenVariables
+from praxis_lite.models.base import FrozenVariables
 from praxis_lite.models.language_model import LanguageModel, clear_padding, sized_network
 
 

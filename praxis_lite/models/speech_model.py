@@ -30,7 +30,6 @@ from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.models.base import BaseModel, PredictionsT
 from praxis_lite.models.edit_distance import edit_distance, error_rate, hash_words
 from praxis_lite.models.labels import check_labels
-from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
 
 
 class Labels(NamedTuple):
@@ -177,3 +176,21 @@ class SpeechModel(BaseModel[PredictionsT]):
     They are `ids`, [B, ...] int32 symbols, followed by blanks; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
     """
     raise NotImplementedError
+
+
+def check_sample_rate(data: BaseInput, frontend: LogMel) -> None:
+  """Raises a `ConfigError` if the data has a sample rate that differs from the one of the model's front end."""
+  rate = getattr(data, 'sample_rate', None)
+  if rate not in (None, frontend.sample_rate):
+    raise ConfigError(
+      f'{data.label}.sample_rate: {rate} samples in a second, but task.model.frontend_tpl.sample_rate is '
+      f'{frontend.sample_rate}; set the same in both'
+    )
+
+
+def prompts_error(model: object) -> ConfigError:
+  """Returns the error for a call that asks a model of recordings to continue a text."""
+  return ConfigError(
+    f'task.model: a {type(model).__name__} writes down recordings and continues no prompts; praxis-lite predict '
+    'takes WAV files, and decode without a prompt the decode_datasets of the experiment'
+  )

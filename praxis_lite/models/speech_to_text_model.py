@@ -23,7 +23,7 @@ from praxis_lite.layers.position_limit import PositionLimit
 from praxis_lite.models.base import ScoreLimits
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel, SourceSteps
 from praxis_lite.models.language_model import LanguageModel
-from praxis_lite.models.recording_checks import check_sample_rate, prompts_error
+from praxis_lite.models.speech_model import check_sample_rate, prompts_error
 
 
 class _Suppression(NamedTuple):

@@ -29,7 +29,7 @@ from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models import BaseModel, combine_adapters
 from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.models.labels import check_ids_in_tables
-from praxis_lite.models.positions import check_positions
+from praxis_lite.models.token_checks import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
