@@ -254,9 +254,9 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
   for path, x in leaves_by_path(predictions).items():
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
-        f'task.model: of {number_of(rows, "example")}, {type(model).__name__} predicts '
-        f'{path_name(path) or "an array"} of shape '
-        f'{jnp.shape(x)}; predict(batch) takes a whole batch, and returns only arrays with the batch as dimension 0'
+        f'task.model: of {number_of(rows, "example")}, {type(model).__name__} predicts {path_name(path) or "an array"} '
+        f'of shape {jnp.shape(x)}; predict(batch) takes a whole batch, and returns only arrays with the batch as '
+        'dimension 0'
       )
   return predictions
 

@@ -53,8 +53,7 @@ class DraftedModel(BaseModel[jax.Array]):
       )
     if self.model.num_ids != self.draft.num_ids:
       raise ConfigError(
-        f'{self.path_name}.draft_tpl: its vocabulary has {self.draft.num_ids} tokens, and that of '
-        'the model has '
+        f'{self.path_name}.draft_tpl: its vocabulary has {self.draft.num_ids} tokens, and that of the model has '
         f'{self.model.num_ids}; a draft model has the same tokens'
       )
 

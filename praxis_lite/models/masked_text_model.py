@@ -83,8 +83,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     if self.max_places is not None and most > self.max_places:
       raise ConfigError(
         f'{data.label}: a row has {number_of(most, "place")} to predict, and task.model.max_places is '
-        f'{self.max_places}; set it to '
-        'the largest number, or to None'
+        f'{self.max_places}; set it to the largest number, or to None'
       )
     if 'labels' in batch:
       labels = {'labels': np.asarray(batch['labels'])}

@@ -63,9 +63,8 @@ class VqVae(BaseModel[VqVaeOutput]):
     self.create_child('decoder', decoder)
     if len(self.decoder.channels) != len(encoder.channels):
       raise ConfigError(
-        f'{self.path_name}.decoder_tpl.channels: {number_of(len(self.decoder.channels), "doubling")}, but the '
-        'encoder has '
-        f'{number_of(len(encoder.channels), "halving")}; both must be the same'
+        f'{self.path_name}.decoder_tpl.channels: {number_of(len(self.decoder.channels), "doubling")}, but the encoder '
+        f'has {number_of(len(encoder.channels), "halving")}; both must be the same'
       )
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:

@@ -46,11 +46,7 @@ class EquinoxLayer(ForeignLayer):
     eqx = self.import_library()
     with self._named_errors('cannot be built'):
       module, state = eqx.filter_eval_shape(lambda: self._build(jax.random.key(0)))
-      if not isinstance(module, eqx.Module):
-        raise ConfigError(
-          f'{self.path_name}.module_tpl: expected the config of an equinox.Module, which returned '
-          f'{type(module).__name__}'
-        )
+      self.check_module(module)
       arrays, self._static = eqx.partition(module, _is_array)
     # A layer holds no arrays, so it keeps only structures and shapes.
     self._of_module: Any = jax.tree.structure(arrays)

@@ -205,6 +205,17 @@ class ForeignLayer(Layer):
     known = field_names(self.module_tpl)
     return self.module_tpl.instantiate(**{k: v for k, v in given.items() if known is None or k in known})
 
+  @property
+  def _a_module(self) -> str:
+    return f'{"an" if self.package[0] in "aeiou" else "a"} {self.package}.Module'
+
+  def check_module(self, module: Any) -> None:
+    """Raises ConfigError unless what `module_tpl` has built is a `Module` of the library."""
+    if not isinstance(module, self.import_library().Module):
+      raise ConfigError(
+        f'{self.path_name}.module_tpl: expected the config of {self._a_module}, which returned {type(module).__name__}'
+      )
+
   def _check_library(self) -> None:
     """Raises a ConfigError if the class of the module is known to belong to another library, or to this package."""
     built = target(self.module_tpl)
@@ -212,14 +223,14 @@ class ForeignLayer(Layer):
     found = [package for package in _LAYER_OF if any(base.startswith(f'{package}.') for base in bases)]
     if found and self.package not in found:
       raise ConfigError(
-        f'{self.path_name}.module_tpl: expected the config of a {self.package}.Module, got {built.__name__}; '
+        f'{self.path_name}.module_tpl: expected the config of {self._a_module}, got {built.__name__}; '
         f'{_LAYER_OF[found[0]]}'
       )
 
-  def import_library(self, module: str = '') -> ModuleType:
-    """Returns a module of the library; raises ConfigError if it is not installed."""
+  def import_library(self) -> ModuleType:
+    """Returns the library; raises ConfigError if it is not installed."""
     try:
-      return importlib.import_module(module or self.package)
+      return importlib.import_module(self.package)
     except ImportError:
       raise ConfigError(
         f'{self.path_name}: {self.library} is not installed; pip install praxis_lite[{self.extra}]'

@@ -36,14 +36,9 @@ class LinenLayer(ExampleInputs):
   rng_names: tuple[str, ...] = ('dropout',)
 
   def setup(self) -> None:
-    nn = self.import_library()
     with self._named_errors('cannot be built'):
       self._module = self.build_module()
-    if not isinstance(self._module, nn.Module):
-      raise ConfigError(
-        f'{self.path_name}.module_tpl: expected the config of a flax.linen.Module, which returned '
-        f'{type(self._module).__name__}'
-      )
+    self.check_module(self._module)
     super().setup()
 
   def declare(self) -> dict[Path, ForeignVariable]:

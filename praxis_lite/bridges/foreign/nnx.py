@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from praxis_lite.bridges.foreign.layer import ForeignLayer, ForeignVariable, RunResult, VariableValues
-from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path
 
 _NnxPath = tuple[str | int, ...]  # The path of a variable in its module.
@@ -88,10 +87,7 @@ class NnxLayer(ForeignLayer):
     nnx = self.import_library()
     with nnx.use_eager_sharding(False):  # This layer places variables itself.
       module = self.build_module(rngs=nnx.Rngs(key))
-    if not isinstance(module, nnx.Module):
-      raise ConfigError(
-        f'{self.path_name}.module_tpl: expected the config of a flax.nnx.Module, which returned {type(module).__name__}'
-      )
+    self.check_module(module)
     return module
 
 

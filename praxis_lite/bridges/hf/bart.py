@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig, activation_name
@@ -14,7 +13,6 @@ from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import FeedForward, LearnedPositions, SharedEmbeddingSoftmax, TransformerEncoderDecoder
-from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
 STACKS = ('encoder', 'decoder')
@@ -53,18 +51,16 @@ def values_of_stacks(lm: TransformerEncoderDecoder, ff: FeedForward) -> Values:
   }
 
 
-@dataclasses.dataclass(frozen=True)
 class Bart(Family):
   """BART's encoder and decoder. Its linear layers are stored as [out, in], its tables as [ids, dims]."""
 
-  network: ClassVar[type[Layer]] = TransformerEncoderDecoder
+  network = TransformerEncoderDecoder
 
   def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     copies = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
     return {f'{self.prefix}{name}': f'{self.prefix}shared.weight' for name in copies}
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     for name in ('normalize_before', 'add_final_layer_norm', 'static_position_embeddings', 'extra_pos_embeddings'):
       # Old files have these fields. Published BART models have these values; other values mean another family.
       hf.must_be(name, None, _FIRST_POSITION if name == 'extra_pos_embeddings' else False)

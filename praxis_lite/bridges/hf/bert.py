@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily
@@ -49,9 +49,9 @@ class Encoder(WholeModelFamily):
   classifier_names: tuple[str, str] = ('', '')
   counts_from_padding: bool = False
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (MaskedLanguageModel, SequenceClassifier, TextEncoder)
-  table_path: ClassVar[str] = 'encoder.embedding.w'
-  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+  network = (MaskedLanguageModel, SequenceClassifier, TextEncoder)
+  table_path = 'encoder.embedding.w'
+  own_heads = frozenset({'classifier'})
 
   @property
   def head(self) -> str:
@@ -71,8 +71,7 @@ class Encoder(WholeModelFamily):
   def accepts(self, architecture: str) -> bool:
     return super().accepts(architecture) or architecture in self.also_masked
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('position_embedding_type', 'absolute')
     for name in ('is_decoder', 'add_cross_attention', 'is_encoder_decoder'):
       hf.must_be(name, False)

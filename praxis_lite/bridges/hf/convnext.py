@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.family import Values
 from praxis_lite.bridges.hf.hf_config import HfConfig, activation_name, count_classes
@@ -17,18 +16,15 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import ConvNeXt
-from praxis_lite.layers.base import Layer
 from praxis_lite.models import ClassificationModel, convnext_classifier
 
 
-@dataclasses.dataclass(frozen=True)
 class ConvNeXtFamily(ImageClassifierFamily):
   """A classifier of images with a ConvNeXt."""
 
-  backbone: ClassVar[type[Layer]] = ConvNeXt
+  backbone = ConvNeXt
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('problem_type', None, 'single_label_classification')
     dims, scale = stage_sizes(hf, 'hidden_sizes'), hf.number('layer_scale_init_value')
     hf.must_be('num_stages', len(dims))

@@ -36,8 +36,7 @@ class DeepseekV3(LlamaLike):
   checkpoint has them, and then written too, together with their copies of the embedding and softmax tables.
   """
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('moe_layer_freq', 1)
     hf.must_be('scoring_func', 'sigmoid')
     hf.must_be('topk_method', 'noaux_tc')

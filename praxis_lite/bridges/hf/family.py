@@ -99,6 +99,10 @@ class Family:
 
   def model(self, hf: HfConfig) -> Config[Any]:
     """Returns the config of the model in config.json; raises ConfigError if our layers cannot compute it."""
+    return self._model(hf.replace_defaults(self.defaults))
+
+  def _model(self, hf: HfConfig) -> Config[Any]:
+    """Does the work of `model`, given config.json with the defaults of the family."""
     raise NotImplementedError
 
   def is_buffer(self, name: str, tensor: StoredTensor, hf: HfConfig) -> bool:
@@ -122,7 +126,6 @@ class Family:
     raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True)
 class WholeModelFamily(Family):
   """A family whose checkpoints hold all variables of a model, not only of its network."""
 

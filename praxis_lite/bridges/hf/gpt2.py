@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import numpy as np
@@ -17,14 +16,12 @@ from praxis_lite.layers import TransformerLm
 from praxis_lite.models import LanguageModel, transformer_lm
 
 
-@dataclasses.dataclass(frozen=True)
 class Gpt2(Family):
   """GPT-2. Its linear layers are stored as [in, out]; queries, keys and values share a tensor."""
 
   stores_inputs_first = True
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('scale_attn_weights', True)
     hf.must_be('scale_attn_by_inverse_layer_idx', False)
     hf.must_be('add_cross_attention', False)

@@ -21,8 +21,8 @@ class GptOss(LlamaLike):
   The experts may have 4 bits; see `mxfp4.py`.
   """
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    model = super().model(hf)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
+    model = super()._model(hf)
     layers = model.lm_tpl.transformer_tpl.layers_tpl
     for block in layers if isinstance(layers, tuple) else (layers,):
       block.attention_tpl.use_sinks = True

@@ -78,8 +78,7 @@ class LlamaLike(Family):
     names = ('gate', 'up', 'down')
     return [pair for name in names for pair in linear_pairs(f'{layer}mlp.{name}_proj', f'{ours}ff.{name}')]
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('use_bidirectional_attention', False, None)
     for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
       hf.must_be(name, False)

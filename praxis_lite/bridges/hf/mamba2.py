@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import cast
 
@@ -17,15 +16,13 @@ from praxis_lite.layers import Mamba2, MixerBlock, TransformerLm
 from praxis_lite.models import LanguageModel, mamba2_lm
 
 
-@dataclasses.dataclass(frozen=True)
 class Mamba2Family(Family):
   """Mamba-2, whose checkpoints join a mixer's five projections in one tensor, and its three convolutions in another."""
 
   def current_name(self, name: str) -> str:
     return name.replace('backbone.embedding.', 'backbone.embeddings.')
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     D, N, H = hf.size('hidden_size'), hf.size('num_heads'), hf.size('head_dim')
     if hf.number('expand') * D != N * H:
       raise ConfigError(

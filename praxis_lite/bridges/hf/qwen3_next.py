@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 from praxis_lite.bridges.hf.family import Values, blocks_of
@@ -27,13 +26,11 @@ _KINDS = 'linear_attention', 'full_attention'
 _SHARE = 0.25  # The share of a head's dims that rotary positions rotate if config.json does not say.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Mixture):
   """Qwen3-Next, without its modules that predict further tokens (MTP); transformers omits them too."""
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    model = super().model(hf)
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
+    model = super()._model(hf)
     lm = model.lm_tpl
     attention = lm.transformer_tpl.layers_tpl
     for norm in (attention.norm_tpl, attention.attention_tpl.qk_norm_tpl, lm.final_norm_tpl):

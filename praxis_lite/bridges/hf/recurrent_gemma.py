@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,12 +18,10 @@ from praxis_lite.models import LanguageModel, griffin_lm
 _KINDS = 'recurrent', 'attention'
 
 
-@dataclasses.dataclass(frozen=True)
 class RecurrentGemma(Family):
   """RecurrentGemma."""
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('tie_word_embeddings', True)
     D, N, F = hf.size('hidden_size'), hf.size('num_attention_heads'), hf.size('intermediate_size')
     types = hf['block_types']

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -19,20 +18,18 @@ from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, ClassificationModel, resnet_classifier
 
 
-@dataclasses.dataclass(frozen=True)
 class ImageClassifierFamily(WholeModelFamily):
   """A classifier of images with a convolutional network."""
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = ClassificationModel
-  table_path: ClassVar[str] = ''
-  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+  network = ClassificationModel
+  table_path = ''
+  own_heads = frozenset({'classifier'})
   backbone: ClassVar[type[Layer]] = ResNet
 
   def network_in(self, model: BaseModel) -> Layer | None:
     return model if isinstance(getattr(model, 'network', None), self.backbone) else None
 
 
-@dataclasses.dataclass(frozen=True)
 class _ResidualFamily(ImageClassifierFamily):
   """A classifier of images with a residual network."""
 
@@ -75,12 +72,10 @@ class _ResidualFamily(ImageClassifierFamily):
       yield f'{self.prefix}encoder.stages.{stage}.layers.{n - start}.', f'network.blocks_{n}.', block
 
 
-@dataclasses.dataclass(frozen=True)
 class ResNetFamily(_ResidualFamily):
   """ResNet v1.5 with batch norms."""
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('downsample_in_first_stage', False)
     hf.must_be('downsample_in_bottleneck', False)
     hf.must_be('layer_type', 'bottleneck', 'basic')
@@ -101,12 +96,10 @@ class ResNetFamily(_ResidualFamily):
         yield from _layer_pairs(f'{theirs}shortcut.', f'{ours}shortcut', f'{ours}shortcut_norm')
 
 
-@dataclasses.dataclass(frozen=True)
 class BitFamily(_ResidualFamily):
   """ResNet v2 with group norms and standardized filters."""
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('layer_type', 'preactivation')
     hf.must_be('global_padding', None)
     hf.must_be('embedding_dynamic_padding', False)

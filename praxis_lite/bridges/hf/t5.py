@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from typing import ClassVar
 
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
 from praxis_lite.bridges.hf.files import StoredTensor
@@ -16,7 +14,6 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict, leaves
 from praxis_lite.layers import FeedForward, GatedFeedForward, RelativeBias, TransformerEncoderDecoder
-from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, EncoderDecoderModel, LanguageModel, encoder_decoder
 
 _GATED = 'gated-'
@@ -24,17 +21,15 @@ _GATED = 'gated-'
 _UNUSED = re.compile(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight')
 
 
-@dataclasses.dataclass(frozen=True)
 class T5(Family):
   """T5's encoder and decoder. Its linear layers are stored as [out, in], its tables as [ids, dims]."""
 
-  network: ClassVar[type[Layer]] = TransformerEncoderDecoder
+  network = TransformerEncoderDecoder
 
   def copies_in(self, hf: HfConfig) -> Mapping[str, str]:
     return dict.fromkeys(('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'), 'shared.weight')
 
-  def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('is_encoder_decoder', True)
     is_gated, activation = _feed_forward(hf)
     tied = bool(hf['tie_word_embeddings'])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily
@@ -42,8 +42,8 @@ class TwoTowers(WholeModelFamily):
   vision_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   is_siglip: bool = False
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TwoTowerModel
-  table_path: ClassVar[str] = ''
+  network = TwoTowerModel
+  table_path = ''
 
   def network_in(self, model: BaseModel) -> Layer | None:
     return model
@@ -51,8 +51,7 @@ class TwoTowers(WholeModelFamily):
   def refusal(self) -> str:
     return f' is not supported; of {self.model_type}, only {self.architecture} is, which has both towers'
 
-  def model(self, hf: HfConfig) -> Config[TwoTowerModel]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[TwoTowerModel]:
     text, vision = self._part(hf, 'text_config'), self._part(hf, 'vision_config')
     image_tpl, text_tpl = self._vision(vision), self._text(text)
     width = text_tpl.model_dims

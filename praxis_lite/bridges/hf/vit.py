@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -22,20 +21,18 @@ from praxis_lite.models import BaseModel, ClassificationModel, ImageFeatureModel
 _CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
 
 
-@dataclasses.dataclass(frozen=True)
 class VisionFamily(WholeModelFamily):
   """A vision transformer with a class token, and a softmax or a pooler. `architecture` names the classifier."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
-  table_path: ClassVar[str] = ''
-  own_heads: ClassVar[frozenset[str]] = frozenset({'classifier'})
+  table_path = ''
+  own_heads = frozenset({'classifier'})
   other_architectures: ClassVar[tuple[str, ...]] = (_FEATURES,)
 
   def network_in(self, model: BaseModel) -> Layer | None:
     return model if isinstance(getattr(model, 'network', None), VisionTransformer) else None
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('qkv_bias', True)
     hf.must_be('pooler_act', 'tanh')
     hf.must_be('problem_type', None, 'single_label_classification')

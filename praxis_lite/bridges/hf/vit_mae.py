@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.family import Values, blocks_of_stack
 from praxis_lite.bridges.hf.hf_config import MOST_LAYERS, HfConfig
@@ -15,20 +14,17 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers import FeedForward, LearnedPositions
-from praxis_lite.layers.base import Layer
 from praxis_lite.models import MaskedAutoencoder, masked_autoencoder
 
 
-@dataclasses.dataclass(frozen=True)
 class MaskedImageFamily(VisionFamily):
   """A masked autoencoder. Its positions are sinusoids, stored as tables."""
 
-  network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = MaskedAutoencoder
-  own_heads: ClassVar[frozenset[str]] = frozenset({'decoder'})
-  other_architectures: ClassVar[tuple[str, ...]] = ()
+  network = MaskedAutoencoder
+  own_heads = frozenset({'decoder'})
+  other_architectures = ()
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('qkv_bias', True)
     hf.must_be('norm_pix_loss', False, True)
     sizes = vision_sizes(hf)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from praxis_lite.bridges.hf.bart import STACKS, sizes_of_stacks, values_of_stacks
 from praxis_lite.bridges.hf.family import Family, Values, blocks_of_stack
@@ -14,22 +13,19 @@ from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import AudioEncoderDecoder, FeedForward, LearnedPositions
-from praxis_lite.layers.base import Layer
 from praxis_lite.models import BaseModel, SpeechToTextModel, whisper
 
 
-@dataclasses.dataclass(frozen=True)
 class Whisper(Family):
   """Whisper's encoder and decoder. The encoder's positions are sinusoids, stored as a table."""
 
-  network: ClassVar[type[Layer]] = AudioEncoderDecoder
+  network = AudioEncoderDecoder
 
   @property
   def head(self) -> str:
     return 'proj_out.weight'
 
-  def model(self, hf: HfConfig) -> Config[Any]:
-    hf = hf.replace_defaults(self.defaults)
+  def _model(self, hf: HfConfig) -> Config[Any]:
     hf.must_be('scale_embedding', False)
     model = whisper(
       **sizes_of_stacks(hf),

@@ -102,8 +102,7 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
       if len(names) != len(by_path[path]):
         raise ShardingError(
           f'the axis names override {pattern!r} has {number_of(len(names), "name")} {tuple(names)!r}, and '
-          f'{path_name(path)} has '
-          f'{number_of(len(by_path[path]), "axis")} {tuple(by_path[path])!r}'
+          f'{path_name(path)} has {number_of(len(by_path[path]), "axis")} {tuple(by_path[path])!r}'
         )
 
   chosen = {path: AxisNames(*overrides[i][1]) for path, i in deciding.items() if i is not None}
