@@ -79,11 +79,10 @@ def unmerge_adapters(model: BaseModel, merged: NestedDict, variables: NestedDict
       f'{model.path_name}.quantized: adapters cannot be taken out of weights in few bits; keep the variables '
       'before the merge'
     )
-  declared = model.abstract_init()
-  missing = _first_missing(declared, merged, variables)
-  if missing:
-    raise ConfigError(f'{missing} is neither among the merged variables nor among those of the adapters')
-  adapters = select(variables, lambda path: not _has(merged, path))
+  for path in leaves(model.abstract_init()):
+    if node_at(merged, path) is None and node_at(variables, path) is None:
+      raise ConfigError(f'{path_name(path)} is neither among the merged variables nor among those of the adapters')
+  adapters = select(variables, lambda path: node_at(merged, path) is None)
   base = _merge(model, merge(merged, adapters), sign=-1)
   return merge(base, adapters)
 
@@ -194,11 +193,3 @@ def _merge(model: Layer, variables: NestedDict, sign: int) -> NestedDict:
     return layer.merge_variables(own, sign) if isinstance(layer, AdaptedLayer) else own
 
   return change_variables(model, variables, merge_layer)
-
-
-def _has(tree: NestedDict, path: tuple[str, ...]) -> bool:
-  return node_at(tree, path) is not None
-
-
-def _first_missing(declared: NestedDict, *trees: NestedDict) -> str:
-  return next((path_name(path) for path in leaves(declared) if not any(_has(tree, path) for tree in trees)), '')

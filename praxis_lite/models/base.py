@@ -33,57 +33,37 @@ PredictionsT = TypeVar('PredictionsT')
 
 
 class PromptLimits(NamedTuple):
-  """What a model accepts when one compiled program continues prompts of different lengths: see `LanguageModel.decode`.
+  """What `LanguageModel.decode` accepts when one compiled program continues prompts of different lengths."""
 
-  Attributes:
-    max_tokens: the largest number of tokens that the model's config allows after a prompt.
-    stop_ids: tokens that end a continuation.
-    context: how many of the last tokens the model sees at once; None means all.
-    check_fits: (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if the model cannot decode this
-      number of tokens.
-    state_bytes: (rows, token slots in each row) -> the bytes of the decode state, such as caches.
-  """
-
-  max_tokens: int
-  stop_ids: tuple[int, ...]
-  context: int | None
+  max_tokens: int  # The largest number of tokens that the model's config allows after a prompt.
+  stop_ids: tuple[int, ...]  # Tokens that end a continuation.
+  context: int | None  # How many of the last tokens the model sees at once; None means all.
+  # (tokens of a prompt, tokens to add) -> None; raises a `ConfigError` if the model cannot decode this number of
+  # tokens.
   check_fits: Callable[[int, int], None]
+  # (rows, token slots in each row) -> the bytes of the decode state, such as caches.
   state_bytes: Callable[[int, int], int]
 
 
 class ScoreLimits(NamedTuple):
-  """What the `score` method of a model accepts: see `LanguageModel.score`.
+  """What the `score` method of a model accepts: see `LanguageModel.score`."""
 
-  Attributes:
-    vocab_size: V; labels are from 0 to V - 1.
-    max_positions: the largest number of tokens in a row; None means any number.
-    takes_prefixes: whether a batch has `prefix_lengths`, [B] int32.
-    start_id: the token before a continuation in `ids`, if contexts are sources of an encoder-decoder, [B, S] arrays
-      `source_ids` and `source_segment_ids` of S tokens. None means that a row of `ids` is a context and its
-      continuation.
-    source_end_id: the token that ends a source; None means that there is no such token.
-  """
-
-  vocab_size: int
-  max_positions: int | None
-  takes_prefixes: bool
+  vocab_size: int  # V; labels are from 0 to V - 1.
+  max_positions: int | None  # The largest number of tokens in a row; None means any number.
+  takes_prefixes: bool  # Whether a batch has `prefix_lengths`, [B] int32.
+  # The token before a continuation in `ids`, if contexts are sources of an encoder-decoder, [B, S] arrays `source_ids`
+  # and `source_segment_ids` of S tokens. None means that a row of `ids` is a context and its continuation.
   start_id: int | None = None
-  source_end_id: int | None = None
+  source_end_id: int | None = None  # The token that ends a source; None means that there is no such token.
 
 
 class FrozenVariables(NamedTuple):
-  """Variables that must keep their values. They have no gradients, but the learner's weight decay would change them.
+  """Variables that must keep their values. They have no gradients, but the learner's weight decay would change them."""
 
-  Attributes:
-    paths: paths of the variables.
-    field, value: a field of the learner, and the regex that it must contain to exclude the variables.
-    reason: why they must keep their values: the end of the message '<a variable> would be trained, but ...'.
-  """
-
-  paths: frozenset[Path]
-  field: str
-  value: str
-  reason: str
+  paths: frozenset[Path]  # Paths of the variables.
+  field: str  # A field of the learner.
+  value: str  # The regex that this field must contain to exclude the variables.
+  reason: str  # Why they must keep their values: the end of the message '<a variable> would be trained, but ...'.
 
 
 class BaseModel(Layer, Generic[PredictionsT]):

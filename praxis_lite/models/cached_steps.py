@@ -113,13 +113,7 @@ class CachedSteps:
 
 
 class PackedSteps(CachedSteps):
-  """Steps that read packed prompts: several prompts in one row.
-
-  Args:
-    lm: the network, in a call of its parent.
-    packed: where the prompts are.
-    can_go_back: see `DecodingSteps`.
-  """
+  """Steps that read packed prompts, which are several in one row; `packed` says where they are."""
 
   def __init__(self, lm: Layer, packed: PackedPrompts, can_go_back: bool = False):
     super().__init__(lm, (), can_go_back)
@@ -179,11 +173,7 @@ class StepsWithHidden(CachedSteps):
 
 
 class OwnHeads:
-  """The heads of a network that predict later tokens, for an `OwnHeadsDrafter`. Their state is the caches of the heads.
-
-  Args:
-    lm: the network, in a call of its parent.
-  """
+  """`FurtherHeads` of a network, in a call of its parent: the state is the caches of the heads."""
 
   def __init__(self, lm: TransformerLm):
     self._lm = lm
@@ -191,11 +181,9 @@ class OwnHeads:
     self.num_heads = lm.mtp.num_modules
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    """Returns the state of rows without tokens, with room for `num_slots` tokens in each."""
     return start_heads(self._lm, self._variables, num_rows, num_slots)
 
   def read_hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
-    """Returns the inputs of the softmax at these positions, [B, T, D]; `state` comes from `StepsWithHidden`."""
     return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')
 
   def extend(
@@ -207,10 +195,6 @@ class OwnHeads:
     last_B: jax.Array,
     state: NestedDict,
   ) -> tuple[jax.Array, jax.Array, NestedDict]:
-    """Returns the logits of head `number`, the inputs of the next head, [B, T, D], and the new caches.
-
-    `TransformerLm.extend_further` describes the arguments.
-    """
     arguments: tuple[Any, ...] = number, hidden_BTD, ids_BT, pos_BT, last_B
     (logits_BV, hidden_BTD), side = self._lm.apply(
       self._variables, *arguments, decode_state=state, method='extend_further'

@@ -87,19 +87,12 @@ def teacher_logits(teacher: TransformerLm, ids_BT: jax.Array, weights_BT: jax.Ar
 
 
 class DistilledTokens(NamedTuple):
-  """The terms of the loss for each token, [B, T].
+  """The terms of the loss for each token, [B, T]."""
 
-  Attributes:
-    xent: float32 cross entropy of the labels, in nats.
-    divergence: float32 KL(teacher || model), in nats, with both distributions at temperature T.
-    correct: bool, whether the label is the most probable token.
-    agrees: bool, whether model and teacher have the same most probable token.
-  """
-
-  xent: jax.Array
-  divergence: jax.Array
-  correct: jax.Array
-  agrees: jax.Array
+  xent: jax.Array  # float32 cross entropy of the labels, in nats.
+  divergence: jax.Array  # float32 KL(teacher || model), in nats, with both distributions at temperature T.
+  correct: jax.Array  # bool, whether the label is the most probable token.
+  agrees: jax.Array  # bool, whether model and teacher have the same most probable token.
 
 
 class DistilledModel(LanguageModel):

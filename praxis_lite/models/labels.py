@@ -15,19 +15,13 @@ from praxis_lite.layers.softmax import FullSoftmax
 
 
 class IdLimit(NamedTuple):
-  """The valid integers of an array of a batch that indexes a table of the model.
+  """The valid integers of an array of a batch that indexes a table of the model."""
 
-  Attributes:
-    size: the number of entries of the table; valid integers are 0 to size - 1.
-    what: a description of the table for messages, such as 'the model has classes 0 to 9'.
-    counted_by: the array of the batch that is 0 where an integer is not checked.
-    lengths: name of an array, [B], with the number of integers of each row that are checked, from the first on; used if
-      the batch has no array `counted_by`.
-  """
-
-  size: int
-  what: str
-  counted_by: str = 'weights'
+  size: int  # The number of entries of the table; valid integers are 0 to size - 1.
+  what: str  # A description of the table for messages, such as 'the model has classes 0 to 9'.
+  counted_by: str = 'weights'  # The array of the batch that is 0 where an integer is not checked.
+  # Name of an array, [B], with the number of integers of each row that are checked, from the first on; used if the
+  # batch has no array `counted_by`.
   lengths: str | None = None
 
   def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:

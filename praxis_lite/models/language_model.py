@@ -280,8 +280,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     This is for decoding loops in Python, outside of jit. `Sampler.decode` describes the arguments.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
-    prefix: dict[str, Any] = {'prefix_lengths': lengths_B} if self.model_type == 'prefix' else {}
-    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), **prefix)
+    arguments: tuple[Any, ...] = *prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B)
+    return self.lm.extend_step(*arguments)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the argument `prefix_lengths` of the network's `extend_step` if prompts are prefixes; otherwise ()."""
@@ -293,18 +293,15 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def check_fits(self, prompt_length: int, max_tokens: int) -> None:
     """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, but cannot."""
-    context, most = self.context, prompt_length + max_tokens - 1
-    if self.decoder.goes_back and context is not None and most > context:
+    context, most, goes_back = self.context, prompt_length + max_tokens - 1, self.decoder.goes_back
+    if context is not None and most > context and (goes_back or self.model_type == 'prefix'):
+      needs = 'decoder_tpl: speculative decoding needs all tokens'
+      if not goes_back:
+        needs = "model_type: 'prefix' needs the whole prompt"
       raise ConfigError(
-        f'{self.path_name}.decoder_tpl: speculative decoding needs all tokens at each step, but the model sees only '
-        f'{context} at once, and prompts of {prompt_length} with max_decode_steps = {max_tokens} need {most}; decode '
-        'fewer steps, or shorter prompts, or use a Sampler'
-      )
-    if self.model_type == 'prefix' and context is not None and most > context:
-      raise ConfigError(
-        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, but the model sees only {context} "
-        f'tokens at once, and prompts of {prompt_length} with max_decode_steps = {max_tokens} need '
-        f'{most}; decode fewer steps, or shorter prompts'
+        f'{self.path_name}.{needs} at each step, but the model sees only {context} tokens at once, and prompts of '
+        f'{prompt_length} with max_decode_steps = {max_tokens} need {most}; decode fewer steps, or shorter prompts'
+        f'{", or use a Sampler" if goes_back else ""}'
       )
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:

@@ -29,15 +29,10 @@ from praxis_lite.models.policy_model import PolicyModel
 
 
 class TaughtTokens(NamedTuple):
-  """The terms of the loss for each token, [B, T].
+  """The terms of the loss for each token, [B, T]."""
 
-  Attributes:
-    divergence: float32 KL(model || teacher), in nats.
-    agrees: bool, whether model and teacher have the same most probable token.
-  """
-
-  divergence: jax.Array
-  agrees: jax.Array
+  divergence: jax.Array  # float32 KL(model || teacher), in nats.
+  agrees: jax.Array  # bool, whether model and teacher have the same most probable token.
 
 
 class OnPolicyModel(PolicyModel):

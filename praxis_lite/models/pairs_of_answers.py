@@ -81,6 +81,11 @@ def split_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return both[:, 0], both[:, 1]
 
 
+def tokens_of_pairs(segment_ids_BT: jax.Array, num_pairs: int) -> jax.Array:
+  """Returns whether each token belongs to each of the first `num_pairs` segments of its row, [B, T, S] bool."""
+  return segment_ids_BT[:, :, None] == 1 + jnp.arange(num_pairs, dtype=segment_ids_BT.dtype)
+
+
 def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Sequence[int]) -> jax.Array:
   """Returns the sum over the tokens of each segment, [B, S], or over each row, [B], if a row has one pair.
 
@@ -91,12 +96,10 @@ def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Seque
   """
   if len(weights_shape) == 1:
     return jnp.sum(x_BT, axis=1)
-  numbers_S = 1 + jnp.arange(weights_shape[1], dtype=segment_ids_BT.dtype)
-  return jnp.sum(jnp.where(segment_ids_BT[:, :, None] == numbers_S, x_BT[:, :, None], 0), axis=1)
+  return jnp.sum(jnp.where(tokens_of_pairs(segment_ids_BT, weights_shape[1]), x_BT[:, :, None], 0), axis=1)
 
 
 def last_of_pairs(segment_ids_BT: jax.Array, num_pairs: int) -> jax.Array:
   """Returns the index of the last token of each segment, [B, S] int32; 0 if there is no such segment."""
-  numbers_S = 1 + jnp.arange(num_pairs, dtype=segment_ids_BT.dtype)
   places_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
-  return jnp.max(jnp.where(segment_ids_BT[:, :, None] == numbers_S, places_T[:, None], 0), axis=1)
+  return jnp.max(jnp.where(tokens_of_pairs(segment_ids_BT, num_pairs), places_T[:, None], 0), axis=1)

@@ -48,17 +48,12 @@ class PolicyTokens(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-  """Terms of the loss.
+  """Terms of the loss."""
 
-  Attributes:
-    loss: [B, T] float32 losses of tokens.
-    divergence: [B, T] float32 estimates of the KL divergence from the reference, in nats.
-    is_clipped: [B, T] bool, whether clipping stops the gradient of a token, because its ratio has already moved too far
-      in the direction of its advantage.
-  """
-
-  loss: jax.Array
-  divergence: jax.Array
+  loss: jax.Array  # [B, T] float32 losses of tokens.
+  divergence: jax.Array  # [B, T] float32 estimates of the KL divergence from the reference, in nats.
+  # [B, T] bool, whether clipping stops the gradient of a token, because its ratio has already moved too far in the
+  # direction of its advantage.
   is_clipped: jax.Array
 
 

@@ -26,17 +26,11 @@ _ALMOST_0 = -1e-7  # Larger mean log-probabilities are clipped: the odds of a pr
 
 
 class AnswerScores(NamedTuple):
-  """Scores of the chosen, or of the rejected, answers: float32 arrays [B] or [B, S], an entry for each pair.
+  """Scores of the chosen, or of the rejected, answers: float32 arrays [B] or [B, S], an entry for each pair."""
 
-  Attributes:
-    log_prob: log-probability of the answer, the sum over its tokens, in nats.
-    reference: the same under the reference; zeros if the loss needs no reference.
-    tokens: number of tokens; 0 if the pair has no such answer.
-  """
-
-  log_prob: jax.Array
-  reference: jax.Array
-  tokens: jax.Array
+  log_prob: jax.Array  # Log-probability of the answer, the sum over its tokens, in nats.
+  reference: jax.Array  # The same under the reference; zeros if the loss needs no reference.
+  tokens: jax.Array  # Number of tokens; 0 if the pair has no such answer.
 
   @property
   def ratio(self) -> jax.Array:
@@ -49,18 +43,12 @@ class AnswerScores(NamedTuple):
 
 
 class PairScores(NamedTuple):
-  """The inputs of a loss for a batch of pairs.
-
-  Attributes:
-    chosen, rejected: the scores of both answers of each pair.
-    weights: the weights of the pairs, float32 [B] or [B, S].
-    divergence: scalar z of `Kto`, in nats; 0 for other losses.
-  """
+  """The inputs of a loss for a batch of pairs."""
 
   chosen: AnswerScores
   rejected: AnswerScores
-  weights: jax.Array
-  divergence: jax.Array
+  weights: jax.Array  # The weights of the pairs, float32 [B] or [B, S].
+  divergence: jax.Array  # Scalar z of `Kto`, in nats; 0 for other losses.
 
   @property
   def weights_of_both(self) -> jax.Array:

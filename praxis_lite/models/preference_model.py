@@ -80,11 +80,14 @@ class PreferenceModel(ReferencedModel):
 
   def compute_predictions(self, batch: NestedDict) -> PairScores:  # type: ignore[override]
     """Returns the scores of both answers of each pair, [B], or [B, S] if rows are packed."""
-    shape = batch['weights'].shape
-    both = rows_of_both(batch)
-    sums, tokens = self._scores(both, (2 * shape[0], *shape[1:]))
-    of_reference = self._reference_sums(both, (2 * shape[0], *shape[1:]))
-    chosen, rejected = (AnswerScores(*scores) for scores in zip(*map(split_both, (sums, of_reference, tokens))))
+    rows, *pairs_of_row = batch['weights'].shape
+    shape, both = (2 * rows, *pairs_of_row), rows_of_both(batch)
+    segments_BT = both['segment_ids']
+    log_probs = sum_by_pair(self.log_probs_of_labels(both), segments_BT, shape)
+    tokens, reference = sum_by_pair(both['weights'], segments_BT, shape), jnp.zeros(shape, jnp.float32)
+    if self.needs_reference:
+      reference = self._frozen_sums(both, shape, of_reference=True)
+    chosen, rejected = (AnswerScores(*scores) for scores in zip(*map(split_both, (log_probs, reference, tokens))))
     divergence = self._divergence(batch) if self.pair_loss.needs_mismatched else jnp.zeros((), jnp.float32)
     return PairScores(chosen, rejected, batch['weights'], divergence)
 
@@ -121,22 +124,6 @@ class PreferenceModel(ReferencedModel):
     return {f'reward_{name}': self.pair_loss.rewards(getattr(pairs, name)) for name in (CHOSEN, REJECTED)}
 
   # ---------------------------------------------------------------- log-probabilities
-
-  def _scores(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probabilities of answers and their numbers of tokens, two arrays of this `shape`.
-
-    Args:
-      rows: see `log_probs_of_labels`.
-      shape: [B], or [B, S] if rows are packed.
-    """
-    segments_BT = rows['segment_ids']
-    sums = sum_by_pair(self.log_probs_of_labels(rows), segments_BT, shape)
-    return sums, sum_by_pair(rows['weights'], segments_BT, shape)
-
-  def _reference_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    if not self.needs_reference:
-      return jnp.zeros(shape, jnp.float32)
-    return self._frozen_sums(rows, shape, of_reference=True)
 
   def _frozen_sums(self, rows: dict[str, jax.Array], shape: tuple[int, ...], of_reference: bool) -> jax.Array:
     """Returns log-probabilities of answers, computed without dropout; no gradient flows through them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,35 +31,26 @@ from praxis_lite.sharding.weights import WeightInit
 
 def mamba2_lm(
   *,
-  vocab_size: int,
   model_dims: int,
-  num_layers: int,
   dims_per_head: int = 64,
   expand: int = 2,
   state_dims: int = 128,
   num_groups: int = 1,
   kernel_size: int = 4,
   chunk_size: int = 256,
-  attention_every: int | None = None,
   num_attention_heads: int | None = None,
-  tie_embeddings: bool = True,
   epsilon: float = 1e-5,
-  remat: str = 'auto',
-  fprop_dtype: DTypeLike | None = None,
+  **lm: Any,
 ) -> Config[LanguageModel]:
   """Returns the config of a language model of Mamba-2 blocks (Dao and Gu, 2024).
 
   Args:
-    vocab_size, model_dims, num_layers: see `TransformerLm`.
+    model_dims: see `TransformerLm`.
     dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
     expand: the number of dims of all heads of a mixer together, divided by the model dims.
-    attention_every: n, if every n-th block has attention with rotary positions and a gated feed-forward layer; None
-      means that no block has attention.
     num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
-    tie_embeddings: whether softmax and embedding share a table.
     epsilon: `epsilon` of all norms.
-    remat: see `layers/remat.py`.
-    fprop_dtype: dtype of the computation; None means the dtype of the weights, float32.
+    **lm: other arguments of `recurrent_lm`; `vocab_size` and `num_layers` are required.
 
   Raises:
     ConfigError: `dims_per_head` does not divide `expand` times the model dims, or `attention_every` is less than 2.
@@ -71,18 +63,8 @@ def mamba2_lm(
   mixer = Config(Mamba2, num_heads=num_heads, dims_per_head=dims_per_head, state_dims=state_dims)
   mixer.set(num_groups=num_groups, kernel_size=kernel_size, chunk_size=chunk_size)
   mixer.norm_tpl.epsilon = epsilon
-  return recurrent_lm(
-    mixer,
-    vocab_size=vocab_size,
-    model_dims=model_dims,
-    num_layers=num_layers,
-    attention_every=attention_every,
-    num_attention_heads=num_attention_heads or max(1, model_dims // 64),
-    tie_embeddings=tie_embeddings,
-    epsilon=epsilon,
-    remat=remat,
-    fprop_dtype=fprop_dtype,
-  )
+  num_attention_heads = num_attention_heads or max(1, model_dims // 64)
+  return recurrent_lm(mixer, model_dims=model_dims, num_attention_heads=num_attention_heads, epsilon=epsilon, **lm)
 
 
 def recurrent_lm(
@@ -106,7 +88,13 @@ def recurrent_lm(
     vocab_size, model_dims, num_layers: see `TransformerLm`.
     hidden_dims: hidden dims of the gated feed-forward layer of each block. With None, blocks with a mixer have no such
       layer, and blocks with attention have 4 times the model dims.
-    attention_every, num_attention_heads, tie_embeddings, epsilon, remat, fprop_dtype: see `mamba2_lm`.
+    attention_every: n, if every n-th block has attention with rotary positions and a gated feed-forward layer; None
+      means that no block has attention.
+    num_attention_heads: heads of attention.
+    tie_embeddings: whether softmax and embedding share a table.
+    epsilon: `epsilon` of all norms.
+    remat: see `layers/remat.py`.
+    fprop_dtype: dtype of the computation; None means the dtype of the weights, float32.
   """
   if attention_every is not None and attention_every < 2:
     raise ConfigError(f'attention_every: expected at least 2, or None for no attention, got {attention_every}')

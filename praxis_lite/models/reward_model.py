@@ -33,6 +33,7 @@ from praxis_lite.models.pairs_of_answers import (
   last_of_pairs,
   rows_of_both,
   split_both,
+  tokens_of_pairs,
 )
 
 
@@ -98,9 +99,8 @@ class RewardModel(BaseModel[Rewards]):
     rewards = self._rewards(both, shape[1] if len(shape) > 1 else 1)
     has_answer = jnp.any(both['weights'] > 0, axis=1)
     if len(shape) > 1:
-      numbers_S = 1 + jnp.arange(shape[1], dtype=both['segment_ids'].dtype)
-      of_pair = (both['segment_ids'][:, :, None] == numbers_S) & (both['weights'][:, :, None] > 0)
-      has_answer = jnp.any(of_pair, axis=1)
+      of_pair = tokens_of_pairs(both['segment_ids'], shape[1])
+      has_answer = jnp.any(of_pair & (both['weights'][:, :, None] > 0), axis=1)
     else:
       rewards = rewards[:, 0]
     chosen, rejected = split_both(rewards)

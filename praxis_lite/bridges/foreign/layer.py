@@ -46,17 +46,12 @@ _LAYER_OF = {
 
 
 class ForeignVariable(NamedTuple):
-  """A variable of a module of another library.
-
-  Attributes:
-    shape, dtype: shape and dtype of its value.
-    trainable: True if the optimizer trains the variable, False if the module itself updates it in training.
-    split: the split in the module's own metadata, one mesh or logical axis per dimension; None if it has none.
-  """
+  """A variable of a module of another library."""
 
   shape: tuple[int, ...]
   dtype: DTypeLike
-  trainable: bool
+  trainable: bool  # True if the optimizer trains the variable, False if the module itself updates it in training.
+  # The split in the module's own metadata, one mesh or logical axis per dimension; None if it has none.
   split: tuple[Any, ...] | None = None
 
 

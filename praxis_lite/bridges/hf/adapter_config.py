@@ -27,18 +27,12 @@ _OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
 
 
 class AdapterKind(NamedTuple):
-  """A kind of adapters.
+  """A kind of adapters."""
 
-  Attributes:
-    adapter, layer: the class of its config, and the class of its layers.
-    parts: which of `adapter_weights.PARTS` a file has for each weight with an adapter.
-    in_config: the fields of adapter_config.json that identify the kind.
-  """
-
-  adapter: type[Adapter]
-  layer: type[AdaptedLayer]
-  parts: tuple[str, ...]
-  in_config: Mapping[str, Any]
+  adapter: type[Adapter]  # The class of its config.
+  layer: type[AdaptedLayer]  # The class of its layers.
+  parts: tuple[str, ...]  # Which of `adapter_weights.PARTS` a file has for each weight with an adapter.
+  in_config: Mapping[str, Any]  # The fields of adapter_config.json that identify the kind.
 
 
 KINDS = (

@@ -35,24 +35,15 @@ _TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
 
 
 class AdaptableWeight(NamedTuple):
-  """A weight that may have an adapter.
+  """A weight that may have an adapter."""
 
-  Attributes:
-    layer: the path of its layer below the network.
-    name: the first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and
-      `lora.b`.
-    pair: the row of the family's table.
-    rank_in: number of its dimensions that are inputs, in one layer and for one expert.
-    is_table: whether it is a table of embeddings.
-    scales_inputs: whether its adapter is an IA3 that scales its inputs, not its outputs.
-  """
-
-  layer: Path
+  layer: Path  # The path of its layer below the network.
+  # The first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and `lora.b`.
   name: str
-  pair: Pair
-  rank_in: int
-  is_table: bool
-  scales_inputs: bool = False
+  pair: Pair  # The row of the family's table.
+  rank_in: int  # Number of its dimensions that are inputs, in one layer and for one expert.
+  is_table: bool  # Whether it is a table of embeddings.
+  scales_inputs: bool = False  # Whether its adapter is an IA3 that scales its inputs, not its outputs.
 
   def path_of(self, part: str) -> Path:
     """Returns the path below the network of the variable for `part`, one of `PARTS`."""

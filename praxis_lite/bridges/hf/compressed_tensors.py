@@ -44,17 +44,11 @@ def is_compressed(quantization: object) -> bool:
 
 
 class CompressedTensors(NamedTuple):
-  """The tensors of a checkpoint, some of them in few bits.
+  """The tensors of a checkpoint, some of them in few bits."""
 
-  Attributes:
-    declared: dtype and shape of each tensor, by name.
-    tensor: a function that returns a tensor, given its name.
-    quantization: the field `quantization_config` of config.json.
-  """
-
-  declared: dict[str, Declared]
-  tensor: Callable[[str], np.ndarray]
-  quantization: dict[str, object]
+  declared: dict[str, Declared]  # Dtype and shape of each tensor, by name.
+  tensor: Callable[[str], np.ndarray]  # A function that returns a tensor, given its name.
+  quantization: dict[str, object]  # The field `quantization_config` of config.json.
 
 
 def compress_tensors(
@@ -84,43 +78,49 @@ def compress_tensors(
     parts[kind] = tensors_to_write(tree, {path: found[path] for path in leaves(tree)})[1]
   forms = _forms_of_tensors(spread['integers'], found)
   declared: dict[str, Declared] = {}
-  made: dict[str, Callable[[], np.ndarray]] = {}
+  sources: dict[str, tuple[str, str]] = {}  # The weight, and the kind of its part, of each tensor that is no weight.
   for name, as_plain in plain.items():
     form = forms.get(name)
     if form is None:
-      declared[name], made[name] = as_plain, lambda name=name: tensor(name)  # type: ignore[misc]
+      declared[name] = as_plain
       continue
     if len(as_plain.shape) != 2:
       raise ConfigError(
         f'--quantized: the tensor {name} has {len(as_plain.shape)} dimensions, and compressed-tensors has only '
         'matrices in few bits; leave out --quantized'
       )
-    outputs, inputs = as_plain.shape
-    count = 1 if form.group_size is None else inputs // form.group_size
-    scale = np.dtype(dtype or form.scale_dtype)
-    own: dict[str, tuple[Declared, Callable[[], np.ndarray]]] = {
-      'packed': (
-        Declared(np.dtype(np.int32), (outputs, -(-inputs * form.bits // 32))),
-        lambda name=name, form=form: pack(parts['integers'](name), form.bits),  # type: ignore[misc]
-      ),
-      'scale': (
-        Declared(scale, (outputs, count)),
-        lambda name=name, count=count: _one_of_group(parts['scale'](name), count, name),  # type: ignore[misc]
-      ),
-      'shape': (Declared(np.dtype(np.int64), (2,)), lambda shape=(outputs, inputs): np.array(shape)),  # type: ignore[misc]
+    (outputs, inputs), count = as_plain.shape, _num_groups(form, as_plain)
+    own = {
+      'packed': Declared(np.dtype(np.int32), (outputs, -(-inputs * form.bits // 32))),
+      'scale': Declared(np.dtype(dtype or form.scale_dtype), (outputs, count)),
+      'shape': Declared(np.dtype(np.int64), (2,)),
     }
     if form.has_zeros:
-      own['zero_point'] = (
-        Declared(np.dtype(np.int32), (-(-outputs * form.bits // 32), count)),
-        lambda name=name, form=form, count=count: (  # type: ignore[misc]
-          pack(_one_of_group(parts['zero'](name), count, name).T, form.bits).T
-        ),
-      )
-    for kind, (of_part, make) in own.items():
-      declared[f'{name}_{kind}'], made[f'{name}_{kind}'] = of_part, make
+      own['zero_point'] = Declared(np.dtype(np.int32), (-(-outputs * form.bits // 32), count))
+    declared |= {f'{name}_{kind}': of_part for kind, of_part in own.items()}
+    sources |= {f'{name}_{kind}': (name, kind) for kind in own}
+
+  def make(whole_name: str) -> np.ndarray:
+    if whole_name not in sources:
+      return tensor(whole_name)
+    name, kind = sources[whole_name]
+    form, count = forms[name], _num_groups(forms[name], plain[name])
+    match kind:
+      case 'packed':
+        return pack(parts['integers'](name), form.bits)
+      case 'scale':
+        return _one_of_group(parts['scale'](name), count, name)
+      case 'shape':
+        return np.array(plain[name].shape)
+    return pack(_one_of_group(parts['zero'](name), count, name).T, form.bits).T
+
   ignored = [_module(name) for name, as_plain in plain.items() if name not in forms and len(as_plain.shape) == 2]
   quantization = _describe(forms, [*dict.fromkeys((*ignored, _module(head)))])
-  return CompressedTensors(declared, lambda name: made[name](), quantization)
+  return CompressedTensors(declared, make, quantization)
+
+
+def _num_groups(form: WeightFormat, weight: Declared) -> int:
+  return 1 if form.group_size is None else weight.shape[1] // form.group_size
 
 
 def _module(name: str) -> str:

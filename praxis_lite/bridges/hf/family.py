@@ -23,18 +23,12 @@ Values = dict[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A `model_type` of transformers.
-
-  Attributes:
-    model_type, architecture: as in config.json.
-    defaults: values that transformers assumes for fields that config.json leaves out.
-    prefix: the prefix of the names of tensors outside the head; checkpoints without a head omit it.
-  """
+  """A `model_type` of transformers, whose models have this `architecture` in config.json."""
 
   model_type: str
   architecture: str
-  defaults: Mapping[str, Any]
-  prefix: str = 'model.'
+  defaults: Mapping[str, Any]  # Values that transformers assumes for fields that config.json leaves out.
+  prefix: str = 'model.'  # The prefix of the names of tensors outside the head; checkpoints without a head omit it.
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
   table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
   stores_inputs_first: ClassVar[bool] = False  # Whether tensors of linear layers are [in, out].

@@ -48,20 +48,13 @@ _METADATA = '__metadata__'
 
 
 class StoredTensor(NamedTuple):
-  """The location of a tensor.
+  """The location of a tensor."""
 
-  Attributes:
-    name: the tensor's name in the checkpoint.
-    file: the path of the file.
-    kind: the dtype, as safetensors spells it.
-    offset: the position of the first byte in the file.
-  """
-
-  name: str
-  file: str
-  kind: str
+  name: str  # The tensor's name in the checkpoint.
+  file: str  # The path of the file.
+  kind: str  # The dtype, as safetensors spells it.
   shape: tuple[int, ...]
-  offset: int
+  offset: int  # The position of the first byte in the file.
 
   @property
   def dtype(self) -> np.dtype:

@@ -41,33 +41,24 @@ from praxis_lite.models import LanguageModel, transformer_lm
 
 @dataclasses.dataclass(frozen=True)
 class LlamaLike(Family):
-  """LLaMA and models derived from it.
+  """LLaMA and models derived from it."""
 
-  Attributes:
-    qkv_bias: whether queries, keys and values always have biases, and the output never has one.
-    optional_biases: names of the flags in config.json that turn biases on.
-    qk_norm: what queries and keys are normalized over, see `MultiHeadAttention`; None if they are not normalized.
-    is_gemma: whether norms are zero-centred and embeddings scaled.
-    norm_policy: see `TransformerBlock`. With 'primer_hybrid', config.json also has the scale and soft caps of logits.
-    windows: which layers have sliding windows: 'none', 'all', or as `layer_types` says.
-    layers_in_period: number of layers in a period, for files without `layer_types`: the last layer of each period has
-      full attention, and the others have a window.
-    may_omit_positions: whether layers may lack rotary positions.
-    has_default_padding: whether transformers assumes a padding id if config.json has none. An export then writes null,
-      because the assumed id may exceed a small vocabulary.
-    hidden_dims_field: the field of config.json for the hidden dims of feed-forward layers.
-  """
-
-  qkv_bias: bool = False
-  optional_biases: tuple[str, ...] = ()
+  qkv_bias: bool = False  # Whether queries, keys and values always have biases, and the output never has one.
+  optional_biases: tuple[str, ...] = ()  # Names of the flags in config.json that turn biases on.
+  # What queries and keys are normalized over, see `MultiHeadAttention`; None if they are not normalized.
   qk_norm: str | None = None
-  is_gemma: bool = False
+  is_gemma: bool = False  # Whether norms are zero-centred and embeddings scaled.
+  # See `TransformerBlock`. With 'primer_hybrid', config.json also has the scale and soft caps of logits.
   norm_policy: str = 'pre'
-  windows: str = 'none'
+  windows: str = 'none'  # Which layers have sliding windows: 'none', 'all', or as `layer_types` says.
+  # Number of layers in a period, for files without `layer_types`: the last layer of each period has full attention, and
+  # the others have a window.
   layers_in_period: int | None = None
-  may_omit_positions: bool = False
+  may_omit_positions: bool = False  # Whether layers may lack rotary positions.
+  # Whether transformers assumes a padding id if config.json has none. An export then writes null, because the assumed
+  # id may exceed a small vocabulary.
   has_default_padding: bool = False
-  hidden_dims_field: str = 'intermediate_size'
+  hidden_dims_field: str = 'intermediate_size'  # The field of config.json for the hidden dims of feed-forward layers.
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
     """Returns the config of the mixtures of experts that replace feed-forward layers; None if these are dense."""

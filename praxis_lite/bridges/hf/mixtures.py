@@ -19,20 +19,14 @@ from praxis_lite.layers import MoeFeedForward, TransformerLm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture(LlamaLike):
-  """A model of the LLaMA family with experts.
+  """A model of the LLaMA family with experts."""
 
-  Attributes:
-    num_experts_fields: fields of config.json that may hold the number of experts; an export writes the first one.
-    renormalize_field: the flag in config.json that says whether the weights of a token's experts sum to 1; None if
-      they always do.
-    layer_name: the mixture's part of the names of tensors.
-    names: the parts of tensor names for an expert's gate, up and down weights, in this order.
-  """
-
+  # Fields of config.json that may hold the number of experts; an export writes the first one.
   num_experts_fields: tuple[str, ...]
+  # The flag in config.json that says whether the weights of a token's experts sum to 1; None if they always do.
   renormalize_field: str | None = None
-  layer_name: str
-  names: tuple[str, str, str]
+  layer_name: str  # The mixture's part of the names of tensors.
+  names: tuple[str, str, str]  # The parts of tensor names for an expert's gate, up and down weights, in this order.
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:
     hf.must_be('decoder_sparse_step', 1)

@@ -38,20 +38,14 @@ _OTHER_HEADS = ('score', 'classifier', 'qa_outputs', 'v_head', 'multiple_choice_
 
 
 class HfCheckpoint(NamedTuple):
-  """A checkpoint on disk.
+  """A checkpoint on disk."""
 
-  Attributes:
-    folder: the path of its folder.
-    config: the content of its config.json.
-    family: the family of its model.
-    tensors: the tensors of its files by name, without copies of others and values that config.json implies.
-    notes: lines about tensors that were left out, and about fields of config.json that the tensors contradict.
-  """
-
-  folder: str
-  config: HfConfig
-  family: Family
+  folder: str  # The path of its folder.
+  config: HfConfig  # The content of its config.json.
+  family: Family  # The family of its model.
+  # The tensors of its files by name, without copies of others and values that config.json implies.
   tensors: dict[str, Tensor]
+  # Lines about tensors that were left out, and about fields of config.json that the tensors contradict.
   notes: tuple[str, ...] = ()
 
 

@@ -36,50 +36,35 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Extent(NamedTuple):
-  """One factor of a dimension of a tensor: a variable's entries, and how many entries of other variables surround them.
+  """One factor of a dimension of a tensor: a variable's entries, and the number of other entries around them."""
 
-  Attributes:
-    axis: the dimension of the variable; None if the variable has only one entry here, and no dimension for it.
-    before, after: how many entries before and after those of the variable belong to other variables.
-  """
-
+  # The dimension of the variable; None if the variable has only one entry here, and no dimension for it.
   axis: int | None
-  before: int = 0
-  after: int = 0
+  before: int = 0  # How many entries before those of the variable belong to other variables.
+  after: int = 0  # How many after them do.
 
 
 class Pair(NamedTuple):
-  """One row of the table.
+  """One row of the table."""
 
-  Attributes:
-    theirs: name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
-    ours: path of the variable below the network, without the number of the layer.
-    axes: the variable's dimensions, and how the tensor's are made from them, as above; '' if both are the same.
-  """
-
-  theirs: str
-  ours: str
+  theirs: str  # Name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
+  ours: str  # Path of the variable below the network, without the number of the layer.
+  # The variable's dimensions, and how the tensor's are made from them, as above; '' if both are the same.
   axes: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-  """A tensor, or part of one, seen with the dimensions of a variable.
+  """A tensor, or part of one, seen with the dimensions of a variable."""
 
-  Attributes:
-    shape: shape of the variable, in one layer and for one expert.
-    groups: for each dimension of the tensor, its extents, outermost first.
-    around: for each dimension of the tensor, how many entries come before and after all of its extents; () if none do.
-    parted: the dimension of the variable that extents treat as two, groups and entries of a group; None if there is no
-      such dimension.
-    num_in_group: how many entries of that dimension form a group.
-  """
-
-  shape: tuple[int, ...]
-  groups: tuple[tuple[Extent, ...], ...]
+  shape: tuple[int, ...]  # Shape of the variable, in one layer and for one expert.
+  groups: tuple[tuple[Extent, ...], ...]  # For each dimension of the tensor, its extents, outermost first.
+  # For each dimension of the tensor, how many entries come before and after all of its extents; () if none do.
   around: tuple[tuple[int, int], ...] = ()
+  # The dimension of the variable that extents treat as two, groups and entries of a group; None if there is no such
+  # dimension.
   parted: int | None = None
-  num_in_group: int = 1
+  num_in_group: int = 1  # How many entries of that dimension form a group.
 
   @classmethod
   def parse(cls, shape: tuple[int, ...], axes: str) -> View:
@@ -215,19 +200,12 @@ _GROUP = re.compile(r'(?:(\d+)\|)?(?:\(([^)]*)\)|([^\s|]+))(?:\|(\d+))?')
 
 
 class Piece(NamedTuple):
-  """A variable, or one entry along its first dimensions, and the tensor that holds it.
+  """A variable, or one entry along its first dimensions, and the tensor that holds it."""
 
-  Attributes:
-    name: name of the tensor.
-    path: path of the variable.
-    at: index along the first dimensions of the variable, its layers and experts; () if it has neither.
-    view: the tensor seen as the variable.
-  """
-
-  name: str
-  path: Path
-  at: tuple[int, ...]
-  view: View
+  name: str  # Name of the tensor.
+  path: Path  # Path of the variable.
+  at: tuple[int, ...]  # Index along the first dimensions of the variable, its layers and experts; () if it has neither.
+  view: View  # The tensor seen as the variable.
 
   def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
     """Returns the index, within the variable, of the part `inside` of this piece."""
@@ -258,15 +236,11 @@ def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dic
 
 
 class _LayerOrder(NamedTuple):
-  """The order of layers: `first_0`, ...; then `layers_0`, ..., which may be stacks; then `rest_0`, ...
+  """The order of layers: `first_0`, ...; then `layers_0`, ..., which may be stacks; then `rest_0`, ..."""
 
-  Attributes:
-    start: for each of these names, the number of its first layer; also for `layers`, the name of a single stack.
-    period: the difference of the numbers of successive layers in one of the stacks `layers_0`, ...
-  """
-
+  # For each of these names, the number of its first layer; also for `layers`, the name of a single stack.
   start: dict[str, int]
-  period: int
+  period: int  # The difference of the numbers of successive layers in one of the stacks `layers_0`, ...
 
 
 def _layer_order(declared: Mapping[Path, WeightHParams]) -> _LayerOrder:

@@ -54,20 +54,14 @@ _ONE_CORE = {
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
-  """A device that need not exist: the facts that a mesh needs.
+  """A device that need not exist: the facts that a mesh needs."""
 
-  Attributes:
-    id, process_index: unique number, and the host it is attached to.
-    coords, core_on_chip: (x, y, z) of its chip in the torus, and its core there; None for devices without coordinates.
-    platform, device_kind: 'tpu', 'gpu' or 'cpu', and the hardware, such as 'TPU v4'.
-  """
-
-  id: int
-  process_index: int = 0
-  coords: tuple[int, int, int] | None = None
-  core_on_chip: int | None = None
-  platform: str = 'cpu'
-  device_kind: str = 'cpu'
+  id: int  # Unique number.
+  process_index: int = 0  # The host it is attached to.
+  coords: tuple[int, int, int] | None = None  # (x, y, z) of its chip in the torus; None without coordinates.
+  core_on_chip: int | None = None  # Its core on that chip.
+  platform: str = 'cpu'  # 'tpu', 'gpu' or 'cpu'.
+  device_kind: str = 'cpu'  # The hardware, such as 'TPU v4'.
 
 
 Device: TypeAlias = 'jax.Device | DescribedDevice'

@@ -70,11 +70,7 @@ def put_padded(tree: T, layout: StateLayout) -> T:
   return map_with_path(put, tree, layout.unpadded_shapes, layout.padded_shapes)
 
 
-class _NotGiven:
-  """The type of the default of arguments for which None has a meaning."""
-
-
-_NOT_GIVEN = _NotGiven()
+_NOT_GIVEN = object()  # The default of arguments for which None has a meaning.
 
 
 class PjittedFnWithContext(Generic[T]):

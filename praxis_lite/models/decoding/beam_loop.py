@@ -61,18 +61,12 @@ class BeamDecoded(NamedTuple):
 
 
 class _Beams(NamedTuple):
-  """Continuations of each prompt; an entry whose score is minus infinity holds no continuation.
+  """Continuations of each prompt; an entry whose score is minus infinity holds no continuation."""
 
-  Attributes:
-    ids: [B, K, M] int32.
-    lengths: [B, K] int32.
-    log_probs: [B, K, M] float32, of each token under the model.
-    scores: [B, K] float32: a beam's sum of log-probabilities, or the final score of a completed continuation.
-  """
-
-  ids: jax.Array
-  lengths: jax.Array
-  log_probs: jax.Array
+  ids: jax.Array  # [B, K, M] int32.
+  lengths: jax.Array  # [B, K] int32.
+  log_probs: jax.Array  # [B, K, M] float32, of each token under the model.
+  # [B, K] float32: a beam's sum of log-probabilities, or the final score of a completed continuation.
   scores: jax.Array
 
   def take(self, index_BK: jax.Array) -> _Beams:
@@ -81,21 +75,13 @@ class _Beams(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """The progress of the prompts, besides the state of the model.
+  """The progress of the prompts, besides the state of the model."""
 
-  Attributes:
-    number: int32, the index of the next token in each continuation.
-    beams: the continuations that go on.
-    parent_BK: int32, the index of the previous beam that each beam continues.
-    best: the best completed continuations.
-    done_BG: bool, which groups of beams have ended; without groups, G is 1.
-  """
-
-  number: jax.Array
-  beams: _Beams
-  parent_BK: jax.Array
-  best: _Beams
-  done_BG: jax.Array
+  number: jax.Array  # int32, the index of the next token in each continuation.
+  beams: _Beams  # The continuations that go on.
+  parent_BK: jax.Array  # int32, the index of the previous beam that each beam continues.
+  best: _Beams  # The best completed continuations.
+  done_BG: jax.Array  # bool, which groups of beams have ended; without groups, G is 1.
 
   @property
   def continues(self) -> jax.Array:
@@ -115,23 +101,14 @@ class _Progress(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-  """The best pairs of a beam and a token, in order.
+  """The best pairs of a beam and a token, in order."""
 
-  Attributes:
-    parent: [B, C] int32, the index of the beam.
-    ids: [B, C] int32, the token.
-    log_probs: [B, C], of the token under the model.
-    sums: [B, C], the sums of log-probabilities.
-    ranks: [B, C], the values to rank by: the sums minus penalties for tokens that other groups have chosen.
-    is_stop: [B, C], whether the token is a stop token.
-  """
-
-  parent: jax.Array
-  ids: jax.Array
-  log_probs: jax.Array
-  sums: jax.Array
-  ranks: jax.Array
-  is_stop: jax.Array
+  parent: jax.Array  # [B, C] int32, the index of the beam.
+  ids: jax.Array  # [B, C] int32, the token.
+  log_probs: jax.Array  # [B, C], of the token under the model.
+  sums: jax.Array  # [B, C], the sums of log-probabilities.
+  ranks: jax.Array  # [B, C], the values to rank by: the sums minus penalties for tokens that other groups have chosen.
+  is_stop: jax.Array  # [B, C], whether the token is a stop token.
 
   def take(self, index_BK: jax.Array) -> _Candidates:
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index_BK, axis=1), self)
@@ -146,31 +123,23 @@ class _Candidates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BeamLoop(Generic[DecodingState]):
-  """One call of `BeamSearch.decode`.
+  """One call of `BeamSearch.decode`; see `BeamSearch` for fields without a comment."""
 
-  Attributes:
-    reader: reads the prompts.
-    adjust: (logits [R, V], tokens [R, P + M] of the rows, number of tokens [R]) -> the logits to rank by; None keeps
-      them.
-    stop_ids: tokens that end a continuation.
-    limits_B: int32, the largest number of tokens after each prompt, at most M.
-    beam_size, num_best, early_stopping, num_groups, diversity_penalty: see `BeamSearch`.
-    length_norm: (number of tokens) -> the divisor of the sum of log-probabilities; a non-decreasing function.
-    coverage: (state) -> [R], terms of at most 0, added to the scores of continuations that end now; None adds nothing.
-    is_flat: whether each beam may end at each step, and nothing ends without a stop token; see `FlatBeamSearch`.
-  """
-
-  reader: RowReader[DecodingState]
+  reader: RowReader[DecodingState]  # Reads the prompts.
+  # (logits [R, V], tokens [R, P + M] of the rows, number of tokens [R]) -> the logits to rank by; None keeps them.
   adjust: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None
-  stop_ids: tuple[int, ...]
-  limits_B: jax.Array
+  stop_ids: tuple[int, ...]  # Tokens that end a continuation.
+  limits_B: jax.Array  # int32, the largest number of tokens after each prompt, at most M.
   beam_size: int
   num_best: int
   early_stopping: bool
+  # (number of tokens) -> the divisor of the sum of log-probabilities; a non-decreasing function.
   length_norm: Callable[[jax.Array], jax.Array]
   num_groups: int = 1
   diversity_penalty: float = 0.0
+  # (state) -> [R], terms of at most 0, added to the scores of continuations that end now; None adds nothing.
   coverage: Callable[[DecodingState], jax.Array] | None = None
+  # Whether each beam may end at each step, and nothing ends without a stop token; see `FlatBeamSearch`.
   is_flat: bool = False
 
   def run(self) -> BeamDecoded:

@@ -70,19 +70,12 @@ def _row_axes(steps: DecodingSteps[DecodingState], state: DecodingState, num_row
 
 
 class _Pages(NamedTuple):
-  """Arrays of KV caches that are reordered together.
+  """Arrays of KV caches that are reordered together."""
 
-  Attributes:
-    slot_axes: the dimension of slots of each array, by the array's index in the flattened state.
-    counts: the indices of the arrays that count the slots that are taken.
-    size: slots in a page, a divisor of `num_slots`.
-    num_slots: S.
-  """
-
-  slot_axes: dict[int, int]
-  counts: list[int]
-  size: int
-  num_slots: int
+  slot_axes: dict[int, int]  # The dimension of slots of each array, by the array's index in the flattened state.
+  counts: list[int]  # The indices of the arrays that count the slots that are taken.
+  size: int  # Slots in a page, a divisor of `num_slots`.
+  num_slots: int  # S.
 
   def num_taken(self, arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the largest number of slots taken in any row; S if all caches are ring buffers, which keep no count."""
@@ -99,17 +92,11 @@ class _Pages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BeamRows:
-  """How the arrays of a state hold the rows of beams.
+  """How the arrays of a state hold the rows of beams."""
 
-  Attributes:
-    beams: K.
-    axes: the dimension of rows in each array; `NO_ROWS` for arrays that all rows share.
-    pages: arrays that are reordered page by page.
-  """
-
-  beams: int
-  axes: tuple[int, ...]
-  pages: tuple[_Pages, ...]
+  beams: int  # K.
+  axes: tuple[int, ...]  # The dimension of rows in each array; `NO_ROWS` for arrays that all rows share.
+  pages: tuple[_Pages, ...]  # Arrays that are reordered page by page.
 
   @classmethod
   def make(

@@ -15,18 +15,13 @@ _LEAST_SLOTS, _LEAST_WIDTH = 256, 512
 
 
 class _ChunkSizes(NamedTuple):
-  """How many tokens of a prompt are read at once.
+  """How many tokens of a prompt are read at once."""
 
-  Attributes:
-    chunks: number of chunks of a prompt that is as long as the cache, within the limits below.
-    least, most: the smallest and largest number of tokens of one row in a chunk.
-    most_of_all_rows: the largest number of tokens of all rows together in a chunk; None means no limit. Each row gets
-      at least `least` tokens, even if the sum then exceeds this limit.
-  """
-
-  chunks: int
-  least: int
-  most: int
+  chunks: int  # Number of chunks of a prompt that is as long as the cache, within the limits below.
+  least: int  # The smallest number of tokens of one row in a chunk.
+  most: int  # The largest number of tokens of one row in a chunk.
+  # The largest number of tokens of all rows together in a chunk; None means no limit. Each row gets at least `least`
+  # tokens, even if the sum then exceeds this limit.
   most_of_all_rows: int | None = None
 
 

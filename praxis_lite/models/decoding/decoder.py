@@ -128,27 +128,13 @@ class Decoder(Configurable):
     if self.repetition_penalty != 1:
       yield f'{own}.repetition_penalty', functools.partial(penalize_repetition, penalty=self.repetition_penalty)
     if self.presence_penalty or self.frequency_penalty:
-      yield (
-        f'{own}.presence_penalty',
-        functools.partial(
-          penalize_counts,
-          prompt_lengths_B=prompt_lengths_B,
-          presence=self.presence_penalty,
-          frequency=self.frequency_penalty,
-        ),
-      )
+      count = functools.partial(penalize_counts, presence=self.presence_penalty, frequency=self.frequency_penalty)
+      yield f'{own}.presence_penalty', functools.partial(count, prompt_lengths_B=prompt_lengths_B)
     if self.no_repeat_ngram_size:
       yield f'{own}.no_repeat_ngram_size', functools.partial(exclude_ngrams, size=self.no_repeat_ngram_size)
     if self.min_decode_steps and self.stop_ids:
-      yield (
-        f'{own}.min_decode_steps',
-        functools.partial(
-          exclude_early_stops,
-          prompt_lengths_B=prompt_lengths_B,
-          stop_ids=self.stop_ids,
-          least=self.min_decode_steps,
-        ),
-      )
+      early = functools.partial(exclude_early_stops, stop_ids=self.stop_ids, least=self.min_decode_steps)
+      yield f'{own}.min_decode_steps', functools.partial(early, prompt_lengths_B=prompt_lengths_B)
     for i, processor in enumerate(self.logit_processors):
       if isinstance(processor, Constraint):
         processor = functools.partial(processor, prompt_lengths_B=prompt_lengths_B)

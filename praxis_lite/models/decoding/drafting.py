@@ -23,33 +23,21 @@ DrawDraft = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
 class Draft(NamedTuple):
-  """Guesses of the next tokens.
+  """Guesses of the next tokens."""
 
-  Attributes:
-    ids: [B, K] int32.
-    counts: [B] int32, the number of guesses in each row.
-    logits: [B, K, V] float32; the guesses were drawn from their softmax. None if the guesses were not drawn.
-  """
-
-  ids: jax.Array
-  counts: jax.Array
+  ids: jax.Array  # [B, K] int32.
+  counts: jax.Array  # [B] int32, the number of guesses in each row.
+  # [B, K, V] float32; the guesses were drawn from their softmax. None if the guesses were not drawn.
   logits: jax.Array | None = None
 
 
 class OpenRows(NamedTuple):
-  """Rows in the middle of decoding.
+  """Rows in the middle of decoding."""
 
-  Attributes:
-    ids: [B, L] int32 tokens of prompt and continuation, then arbitrary numbers.
-    lengths: [B] int32 number of tokens of prompt and continuation.
-    numbers: [B] int32 number of tokens of the continuation.
-    most: [B] int32, the largest number of tokens of a draft that may be used; 0 if the row has ended.
-  """
-
-  ids: jax.Array
-  lengths: jax.Array
-  numbers: jax.Array
-  most: jax.Array
+  ids: jax.Array  # [B, L] int32 tokens of prompt and continuation, then arbitrary numbers.
+  lengths: jax.Array  # [B] int32 number of tokens of prompt and continuation.
+  numbers: jax.Array  # [B] int32 number of tokens of the continuation.
+  most: jax.Array  # [B] int32, the largest number of tokens of a draft that may be used; 0 if the row has ended.
 
 
 class Drafter(Protocol[DraftState]):
@@ -70,15 +58,11 @@ class LookupDrafter:
 
   It finds the longest suffix of the row, of at most `size` tokens, that also occurs earlier, and takes the latest such
   occurrence. The draft is the tokens after it.
-
-  Attributes:
-    size: the largest number of tokens that are compared, at least 1.
-    num_tokens: K.
-    source_ids_BS: int32 tokens that are also searched, such as the source of a translation; -1 for padding.
   """
 
-  size: int
-  num_tokens: int
+  size: int  # The largest number of tokens that are compared, at least 1.
+  num_tokens: int  # K.
+  # int32 tokens that are also searched, such as the source of a translation; -1 for padding.
   source_ids_BS: jax.Array | None = None
 
   def start(self, model_state: Any) -> tuple[()]:
@@ -114,18 +98,12 @@ class ModelDrafter(Generic[DecodingState]):
 
   First it reads the last two tokens of the row, because the smaller model never reads the last guess of a draft.
   Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
-
-  Attributes:
-    reader: reads the prompts into the state of the smaller model.
-    num_tokens: K.
-    draw: returns a token for each row.
-    adjust: the logit processor of the model itself; None if there is none.
   """
 
-  reader: RowReader[DecodingState]
-  num_tokens: int
-  draw: DrawDraft
-  adjust: LogitProcessor | None
+  reader: RowReader[DecodingState]  # Reads the prompts into the state of the smaller model.
+  num_tokens: int  # K.
+  draw: DrawDraft  # Returns a token for each row.
+  adjust: LogitProcessor | None  # The logit processor of the model itself; None if there is none.
 
   def start(self, model_state: Any) -> DecodingState:
     reader = self.reader

@@ -67,19 +67,12 @@ class Draws(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """The progress of the rows, besides the state of the model.
+  """The progress of the rows, besides the state of the model."""
 
-  Attributes:
-    number: int32, the index of the next token in each continuation.
-    last_ids_B: int32, the previous tokens.
-    decoded: the continuations so far.
-    done_B: bool, which rows have ended.
-  """
-
-  number: jax.Array
-  last_ids_B: jax.Array
-  decoded: Decoded
-  done_B: jax.Array
+  number: jax.Array  # int32, the index of the next token in each continuation.
+  last_ids_B: jax.Array  # int32, the previous tokens.
+  decoded: Decoded  # The continuations so far.
+  done_B: jax.Array  # bool, which rows have ended.
 
   @property
   def continues(self) -> jax.Array:
@@ -89,25 +82,16 @@ class _Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodingLoop(Generic[DecodingState]):
-  """One call of `Sampler.decode`.
+  """One call of `Sampler.decode`."""
 
-  Attributes:
-    reader: reads the prompts.
-    draw: (logits [B, V], a key for each row or None) -> tokens [B].
-    adjust: (logits [B, V], tokens [B, P + M] of the rows, number of tokens [B]) -> the logits to draw from; None keeps
-      them.
-    stop_ids: tokens that end a row.
-    key, draws: see `Sampler.decode`.
-    limits_B: int32, the largest number of tokens after each prompt, at most M.
-  """
-
-  reader: RowReader[DecodingState]
-  draw: Callable[[jax.Array, jax.Array | None], jax.Array]
+  reader: RowReader[DecodingState]  # Reads the prompts.
+  draw: Callable[[jax.Array, jax.Array | None], jax.Array]  # (logits [B, V], a key for each row or None) -> tokens [B].
+  # (logits [B, V], tokens [B, P + M] of the rows, number of tokens [B]) -> the logits to draw from; None keeps them.
   adjust: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None
-  stop_ids: tuple[int, ...]
-  key: jax.Array | None
-  draws: Draws
-  limits_B: jax.Array
+  stop_ids: tuple[int, ...]  # Tokens that end a row.
+  key: jax.Array | None  # See `Sampler.decode`.
+  draws: Draws  # See `Sampler.decode`.
+  limits_B: jax.Array  # int32, the largest number of tokens after each prompt, at most M.
 
   def run(self) -> Decoded:
     """Continues the prompts."""

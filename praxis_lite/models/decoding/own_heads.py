@@ -68,21 +68,13 @@ class FurtherHeads(Protocol[HeadState]):
 
 @dataclasses.dataclass(frozen=True)
 class OwnHeadsDrafter(Generic[HeadState]):
-  """A `Drafter` that uses heads of the model itself.
+  """A `Drafter` that uses heads of the model itself."""
 
-  Attributes:
-    heads: the heads.
-    reader: reads the prompts into the state of the model.
-    num_tokens: K, at most the number of heads.
-    draw: returns a token for each row.
-    adjust: the logit processor of the model itself; None if there is none.
-  """
-
-  heads: FurtherHeads[HeadState]
-  reader: RowReader[Any]
-  num_tokens: int
-  draw: DrawDraft
-  adjust: LogitProcessor | None
+  heads: FurtherHeads[HeadState]  # The heads.
+  reader: RowReader[Any]  # Reads the prompts into the state of the model.
+  num_tokens: int  # K, at most the number of heads.
+  draw: DrawDraft  # Returns a token for each row.
+  adjust: LogitProcessor | None  # The logit processor of the model itself; None if there is none.
 
   def start(self, model_state: Any) -> HeadState:
     reader = self.reader

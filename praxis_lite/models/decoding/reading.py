@@ -24,22 +24,14 @@ READ_PROMPTS, NEXT_TOKEN = 'read_prompts', 'next_token'  # Scope names of operat
 
 @dataclasses.dataclass(frozen=True)
 class RowReader(Generic[DecodingState]):
-  """Reads rows into the state; a row is a prompt and its continuation so far.
+  """Reads rows into the state; a row is a prompt and its continuation so far."""
 
-  Attributes:
-    steps: the model.
-    prompt_ids_BP, prompt_lengths_B: see `Sampler.decode`.
-    num_steps: M.
-    slots: number of tokens per row for which the state has room.
-    chunk: number of tokens of a prompt that are read at once; None means whole prompts.
-  """
-
-  steps: DecodingSteps[DecodingState]
-  prompt_ids_BP: jax.Array
-  prompt_lengths_B: jax.Array
-  num_steps: int
-  slots: int
-  chunk: int | None
+  steps: DecodingSteps[DecodingState]  # The model.
+  prompt_ids_BP: jax.Array  # See `Sampler.decode`.
+  prompt_lengths_B: jax.Array  # See `Sampler.decode`.
+  num_steps: int  # M.
+  slots: int  # Number of tokens per row for which the state has room.
+  chunk: int | None  # Number of tokens of a prompt that are read at once; None means whole prompts.
 
   @property
   def fits(self) -> bool:

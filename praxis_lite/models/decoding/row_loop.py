@@ -25,72 +25,44 @@ from praxis_lite.models.decoding.steps import DecodingState, DecodingSteps
 
 
 class RowsState(NamedTuple, Generic[DecodingState]):
-  """Arrays that stay on the devices between calls.
+  """Arrays that stay on the devices between calls."""
 
-  Attributes:
-    model: the state of the model; `can_go_back` is True, see `DecodingSteps`.
-    ids: [B, L] int32 tokens of each row; entries after its length are arbitrary.
-  """
-
-  model: DecodingState
-  ids: jax.Array
+  model: DecodingState  # The state of the model; `can_go_back` is True, see `DecodingSteps`.
+  ids: jax.Array  # [B, L] int32 tokens of each row; entries after its length are arbitrary.
 
 
 class RowSettings(NamedTuple):
-  """Lengths, limits and sampling settings of each row.
+  """Lengths, limits and sampling settings of each row."""
 
-  Attributes:
-    lengths: [B] int32, number of tokens of a row so far. The model has read all but the last one.
-    prompt_lengths: [B] int32, number of tokens of the prompt of each row.
-    limits: [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
-    temperatures: [B] float32, see `sample_tokens`.
-    keys: [B], the PRNG key of each row.
-    top_ps: [B] float32, see `sample_rows`.
-  """
-
-  lengths: jax.Array
-  prompt_lengths: jax.Array
-  limits: jax.Array
-  temperatures: jax.Array
-  keys: jax.Array
-  top_ps: jax.Array
+  lengths: jax.Array  # [B] int32, number of tokens of a row so far. The model has read all but the last one.
+  prompt_lengths: jax.Array  # [B] int32, number of tokens of the prompt of each row.
+  limits: jax.Array  # [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
+  temperatures: jax.Array  # [B] float32, see `sample_tokens`.
+  keys: jax.Array  # [B], the PRNG key of each row.
+  top_ps: jax.Array  # [B] float32, see `sample_rows`.
 
 
 class NewTokens(NamedTuple):
-  """The tokens that one call adds.
+  """The tokens that one call adds."""
 
-  Attributes:
-    ids: [B, N] int32.
-    counts: [B] int32, number of new tokens of each row.
-    log_probs: [B, N] float32, log-probability of each token under the model at temperature 1.
-    top_ids, top_log_probs: [B, N, K], for each new token, the K most probable tokens at its position, best first.
-  """
-
-  ids: jax.Array
-  counts: jax.Array
-  log_probs: jax.Array
-  top_ids: jax.Array
-  top_log_probs: jax.Array
+  ids: jax.Array  # [B, N] int32.
+  counts: jax.Array  # [B] int32, number of new tokens of each row.
+  log_probs: jax.Array  # [B, N] float32, log-probability of each token under the model at temperature 1.
+  top_ids: jax.Array  # [B, N, K], for each new token, the K most probable tokens at its position, best first.
+  top_log_probs: jax.Array  # [B, N, K], their log-probabilities.
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLoop(Generic[DecodingState]):
-  """Adds up to N tokens to each row.
+  """Adds up to N tokens to each row."""
 
-  Attributes:
-    steps: the model.
-    draw: (logits [B, V], keys [B], temperatures [B], top_ps [B]) -> tokens [B].
-    adjust: see `DecodingLoop`; it depends on the lengths of the prompts of the rows.
-    stop_ids: tokens that end a row.
-    num_tokens, num_top: N and K.
-  """
-
-  steps: DecodingSteps[DecodingState]
+  steps: DecodingSteps[DecodingState]  # The model.
+  # (logits [B, V], keys [B], temperatures [B], top_ps [B]) -> tokens [B].
   draw: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-  adjust: LogitProcessor | None
-  stop_ids: tuple[int, ...]
-  num_tokens: int
-  num_top: int = 0
+  adjust: LogitProcessor | None  # See `DecodingLoop`; it depends on the lengths of the prompts of the rows.
+  stop_ids: tuple[int, ...]  # Tokens that end a row.
+  num_tokens: int  # N.
+  num_top: int = 0  # K.
 
   def run(self, state: RowsState[DecodingState], rows: RowSettings) -> tuple[RowsState[DecodingState], NewTokens]:
     """Adds up to N tokens to each row."""

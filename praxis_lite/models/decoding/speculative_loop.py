@@ -75,28 +75,20 @@ _Carry = tuple[DecodingState, Any, _Progress]
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeLoop(Generic[DecodingState]):
-  """One call of `SpeculativeSampler.decode`.
+  """One call of `SpeculativeSampler.decode`."""
 
-  Attributes:
-    reader: reads the prompts; its state has room for all tokens, so that no row is read again.
-    drafter: guesses tokens.
-    num_drafts: K.
-    draw: (logits [B, V], index of the token in its continuation [B]) -> tokens [B].
-    verify: (logits [B, N, V], draft, index of its first token in the continuation [B]) -> the next tokens.
-    adjust: (logits [B, V], tokens [B, L] of the rows, number of tokens [B]) -> the logits to draw from; None keeps
-      them.
-    stop_ids: tokens that end a row.
-    limits_B: int32, the largest number of tokens after each prompt, at most M.
-  """
-
+  # Reads the prompts; its state has room for all tokens, so that no row is read again.
   reader: RowReader[DecodingState]
-  drafter: Drafter[Any]
-  num_drafts: int
+  drafter: Drafter[Any]  # Guesses tokens.
+  num_drafts: int  # K.
+  # (logits [B, V], index of the token in its continuation [B]) -> tokens [B].
   draw: Callable[[jax.Array, jax.Array], jax.Array]
+  # (logits [B, N, V], draft, index of its first token in the continuation [B]) -> the next tokens.
   verify: Callable[[jax.Array, Draft, jax.Array], Verified]
+  # (logits [B, V], tokens [B, L] of the rows, number of tokens [B]) -> the logits to draw from; None keeps them.
   adjust: LogitProcessor | None
-  stop_ids: tuple[int, ...]
-  limits_B: jax.Array
+  stop_ids: tuple[int, ...]  # Tokens that end a row.
+  limits_B: jax.Array  # int32, the largest number of tokens after each prompt, at most M.
 
   def run(self) -> SpeculativeDecoded:
     """Continues the prompts."""
@@ -111,10 +103,9 @@ class SpeculativeLoop(Generic[DecodingState]):
       first = Verified(self.draw(adjusted_BV, zeros_B)[:, None], zeros_B)
       progress = self._append(first, zeros_B, logits_BV[:, None], progress)
       draft_state = self.drafter.start(state)
+    carry = state, draft_state, progress
     with expected_trips(M - 1):
-      return jax.lax.while_loop(lambda carry: ~jnp.all(carry[-1].done_B), self._extend, (state, draft_state, progress))[
-        -1
-      ].decoded
+      return jax.lax.while_loop(lambda c: ~jnp.all(c[-1].done_B), self._extend, carry)[-1].decoded
 
   def _extend(self, carry: _Carry[DecodingState]) -> _Carry[DecodingState]:
     """Guesses tokens, reads them, and keeps those that the model would have drawn too."""

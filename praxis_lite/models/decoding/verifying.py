@@ -14,15 +14,10 @@ from praxis_lite.models.decoding.drafting import Draft
 
 
 class Verified(NamedTuple):
-  """The next tokens of rows: the accepted tokens of a draft, and then one token of the model.
+  """The next tokens of rows: the accepted tokens of a draft, and then one token of the model."""
 
-  Attributes:
-    ids: [B, N] int32; the first `accepted + 1` of a row are its next tokens.
-    accepted: [B] int32, number of accepted tokens of the draft.
-  """
-
-  ids: jax.Array
-  accepted: jax.Array
+  ids: jax.Array  # [B, N] int32; the first `accepted + 1` of a row are its next tokens.
+  accepted: jax.Array  # [B] int32, number of accepted tokens of the draft.
 
 
 def compare_drafts(ids_BN: jax.Array, draft: Draft) -> Verified:
