@@ -295,13 +295,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, but cannot."""
     context, most, goes_back = self.context, prompt_length + max_tokens - 1, self.decoder.goes_back
     if context is not None and most > context and (goes_back or self.model_type == 'prefix'):
-      needs = 'decoder_tpl: speculative decoding needs all tokens'
-      if not goes_back:
-        needs = "model_type: 'prefix' needs the whole prompt"
+      needs, sees, remedy = "model_type: 'prefix' needs the whole prompt", f'{context} tokens', ''
+      if goes_back:
+        needs, sees = 'decoder_tpl: speculative decoding needs all tokens', str(context)
+        remedy = ', or use a Sampler'
       raise ConfigError(
-        f'{self.path_name}.{needs} at each step, but the model sees only {context} tokens at once, and prompts of '
-        f'{prompt_length} with max_decode_steps = {max_tokens} need {most}; decode fewer steps, or shorter prompts'
-        f'{", or use a Sampler" if goes_back else ""}'
+        f'{self.path_name}.{needs} at each step, but the model sees only {sees} at once, and prompts of {prompt_length} '
+        f'with max_decode_steps = {max_tokens} need {most}; decode fewer steps, or shorter prompts{remedy}'
       )
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
