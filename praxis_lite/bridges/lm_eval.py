@@ -64,14 +64,14 @@ class RunLM(LM):
     super().__init__()
     unknown = sorted(others.keys() - {'device', 'max_batch_size'})
     if unknown:
-      names = 'path, mesh, step, batch_size, max_length, max_gen_toks'
-      raise ConfigError(f'lm_eval: --model_args: there is no {unknown[0]}; a run has {names}')
+      raise ConfigError(
+        f'lm_eval: --model_args: there is no {unknown[0]}; a run has path, mesh, step, batch_size, max_length, '
+        'max_gen_toks'
+      )
     if isinstance(path, TrainedModel):
       self.model = path
     else:
-      at = _read_step(step)
-      sizes = _read_mesh(mesh)
-      self.model = open_run(path).load(mesh=sizes, step=at)
+      self.model = open_run(path).load(mesh=_read_mesh(mesh), step=_read_step(step))
     limits = self.model.layer.score_limits()
     if limits is None or limits.start_id is not None:
       kind = type(self.model.layer).__name__

@@ -261,25 +261,24 @@ def checked_outputs(
   for name in (*metrics, *by_row):
     if not isinstance(name, str):
       raise ConfigError(f'{where}: the names of metrics and outputs must be strings, got {name!r}')
+  pairs: WeightedScalars = {}
   for name, metric in metrics.items():
     if not (isinstance(metric, tuple | list) and len(metric) == 2 and all(map(_is_number, metric))):
       raise ConfigError(
         f'{where}: the metric {name!r} is {_describe(metric)}; it must be a pair (mean, weight), as '
         "weighted_mean(values, batch['weights']) returns, or (mean, number of examples)"
       )
-  if method == 'compute_loss' and 'loss' not in metrics:
-    raise ConfigError(
-      f"{where}: there is no 'loss' among the metrics ({', '.join(metrics) or 'none'}). "
-      "Training minimizes it; add 'loss': weighted_mean(losses, batch['weights'])"
-    )
-  for name, metric in metrics.items():
-    mean, weight = map(jnp.asarray, metric)
+    mean, weight = pairs[name] = jnp.asarray(metric[0]), jnp.asarray(metric[1])
     if name == 'loss' and (mean.shape, weight.shape) != ((), ()):
       raise ConfigError(
         f'{where}: the loss is {_describe(mean)} with a weight of {_describe(weight)}; both must be scalars, as '
         "weighted_mean(losses, batch['weights']) returns"
       )
-    metrics = {**metrics, name: (mean, weight)}
+  if method == 'compute_loss' and 'loss' not in metrics:
+    raise ConfigError(
+      f"{where}: there is no 'loss' among the metrics ({', '.join(metrics) or 'none'}). "
+      "Training minimizes it; add 'loss': weighted_mean(losses, batch['weights'])"
+    )
   for path, x in leaves_by_path(by_row, is_leaf=lambda x: x is None).items():
     size = jnp.shape(x)[:1] if _is_number(x) else ()
     if not size or rows not in (None, *size):
@@ -289,7 +288,7 @@ def checked_outputs(
         f'{where}: {path_name(path)} is {_describe(x)}; the second dict, {second}, has only arrays with the batch as '
         f'dimension 0{here}{remedy}'
       )
-  return metrics, by_row
+  return pairs, by_row
 
 
 def check_is_trained(

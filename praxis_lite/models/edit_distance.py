@@ -16,12 +16,7 @@ _FACTOR = 0x9E3779B1  # Any odd number whose bits look random.
 def edit_distance(
   found_BT: jax.Array, found_lengths_B: jax.Array, labels_BU: jax.Array, label_lengths_B: jax.Array
 ) -> jax.Array:
-  """Returns the edit distance of each pair of rows, [B] int32.
-
-  Args:
-    found_BT, labels_BU: symbols.
-    found_lengths_B, label_lengths_B: int32, the number of symbols in each row.
-  """
+  """Returns the edit distance, [B] int32, of each pair of rows of symbols, given their int32 lengths."""
   at_V = jnp.arange(labels_BU.shape[1] + 1, dtype=jnp.int32)  # The number of labels in each prefix.
 
   def step(row_BV: jax.Array, symbol: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -41,12 +36,7 @@ def edit_distance(
 def hash_words(ids_BT: jax.Array, lengths_B: jax.Array, space_id: int) -> tuple[jax.Array, jax.Array]:
   """Returns a hash of each word of each row, [B, W] uint32, and the number of words, [B].
 
-  Two different words have the same hash with a probability of about 1 in 4 billion.
-
-  Args:
-    ids_BT: int32 tokens; words are separated by tokens `space_id`.
-    lengths_B: int32, the number of tokens of each row.
-    space_id: the token between words.
+  Tokens `space_id` separate words. Two different words have the same hash with a probability of 1 in 4 billion.
   """
   is_in_BT = (jnp.arange(ids_BT.shape[1]) < lengths_B[:, None]) & (ids_BT != space_id)
 

@@ -37,9 +37,7 @@ class IdLimit(NamedTuple):
 def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None:
   """Raises DataError if a batch has an integer for which a table of the model has no entry; its vector would be NaN.
 
-  Args:
-    limits: the result of `BaseModel.id_limits`.
-    rows: arrays of the batch by name; missing arrays are not checked.
+  `limits` is the result of `BaseModel.id_limits`. Arrays that the batch lacks are not checked.
   """
   for name, limit in limits.items():
     if len(missing := limit.missing_ids(name, rows)):
@@ -49,15 +47,10 @@ def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None
 def check_labels(
   data: BaseInput, labels: Mapping[str, np.ndarray], rows: NestedDict, classes: str, size: int, remedy: str = ''
 ) -> None:
-  """Raises ConfigError if a label with nonzero weight is not in [0, V).
+  """Raises ConfigError if a label with nonzero weight is not in [0, `size`).
 
-  Args:
-    data: the input that the labels come from.
-    labels: integer arrays, [B, ...], by name.
-    rows: the batch; its `weights` [B, ...] apply to the labels.
-    classes: path of the field that sets the number of classes V, for messages.
-    size: V.
-    remedy: the end of the message.
+  `labels` are integer arrays, [B, ...], by name, `rows` is the batch with their `weights`, `classes` the path of the
+  field that sets the number of classes, and `remedy` the end of the message.
   """
   for name, x in labels.items():
     bad = ((x < 0) | (x >= size)) & (_weights_of(x, rows) != 0)

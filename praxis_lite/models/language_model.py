@@ -297,11 +297,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if context is not None and most > context and (goes_back or self.model_type == 'prefix'):
       needs, sees, remedy = "model_type: 'prefix' needs the whole prompt", f'{context} tokens', ''
       if goes_back:
-        needs, sees = 'decoder_tpl: speculative decoding needs all tokens', str(context)
-        remedy = ', or use a Sampler'
+        needs, sees, remedy = 'decoder_tpl: speculative decoding needs all tokens', f'{context}', ', or use a Sampler'
       raise ConfigError(
-        f'{self.path_name}.{needs} at each step, but the model sees only {sees} at once, and prompts of {prompt_length} '
-        f'with max_decode_steps = {max_tokens} need {most}; decode fewer steps, or shorter prompts{remedy}'
+        f'{self.path_name}.{needs} at each step, but the model sees only {sees} at once, and prompts of '
+        f'{prompt_length} with max_decode_steps = {max_tokens} need {most}; decode fewer steps, or shorter prompts'
+        + remedy
       )
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:

@@ -92,12 +92,7 @@ class MaskedAutoencoder(BaseModel[PatchPredictions]):
     return self.predict_hidden(image, jax.vmap(lambda key: jax.random.uniform(key, (self._num_patches,)))(keys))
 
   def predict_hidden(self, image_BhwC: jax.Array, noise_BT: jax.Array) -> PatchPredictions:
-    """Returns predictions and targets of all patches; the patches with the largest numbers in `noise_BT` are hidden.
-
-    Args:
-      image_BhwC: images.
-      noise_BT: a number for each patch.
-    """
+    """Returns predictions and targets of all patches; the patches with the largest numbers in `noise_BT` are hidden."""
     seen = choose_patches(noise_BT, self._num_seen)
     tokens_BTD = self.network.embed(image_BhwC)
     others = int(self.network.class_token)

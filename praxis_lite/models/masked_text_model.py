@@ -171,13 +171,9 @@ def weights_of_places(batch: NestedDict) -> jax.Array:
 
 
 def encode_batch(encoder: TransformerEncoder, batch: NestedDict, *, packed: bool) -> jax.Array:
-  """Returns the states of the tokens of a batch, [B, T, D].
+  """Returns the states of the tokens of a batch, [B, T, D]; negative ids in rows of weight 0 count as 0.
 
-  Args:
-    encoder: the encoder, in a call of its parent.
-    batch: `ids` [B, T] int32, and perhaps `segment_ids`, `segment_pos` and `token_type_ids` of this shape. Negative ids
-      in rows of weight 0 count as 0.
-    packed: whether different segment ids separate segments; if not, segment ids only mark padding.
+  If the batch is not `packed`, segment ids only mark padding.
   """
   ids_BT, segments_BT, types_BT = batch['ids'], batch.get('segment_ids'), batch.get('token_type_ids')
   if (weights := batch.get('weights')) is not None:  # The vector of a negative id is NaN.

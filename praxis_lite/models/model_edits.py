@@ -25,14 +25,9 @@ RuleT = TypeVar('RuleT', bound=LayerPatterns)
 
 
 class ModelEdits:
-  """Edits of the layers below a model; see `ChildEdits`.
+  """Edits of the layers below the model at `path`, or `name` in messages; see `ChildEdits`.
 
-  Args:
-    path: the path of the model.
-    name: the same path, as text for messages.
-    adapters: one or several configs of adapters.
-    quantized: one or several configs of `QuantizedWeights`.
-    plain_children: names of children of the model to which a rule of `quantized` without regexes does not apply.
+  A rule of `quantized` without regexes does not apply to `plain_children` of the model.
 
   Raises:
     ConfigError: an adapter or a rule is not valid.
@@ -110,18 +105,9 @@ class ModelEdits:
 
 
 class _Rules(Generic[RuleT]):
-  """The rules of a field of a model.
+  """The rules of a field of a model, which are of class `cls`.
 
-  Args:
-    field: the path of the field.
-    configs: one or several configs of rules.
-    cls: the class of the rules.
-    expected: a description of a valid rule, for messages.
-    what: what a regex of a rule should match, for messages.
-
-  Attributes:
-    rules: the rules.
-    used: the index of the rule that each layer has got, by the path of the layer below the model.
+  For messages, `expected` describes a valid rule, and `what` says what a regex of a rule should match.
   """
 
   def __init__(
@@ -134,7 +120,7 @@ class _Rules(Generic[RuleT]):
       if not isinstance(built, cls):
         raise ConfigError(f'{field}[{i}]: expected {expected}, got {built!r}')
       self.rules.append(built)
-    self.used: dict[str, int] = {}
+    self.used: dict[str, int] = {}  # The index of the rule that each layer has got, by the path of the layer.
     self._kinds: dict[str, str] = {}  # Class names of layers that a regex may match, by path.
 
   def choose(self, name: str, kind: str, is_for: Callable[[RuleT], bool]) -> int | None:

@@ -41,15 +41,10 @@ def check_pairs(
   limits: Mapping[str, PositionLimit],
   sides: Sequence[str],
 ) -> None:
-  """Raises a `ConfigError` if a batch of NumPy arrays does not hold pairs of answers that a model can read.
+  """Raises a `ConfigError` if the first batch of an input does not hold pairs of answers that a model can read.
 
-  Args:
-    data: the input, for messages.
-    batch: its first batch.
-    vocab_size, field: the size of the vocabulary, and the path of the field that sets it.
-    packed: whether the model takes rows of several segments.
-    limits: the result of `BaseModel.position_limits`.
-    sides: the parts of the batch that the model reads, such as 'chosen'.
+  `field` is the path of the field that sets the size of the vocabulary, `packed` says whether the model takes rows of
+  several segments, and `sides` are the parts of the batch that it reads, such as 'chosen'.
   """
   for side in sides:
     if not isinstance(batch.get(side), dict):
@@ -87,13 +82,7 @@ def tokens_of_pairs(segment_ids_BT: jax.Array, num_pairs: int) -> jax.Array:
 
 
 def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Sequence[int]) -> jax.Array:
-  """Returns the sum over the tokens of each segment, [B, S], or over each row, [B], if a row has one pair.
-
-  Args:
-    x_BT: float32 values of tokens.
-    segment_ids_BT: int32 ids of segments, from 1.
-    weights_shape: the shape of the weights of pairs, [B] or [B, S].
-  """
+  """Returns the sum over the tokens of each segment, [B, S], or, if weights of pairs are [B], of each row, [B]."""
   if len(weights_shape) == 1:
     return jnp.sum(x_BT, axis=1)
   return jnp.sum(jnp.where(tokens_of_pairs(segment_ids_BT, weights_shape[1]), x_BT[:, :, None], 0), axis=1)

@@ -72,12 +72,9 @@ Terms = tuple[jax.Array, jax.Array]  # Losses and their weights, of the same sha
 class PreferenceLoss(Configurable):
   """Base of the losses of pairs. Subclasses define `terms` and `rewards`."""
 
-  # Whether the loss compares the model with a reference.
-  needs_reference: ClassVar[bool] = True
-  # Whether the loss needs mismatched answers, that is, answers to other prompts.
-  needs_mismatched: ClassVar[bool] = False
-  # Whether an example may have only one of the answers.
-  takes_single: ClassVar[bool] = False
+  needs_reference: ClassVar[bool] = True  # Whether the loss compares the model with a reference.
+  needs_mismatched: ClassVar[bool] = False  # Whether the loss needs mismatched answers, those to other prompts.
+  takes_single: ClassVar[bool] = False  # Whether an example may have only one of the answers.
 
   def terms(self, pairs: PairScores) -> Terms:
     """Returns n losses for each pair, [n, B] or [n, B, S], and their weights; the loss is the weighted mean."""

@@ -95,9 +95,7 @@ class ReferencedModel(LanguageModel):
   def log_probs_of_labels(self, rows: dict[str, jax.Array], network: str = 'lm') -> jax.Array:
     """Returns the log-probability of each label times its weight, [B, T] float32, in nats; 0 where the weight is 0.
 
-    Args:
-      rows: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, [B, T].
-      network: 'lm' or 'reference'.
+    `rows` are `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`; `network` is 'lm' or 'reference'.
     """
     lm: TransformerLm = getattr(self, network)
     weights_BT, is_token_BT = rows['weights'], (rows['segment_ids'] > 0).astype(jnp.float32)

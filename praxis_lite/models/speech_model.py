@@ -141,14 +141,8 @@ class SpeechModel(BaseModel[PredictionsT]):
   ) -> WeightedScalars:
     """Returns `token_error_rate` and, if `space_id` is set, `word_error_rate`.
 
-    An error rate is the number of insertions, deletions and substitutions that turn the transcripts into the labels,
-    divided by the number of symbols, or words, of the labels.
-
-    Args:
-      ids_BT: int32 symbols of the transcripts.
-      lengths_B: int32, the lengths of the transcripts.
-      labels: the labels.
-      weights_B: weights of the rows.
+    An error rate is the number of insertions, deletions and substitutions that turn the transcripts `ids_BT`, of these
+    lengths, into the labels, divided by the number of symbols, or words, of the labels.
     """
     errors_B = edit_distance(ids_BT, lengths_B, *labels)
     metrics = {'token_error_rate': error_rate(errors_B, labels.lengths, weights_B)}
@@ -171,10 +165,7 @@ class SpeechModel(BaseModel[PredictionsT]):
     return metrics, found
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
-    """Returns transcripts.
-
-    They are `ids`, [B, ...] int32 symbols, followed by blanks; `lengths`, [B] int32; and `log_prob`, [B] float32, nats.
-    """
+    """Returns transcripts: `ids`, [B, ...] int32 symbols and then blanks, `lengths`, [B], and `log_prob`, [B], nats."""
     raise NotImplementedError
 
 

@@ -127,39 +127,29 @@ class SpeechToTextModel(EncoderDecoderModel):
       is_row_B &= batch['audio_lengths'] > 0
     given_BP = jnp.broadcast_to(jnp.array(self.prefix_ids, jnp.int32), (rows, len(self.prefix_ids)))
     prompts = {'ids': given_BP, 'prompt_lengths': jnp.full(rows, len(self.prefix_ids), jnp.int32)}
-    labels = {} if 'labels' not in batch else self._labels_after_prefix(batch)
+    labels = {}
+    if 'labels' in batch:  # Labels begin with `prefix_ids`, which are not decoded.
+      labels = {name: batch[name][:, len(self.prefix_ids) :] for name in ('labels', 'weights')}
     return x_BSM, is_row_B.astype(jnp.int32)[:, None], {**batch, **labels, **prompts}
 
-  def _labels_after_prefix(self, batch: NestedDict) -> NestedDict:
-    """Returns the labels and weights of a batch without the tokens of `prefix_ids`."""
-    given = len(self.prefix_ids)
-    return {'labels': batch['labels'][:, given:], 'weights': batch['weights'][:, given:]}
-
   def _steps_of(self, source: jax.Array, is_token: jax.Array) -> SourceSteps:
-    options = self.decoder.goes_back, self.decoder.needs_coverage
-    return _TranscriptSteps(self.lm, source, is_token, self._suppression(), *options)
-
-  def _tokens_to_look_up(self, source: jax.Array, is_token: jax.Array) -> None:
-    return None
-
-  def _suppression(self) -> _Suppression:
     at_V = jnp.arange(self.lm.vocab_size)
     always_V, first_V = (
       jnp.isin(at_V, jnp.array(ids, jnp.int32)) for ids in (self.suppressed_ids, self.first_suppressed_ids)
     )
-    return _Suppression(always_V, first_V, len(self.prefix_ids))
+    suppression = _Suppression(always_V, first_V, len(self.prefix_ids))
+    options = self.decoder.goes_back, self.decoder.needs_coverage
+    return _TranscriptSteps(self.lm, source, is_token, suppression, *options)
+
+  def _tokens_to_look_up(self, source: jax.Array, is_token: jax.Array) -> None:
+    return None
 
 
 class _TranscriptSteps(SourceSteps):
   """`SourceSteps` that exclude some tokens."""
 
   def __init__(
-    self,
-    lm: AudioEncoderDecoder,
-    source: jax.Array,
-    is_token: jax.Array,
-    suppression: _Suppression,
-    *options: bool,
+    self, lm: AudioEncoderDecoder, source: jax.Array, is_token: jax.Array, suppression: _Suppression, *options: bool
   ):
     super().__init__(lm, source, is_token, *options)
     self._suppression = suppression

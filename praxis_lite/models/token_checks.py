@@ -16,12 +16,9 @@ from praxis_lite.layers.position_limit import PositionLimit
 
 
 def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, size: int) -> None:
-  """Raises ConfigError if the ids of an input go beyond the vocabulary of a model.
+  """Raises ConfigError if the `vocab_size` of an input, or else its first `ids`, exceed the vocabulary of a model.
 
-  Args:
-    data: the input; its `vocab_size` is compared, if it has one.
-    ids: ids of the first batch, which are compared if `data` has no `vocab_size`.
-    field, size: the path of the field that sets the size of the vocabulary, and this size.
+  `field` is the path of the field that sets the model's size.
   """
   needed = getattr(data, 'vocab_size', None)
   if needed is None:
@@ -33,13 +30,9 @@ def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, siz
 
 
 def check_packing(data: BaseInput, packed: bool, has_several: bool, what: str) -> None:
-  """Raises ConfigError if rows have several segments and the model would let them attend to each other.
+  """Raises ConfigError if rows have several segments, which `what` names, and the model does not separate them.
 
-  Args:
-    data: the input; if its `packed` is True, rows of later batches may have several segments.
-    packed: whether the model separates segments.
-    has_several: whether rows of the first batch have several segments.
-    what: a word for the segments, for the message.
+  `has_several` is about the first batch; if `packed` of the input is True, rows of later batches may have several.
   """
   if packed or not (has_several or getattr(data, 'packed', None) is True):
     return

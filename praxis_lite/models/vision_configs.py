@@ -91,8 +91,8 @@ def vision_transformer(
   learned = Config(LearnedPositions, skip_regularization=True)
   network = Config(
     VisionTransformer,
-    image_size=_to_pair(image_size),
-    patch_size=_to_pair(patch_size),
+    image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
+    patch_size=(patch_size, patch_size) if isinstance(patch_size, int) else patch_size,
     channels=channels,
     model_dims=model_dims,
     num_layers=num_layers,
@@ -125,7 +125,3 @@ def image_classifier(
   network = vision_transformer(**sizes)
   model = Config(ClassificationModel, num_classes=num_classes, network_tpl=network, fprop_dtype=fprop_dtype)
   return model.set(params_init=network.params_init)
-
-
-def _to_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-  return (size, size) if isinstance(size, int) else size

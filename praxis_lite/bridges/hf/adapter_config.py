@@ -130,12 +130,10 @@ def make_config(
 
   content = {
     **kind.in_config,
+    **{'base_model_name_or_path': base, 'inference_mode': True, 'modules_to_save': None},
     'task_type': 'CAUSAL_LM' if isinstance(model, LanguageModel) else None,
-    'base_model_name_or_path': base,
-    'inference_mode': True,
     'target_modules': name_modules(modules),
     'fan_in_fan_out': fan_in_fan_out,
-    'modules_to_save': None,
   }
   if 'scale' in kind.parts:
     return {**content, 'feedforward_modules': name_modules(of_inputs)}
@@ -173,11 +171,8 @@ def adapters_of(
 ) -> Iterator[Config]:
   """Yields the configs of our adapters that equal those in a file.
 
-  Args:
-    kind, config: the kind of all adapters, and the content of adapter_config.json.
-    shapes: for each weight with an adapter, the shape of the adapter's first part.
-    names: for each of these weights, the path of its layer.
-    modules: for each of these weights, the names of the modules that have it.
+  `shapes` has the shape of the first part of each weight's adapter, `names` the paths of the weights' layers, and
+  `modules` the names of the modules with each weight. `config` is the content of adapter_config.json.
 
   Raises:
     ConfigError: IA3 of experts or of tables of embeddings; or ranks or alphas that differ within one layer.

@@ -30,24 +30,19 @@ from praxis_lite.models import (
 
 @dataclasses.dataclass(frozen=True)
 class Encoder(WholeModelFamily):
-  """An encoder, with a head or without. Its linear layers are stored as [out, in], its tables as [ids, dims].
+  """An encoder, with a head or without; `architecture` names the masked language model.
 
-  Attributes: those of `Family`, where `architecture` names the masked language model, and
-    classifier: the architecture of the classifier.
-    bare: the architecture without a head; the names of its tensors lack `prefix`.
-    also_masked: other architectures whose checkpoints have a masked language model.
-    head_names: names of tensors of the head that predicts tokens: the linear layer, the norm and the softmax, each
-      without `.weight` or `.bias`, and then the full name of the softmax's bias.
-    classifier_names: the names of the tensors of the classifier's pooler and softmax.
-    counts_from_padding: whether the first position is the padding id + 1, as in RoBERTa.
+  Its linear layers are stored as [out, in], its tables as [ids, dims].
   """
 
-  classifier: str = ''
-  bare: str = ''
-  also_masked: tuple[str, ...] = ()
+  classifier: str = ''  # The architecture of the classifier.
+  bare: str = ''  # The architecture without a head; the names of its tensors lack `prefix`.
+  also_masked: tuple[str, ...] = ()  # Other architectures whose checkpoints have a masked language model.
+  # Names of tensors of the head that predicts tokens: the linear layer, the norm and the softmax, each without
+  # `.weight` or `.bias`, and then the full name of the softmax's bias.
   head_names: tuple[str, str, str, str] = ('', '', '', '')
-  classifier_names: tuple[str, str] = ('', '')
-  counts_from_padding: bool = False
+  classifier_names: tuple[str, str] = ('', '')  # The names of the tensors of the classifier's pooler and softmax.
+  counts_from_padding: bool = False  # Whether the first position is the padding id + 1, as in RoBERTa.
 
   network = (MaskedLanguageModel, SequenceClassifier, TextEncoder)
   table_path = 'encoder.embedding.w'

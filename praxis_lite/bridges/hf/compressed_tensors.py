@@ -61,11 +61,9 @@ def compress_tensors(
   """Returns the tensors of a checkpoint whose weights keep the few bits that they have in the run.
 
   Args:
-    variables: the variables of the network, with plain weights.
+    variables, found: the variables of the network, with plain weights, and the pieces of each by path.
     spread: the result of `spread_streamed` for the network.
-    found: the pieces of each variable, by its path.
-    head: the name of the head's tensor; `quantization_config` lists it as not quantized, even if the checkpoint lacks
-      it.
+    head: the head's tensor, which `quantization_config` lists as not quantized, even if the checkpoint lacks it.
     dtype: dtype of the plain tensors and of the scales; None keeps the dtypes that they have.
 
   Raises:

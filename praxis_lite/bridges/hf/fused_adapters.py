@@ -35,10 +35,7 @@ def split_experts(
 ) -> dict[str, Tensor]:
   """Returns tensors by name; one that serves all experts is replaced by one for each, named like separate adapters.
 
-  Args:
-    stored: the tensors of the file.
-    modules: for each weight, the names of the modules that have it.
-    declared: the declarations of the variables of the network.
+  `modules` has the names of the modules with each weight; `declared` are the declarations of the network's variables.
   """
   found: dict[str, Tensor] = dict(stored)
   for weight, names in modules.items():

@@ -108,10 +108,7 @@ def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
 
   The length penalty of a `BeamSearch` is written only if its `length_norm` is 'length', which transformers uses.
 
-  Args:
-    folder: where to write the file.
-    decoder: the `Sampler` or `BeamSearch` of the exported model.
-    kept: the folder that may have the imported file. If that file limits the number of tokens, the new one does too.
+  If the imported file, in the folder `kept`, limits the number of tokens, the new one does too.
   """
   says: dict[str, Any] = read_json(kept / GENERATION_FILE) if (kept / GENERATION_FILE).is_file() else {}
   values: dict[str, Any] = {'do_sample': decoder.is_random, 'repetition_penalty': decoder.repetition_penalty}

@@ -17,9 +17,7 @@ PREPROCESSOR_FILE = 'preprocessor_config.json'
 def image_datasets(model: Config, folder: str) -> list[Config]:
   """Returns the datasets of a run that fine-tunes an image model, with images as the checkpoint expects them.
 
-  Args:
-    model: the config of a model with a `network_tpl`.
-    folder: the folder of the checkpoint. If it has no preprocessor_config.json, pixels are scaled to [-1, 1].
+  If the folder of the checkpoint has no preprocessor_config.json, pixels are scaled to [-1, 1].
   """
   fields = _fields_of(model.network_tpl, folder)
   if target(model) in (ImageFeatureModel, MaskedAutoencoder):
@@ -29,13 +27,7 @@ def image_datasets(model: Config, folder: str) -> list[Config]:
 
 
 def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[Config]:
-  """Returns the datasets of a run that fine-tunes a `TwoTowerModel`: images as the checkpoint expects them, and texts.
-
-  Args:
-    model: the config of the model.
-    folder: see `image_datasets`.
-    tokenizer: config of the tokenizer.
-  """
+  """Returns the datasets of a run that fine-tunes a `TwoTowerModel`: images as for `image_datasets`, and texts."""
   data = Config(ImageTextRecordInput, file_pattern=REQUIRED, batch_size=32, **_fields_of(model.image_tpl, folder))
   has_end_token = model.text_pooling in ('end', 'largest')  # As in CLIP; texts of SigLIP only have padding.
   data.set(tokenizer_tpl=tokenizer, text_len=model.text_tpl.position_tpl.max_len)

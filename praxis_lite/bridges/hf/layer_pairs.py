@@ -51,13 +51,7 @@ def attention_pairs(theirs: str, ours: str, *, has_key_bias: bool = True) -> lis
 
 
 def stack_pairs(theirs: str, stack: str, *, has_key_bias: bool = True) -> list[Pair]:
-  """Returns the pairs of the layers of an encoder or decoder of BART or Whisper.
-
-  Args:
-    theirs: the prefix of the stack.
-    stack: 'encoder' or 'decoder'.
-    has_key_bias: whether keys have a bias.
-  """
+  """Returns the pairs of the layers of the 'encoder' or 'decoder' of BART or Whisper; names begin with `theirs`."""
   theirs, ours = f'{theirs}layers.{{layer}}.', f'{stack}.layers.'
   kinds = {'self_attn': 'attention', **({'encoder_attn': 'cross_attention'} if stack == 'decoder' else {})}
   pairs = []

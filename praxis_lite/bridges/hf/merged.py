@@ -21,12 +21,7 @@ from praxis_lite.models import BaseModel
 
 
 def merge_streamed(variables: NestedDict, model: BaseModel, family: Family) -> NestedDict:
-  """Returns the variables of a model's network without adapters: each part of a weight is merged when it is read.
-
-  Args:
-    variables: the variables of the network, with adapters, as arrays that are read in parts.
-    model, family: the built model, and its family.
-  """
+  """Returns the variables of a model's network without adapters: each part of a weight is merged when it is read."""
   network = family.network_in(model)
   assert network is not None
   merged = leaves(variables)

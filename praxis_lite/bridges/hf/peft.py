@@ -201,13 +201,7 @@ def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict
 
 
 def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns the norm |W| over the inputs of each output, float32 [*stack, *O].
-
-  Args:
-    weight: W.
-    variables: the variables of the network; W may be an array that is read in parts.
-    declared: the declarations of the variables.
-  """
+  """Returns the norm |W| of a weight over the inputs of each output, float32 [*stack, *O]."""
   path = weight.weight_path
   if (w := node_at(variables, path)) is None:
     raise ConfigError(

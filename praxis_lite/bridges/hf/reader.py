@@ -118,10 +118,10 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the pieces of each variable; raises CheckpointError if a tensor is missing, left over or of another shape.
+  """Returns the pieces of the variables that `weights` declares, those of the network.
 
-  Args:
-    weights: declarations of the variables of the network.
+  Raises:
+    CheckpointError: a tensor is missing, left over or of another shape.
   """
   found = pieces(checkpoint.family.table_of(weights), weights)
   every = [piece for of_variable in found.values() for piece in of_variable]
@@ -142,11 +142,9 @@ def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]
 def streamed_variables(
   checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], shapes: NestedDict
 ) -> NestedDict:
-  """Returns the variables as arrays whose parts are read when they are needed.
+  """Returns the variables as arrays whose parts are read when they are needed; `shapes` has the dtypes to convert to.
 
-  Args:
-    checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
-    shapes: true shapes, and the dtypes to convert to.
+  `found` is the result of `checked_pieces`.
   """
 
   def stream(path: Path, of_variable: Sequence[Piece]) -> _Variable:
@@ -160,13 +158,7 @@ def streamed_variables(
 def read_variables(
   checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], layout: StateLayout, block_bytes: int = BLOCK_BYTES
 ) -> NestedDict:
-  """Returns the variables on the mesh of `layout`, padded, in its dtypes.
-
-  Args:
-    checkpoint, found: the checkpoint, and the result of `checked_pieces` for it.
-    layout: the layout of the network's variables.
-    block_bytes: approximate number of bytes of variables in host memory at a time.
-  """
+  """Returns the variables on the mesh of `layout`, padded, in its dtypes, with about `block_bytes` in host memory."""
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
   return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
 

@@ -95,13 +95,9 @@ class {name}(BaseExperiment):
 
 
 def write_experiment(path: str | os.PathLike[str], config: HfConfig, overrides: Sequence[str], chips: str) -> None:
-  """Writes a Python file with an experiment to start from.
+  """Writes a Python file with an experiment to start from, as planned for the topology `chips`.
 
-  Args:
-    path: the file, which does not exist yet.
-    config: the content of config.json.
-    overrides: changes of `training_experiment`, such as 'task.ici_mesh_shape=(1, 64, 1)'.
-    chips: the name of the topology, for the command in the file.
+  `overrides` are changes of `training_experiment`, such as 'task.ici_mesh_shape=(1, 64, 1)'.
 
   Raises:
     UserError: the file exists, or cannot be written.

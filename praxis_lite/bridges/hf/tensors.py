@@ -213,11 +213,9 @@ class Piece(NamedTuple):
 
 
 def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the pieces of each variable, in the order of their indices.
+  """Returns the pieces of each declared variable of a network, in the order of their indices.
 
-  Args:
-    table: must have a row for each variable.
-    weights: declarations of the network's variables.
+  Raises CheckpointError if the table has no row for a variable.
   """
   rows, declared = {pair.ours: pair for pair in table}, leaves(weights)
   order = _layer_order(declared)
@@ -225,10 +223,7 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dict[Path, list[Piece]]:
-  """Returns the pieces to write, with a copy of a tensor's pieces for each name that repeats it.
-
-  `copies` is {name: original name}.
-  """
+  """Returns the pieces to write, with those of each original tensor again for its copies, {copy: original}."""
   again = {
     path: [p._replace(name=c) for p in of for c, o in copies.items() if p.name == o] for path, of in found.items()
   }

@@ -31,16 +31,11 @@ from praxis_lite.models import BaseModel, TwoTowerModel, transformer_encoder, vi
 
 @dataclasses.dataclass(frozen=True)
 class TwoTowers(WholeModelFamily):
-  """A vision transformer and an encoder of texts, whose fields are in `vision_config` and `text_config`.
+  """A vision transformer and an encoder of texts, whose fields are in `vision_config` and `text_config`."""
 
-  Attributes: those of `Family`, and
-    text_defaults, vision_defaults: like `defaults`, for the fields in `text_config` and `vision_config`.
-    is_siglip: whether it is SigLIP, and not CLIP.
-  """
-
-  text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Like `defaults`, for `text_config`.
   vision_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  is_siglip: bool = False
+  is_siglip: bool = False  # Whether it is SigLIP, and not CLIP.
 
   network = TwoTowerModel
   table_path = ''

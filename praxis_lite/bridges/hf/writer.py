@@ -48,13 +48,7 @@ def write_tensors(
   tensor: Callable[[str], np.ndarray],
   max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-  """Writes config.json and tensors; returns the names of the files.
-
-  Args:
-    folder, config, max_file_bytes: see `write_checkpoint`.
-    declared: the dtype and shape of each tensor, by name.
-    tensor: a function that returns a tensor, given its name.
-  """
+  """Writes config.json and the declared tensors, which `tensor` returns by name; returns the names of the files."""
   check_range('max_file_bytes', max_file_bytes, least=1)
   files = write_folder(folder, declared, tensor, max_file_bytes)
   dtypes = {str(d.dtype) for d in declared.values() if not np.issubdtype(d.dtype, np.integer)}
@@ -70,9 +64,7 @@ def tensors_to_write(
 ) -> tuple[dict[str, Declared], Callable[[str], np.ndarray]]:
   """Returns the dtypes and shapes of the tensors to write, by name, and a function that returns a tensor by its name.
 
-  Args:
-    variables: as for `write_checkpoint`; only those in `found` are written.
-    found, dtype: see `write_checkpoint`.
+  The arguments are those of `write_checkpoint`; only variables in `found` are written.
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')

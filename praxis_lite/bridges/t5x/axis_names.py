@@ -77,11 +77,9 @@ def declared_axis_names(weights: Tree) -> Tree:
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
-  """Returns a tree of AxisNames in which the names of arrays whose path matches a pattern are replaced.
+  """Returns a tree of AxisNames in which `overrides`, pairs (pattern on a whole path, names), replace names.
 
-  Args:
-    axes: tree of AxisNames.
-    overrides: pairs (pattern on a whole path, names); for each array the first match counts.
+  For each array the first match counts.
 
   Raises:
     ShardingError: an override replaces nothing, or its number of names differs from the axes of a matching array.
@@ -114,11 +112,9 @@ def state_axis_names(
 ) -> TrainState[AxisNames]:
   """Returns the train state with the `AxisNames` of each array in its place.
 
-  Args:
-    train_state: declarations in `mdl_vars`, shapes elsewhere; a state for inference lacks optimizer state and averages.
-    params: overrides for `mdl_vars`; slots and averages inherit them.
-    state: overrides for other paths, such as 'opt_states/0/v_row/.*'.
-    kept: returns the axis names that a slot keeps if its shape differs from that of its variable; see `KeptNames`.
+  The train state has declarations in `mdl_vars`, shapes elsewhere; for inference it lacks optimizer state and averages.
+  `params` are overrides for `mdl_vars`, which slots and averages inherit; `state` those for other paths, such as
+  'opt_states/0/v_row/.*'.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
@@ -139,11 +135,6 @@ def slot_axis_names(
 
   A slot with the shape of its parameter inherits the parameter's names. Any other slot, factored or a counter, gets
   only the names that `kept` returns for it. All its other axes are replicated, unless an override names them.
-
-  Args:
-    params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
-    state_struct: the state, as arrays or shapes.
-    kept: see `state_axis_names`; by default, such slots keep no names.
   """
   names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 

@@ -152,11 +152,9 @@ class DataLayout(NamedTuple):
 
 
 def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size: int | None = None) -> DataLayout:
-  """Returns which part of the global batch the host of `chunker` reads.
+  """Returns which part of the global batch the host of `chunker` reads, if `data_axes` split the batch.
 
-  Args:
-    chunker, data_axes: the host's chunk of the mesh, and the mesh axes that the batch dimension is split over.
-    batch_size: size of the global batch; by default one example for each part of the data axes.
+  By default, the global batch has one example for each part of these axes.
 
   Raises:
     ShardingError: the batch size is not a multiple of the number of parts along the data axes.

@@ -50,12 +50,8 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
   """Returns a tree of names in which 'expert' precedes the names of each array that the filter accepts.
 
-  Optimizer state that is factored per expert has one more axis than its rules name.
-
-  Args:
-    axes: tree of AxisNames, PartitionSpecs or None. AxisNames and PartitionSpecs keep their type.
-    state_filter: accepts arrays by their path; None accepts no array.
-    kind: the type of names that replaces None.
+  Optimizer state that is factored per expert has one more axis than its rules name. AxisNames and PartitionSpecs keep
+  their type, and names of type `kind` replace None.
   """
   accepts = _to_predicate(state_filter)
 

@@ -102,11 +102,7 @@ class BeamRows:
   def make(
     cls, steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int, beams: int
   ) -> BeamRows:
-    """Returns the `BeamRows` of `state`, made by `steps.start`, for `beams` rows in place of each of its rows.
-
-    Raises:
-      ConfigError: rows are not the first dimension of an array, and the steps have no method `row_axes`.
-    """
+    """Returns the `BeamRows` of `state`, made by `steps.start`, for `beams` rows in place of each of its rows."""
     axes = _row_axes(steps, state, num_rows, num_slots)
     return cls(beams, tuple(axes), _find_pages(state) if _copies_pages() else ())
 
@@ -136,10 +132,7 @@ class BeamRows:
   def take(self, state: DecodingState, parent_BK: jax.Array, equal: Sequence[jax.Array]) -> DecodingState:
     """Returns the state in which each beam k has the row that beam `parent_BK[:, k]` of the same prompt had before.
 
-    Args:
-      state: the state.
-      parent_BK: int32 in [0, K). A beam that is a parent must be its own parent too, as `keep_places` ensures.
-      equal: for each of `pages`, a number n such that the first n slots are equal in all rows of a prompt.
+    A beam that is a parent must be its own parent too, as `keep_places` ensures. `equal` is from `equal_slots`.
     """
     arrays, structure = jax.tree.flatten(state)
     in_pages = {i for pages in self.pages for i in pages.slot_axes}
@@ -205,9 +198,6 @@ def keep_places(parent_BK: jax.Array) -> jax.Array:
   """Returns an order [B, K] of the new beams that puts the first child of each old beam at the index of this beam.
 
   Other children get the indices of old beams without children. So few rows change, and no row is both read and written.
-
-  Args:
-    parent_BK: int32, the parent of each new beam.
   """
   K = parent_BK.shape[1]
   is_equal_BKK = parent_BK[:, :, None] == parent_BK[:, None, :]

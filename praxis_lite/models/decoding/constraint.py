@@ -40,12 +40,7 @@ class Constraint:
   ) -> jax.Array:
     """Sets logits of forbidden tokens to -inf; if all allowed tokens are already -inf, they become equally probable.
 
-    Args:
-      logits_BV, ids_BL, lengths_B: see `LogitProcessor`.
-      prompt_lengths_B: int32, how many first tokens of each row are its prompt; rows without one are padding.
-
-    Raises:
-      ConfigError: the lengths of the prompts are missing.
+    Rows whose prompt has length 0 are padding. Raises ConfigError if the lengths of the prompts are missing.
     """
     if prompt_lengths_B is None:
       raise ConfigError(f'{type(self).__name__}: a constraint needs prompt_lengths_B, which a decoder passes to it')

@@ -152,12 +152,9 @@ class DecodingLoop(Generic[DecodingState]):
 
 
 def row_keys(key: jax.Array | None, draws: Draws, lengths_B: jax.Array, number: jax.Array) -> jax.Array | None:
-  """Returns the PRNG key of the next token of each row, [B]; None if `key` is None.
+  """Returns the PRNG key of token `number` of each row's continuation, [B]; None if `key` is None.
 
-  Args:
-    key, draws: see `Sampler.decode`.
-    lengths_B: int32 lengths of the prompts.
-    number: int32, the index of the token in its continuation: a scalar for all rows, or [B].
+  `number` is a scalar for all rows, or [B]; `Sampler.decode` describes `key` and `draws`.
   """
   if key is None:
     return None

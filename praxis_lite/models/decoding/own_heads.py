@@ -28,11 +28,7 @@ HeadState = TypeVar('HeadState')
 
 
 class FurtherHeads(Protocol[HeadState]):
-  """Heads of a model that predict later tokens. A call of `extend` may repeat positions of earlier calls.
-
-  Attributes:
-    num_heads: number of heads.
-  """
+  """Heads of a model that predict later tokens. A call of `extend` may repeat positions of earlier calls."""
 
   num_heads: int
 
@@ -55,13 +51,8 @@ class FurtherHeads(Protocol[HeadState]):
   ) -> tuple[jax.Array, jax.Array, HeadState]:
     """Reads tokens with head `number` + 1; returns its logits [B, V] at `last_B`, its outputs [B, T, D], and the state.
 
-    Args:
-      number: from 0.
-      hidden_BTD: the outputs of the previous head, or of the model.
-      ids_BT: int32, the token at `number` + 1 positions after each of `pos_BT`.
-      pos_BT: int32 positions, -1 for padding.
-      last_B: int32, an index in [0, T).
-      state: the state before.
+    `hidden_BTD` are the outputs of the previous head, or of the model. `ids_BT` are the tokens `number` + 1 positions
+    after each of `pos_BT`, which are -1 for padding. `last_B` are indices in [0, T).
     """
     ...
 

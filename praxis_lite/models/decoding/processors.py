@@ -2,7 +2,7 @@
 
 A processor is any pure function (logits [B, V] float32, ids [B, L] int32, lengths [B] int32) -> logits [B, V]. `ids`
 holds the tokens of each row, prompt and continuation; entries after the length of a row are arbitrary. A logit of -inf
-excludes a token.
+excludes a token. `prompt_lengths_B`, int32, says how many first tokens of each row are its prompt.
 
 B rows, V vocabulary, L maximum length of a row in tokens.
 """
@@ -44,11 +44,7 @@ def apply_processors(
 def penalize_repetition(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, penalty: float) -> jax.Array:
   """Makes tokens that already occur in the row less probable; returns the new logits (CTRL, Keskar et al., 2019).
 
-  Args:
-    logits_BV: logits of the next token.
-    ids_BL: int32, the tokens of each row so far; entries after its length are arbitrary.
-    lengths_B: int32, the number of tokens of each row.
-    penalty: divides the positive logits of these tokens, and multiplies the negative ones; 1 changes nothing.
+  `penalty` divides the positive logits of these tokens, and multiplies the negative ones; 1 changes nothing.
   """
   is_in_row_BV = _scatter(ids_BL, jnp.arange(ids_BL.shape[1]) < lengths_B[:, None], logits_BV.shape[1])
   return jnp.where(is_in_row_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
@@ -57,9 +53,7 @@ def penalize_repetition(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.
 def exclude_ngrams(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array, size: int) -> jax.Array:
   """Sets the logits of tokens that would repeat an n-gram of the row, n = `size`, to -inf (Paulus et al., 2017).
 
-  Args:
-    logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
-    size: n; 1 excludes all tokens that occur in the row.
+  A size of 1 excludes all tokens that occur in the row.
   """
   width = ids_BL.shape[1]
   if width < size:
@@ -83,12 +77,8 @@ def penalize_counts(
 ) -> jax.Array:
   """Subtracts `presence` from logits of tokens in the continuation, and `frequency` for each time that they occur.
 
-  These are the penalties of OpenAI's API. Unlike `penalize_repetition`, they ignore the prompt.
-
-  Args:
-    logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
-    prompt_lengths_B: int32, how many first tokens of each row are its prompt.
-    presence, frequency: negative values make repetitions more probable.
+  These are the penalties of OpenAI's API. Unlike `penalize_repetition`, they ignore the prompt. Negative values make
+  repetitions more probable.
   """
   place_L = jnp.arange(ids_BL.shape[1])
   is_new_BL = (place_L >= prompt_lengths_B[:, None]) & (place_L < lengths_B[:, None])
@@ -106,14 +96,7 @@ def exclude_early_stops(
   stop_ids: tuple[int, ...],
   least: int,
 ) -> jax.Array:
-  """Sets the logits of `stop_ids` to -inf in rows whose continuation has fewer than `least` tokens.
-
-  Args:
-    logits_BV, ids_BL, lengths_B: see `penalize_repetition`.
-    prompt_lengths_B: int32, how many first tokens of each row are its prompt.
-    stop_ids: tokens that end a row.
-    least: number of tokens that must come before a stop token.
-  """
+  """Sets the logits of `stop_ids` to -inf in rows whose continuation has fewer than `least` tokens."""
   is_stop_V = jnp.isin(jnp.arange(logits_BV.shape[1]), jnp.array(stop_ids, jnp.int32))
   is_early_B = lengths_B - prompt_lengths_B < least
   return jnp.where(is_stop_V & is_early_B[:, None], -jnp.inf, logits_BV)

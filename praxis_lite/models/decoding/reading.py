@@ -45,13 +45,9 @@ class RowReader(Generic[DecodingState]):
   def read(
     self, ids_BM: jax.Array, number: jax.Array, done_B: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the last tokens of each row that fit in the slots.
+    """Reads the last tokens of each row that fit in the slots, into the state that `start` returned.
 
-    Args:
-      ids_BM: the continuations so far.
-      number: int32, how many tokens each continuation has.
-      done_B: bool, which rows have ended, and are not read.
-      state: what `start` returned.
+    `ids_BM` are the continuations so far, of `number` tokens each. Rows that are done are not read.
 
     Returns:
       Logits [B, V] of the next token, the new state, and the number of slots that are used.

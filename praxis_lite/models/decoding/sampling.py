@@ -116,10 +116,7 @@ def is_greedy(temperature: float) -> bool:
 def candidate_logits(logits_BV: jax.Array, *, temperature: float = 1.0, **settings: Any) -> jax.Array:
   """Returns the logits [B, V], float32, from whose softmax `sample_tokens` draws; -inf for excluded tokens.
 
-  Args:
-    logits_BV: logits of the next token.
-    temperature: more than 0, see `sample_tokens`.
-    **settings: other arguments of `sample_tokens`.
+  The temperature must be above 0; `settings` are the other arguments of `sample_tokens`.
   """
   logits_BC, ids_BC = _candidates(logits_BV, functools.partial(_scale, temperature=temperature), **settings)
   if ids_BC is None:
@@ -147,11 +144,7 @@ def _candidates(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns the logits [B, C] and ids [B, C] of the candidates; the ids are None if C = V and ids are 0 to V - 1.
 
-  Args:
-    logits_BV: logits of the next token.
-    scale: divides logits by the temperature.
-    top_k, top_p, min_p, typical_p, top_n_sigma: see `sample_tokens`; top_p may be an array with a value for each row,
-      [B, 1].
+  `scale` divides logits by the temperature. `top_p` may be an array with a value for each row, [B, 1].
   """
   logits_BV = scale(_keep_within_sigmas(logits_BV.astype(jnp.float32), top_n_sigma))
   if not top_k and top_p is None:

@@ -23,12 +23,8 @@ class Verified(NamedTuple):
 def compare_drafts(ids_BN: jax.Array, draft: Draft) -> Verified:
   """Accepts the tokens of a draft up to the first that differs from what the model drew.
 
-  The result equals what the model draws without a draft. For a draft that is not random, no other rule accepts more
-  tokens on average.
-
-  Args:
-    ids_BN: int32, tokens that the model drew after the row, and after each token of the draft.
-    draft: the draft.
+  `ids_BN` are the tokens that the model drew after the row, and after each token of the draft. The result equals what
+  the model draws without a draft. For a draft that is not random, no other rule accepts more tokens on average.
   """
   return Verified(ids_BN, _count_first(ids_BN[:, :-1] == draft.ids, draft.counts))
 
