@@ -23,6 +23,7 @@ _MOVED_OBJECTS = {
   'layers.transformer.TransformerBlock': 'layers.transformer_block.TransformerBlock',
   'layers.transformer.TransformerLm': 'layers.transformer_lm.TransformerLm',
   'learning.schedules.Linear': 'training.learning.schedules.LinearRamp',
+  'models.image_features.ImageFeatureModel': 'models.classifier.ImageFeatureModel',
   'models.without_adapters': 'models.remove_adapters',
   'models.without_quantization': 'models.remove_quantization',
   'runs.loggers.AimLogger': 'runs.loggers.services.AimLogger',

@@ -11,7 +11,7 @@ from praxis_lite.models.adapters import (
 )
 from praxis_lite.models.adversarial_model import AdversarialModel
 from praxis_lite.models.base import BaseModel
-from praxis_lite.models.classifier import ClassificationModel, Classifier
+from praxis_lite.models.classifier import ClassificationModel, Classifier, ImageFeatureModel
 from praxis_lite.models.convnext_configs import convnext, convnext_classifier
 from praxis_lite.models.ctc_model import CtcModel
 from praxis_lite.models.diffusion_model import DiffusionModel, diffusion_transformer
@@ -25,7 +25,6 @@ from praxis_lite.models.encoder_configs import (
 )
 from praxis_lite.models.encoder_decoder_configs import encoder_decoder
 from praxis_lite.models.encoder_decoder_model import EncoderDecoderModel
-from praxis_lite.models.image_features import ImageFeatureModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import transformer_lm
 from praxis_lite.models.masked_image_model import MaskedAutoencoder, masked_autoencoder

@@ -46,11 +46,6 @@ def start_with_hidden(lm: TransformerLm, variables: NestedDict, num_rows: int, n
   return {'caches': start_caches(lm, variables, num_rows, num_slots, True), 'hidden': hidden}
 
 
-def start_heads(lm: TransformerLm, variables: NestedDict, num_rows: int, num_slots: int) -> NestedDict:
-  """Returns the state of `OwnHeads` for rows without tokens."""
-  return start_caches(lm, variables, num_rows, num_slots, True, 'init_further_state')
-
-
 class CachedSteps:
   """`DecodingSteps` of a network whose state is the caches of its layers.
 
@@ -181,7 +176,7 @@ class OwnHeads:
     self.num_heads = lm.mtp.num_modules
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    return start_heads(self._lm, self._variables, num_rows, num_slots)
+    return start_caches(self._lm, self._variables, num_rows, num_slots, True, 'init_further_state')
 
   def read_hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')

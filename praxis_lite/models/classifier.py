@@ -1,6 +1,8 @@
 """Classifier: the base of models with a softmax over classes; ClassificationModel: a network with such a softmax.
 
-B batch, F features, V classes.
+An ImageFeatureModel has the same network, but no softmax.
+
+B batch, F features, V classes, T tokens, D model dims.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars, weighted_mean
 from praxis_lite.inputs.base import BaseInput
@@ -119,3 +122,34 @@ class ClassificationModel(Classifier):
   def compute_features(self, batch: NestedDict) -> jax.Array:
     """Returns the result of the network, [B, F]."""
     return self.network(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))
+
+
+class ImageFeatureModel(BaseModel[jax.Array]):
+  """A model that computes features of images; it has no loss, so it cannot be trained.
+
+  Its variables have the same paths as in a `ClassificationModel`, which can therefore be initialized with it.
+
+  Attributes:
+    network_tpl: config of the child `network`.
+    input_name: the leaf of the batch with the images.
+  """
+
+  network_tpl: Config = template(VisionTransformer)
+  input_name: str = 'image'
+
+  network: VisionTransformer = child()
+
+  def setup(self) -> None:
+    self.create_child('network', self.network_tpl)
+
+  def compute_predictions(self, batch: NestedDict) -> jax.Array:
+    """Raises ConfigError: there is no loss."""
+    raise ConfigError(
+      f'task.model: a {type(self).__name__} has no head and no loss; train a ClassificationModel that starts from this '
+      r"run, with task.train.init_from.path and rules=((r'softmax\..*', None),)"
+    )
+
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `features`, [B, D], and `states` of all tokens, [B, T, D]."""
+    states_BTD = self.network.encode(batch[self.input_name])
+    return {'features': self.network.pool(states_BTD), 'states': states_BTD}

@@ -7,11 +7,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig, count_classes
-from praxis_lite.bridges.hf.layer_pairs import block_pairs, linear_pairs, norm_pairs
+from praxis_lite.bridges.hf.layer_pairs import block_pairs, encoder_sizes, encoder_values, linear_pairs, norm_pairs
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError

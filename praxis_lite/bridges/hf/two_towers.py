@@ -14,11 +14,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from praxis_lite.bridges.hf.encoder_fields import encoder_sizes, encoder_values
 from praxis_lite.bridges.hf.family import Values, WholeModelFamily
 from praxis_lite.bridges.hf.files import StoredTensor
 from praxis_lite.bridges.hf.hf_config import HfConfig
-from praxis_lite.bridges.hf.layer_pairs import attention_pairs, linear_pairs, norm_pairs, out_projection_pairs
+from praxis_lite.bridges.hf.layer_pairs import (
+  attention_pairs,
+  encoder_sizes,
+  encoder_values,
+  linear_pairs,
+  norm_pairs,
+  out_projection_pairs,
+)
 from praxis_lite.bridges.hf.tensors import Pair
 from praxis_lite.bridges.hf.vit import patch_pairs, vision_sizes, vision_values
 from praxis_lite.common.config import Config
