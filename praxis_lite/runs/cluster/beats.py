@@ -35,35 +35,29 @@ def beat_interval(processes: int, timeout_s: float) -> float:
   return min(max(0.2, min(1.0, timeout_s / 10)) * max(1.0, processes / _MOST_PER_SECOND), timeout_s / 5)
 
 
+def _num_groups(processes: int) -> int:
+  return -(-processes // GROUP)
+
+
 def watched_by(index: int, processes: int) -> list[int]:
   """Returns the indices of the processes that process `index` watches, itself included, in order."""
-  groups = -(-processes // GROUP)
+  groups = _num_groups(processes)
   return sorted({*range(index % groups, processes, groups), _counterpart(index, processes)})
 
 
 def _counterpart(index: int, processes: int) -> int:
   """Returns the process at the same place in the next group, or the last one there if that group is shorter."""
-  groups = -(-processes // GROUP)
+  groups = _num_groups(processes)
   other = index // groups * groups + (index + 1) % groups
   return other if other < processes else other - groups
 
 
 class Beats:
-  """Writes the beats of this process, and reads those of others.
-
-  Args:
-    client: the client of JAX's service.
-    index, processes: the index of this process, and the number of processes.
-    interval: the seconds between beats.
-
-  Attributes:
-    watched: the indices of the processes that this one watches, itself included.
-  """
+  """Writes the beats of this process every `interval` seconds, and reads those of `watched` processes and others."""
 
   def __init__(self, client: Client, index: int, processes: int, interval: float = 1.0):
-    self._client, self._index, self._processes = client, index, processes
-    self._interval = interval
-    self._groups = -(-processes // GROUP)
+    self._client, self._index, self._processes, self._interval = client, index, processes, interval
+    self._groups = _num_groups(processes)
     self._group, self._is_all = index % self._groups, self._groups == 1
     self._next, self.watched = _counterpart(index, processes), watched_by(index, processes)
     self._random = random.Random(index)
@@ -95,10 +89,9 @@ class Beats:
 
   def beat_of(self, index: int) -> dict[int, dict[str, Any]]:
     """Returns the beat of any process, by its index; empty if there is none yet, or the service does not answer."""
-    try:
+    with contextlib.suppress(Exception):
       return {index: json.loads(self._client.key_value_try_get(f'{_KEY}/{index % self._groups}/{index}'))}
-    except Exception:
-      return {}
+    return {}
 
   @property
   def idle_anywhere(self) -> float:
@@ -110,12 +103,9 @@ class Beats:
 
   def verdict(self) -> str:
     """Returns why another process has given up; '' if none has, if there is only one group, or without an answer."""
-    if self._is_all:
-      return ''
-    try:
-      return self._client.key_value_try_get(_VERDICT)
-    except Exception:
-      return ''
+    with contextlib.suppress(Exception):
+      return '' if self._is_all else self._client.key_value_try_get(_VERDICT)
+    return ''
 
   def tell(self, verdict: str) -> None:
     """Writes why this process gives up, so the processes of all groups end; does nothing if there is one group.

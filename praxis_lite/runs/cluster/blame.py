@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from praxis_lite.runs.records.history import RunEvent
+
+if TYPE_CHECKING:
+  from praxis_lite.runs.records.faulty_devices import FaultyDevice
 
 _ENOUGH = 2
 
@@ -36,7 +39,6 @@ class Blame:
     self._seen: list[Evidence] = []
 
   def add(self, *evidence: Evidence) -> None:
-    """Adds the evidence of an attempt."""
     self._seen.extend(evidence)
 
   def reasons(self, place: int) -> list[str]:
@@ -46,37 +48,30 @@ class Blame:
 
 
 def recorded_evidence(events: Sequence[RunEvent], places: list[int]) -> list[Evidence]:
-  """Returns the evidence of slow hosts in the history of a run.
-
-  Args:
-    events: the events of an attempt.
-    places: the place of each process of the attempt, by its index.
-  """
+  """Returns the evidence of slow hosts in the history of an attempt; `places` has the place of each process."""
   found = []
   for event in events:
     process = event.about.get('process')
-    if event.kind != 'slow_host' or not isinstance(process, int) or process is True:
-      continue
-    if 0 <= process < len(places):
+    if event.kind == 'slow_host' and type(process) is int and 0 <= process < len(places):
       found.append(Evidence(places[process], f'slow at step {event.step}'))
   return found
 
 
-def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
-  """Returns the evidence of the last corruption that a run has recorded: the places of devices that it quarantined.
-
-  Args:
-    directory: the run's directory; None if it is not known.
-    places: as in `recorded_evidence`; `launch` gives each process its place, which is the slot of its devices.
-  """
+def last_quarantined(directory: Path | None) -> list[FaultyDevice]:
+  """Returns the devices that a run quarantined at its last corruption; [] if its directory is not known."""
   if directory is None:
     return []
   from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # This import loads JAX.
 
   known = read_faulty_devices(directory)
-  found = {}
-  for each in known:
-    is_last = (each.event, each.step) == (known[-1].event, known[-1].step)
-    if each.is_quarantined and is_last and each.slot in places:
-      found[each.slot] = f'its {each.device.partition(" (")[0]} is quarantined'
-  return [Evidence(place, what, _ENOUGH) for place, what in found.items()]
+  last = [each for each in known if (each.event, each.step) == (known[-1].event, known[-1].step)]
+  return [each for each in last if each.is_quarantined]
+
+
+def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
+  """Returns the evidence of the last corruption of a run: the places of the devices that it quarantined.
+
+  `launch` gives each process its place, which is the slot of its devices.
+  """
+  found = {each.slot: each.device.partition(' (')[0] for each in last_quarantined(directory) if each.slot in places}
+  return [Evidence(place, f'its {device} is quarantined', _ENOUGH) for place, device in found.items()]

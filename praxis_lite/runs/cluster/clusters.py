@@ -63,7 +63,8 @@ def find_job(
   address = coordinator_address or environ.get('JAX_COORDINATOR_ADDRESS') or None
   processes = _number('JAX_NUM_PROCESSES', environ) if num_processes is None else num_processes
   process = _number('JAX_PROCESS_ID', environ) if process_id is None else process_id
-  given = [name for name, value in _address_arguments(address, processes, process).items() if value is not None]
+  names = ('coordinator_address', 'num_processes', 'process_id')
+  given = [name for name, value in zip(names, (address, processes, process)) if value is not None]
   cluster = _cluster(environ)
   if address == 'auto' or not given:
     if cluster is None and address == 'auto':
@@ -76,12 +77,11 @@ def find_job(
     found_by = f'{", ".join(given)}, and {cluster.found_by}'
   else:
     found_by = 'praxis-lite launch' if LAUNCHER in environ else 'flags or variables'
-  missing = [name for name, value in _address_arguments(address, processes, process).items() if value is None]
-  if missing:
+  if address is None or processes is None or process is None:
+    missing = [name for name, value in zip(names, (address, processes, process)) if value is None]
     raise ConfigError(
       f'to run on several hosts, {", ".join(missing)} must be set too; or only coordinator_address=auto'
     )
-  assert address is not None and processes is not None and process is not None
   if not re.fullmatch(r'.+:\d+', address):
     raise ConfigError(f'coordinator_address = {address!r}: expected host:port of process 0, as in 10.0.0.1:1234')
   if not 0 <= process < processes:
@@ -109,10 +109,6 @@ def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
       f'{job.found_by} runs this process, but the address of process 0 was not found ({error}); set '
       'coordinator_address to its host:port'
     ) from error
-
-
-def _address_arguments(address: str | None, processes: int | None, process: int | None) -> dict[str, object]:
-  return {'coordinator_address': address, 'num_processes': processes, 'process_id': process}
 
 
 def _cluster(environ: Mapping[str, str]) -> Job | None:

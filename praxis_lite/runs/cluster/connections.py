@@ -31,10 +31,7 @@ _MOST_LINE = 1 << 16
 
 
 class Connections:
-  """Connections to other processes of the run.
-
-  Args:
-    sockets: the connected sockets, by the index of the other process.
+  """Connections to other processes of the run: `sockets`, which are connected, by the index of the other process.
 
   Attributes:
     closed: the times, by `time.monotonic`, at which connections were closed without {"left": true}, by index.
@@ -83,13 +80,12 @@ class Connections:
     self._send({'left': True})
 
   def _send(self, message: Mapping[str, object]) -> bool:
-    line, sent = json.dumps(message).encode() + b'\n', bool(self._open)
-    for connection in list(self._open.values()):
-      try:
-        connection.sendall(line)
-      except OSError:
-        sent = False
-    return sent
+    connections, sent = list(self._open.values()), 0
+    for connection in connections:
+      with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b'\n')
+        sent += 1
+    return 0 < sent == len(connections)
 
   def _read(self, index: int) -> None:
     try:

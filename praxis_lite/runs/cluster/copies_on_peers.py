@@ -30,12 +30,9 @@ _MOST_HELD = 2000
 
 
 class CopiesOnPeers:
-  """The parts that this process sends to its peers, and those that it gets from others after a restart.
+  """The parts that this process sends to its peers, `receivers`, and those that it gets from others after a restart.
 
-  Args:
-    folder: where this process keeps its part, and the parts that it receives.
-    network: connects the processes; `close` closes it.
-    receivers: the peers of this process.
+  In `folder`, this process keeps its own part and the parts that it receives.
 
   Attributes:
     unsent: why a peer does not have the last part; '' if all peers have it.
@@ -43,8 +40,7 @@ class CopiesOnPeers:
   """
 
   def __init__(self, folder: Path, network: Peers, receivers: Sequence[int]):
-    self._process = jax.process_index()
-    self._folder, self._network, self._receivers = folder, network, receivers
+    self._process, self._folder, self._network, self._receivers = jax.process_index(), folder, network, receivers
     self.unsent = ''
     self.rates: dict[int, float] = {}
     self.close = network.close
@@ -90,8 +86,7 @@ class CopiesOnPeers:
       problem = ''
       if step not in copies or copies[step].save != save:
         for holder in sorted(holders[step, save][self._process], key=lambda n: (n - self._process) % count):
-          problem = self._fetch(holder, step, save, copies, reason_against)
-          if not problem:
+          if not (problem := self._fetch(holder, step, save, copies, reason_against)):
             break
       problems += [problem] if problem else []
       if not any(gather_texts(problem)):
@@ -152,11 +147,9 @@ def join_peers(
 def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
   """Returns, for each process, the `count` processes that receive its part; fewer if there are too few domains.
 
-  A sender and its receivers are all in different failure domains. All processes receive equally many parts, unless a
-  domain is so large that this is impossible; then each part goes to the domains that have received least.
-
-  Args:
-    domains: the failure domain of each process.
+  A sender and its receivers are all in different failure domains; `domains` has that of each process. All processes
+  receive equally many parts, unless a domain is so large that this is impossible; then each part goes to the domains
+  that have received least.
   """
   members: dict[int, list[int]] = {}
   for process, domain in enumerate(domains):
@@ -180,11 +173,7 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
   """Returns a number for each process, equal for processes that may be lost together.
 
-  Those are `size` successive processes, and all that share a folder with one of them.
-
-  Args:
-    folders: a text for the folder of each process, see `folders_of_all`.
-    size: how many successive processes may be lost together.
+  Those are `size` successive processes, and all that share a folder, see `folders_of_all`, with one of them.
   """
   found: list[int] = []
   of_folder: dict[str, int] = {}
@@ -211,10 +200,6 @@ def folders_of_all(folder: Path) -> list[str]:
 
 def _list_parts(held: dict[tuple[int, int], str]) -> str:
   """Returns the newest parts that fit into `_MOST_HELD` bytes as text, with `step.process:save` for each part."""
-  text = ''
-  for (step, process), save in sorted(held.items(), key=lambda part: -part[0][0]):
-    longer = f'{text} {step}.{process}:{save}'
-    if len(longer) > _MOST_HELD:
-      break
-    text = longer
-  return text
+  newest = sorted(held.items(), key=lambda part: -part[0][0])
+  text = ''.join(f' {step}.{process}:{save}' for (step, process), save in newest)
+  return text if len(text) <= _MOST_HELD else text[: _MOST_HELD + 1].rpartition(' ')[0]

@@ -8,15 +8,17 @@ Nothing is flushed to the disk, so a file may be lost or damaged if the machine 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import math
 import os
+import secrets
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -63,10 +65,7 @@ class _Shard(NamedTuple):
 
 
 class EmergencyCopy:
-  """This process's part of a copy, verified.
-
-  Args:
-    file: the path of its file.
+  """This process's part of a copy, in a file; verified.
 
   Attributes:
     step: the step of the state.
@@ -121,6 +120,19 @@ class EmergencyCopy:
       raise CheckpointError(f'{self._file}: {first_line(error)}') from error
 
 
+@contextlib.contextmanager
+def new_copy(file: Path) -> Iterator[IO[bytes]]:
+  """Opens a file to write, which appears as `file` once it is complete; raises OSError if it cannot be written."""
+  incomplete = file.with_name(f'{file.name}.{secrets.token_hex(4)}.incomplete')
+  try:
+    with open(incomplete, 'wb') as opened:
+      yield opened
+    incomplete.rename(file)
+  finally:
+    with contextlib.suppress(OSError):
+      incomplete.unlink()
+
+
 def encode_copy(record: dict[str, Any], shards: Shards) -> list[bytes | memoryview]:
   """Returns the content of a file in parts: a line with its record and checksums, and each shard."""
   data = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for _, _, x in shards]
@@ -137,8 +149,7 @@ def save_of(record: dict[str, Any]) -> str:
 def save_in(file: Path) -> str:
   """Returns the digest of the save from the first line of a copy's file; reads no more than this line."""
   with open_plain(file) as opened:
-    record = remove_checksum(parse_json(opened.readline()), 'its record')
-  return save_of(record)
+    return save_of(remove_checksum(parse_json(opened.readline()), 'its record'))
 
 
 def files_in(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -47,10 +47,7 @@ def initialize_distributed(
   job, address = resolve_job(job, math.ceil(hang_timeout_s))
   assert job.process_id is not None
   if job.process_id == 0:
-    print(
-      f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}',
-      flush=True,
-    )
+    print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)
   met = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')
   jax.distributed.initialize(
     address,

@@ -34,9 +34,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.checkpoints.contents import (
-  array_records,
-)
+from praxis_lite.checkpoints.contents import array_records
 from praxis_lite.common.errors import UserError, first_line
 from praxis_lite.common.files import KnownFolder, parse_json, read_plain, remove_all, user_path
 from praxis_lite.common.processes import gather_texts, join_by_host
@@ -48,10 +46,10 @@ from praxis_lite.runs.cluster.copy_file import (
   encode_copy,
   files_in,
   local_parts,
+  new_copy,
   num_bytes,
   shards_of,
 )
-from praxis_lite.runs.cluster.peers import INCOMPLETE
 from praxis_lite.runs.observer import StateToCopy
 from praxis_lite.runs.records.lineage import LINEAGE
 from praxis_lite.training.state import TrainState
@@ -114,8 +112,8 @@ class EmergencyCopies:
     self._peers: CopiesOnPeers | None = None
     self.costs = ''
     if peers and jax.process_count() > 1:
-      of_peers = self._folders[0], self._lineage, peers, failure_domain, num_bytes(shapes)
-      self._peers, self.costs, in_folder = join_peers(*of_peers)
+      joined = join_peers(self._folders[0], self._lineage, peers, failure_domain, num_bytes(shapes))
+      self._peers, self.costs, in_folder = joined
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
@@ -241,15 +239,11 @@ class EmergencyCopies:
     """Writes a copy to all directories, and sends it to the peers; sets `_error` if no directory could be written."""
     name, parts, errors = f'{record["step"]}.{self._process}', encode_copy(record, shards), []
     for folder in self._folders:
-      incomplete = folder / f'{name}{INCOMPLETE}'
       try:
-        with open(incomplete, 'wb') as file:
+        with new_copy(folder / name) as file:
           file.writelines(parts)
-        incomplete.rename(folder / name)
       except OSError as error:
         errors.append(f'{folder}: {error.strerror or error}')
-        with contextlib.suppress(OSError):
-          incomplete.unlink()
     self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
     if self._peers is not None:
       self._peers.send(name, parts)

@@ -30,6 +30,15 @@ _EXCLUSIVE, _NODE_POOL = 'alpha.jobset.sigs.k8s.io/exclusive-topology', 'cloud.g
 
 JsonObject = dict[str, object]
 
+_PRIORITY_OF_SPARES: JsonObject = {
+  'apiVersion': 'scheduling.k8s.io/v1',
+  'kind': 'PriorityClass',
+  'metadata': {'name': _SPARE_PRIORITY},
+  'value': -100,
+  'preemptionPolicy': 'Never',
+  'description': 'Pods that hold spare nodes for runs of praxis_lite.',
+}
+
 
 def jobset(
   name: str,
@@ -71,69 +80,14 @@ def jobset(
     )
   if tpu is not None and spares:
     raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')
-  pod = _pod(
-    name,
-    image,
-    command,
-    processes,
-    grace_s=grace_s,
-    tpu=tpu,
-    resources=resources or {},
-    volume_claim=volume_claim,
-    mount_path=mount_path,
-  )
-  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': _job(pod, processes // slices)}}]
-  if spares:
-    groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
-  manifest: JsonObject = {
-    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
-    'kind': 'JobSet',
-    'metadata': {'name': name, **({} if tpu is None else {'annotations': {_EXCLUSIVE: _NODE_POOL}})},
-    'spec': {
-      'network': {'enableDNSHostnames': True, 'subdomain': name},
-      'successPolicy': {'operator': 'All', 'targetReplicatedJobs': [_GROUP]},
-      'failurePolicy': {
-        'maxRestarts': max_restarts,
-        'rules': [
-          {
-            'name': 'mistake',
-            'action': 'FailJobSet',
-            'onJobFailureReasons': ['PodFailurePolicy'],
-            'targetReplicatedJobs': [_GROUP],
-          }
-        ],
-      },
-      'replicatedJobs': groups,
-    },
-  }
-  return {'apiVersion': 'v1', 'kind': 'List', 'items': [_spare_priority(), manifest]} if spares else manifest
-
-
-def _pod(
-  name: str,
-  image: str,
-  command: Sequence[str],
-  processes: int,
-  *,
-  grace_s: int,
-  tpu: str | None,
-  resources: Mapping[str, str],
-  volume_claim: str | None,
-  mount_path: str,
-) -> JsonObject:
-  """Returns the pod of a process; see `jobset` for the arguments."""
   container: JsonObject = {
     'name': _CONTAINER,
     'image': image,
     'command': list(command),
     'ports': [{'containerPort': COORDINATOR_PORT}],
-    'resources': {'limits': dict(resources)},
+    'resources': {'limits': dict(resources or {})},
   }
-  pod: JsonObject = {
-    'restartPolicy': 'Never',
-    'terminationGracePeriodSeconds': grace_s,
-    'containers': [container],
-  }
+  pod: JsonObject = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': grace_s, 'containers': [container]}
   if tpu is not None:  # Google Cloud sets variables from which the processes find each other.
     pod['nodeSelector'] = _nodes_of_slices(tpu)
   else:
@@ -143,7 +97,22 @@ def _pod(
   if volume_claim is not None:
     container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
     pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
-  return pod
+  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': _job(pod, processes // slices)}}]
+  if spares:
+    groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
+  mistake = {'name': 'mistake', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
+  manifest: JsonObject = {
+    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
+    'kind': 'JobSet',
+    'metadata': {'name': name, **({} if tpu is None else {'annotations': {_EXCLUSIVE: _NODE_POOL}})},
+    'spec': {
+      'network': {'enableDNSHostnames': True, 'subdomain': name},
+      'successPolicy': {'operator': 'All', 'targetReplicatedJobs': [_GROUP]},
+      'failurePolicy': {'maxRestarts': max_restarts, 'rules': [{**mistake, 'targetReplicatedJobs': [_GROUP]}]},
+      'replicatedJobs': groups,
+    },
+  }
+  return {'apiVersion': 'v1', 'kind': 'List', 'items': [_PRIORITY_OF_SPARES, manifest]} if spares else manifest
 
 
 def _nodes_of_slices(tpu: str) -> dict[str, str]:
@@ -169,36 +138,20 @@ def _job(pod: JsonObject, pods: int) -> JsonObject:
 
 def _spare_job(image: str, spares: int, resources: Mapping[str, str]) -> JsonObject:
   """Returns a job of pods that do nothing until they are evicted; then others wait for a node in their place."""
-  container = {
-    'name': _SPARES,
-    'image': image,
-    'command': ['sleep', 'infinity'],
-    'resources': {'limits': dict(resources)},
-  }
+  container = {'name': _SPARES, 'image': image, 'command': ['sleep', 'infinity'], 'resources': {'limits': resources}}
+  evicted = {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
   pod = {
     'restartPolicy': 'Never',
     'terminationGracePeriodSeconds': 0,
     'priorityClassName': _SPARE_PRIORITY,
     'containers': [container],
   }
-  evicted = {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
   return {
     'parallelism': spares,
     'completions': spares,
     'backoffLimit': 1_000_000,
     'podFailurePolicy': {'rules': [evicted]},
     'template': {'spec': pod},
-  }
-
-
-def _spare_priority() -> JsonObject:
-  return {
-    'apiVersion': 'scheduling.k8s.io/v1',
-    'kind': 'PriorityClass',
-    'metadata': {'name': _SPARE_PRIORITY},
-    'value': -100,
-    'preemptionPolicy': 'Never',
-    'description': 'Pods that hold spare nodes for runs of praxis_lite.',
   }
 
 

@@ -19,6 +19,7 @@ have `stop_s` to save and end; after a second signal, a few seconds.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ from typing import IO, NamedTuple
 from praxis_lite.common.errors import FAULTY_DEVICE_CODE, LostHostError, UserError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.foreign_text import printable
-from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, recorded_evidence
+from praxis_lite.runs.cluster.blame import Blame, Evidence, corrupt_places, last_quarantined, recorded_evidence
 from praxis_lite.runs.cluster.clusters import LAUNCHER
 from praxis_lite.runs.cluster.warm_start import WarmProcess, WarmStarter
 from praxis_lite.runs.records.history import EventKind, RunEvent, note_event, read_history
@@ -63,35 +64,22 @@ class Ended(NamedTuple):
 
 
 class _Limit(NamedTuple):
-  """A time limit for processes to end.
+  """A time limit for processes to end, and for a message its length and the event that started it."""
 
-  Attributes:
-    at: the end of the limit, by `time.monotonic`; None for no limit.
-    seconds: the length of the limit.
-    after: the event that started the limit, for a message; '' after a failure, which has its own message.
-  """
-
-  at: float | None = None
+  at: float = math.inf  # By `time.monotonic`.
   seconds: float = 0.0
-  after: str = ''
+  after: str = ''  # '' after a failure, which has its own message.
 
   @classmethod
   def begin(cls, seconds: float, after: str = '') -> _Limit:
     return cls(time.monotonic() + seconds, seconds, after)
-
-  def is_over(self) -> bool:
-    return self.at is not None and time.monotonic() > self.at
 
   def __str__(self) -> str:
     return f'{self.seconds:g} s{f" of {self.after}" if self.after else ""}'
 
 
 class _RunDirectory:
-  """The directory of a run. It is identified once it has content, because an empty directory may be replaced.
-
-  Args:
-    path: the path of the directory; None if it is not known.
-  """
+  """The directory of a run. It is identified once it has content, because an empty directory may be replaced."""
 
   def __init__(self, path: Path | None):
     self.path = path
@@ -105,9 +93,9 @@ class _RunDirectory:
         if os.listdir(self.path):
           self._about = about
 
-  def is_known(self) -> bool:
-    """Whether the directory is identified."""
-    return self._about is not None
+  def where(self) -> Path | None:
+    """Returns the path of the directory if it is identified, and has not been lost."""
+    return None if self._about is None or self.is_lost() else self.path
 
   def is_lost(self) -> bool:
     """Whether the identified directory is no longer at its path; False if its storage cannot be reached."""
@@ -122,11 +110,9 @@ class _RunDirectory:
 
 
 class Launcher:
-  """Runs a command in several processes.
+  """Runs a command in several processes, which find each other through environment variables.
 
   Args:
-    command: the command line of each process; they find each other through environment variables.
-    processes: the number of processes.
     max_restarts: how often all of them are restarted after one was lost.
     min_processes: the smallest number of processes that may continue if hosts are lost; None requires all.
     spares: the number of spare places, numbered after the first `processes`, that replace places that are blamed. Each
@@ -155,16 +141,12 @@ class Launcher:
     imports: Sequence[str] = (),
     write: Callable[[str], object] = lambda line: print(line, end='', flush=True),
   ):
-    self._command = list(command)
-    self._processes = processes
-    self._max_restarts = max_restarts
+    self._command, self._processes, self._max_restarts = list(command), processes, max_restarts
     self._min_processes = processes if min_processes is None else min_processes
     self._places = list(range(processes))
     self._spares = list(range(processes, processes + spares))
     self._blame = Blame()
-    self._grace = grace_s
-    self._stop = stop_s
-    self._backoff = backoff_s
+    self._grace, self._stop, self._backoff = grace_s, stop_s, backoff_s
     self._directory = _RunDirectory(directory)
     self._imports = imports
     self._warm: WarmStarter | None = None
@@ -179,6 +161,7 @@ class Launcher:
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
     """
     count, restarts, lost = self._processes, 0, -1  # `lost` is the place that was lost last.
+    directory = self._directory.path
     with self._passing_signals(), self._warm_starter():
       while True:
         began = time.time()
@@ -187,7 +170,7 @@ class Launcher:
         if last.code == 0 or self._signals or not (is_restartable(last.code) or is_faulty):
           return last.code
         lost_before, lost = lost, self._lost_place(last)
-        events = self._events_since(began)
+        events = [event for event in read_history(directory) if event.time >= began] if directory else []
         self._add_evidence(lost, last.code, events)
         blamed = self._places_to_replace()
         if is_faulty and not blamed and not self._can_leave_out_device():
@@ -199,7 +182,7 @@ class Launcher:
           self._note('lost', gone, last.host)  # No remaining process has recorded the loss.
         if self._directory.is_lost():
           self._say(
-            f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: the job is not started again, '
+            f'error: {gone}, and job_log_dir {directory} is not where it was: the job is not started again, '
             'because it would begin at step 0; to go on, train where its checkpoints are'
           )
           return UserError.exit_code
@@ -230,7 +213,6 @@ class Launcher:
     return self._places[last.host] if is_known else -1
 
   def _add_evidence(self, lost: int, code: int, events: Sequence[RunEvent]) -> None:
-    """Adds the evidence of an attempt: its events, its exit code, and the place that was `lost` first, or -1."""
     self._blame.add(*recorded_evidence(events, self._places))
     if code == FAULTY_DEVICE_CODE:
       self._blame.add(*corrupt_places(self._directory.path, self._places))
@@ -251,23 +233,15 @@ class Launcher:
       done[i] = f'{text}; {number_of(len(self._spares), "spare")} left'
     return done
 
-  def _events_since(self, began: float) -> list[RunEvent]:
-    path = self._directory.path
-    return [event for event in read_history(path) if event.time >= began] if path is not None else []
-
   def _note(self, kind: EventKind, text: str, process: int | None = None) -> None:
     """Adds a line to the history of the run, once its directory has content."""
-    if self._directory.path is not None and self._directory.is_known() and not self._directory.is_lost():
-      note_event(self._directory.path, kind, text=text, about={} if process is None else {'process': process})
+    if directory := self._directory.where():
+      note_event(directory, kind, text=text, about={} if process is None else {'process': process})
 
   def _can_leave_out_device(self) -> bool:
     """Whether the last corruption quarantined a device, and the command can train without it."""
-    if self._directory.path is None or not {'--elastic', '--elastic=true'} & set(self._command):
-      return False
-    from praxis_lite.runs.records.faulty_devices import read_faulty_devices  # This import loads JAX.
-
-    known = read_faulty_devices(self._directory.path)
-    return any(each.is_quarantined for each in known if (each.event, each.step) == (known[-1].event, known[-1].step))
+    is_elastic = not {'--elastic', '--elastic=true'}.isdisjoint(self._command)
+    return is_elastic and bool(last_quarantined(self._directory.path))
 
   def _attempt(self, count: int) -> Ended:
     address = f'localhost:{free_port()}'
@@ -326,8 +300,7 @@ class Launcher:
   def _watch(self) -> Ended:
     """Waits until all processes have ended, and returns how; kills those that are late after a failure or a signal."""
     ended: dict[int, int] = {}
-    passed, limit = 0, _Limit()
-    stop_limit = _Limit()
+    passed, limit, stop_limit = 0, _Limit(), _Limit()
     while len(ended) < len(self._running):
       time.sleep(_POLL)
       self._directory.look()
@@ -349,26 +322,21 @@ class Launcher:
           continue
         if code == LostHostError.exit_code:
           limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))
-        elif code != 0 and limit.at is None:
+        elif code != 0 and limit.at == math.inf:
           limit = _Limit.begin(self._grace)
         if code < 0 and not self._signals:
           self._say(f'host {i} was ended by {exit_text(ended[i])}')
-      over = next((each for each in (limit, stop_limit) if each.is_over()), None)
-      if over is not None:
-        late = [i for i in range(len(self._running)) if i not in ended]
-        if late:
-          self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
-        for i in late:
-          # A host that had to be killed comes first in the dict: it counts as lost, and the other hosts waited for it.
-          ended = {i: 128 + signal.SIGKILL, **ended}
-        break
+      over = next((each for each in (limit, stop_limit) if time.monotonic() > each.at), None)
+      if over is not None and (late := [i for i in range(len(self._running)) if i not in ended]):
+        self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
+        # A host that had to be killed comes first: it counts as lost, and the other hosts waited for it.
+        return the_verdict(dict.fromkeys(reversed(late), 128 + signal.SIGKILL) | ended)
     return the_verdict(ended)
 
   def _copy(self, stream: IO[bytes], name: str) -> None:
     for line in stream:
-      if b'Expected number of connected peer ranks' in line:
-        continue  # XLA's CPU collectives print this line for each mesh.
-      self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
+      if b'Expected number of connected peer ranks' not in line:  # XLA's CPU collectives print this for each mesh.
+        self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
 
   def _say(self, text: str) -> None:
     self._write(f'launch: {text}\n')

@@ -44,18 +44,14 @@ class _ClosedError(Exception):
 
 
 class Mirror(Observer):
-  """Keeps a copy of a run in an object store. Only process 0 copies.
+  """Keeps a copy of the run in `directory` at the URL of an object store. Only process 0 copies.
 
-  Args:
-    url: the URL of the copy.
-    directory: the run's directory.
-    max_to_keep, keep_interval_steps: decide which checkpoints stay in the store; see `steps_to_remove`.
+  `max_to_keep` and `keep_interval_steps` decide which checkpoints stay in the store; see `steps_to_remove`.
   """
 
   def __init__(self, url: str, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None):
-    self._url = url
-    self._directory = directory
-    self._max_to_keep, self._keep_interval_steps = max_to_keep, keep_interval_steps
+    self._url, self._directory = url, directory
+    self._rule = {'max_to_keep': max_to_keep, 'keep_interval_steps': keep_interval_steps}
     self._remote: RemoteRun | None = None  # None in processes that do not copy.
     self._pool = PatientThread('mirror')
     self._passes: deque[concurrent.futures.Future[None]] = deque()
@@ -85,7 +81,7 @@ class Mirror(Observer):
     error: UserError | None = None
     if is_primary_process():
       try:
-        self._remote = self._open(self._url)
+        self._remote = RemoteRun(self._open_store(), self._go_on)
         self._fetch(self._remote, on_damage)
       except UserError as caught:
         error = caught
@@ -94,13 +90,13 @@ class Mirror(Observer):
     if error is not None or told:
       raise error or ConfigError(told)
 
-  def _open(self, url: str) -> RemoteRun:
-    store = ObjectStore(url, _FIELD)
+  def _open_store(self) -> ObjectStore:
+    store = ObjectStore(self._url, _FIELD)
     try:
       store.check_writable()
     except CheckpointError as error:
       raise ConfigError(f'{_FIELD}: {error}') from error
-    return RemoteRun(store, self._go_on)
+    return store
 
   def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
     here, rollbacks = saved_steps(self._directory), count_rollbacks(self._directory)
@@ -140,7 +136,7 @@ class Mirror(Observer):
     print(f'fetched {checkpoint.url}: {checkpoint.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s', flush=True)
 
   def _check_same_run(self, remote: RemoteRun) -> None:
-    there = remote.record()
+    there = remote.read_file('run.json')
     try:
       here = read_plain(self._directory / 'run.json')
     except OSError:
@@ -169,16 +165,12 @@ class Mirror(Observer):
     All processes call this, and wait for process 0, which copies.
     """
     if self._remote is not None:
-      self._begin_pass()
-      error = self._wait_for(self._passes.pop())
+      error = self._pass_and_wait()
+      if error is not None and self._pool.is_idle:  # Otherwise a second pass would wait for the stalled one.
+        error = self._pass_and_wait()
       if error is not None:
-        if self._pool.is_idle:  # Otherwise a second pass would wait for the stalled one.
-          self._begin_pass()
-          error = self._wait_for(self._passes.pop())
-        if error is not None:
-          raise UserError(
-            f'{_failure_text(error)}; the run is saved in {self._directory}, and the same command copies it'
-          ) from error
+        why = f'{_failure_text(error)}; the run is saved in {self._directory}, and the same command copies it'
+        raise UserError(why) from error
       run.line(f'step {run.step}: copied to {self._remote.url}')
     meet_others()
 
@@ -191,8 +183,9 @@ class Mirror(Observer):
     if self._remote is not None:
       self._passes.append(self._pool.submit(self._pass, self._remote))
 
-  def _wait_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
-    seen = 0.0
+  def _pass_and_wait(self) -> BaseException | None:
+    self._begin_pass()
+    done, seen = self._passes.pop(), 0.0
     self._progress = time.monotonic()
     while not concurrent.futures.wait([done], timeout=0.5).done:
       if self._progress != seen:  # Tells the watchdog that this host, for which other hosts wait, makes progress.
@@ -245,8 +238,7 @@ class Mirror(Observer):
   def _steps_to_keep(self, steps: set[int]) -> set[int]:
     """Returns the steps in `steps` whose checkpoints stay in the store."""
     best = BestRecord(self._directory / BEST, steps).kept_steps()
-    rule = {'max_to_keep': self._max_to_keep, 'keep_interval_steps': self._keep_interval_steps}
-    return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}
+    return steps - {*steps_to_remove(sorted(steps), **self._rule, kept=best)}
 
   def _folder(self, step: int) -> Path:
     return step_folder(self._directory, step)

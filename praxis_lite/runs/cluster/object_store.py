@@ -39,7 +39,6 @@ class FileSum(NamedTuple):
 
 
 def sum_of_file(path: Path) -> FileSum:
-  """Returns the size and SHA-256 of a local file."""
   with open(path, 'rb') as file:
     return _sum_of(file)
 
@@ -93,8 +92,8 @@ class ObjectStore:
       package = re.search(r'[Ii]nstall (\w+)', told)
       raise ConfigError(f'{named}: {told}' + (f': pip install {package[1]}' if package else '')) from None
     except Exception as error:
-      known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
-      raise ConfigError(f'{named}: {error_summary(error).partition(": ")[2]}; there are {known} and others') from None
+      told = error_summary(error).partition(': ')[2]
+      raise ConfigError(f'{named}: {told}; there are s3://, gs://, az://, file:// and others') from None
     self._fs, self._root = fs, root.rstrip('/')
 
   def check_writable(self) -> None:
@@ -138,14 +137,11 @@ class ObjectStore:
       self._fs.get_file(self._path(name), str(path))
 
   def write(self, name: str, data: bytes) -> None:
-    """Writes an object."""
     with self._one_line_errors(f'writing {name}'):
-      path = self._path(name)
-      if self._is_local:
-        self._fs.pipe_file(f'{path}.part', data)
-        os.replace(f'{path}.part', path)
-      else:
-        self._fs.pipe_file(path, data)
+      path, part = self._path(name), '.part' * self._is_local
+      self._fs.pipe_file(path + part, data)
+      if part:
+        os.replace(path + part, path)
 
   def put(self, path: Path, name: str) -> None:
     """Copies a local file, which must not change, to an object. In a file system, readers may see it half written."""

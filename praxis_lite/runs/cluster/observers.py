@@ -24,16 +24,9 @@ from praxis_lite.training.task import EmergencyCopiesParams, TrainParams
 def cluster_observers(
   settings: TrainParams, directory: Path, *, grace_s: float | None, notice: str | None
 ) -> list[Observer]:
-  """Returns the observers that a run needs.
-
-  Args:
-    settings: `task.train`, which says whether there are emergency copies and a mirror.
-    directory: the run's directory.
-    grace_s, notice: see `preemption.preemptible`.
-  """
+  """Returns the observers that a run in `directory` needs; `grace_s` and `notice` are those of `preemptible`."""
   observers: list[Observer] = [Preemptible(directory, grace_s, notice)]
-  watchdog = the_watchdog()
-  if watchdog is not None:
+  if (watchdog := the_watchdog()) is not None:
     observers.append(WatchedByOthers(watchdog, directory))
   if settings.emergency_copies.every_n_steps is not None:
     observers.append(CopiesOnHosts(directory, settings.emergency_copies))
@@ -46,9 +39,7 @@ class Preemptible(Observer):
   """Looks for notices of preemption while the run catches signals."""
 
   def __init__(self, directory: Path, grace_s: float | None, notice: str | None):
-    self._directory = directory
-    self._grace_s = grace_s
-    self._notice = notice
+    self._directory, self._grace_s, self._notice = directory, grace_s, notice
 
   def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
     return preemptible(stop, self._directory, grace_s=self._grace_s, notice=self._notice)
@@ -58,8 +49,7 @@ class WatchedByOthers(Observer):
   """Lets the run's processes watch each other, and tells the others the error that ends this one."""
 
   def __init__(self, watchdog: Watchdog, directory: Path):
-    self._watchdog = watchdog
-    self._directory = directory
+    self._watchdog, self._directory = watchdog, directory
 
   def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
     return self._watchdog.running(self._directory, why_lost)
@@ -69,8 +59,7 @@ class CopiesOnHosts(Observer):
   """Keeps emergency copies in folders of each host, between checkpoints."""
 
   def __init__(self, directory: Path, settings: EmergencyCopiesParams):
-    self._directory = directory
-    self._settings = settings
+    self._directory, self._settings = directory, settings
     self._copies: EmergencyCopies | None = None
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[EmergencyCopy | None, str]:
@@ -83,10 +72,9 @@ class CopiesOnHosts(Observer):
       run.line(self._copies.costs)
 
   def keep_copy(self, run: Run, snapshot: StateToCopy) -> None:
-    said = '' if self._copies is None else self._copies.write(snapshot)
-    if said:
-      run.line(said)
     if self._copies is not None:
+      if said := self._copies.write(snapshot):
+        run.line(said)
       run.links = self._copies.rates()
 
   def remove_copies(self, run: Run) -> None:

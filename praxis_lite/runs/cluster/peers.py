@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 from praxis_lite.common.errors import first_line
 from praxis_lite.common.files import open_plain, parse_json
 from praxis_lite.common.processes import gather_texts
+from praxis_lite.runs.cluster.copy_file import new_copy
 
 # Seconds that a host waits for a connection, and for each block that it sends or receives.
 _CONNECT_S, _TIMEOUT_S = 10.0, 60.0
@@ -33,7 +34,6 @@ _CONNECT_S, _TIMEOUT_S = 10.0, 60.0
 _MOST_LINE = 4096
 _BLOCK = 1 << 20
 _NAME = re.compile(r'[0-9]{1,15}\.[0-9]{1,9}')
-INCOMPLETE = '.incomplete'
 
 
 class PeerError(Exception):
@@ -45,9 +45,6 @@ class Address(NamedTuple):
 
   names: Sequence[str]
   port: int
-
-  def __str__(self) -> str:
-    return f'{",".join(self.names)}:{self.port}'
 
 
 class Peers:
@@ -61,8 +58,7 @@ class Peers:
   def __init__(self, folder: Path, lineage: int):
     self._folder, self._lineage = folder, lineage
     self._server = _Server(self._answer)
-    token = gather_texts(secrets.token_hex(16))[0]
-    self._token = token
+    self._token = gather_texts(secrets.token_hex(16))[0]
     own = json.dumps([_host_names(), self._server.server_address[1]])
     self._addresses = [Address(*json.loads(text)) for text in gather_texts(own)]
     self._thread = threading.Thread(target=self._server.serve_forever, name='emergency_peers', daemon=True)
@@ -70,8 +66,7 @@ class Peers:
 
   def put(self, peer: int, name: str, parts: Sequence[bytes | memoryview]) -> None:
     """Sends a file, such as '12.3', in parts to another process's folder; raises PeerError if it does not arrive."""
-    size = sum(len(part) for part in parts)
-    with self._request(peer, {'put': name, 'size': size}) as (sock, file):
+    with self._request(peer, {'put': name, 'size': sum(map(len, parts))}) as (sock, file):
       for part in parts:
         for at in range(0, len(part), _BLOCK):  # The time limit applies to each call separately.
           sock.sendall(part[at : at + _BLOCK])
@@ -79,16 +74,8 @@ class Peers:
 
   def get(self, peer: int, name: str, to: Path) -> None:
     """Writes a file of another process to `to`; raises PeerError if it has no such file, or the connection ends."""
-    incomplete = to.with_name(to.name + INCOMPLETE)
-    try:
-      with self._request(peer, {'get': name}) as (_, file):
-        _receive(file, incomplete, _check(file)['size'])
-      incomplete.rename(to)
-    except OSError as error:
-      raise PeerError(f'process {peer}: {first_line(error)}') from error
-    finally:
-      with contextlib.suppress(OSError):
-        incomplete.unlink()
+    with self._request(peer, {'get': name}) as (_, file):
+      _receive(file, to, _check(file)['size'])
 
   def close(self) -> None:
     """Ends the thread that answers."""
@@ -113,10 +100,10 @@ class Peers:
           return
       except (OSError, ValueError, KeyError, TypeError) as error:
         raise PeerError(f'process {peer}: {first_line(error)}') from error
-    raise PeerError(f'process {peer} at {address} does not answer: {"; ".join(dict.fromkeys(errors))}')
+    where = f'{",".join(address.names)}:{address.port}'
+    raise PeerError(f'process {peer} at {where} does not answer: {"; ".join(dict.fromkeys(errors))}')
 
   def _answer(self, sock: socket.socket, file: IO[bytes]) -> None:
-    """Answers one request of another process."""
     request = parse_json(file.readline(_MOST_LINE))
     if not hmac.compare_digest(str(request['token']), self._token):
       return  # The sender is not a process of this run.
@@ -130,13 +117,7 @@ class Peers:
         sock.sendall(json.dumps({'error': '', 'size': size}).encode() + b'\n')
         sock.sendfile(opened, 0, size)
       return
-    incomplete = path.with_name(f'{name}.{secrets.token_hex(4)}{INCOMPLETE}')
-    try:
-      _receive(file, incomplete, request['size'])
-      incomplete.rename(path)
-    finally:
-      with contextlib.suppress(OSError):
-        incomplete.unlink()
+    _receive(file, path, request['size'])
     sock.sendall(b'{"error": ""}\n')
 
 
@@ -172,7 +153,7 @@ def _check(file: IO[bytes]) -> dict[str, Any]:
 
 
 def _receive(file: IO[bytes], path: Path, size: int) -> None:
-  with open(path, 'wb') as written:
+  with new_copy(path) as written:
     left = size
     while left > 0:
       block = file.read(min(left, _BLOCK))

@@ -65,8 +65,7 @@ def preemptible(
 
 
 def _notice_time(stop: StopSignals) -> float | None:
-  watchdog = the_watchdog()
-  times = [stop.since, None if watchdog is None else watchdog.preempted_since]
+  times = stop.since, getattr(the_watchdog(), 'preempted_since', None)
   return min((t for t in times if t is not None), default=None)
 
 

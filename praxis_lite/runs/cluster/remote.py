@@ -50,7 +50,7 @@ class RemoteCheckpoint:
   """A complete checkpoint in an object store: the part of `StoredCheckpoint` that needs no arrays.
 
   Attributes:
-    url: the URL of its folder.
+    url, folder: the URL of its folder.
     step: the step of its state.
     files: the size and SHA-256 of each file, by name.
     rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
@@ -59,15 +59,9 @@ class RemoteCheckpoint:
   is_set_aside = False
 
   def __init__(self, store: ObjectStore, step: int, files: Mapping[str, FileSum], rollbacks: int):
-    self.url = f'{store.url}/{CHECKPOINTS}/{step}'
-    self.step = step
-    self.files = files
-    self.rollbacks = rollbacks
+    self.url = self.folder = f'{store.url}/{CHECKPOINTS}/{step}'
+    self.step, self.files, self.rollbacks = step, files, rollbacks
     self._store = store
-
-  @property
-  def folder(self) -> str:
-    return self.url
 
   @property
   def num_bytes(self) -> int:
@@ -104,11 +98,9 @@ class RemoteCheckpoint:
 
   def is_that_in(self, folder: Path) -> bool:
     """Whether this is a copy of the local checkpoint in `folder`, and not of another save of the same step."""
-    about = record_file(folder, 'about')
-    try:
-      return self.files.get('about/metadata') == sum_of_file(about)
-    except OSError:
-      return False
+    with contextlib.suppress(OSError):
+      return self.files.get('about/metadata') == sum_of_file(record_file(folder, 'about'))
+    return False
 
   def fetch(self, job_log_dir: Path) -> Path:
     """Copies the checkpoint to a run directory that has none of this step; returns its folder in that directory.
@@ -205,11 +197,9 @@ class RemoteRun:
     sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
     if sizes != {name: file.size for name, file in files.items()}:
       raise StoreError(f'{self.url}: the files of step {step} in the store are not those that were sent')
-    record = add_checksum(
-      {'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}}
-    )
+    record = {'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}}
     self._between()
-    self._store.write(f'{CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
+    self._store.write(f'{CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(add_checksum(record), indent=1).encode())
     self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
 
   def remove(self, step: int) -> None:
@@ -242,21 +232,18 @@ class RemoteRun:
         self._store.get(name, partial)
         os.replace(partial, path)
 
-  def record(self) -> bytes | None:
-    """Returns the bytes of run.json; None if it does not exist."""
+  def read_file(self, name: str) -> bytes | None:
+    """Returns the bytes of a file of the run, such as run.json; None if it does not exist."""
     try:
-      return self._store.read('run.json')
+      return self._store.read(name)
     except DamagedError:
       return None
 
   def best_step(self) -> int | None:
     """Returns the step of the best checkpoint that the run has recorded; None if there is none."""
-    try:
-      data = self._store.read(BEST)
-    except DamagedError:
-      return None
-    best = BestCheckpoint.parse(data, self._known or [c.step for c in self.checkpoints()])
-    return None if best is None else best.step
+    data = self.read_file(BEST)
+    best = data and BestCheckpoint.parse(data, self._known or [c.step for c in self.checkpoints()])
+    return best.step if best else None
 
 
 def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoint]:
@@ -281,13 +268,7 @@ def remote_best_step(url: str) -> int | None:
 def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
   """Copies a checkpoint of a run in an object store, and the other files of the run, to a directory.
 
-  Args:
-    url: the URL of the run.
-    job_log_dir: the target directory; existing files in it stay.
-    step: the step of the checkpoint; None copies the newest.
-
-  Returns:
-    The folder of the checkpoint.
+  Existing files in the directory stay. `step` is None for the newest checkpoint. Returns the folder of the copy.
 
   Raises:
     CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step or of another model, it is

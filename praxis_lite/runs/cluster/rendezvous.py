@@ -43,11 +43,7 @@ class Meeting(NamedTuple):
 def meet(job: Job, address: str, timeout_s: float, name: str) -> Meeting:
   """Waits until all processes of a job have called this; returns their names and connections.
 
-  Args:
-    job: has `num_processes` and `process_id`.
-    address: `host:port` of process 0.
-    timeout_s: how long to wait for the others, in seconds.
-    name: the name of this process in messages.
+  The `address` is `host:port` of process 0, and `name` is the name of this process in messages.
 
   Raises:
     LostHostError: some processes did not call this in time; the message names them.
@@ -61,7 +57,7 @@ def meet(job: Job, address: str, timeout_s: float, name: str) -> Meeting:
     told, connection = _report(host, int(port), job.process_id, name, deadline)
     return Meeting([told.get(i, '') for i in range(job.num_processes)], {0: connection})
   except _Missing as missing:
-    hosts = f'host {missing.hosts[0]} has' if len(missing.hosts) == 1 else f'hosts {missing} have'
+    hosts = f'host {missing} has' if len(missing.hosts) == 1 else f'hosts {missing} have'
     raise LostHostError(
       f'{hosts} not joined the {job.num_processes} of {job.found_by} within {timeout_s:g} s'
     ) from None

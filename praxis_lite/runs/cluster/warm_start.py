@@ -37,15 +37,11 @@ _CODE = 'from praxis_lite.runs.cluster.warm_start import fork_on_request; fork_o
 class WarmProcess:
   """A child process that was forked, with the methods of `subprocess.Popen` that `Launcher` calls.
 
-  Attributes:
-    pid: its process id.
-    stdout: a pipe with what it writes to its standard output and error.
-    returncode: see `subprocess.Popen`.
+  `stdout` is a pipe with what it writes to its standard output and error.
   """
 
   def __init__(self, pid: int, stdout: IO[bytes]):
-    self.pid = pid
-    self.stdout = stdout
+    self.pid, self.stdout = pid, stdout
     self.returncode: int | None = None
 
   def poll(self) -> int | None:
@@ -76,12 +72,9 @@ class WarmProcess:
 
 
 class WarmStarter:
-  """Starts processes that run one module with the same arguments.
+  """Starts processes that run one module, as with `python -m`, with the same arguments.
 
-  Args:
-    module: the module, which runs as with `python -m`.
-    arguments: its arguments.
-    imports: modules to import beforehand. They must not start a device or a thread.
+  The modules `imports`, which are imported beforehand, must not start a device or a thread.
   """
 
   def __init__(self, module: str, arguments: Sequence[str], imports: Sequence[str]):
@@ -93,13 +86,9 @@ class WarmStarter:
     theirs.close()
 
   def start(self, environment: Mapping[str, str]) -> WarmProcess:
-    """Starts a process in a new session, with an empty standard input.
+    """Starts a process in a new session, with an empty standard input, and `environment` added to that of this process.
 
-    Args:
-      environment: variables in addition to those of this process.
-
-    Raises:
-      OSError: the importing process has ended, or does not answer; or the kernel has no subreapers.
+    Raises OSError if the importing process has ended or does not answer, or if the kernel has no subreapers.
     """
     message = json.dumps(dict(environment)).encode()
     prctl = ctypes.CDLL(None).prctl

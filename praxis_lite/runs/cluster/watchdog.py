@@ -33,7 +33,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import jax
@@ -82,6 +81,9 @@ class _Host:
   state: str = ''  # '', 'running', 'left', or why the host has failed.
   is_ending: bool = False  # Whether the host has reported its failure, and cleaned up.
 
+  def has_failed(self) -> bool:
+    return self.state not in ('', 'running', 'left')
+
   def __str__(self) -> str:
     return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
 
@@ -89,31 +91,21 @@ class _Host:
 class Watchdog:
   """Watches the processes of this run, in two threads, until the process ends.
 
-  Args:
-    client: the client of JAX's service.
-    names: the names of the hosts in messages, by index.
-    connections: the open connections to other hosts.
-    index: the index of this host.
-    timeout_s: see `HANG_TIMEOUT_S`.
+  `names` are the names of the hosts in messages, `index` is that of this host, and `timeout_s` as `HANG_TIMEOUT_S`.
   """
 
   def __init__(self, client: Client, names: list[str], connections: Connections, index: int, timeout_s: float):
     now = time.monotonic()
-    self._client = client
-    self._index = index
-    self._timeout = timeout_s
+    self._client, self._connections, self._index, self._timeout = client, connections, index, timeout_s
     self._interval = beat_interval(len(names), timeout_s)
     self._beats = Beats(client, index, len(names), self._interval)
     self._hosts = [_Host(f'host {i} ({name})' if name else f'host {i}', now) for i, name in enumerate(names)]
     self._watched = {i: self._hosts[i] for i in self._beats.watched}
     self._verdict = ''  # Why a process that this one does not watch has given up.
-    self._connections = connections
     self._contact = now
     self._main = threading.main_thread().ident
     self._building = now  # When the main thread was last seen tracing or compiling.
-    self._state = ''
-    self._is_ending = False
-    self._suspects = False
+    self._state, self._is_ending, self._suspects = '', False, False
     self._ending = threading.Lock()
     self.directory: Path | None = None
     self._why_lost: Callable[[], UserError | None] = lambda: None
@@ -191,14 +183,7 @@ class Watchdog:
       number += 1
       at, (doing, since) = self._look_at_main_thread(), last_progress()
       idle = round(time.monotonic() - max(since, self._building), 1)
-      beat = {
-        'beat': number,
-        'doing': doing,
-        'at': at,
-        'idle': idle,
-        'state': self._state,
-        'ending': self._is_ending,
-      }
+      beat = {'beat': number, 'doing': doing, 'at': at, 'idle': idle, 'state': self._state, 'ending': self._is_ending}
       with contextlib.suppress(Exception):  # If the service does not answer, `_watch` will notice.
         self._hear(self._beats.exchange(beat, idle if self._state == 'running' else 0.0))
         for closed in list(self._connections.closed):  # A copy, because `_watch` changes it meanwhile.
@@ -222,8 +207,7 @@ class Watchdog:
 
   def _look_at_main_thread(self) -> str:
     """Returns where the main thread is, as file:line function. Building a program counts as progress."""
-    frame: FrameType | None = sys._current_frames().get(self._main or 0)
-    where = ''
+    frame, where = sys._current_frames().get(self._main or 0), ''
     while frame is not None:
       file = frame.f_code.co_filename.replace(os.sep, '/')
       if not where and ('praxis_lite/' in file or not file.startswith(_LIBRARIES)):
@@ -247,9 +231,7 @@ class Watchdog:
       last = now
       self._verdict = self._verdict or self._connections.verdict
       if self._state in ('', 'running') and (reason := self._trouble(now) or self._lost_connection(now)):
-        is_told = bool(self._verdict) or any(
-          host.state not in ('', 'running', 'left') for host in self._watched.values()
-        )
+        is_told = self._verdict or any(host.has_failed() for host in self._watched.values())
         self.give_up(reason, needs_stacks=not is_told or reason.startswith(_HANG))
 
   def _trouble(self, now: float) -> str:
@@ -261,7 +243,7 @@ class Watchdog:
     if self._verdict:
       return self._verdict
     for i, host in self._watched.items():
-      if i != self._index and host.state not in ('', 'running', 'left'):
+      if i != self._index and host.has_failed():
         return f'{host}, has ended: {host.state}'
       if i != self._index and host.state != 'left' and now - host.heard > patience:
         return f'{host}, {silent}'
