@@ -69,9 +69,7 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
 def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -> None:
   """Raises CheckpointError unless the base of a checkpoint is the one that it was saved with, and has its arrays.
 
-  Args:
-    base: the base of the checkpoint in `folder`.
-    variables: the record of the arrays of this checkpoint, including those in the base.
+  `variables` is the record of the arrays of the checkpoint, which is in `folder`, including those in the base.
   """
   needed = f'{folder} has only what training has changed, and needs {base.folder}'
   if not base.folder.exists():
@@ -111,6 +109,5 @@ def arrays_in(
 
 def _cast(array: StreamedArray, dtype: str) -> StreamedArray:
   """Casts an array to the dtype in its record; PRNG keys, stored as integers, are not cast."""
-  return (
-    array if dtype.startswith('key<') or array.dtype == plain_dtype(dtype) else CastArray(array, plain_dtype(dtype))
-  )
+  is_wanted = dtype.startswith('key<') or array.dtype == plain_dtype(dtype)
+  return array if is_wanted else CastArray(array, plain_dtype(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Collection
@@ -39,14 +40,9 @@ class BestCheckpoint(NamedTuple):
 
 
 class BestRecord:
-  """The best checkpoint, and the file that names it. The file is updated only when that checkpoint is complete.
+  """The best checkpoint, `value`, and the file that names it. It is updated only when that checkpoint is complete.
 
-  Args:
-    path: the path of the file.
-    steps: the steps of the existing checkpoints. A file that names another step is ignored.
-
-  Attributes:
-    value: the best checkpoint; None if there is none.
+  `steps` are those of the existing checkpoints: a file that names another step is ignored.
   """
 
   def __init__(self, path: Path, steps: Collection[int]):
@@ -55,11 +51,9 @@ class BestRecord:
     self.value = self._written = self._read(steps)
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
-    try:
-      data = read_plain(self._path)
-    except OSError:
-      return None
-    return BestCheckpoint.parse(data, steps)
+    with contextlib.suppress(OSError):
+      return BestCheckpoint.parse(read_plain(self._path), steps)
+    return None
 
   def write(self) -> None:
     """Writes the best checkpoint to the file. That checkpoint must be complete by now."""

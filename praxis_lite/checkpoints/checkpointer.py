@@ -54,17 +54,7 @@ from praxis_lite.common.devices import start_devices
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
-from praxis_lite.common.trees import (
-  NestedDict,
-  Path as TreePath,
-  leaves_by_path,
-  map_with_path,
-  merge,
-  nest,
-  node_at,
-  path_name,
-  to_path,
-)
+from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, nest, node_at, path_name, to_path
 from praxis_lite.common.versions import package_version
 from praxis_lite.sharding.layout import StateLayout
 from praxis_lite.training.state import TrainState
@@ -120,8 +110,7 @@ class Checkpointer:
     self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), CHECKPOINTS)
     self.notes: list[str] = []
     self.base: Base | None = None
-    self._read_only = read_only
-    self._on_damage = on_damage
+    self._read_only, self._on_damage = read_only, on_damage
     self._damaged: set[int] = set()
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
     start_devices()
@@ -193,8 +182,7 @@ class Checkpointer:
   def newly_complete(self) -> list[tuple[int, Path]]:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; [] during a save.
 
-    Raises:
-      CheckpointError: saving failed.
+    Raises CheckpointError if saving failed.
     """
     if not self._being_saved or self._store.is_saving():
       return []
@@ -320,10 +308,7 @@ class Checkpointer:
     Args:
       shapes: the true shapes of all variables.
       use_ema: take the moving averages of the variables that have one.
-      step: as for `restore`. The checkpoint is not removed before this checkpointer is closed.
-
-    Raises:
-      CheckpointError: there is no such checkpoint, it belongs to another model, or it cannot be read.
+      step: as for `restore`, which also lists the errors. The checkpoint is not removed before this object is closed.
     """
     step = self.existing_step(step)
     where = self.folder(step)
@@ -406,10 +391,7 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns the base of a step's checkpoint: another run's checkpoint that has the arrays which this one leaves out.
-
-    None if this one leaves out no arrays.
-    """
+    """Returns the checkpoint of another run with the arrays that a step's leaves out; None if it leaves out none."""
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 
@@ -424,7 +406,8 @@ class Checkpointer:
       variables = self._read_json(step, 'about')['variables']
       check_base(base, Path(self.folder(step)), variables)
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
-        for wanted in _split_by_name(left_out):
+        while left_out:  # Several arrays may have one name there: a pass reads each name once.
+          wanted = {path: left_out.pop(path) for path in {name: path for path, (name, _) in left_out.items()}.values()}
           # Cast to the dtypes of this checkpoint first, as if it had stored the arrays itself.
           structs = {name: _cast(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
           read = other._read_arrays(base.step, nest({to_path(name): x for name, x in structs.items()}))
@@ -480,16 +463,6 @@ class Checkpointer:
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
 
 
-def _split_by_name(
-  entries: dict[TreePath, tuple[str, jax.ShapeDtypeStruct]],
-) -> Iterator[dict[TreePath, tuple[str, jax.ShapeDtypeStruct]]]:
-  """Yields parts of `entries` in which no name occurs twice."""
-  while entries:
-    paths = {name: path for path, (name, _) in entries.items()}.values()  # One path for each name.
-    yield {path: entries[path] for path in paths}
-    entries = {path: entry for path, entry in entries.items() if path not in paths}
-
-
 def _cast(shape: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
   return shape if dtype.startswith('key<') else jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
 
@@ -500,8 +473,7 @@ def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  sharding = getattr(state.step, 'sharding', None)  # None if the state is not on a mesh.
-  mesh = getattr(sharding, 'mesh', None)
+  mesh = getattr(getattr(state.step, 'sharding', None), 'mesh', None)  # None if the state is not on a mesh.
   return {
     'praxis_lite': package_version(),
     'jax': jax.__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -88,15 +89,9 @@ def _check_content(record: dict[str, Any], item: str) -> None:
 
 
 def _is_dtype(name: object) -> bool:
-  if not isinstance(name, str):
-    return False
-  if name.startswith('key<'):
-    return True
-  try:
-    plain_dtype(name)
-  except ValueError:
-    return False
-  return True
+  with contextlib.suppress(ValueError):
+    return isinstance(name, str) and (name.startswith('key<') or plain_dtype(name) is not None)
+  return False
 
 
 def _checksum(record: dict[str, Any]) -> str:

@@ -15,11 +15,9 @@ from praxis_lite.checkpoints.seal import SEAL
 
 
 class CheckpointIdentity(NamedTuple):
-  """A checkpoint of a run.
+  """A checkpoint of a run: its step, and its seal.
 
-  Attributes:
-    step: its step.
-    seal: its seal; without one, a hash of its record and of the names and sizes of its files, whose names are random.
+  Without a seal, it has a hash of the record and of the names and sizes of the files, whose names are random.
   """
 
   step: int

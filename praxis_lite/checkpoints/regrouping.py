@@ -48,12 +48,11 @@ class Regrouping:
   """Decides what to read from a checkpoint for the arrays of a train state, and converts it.
 
   Args:
-    saved: shape and dtype of each array of the checkpoint by name, without padding.
-    wanted: shape and dtype of each array of the train state.
+    saved, wanted: the arrays of the checkpoint, and those of the train state, by name, without padding.
     weights: the declarations of the model's variables, which show what is a stack of layers.
 
   Attributes:
-    records: shape and dtype of each array of the checkpoint, as if its stacks were grouped as in the train state.
+    records: the arrays of the checkpoint, as if its stacks were grouped as in the train state.
   """
 
   def __init__(self, saved: dict[str, ArrayRecord], wanted: dict[str, ArrayRecord], weights: NestedDict):
@@ -77,22 +76,12 @@ class Regrouping:
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 
   def to_read(self, shapes: object) -> NestedDict:
-    """Returns the padded shapes to read, with shardings.
-
-    `shapes` has the shapes of the train state. The result has the same arrays, with the checkpoint's names and grouping
-    of stacks.
-    """
-    there: dict[Path, Any] = {}
-    for path, x in leaves_by_path(shapes).items():
-      source = self._sources.get(path_name(path))
-      there[to_path(source.name) if source else path] = _source_struct(x, source) if source else x
-    return nest(there)
+    """Returns the padded shapes, with shardings, of the arrays in `shapes`, named and grouped as in the checkpoint."""
+    pairs = ((path, x, self._sources.get(path_name(path))) for path, x in leaves_by_path(shapes).items())
+    return nest({to_path(s.name) if s else path: _source_struct(x, s) if s else x for path, x, s in pairs})
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
-    """Converts arrays that were read from the checkpoint to the names and grouping of the train state.
-
-    `shapes` and `true_shapes` are the padded and true shapes of the train state.
-    """
+    """Converts arrays that were read to the names and grouping of the train state, whose shapes are padded and true."""
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():

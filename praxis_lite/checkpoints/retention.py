@@ -45,10 +45,7 @@ def step_folder(job_log_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps of the complete checkpoints in a folder, in order; [] if the folder cannot be read.
-
-  This reads only the names of the folders in it.
-  """
+  """Returns the steps of the complete checkpoints in a folder, in order, by their names; [] if it cannot be read."""
   try:
     return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdecimal())
   except OSError:
@@ -94,12 +91,7 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Retention:
-  """Removes the steps that need not be kept, in the background.
-
-  Args:
-    directory: the folder of the checkpoints.
-    max_to_keep, keep_interval_steps: as for `steps_to_remove`.
-  """
+  """Removes the steps in a folder that need not be kept, in the background, by the rule of `steps_to_remove`."""
 
   def __init__(self, directory: str, *, max_to_keep: int | None, keep_interval_steps: int | None):
     self._directory = Path(directory)
@@ -194,8 +186,7 @@ def set_aside(folder: Path) -> Path:
   while aside.exists():
     count += 1
     aside = folder.with_name(f'{folder.name}{_DAMAGED}.{count}')
-  folder.rename(aside)
-  return aside
+  return folder.rename(aside)
 
 
 def is_set_aside(folder: Path) -> bool:
@@ -237,11 +228,9 @@ def _hold_lock(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None
 
 
 def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
-  """Locks an open folder together with other readers.
+  """Locks an open folder together with other readers; raises OSError if the file system has no locks.
 
-  Raises:
-    CheckpointError: another process keeps it locked exclusively.
-    OSError: the file system has no locks.
+  Raises CheckpointError if another process keeps it locked exclusively.
   """
   import fcntl
 
@@ -265,13 +254,9 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
 
 
 def lock_holder(about: os.stat_result) -> str:
-  """Returns the process of this machine that has locked a file exclusively; '' if the system does not say.
-
-  Args:
-    about: `os.stat` of the file.
-  """
+  """Returns the process of this machine that has locked the file with `about`; '' if the system does not say."""
   wanted = f'{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}'
-  try:
+  with contextlib.suppress(OSError, ValueError):
     for line in Path('/proc/locks').read_text().splitlines():
       # 1: FLOCK  ADVISORY  WRITE 4711 fe:01:2097154 0 EOF; waiting entries have -> after the number.
       fields = line.split()
@@ -279,6 +264,4 @@ def lock_holder(about: os.stat_result) -> str:
         pid = int(fields[4])
         name = Path(f'/proc/{pid}/comm').read_text().strip() if pid > 0 else ''
         return f'process {pid} ({name})' if name else ''
-  except (OSError, ValueError):
-    pass
   return ''

@@ -42,11 +42,7 @@ _OF_RUN = ('run.json', 'config.txt', 'vocabulary.json', 'hugging_face')
 
 
 class StoredCheckpoint:
-  """The checkpoint in a folder.
-
-  Attributes:
-    folder: `job_log_dir/checkpoints/<step>`, or the new name of a damaged checkpoint.
-  """
+  """The checkpoint in `folder`: `job_log_dir/checkpoints/<step>`, or the new name of a damaged checkpoint."""
 
   def __init__(self, folder: Path):
     self.folder = folder
@@ -138,8 +134,7 @@ class StoredCheckpoint:
     target = step_folder(job_log_dir, self.step)
     if target.exists():
       raise CheckpointError(f'there is a checkpoint of step {self.step} in {job_log_dir} already')
-    damaged = self.damage()
-    if damaged:
+    if damaged := self.damage():
       raise CheckpointError(f'{self.folder} is damaged ({", ".join(damaged)}), and is not copied')
     check_same_run(self.variables(), job_log_dir, optimizer=optimizer)
     try:
@@ -180,10 +175,7 @@ class StoredCheckpoint:
 def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
   """Raises CheckpointError if the checkpoints of a run belong to another model than the checkpoint to copy there.
 
-  Args:
-    variables: the arrays of the checkpoint to copy, by name.
-    job_log_dir: the directory of the run, which may not exist.
-    optimizer: False if the optimizer's state is not copied, so it may differ.
+  `variables` are the arrays to copy. The directory may not exist. Without `optimizer`, its state may differ.
   """
   for step in reversed(saved_steps(job_log_dir)):
     with contextlib.suppress(DamagedError):

@@ -31,11 +31,7 @@ PART_BYTES = 16 << 20
 
 
 class StreamedArray(abc.ABC):
-  """An array in a file, which is read in parts.
-
-  Attributes:
-    shape, dtype: the shape and dtype of the whole array.
-  """
+  """An array in a file, which is read in parts."""
 
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -76,13 +72,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 class StoredArray(StreamedArray):
-  """An array of a checkpoint, without the padding it is stored with.
-
-  Args:
-    store: the array in the file.
-    shape: the true shape of the array.
-    where: the name of the array in messages.
-  """
+  """An array of a checkpoint, without the padding it is stored with; messages call it `where`."""
 
   def __init__(self, store: ts.TensorStore, shape: tuple[int, ...], where: str):
     self.shape, self.dtype = shape, np.dtype(store.dtype.numpy_dtype)

@@ -6,55 +6,29 @@ import datetime
 import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import experiment_arguments
-from praxis_lite.cli.command_flags import CommandFlags
-from praxis_lite.cli.plan_changes import PlanJob, read_interruptions, read_topology
+from praxis_lite.cli.plan_job import PlanJob, read_interruptions, read_topology
+from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
 from praxis_lite.common.errors import UserError, prefix_errors
 from praxis_lite.common.foreign_text import printable
+from praxis_lite.instruments.plan.cheapest import CheapestRun, Goal, Offer, find_cheapest, offers_of
+from praxis_lite.instruments.plan.cheapest_text import format_cheapest
+from praxis_lite.instruments.plan.loss_goal import LossGoal, tokens_to_reach
+from praxis_lite.instruments.plan.page import write_page_of_cheapest
+from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
+from praxis_lite.instruments.plan.targets import TARGETS, find_target
+from praxis_lite.instruments.plan.topology import smallest_of
 
-if TYPE_CHECKING:
-  from praxis_lite.instruments.plan.cheapest import CheapestRun, Offer
-  from praxis_lite.instruments.plan.loss_goal import LossGoal
-
-_OWN = ('prices', 'chips', 'budget', 'deadline', 'loss', 'runs', 'metric')
-_OTHERS = (
-  *('topology', 'price_per_chip_hour', 'search', 'inference', 'what_if', 'compare', 'why', 'snapshot', 'check'),
-  *('measured', 'write_experiment', 'batch_sizes', 'figures'),
-)
 _MOST_CHIPS = 4096
 _PRICES = '--prices=h100=2.5,v5p=4.2'
 _UNITS = {'h': 3600.0, 'd': 86400.0}
 
 
-def add_cheapest_flags(values: CommandFlags) -> None:
-  values.add_switch('cheapest', 'Search for the chips and settings that train on --tokens at the lowest price.')
-  values.add_list('prices', 'With --cheapest: price per hour of each kind of chip to consider.', 'h100=2.5,v5p=4')
-  numbers = 'With --cheapest: numbers of chips to consider; by default all powers of two on which it fits.'
-  values.add_list('chips', numbers, '64,128,256')
-  values.add_number('budget', 'With --cheapest: the most that the run may cost.', '50000', least=0)
-  values.add_number('loss', 'With --cheapest: a loss to reach, by the scaling law of --runs.', '2.5', least=0)
-  values.add_text('runs', 'With --loss: the folder of finished runs of several sizes.', 'runs/sizes')
-  metric = 'With --loss: the metric to use as the loss; by default the evaluation loss, or else the training loss.'
-  values.add_text('metric', metric, 'eval/validation/loss')
-  values.add_text(
-    'deadline', 'With --cheapest: the latest end of the run, in days or hours from now, or as a date.', '30d'
-  )
-
-
 def check_cheapest_flags(values: flags.FlagValues) -> None:
-  """Raises UserError if flags of --cheapest are missing, invalid, or mixed with those of other plans."""
-  if values.loss == 0:
-    raise UserError('--loss=0: expected a loss of more than 0')
-  for name in _OTHERS if values.cheapest else _OWN:
-    if values[name].value:
-      what = 'is for a plan of given chips; leave it out, or --cheapest' if values.cheapest else 'needs --cheapest'
-      raise UserError(f'--{name} {what}')
-  if not values.cheapest:
-    return
+  """Raises UserError if flags of --cheapest are missing or invalid."""
   if values.hf and not any('batch_size' in line for line in values.set):
     raise UserError("--cheapest compares runs with the same batch: --hf needs --set 'datasets[*].batch_size=256'")
   if values.loss is None and (values.runs or values.metric):
@@ -73,8 +47,6 @@ def check_cheapest_flags(values: flags.FlagValues) -> None:
 
 def read_prices(values: flags.FlagValues) -> Mapping[str, float]:
   """Returns the price per hour of a chip, by the name of the chip; raises UserError unless --prices is valid."""
-  from praxis_lite.instruments.plan.targets import TARGETS, find_target
-
   known = ', '.join(name for name, target in TARGETS.items() if target.kind != 'cpu')
   if not values.prices:
     raise UserError(f'--cheapest needs the price per hour of each kind of chip to consider: {_PRICES} ({known})')
@@ -124,9 +96,6 @@ def read_deadline(text: str, now: datetime.datetime | None = None) -> float:
 
 def read_offers(values: flags.FlagValues) -> list[Offer]:
   """Returns the offers of the flags: each kind of chip in several numbers, corrected by measurements."""
-  from praxis_lite.instruments.plan.cheapest import Offer, offers_of
-  from praxis_lite.instruments.plan.topology import smallest_of
-
   prices = read_prices(values)
   kinds = [Offer(read_topology(smallest_of(name), values), price) for name, price in prices.items()]
   offers = offers_of(kinds, read_numbers(values))
@@ -137,8 +106,6 @@ def read_offers(values: flags.FlagValues) -> list[Offer]:
 
 def find_cheapest_run(job: PlanJob, offers: list[Offer]) -> CheapestRun:
   """Returns the time and the price of the run on each offer, and the cheapest one."""
-  from praxis_lite.instruments.plan.cheapest import Goal, find_cheapest
-
   values = job.values
   limit = None if values.deadline is None else read_deadline(values.deadline)
   loss = None if values.loss is None else read_loss_goal(job)
@@ -161,10 +128,6 @@ def read_loss_goal(job: PlanJob) -> LossGoal:
     UserError: the runs do not determine the law, their vocabulary differs from the model's, or the model cannot reach
       the loss.
   """
-  from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
-  from praxis_lite.instruments.plan.loss_goal import tokens_to_reach
-  from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
-
   values, task = job.values, job.config.task
   job.report(f'reading {values.runs}')
   found = read_finished_runs(values.runs, values.metric, values.trust)
@@ -181,8 +144,6 @@ def read_loss_goal(job: PlanJob) -> LossGoal:
 
 def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
   """Returns the result as text, with the command that plans the best option."""
-  from praxis_lite.instruments.plan.cheapest_text import format_cheapest
-
   arguments = experiment_arguments(job.values)
   if job.values.hf:
     arguments = [f'--hf={job.values.hf}', *arguments[1:]]
@@ -193,7 +154,5 @@ def cheapest_text(job: PlanJob, found: CheapestRun) -> str:
 def write_cheapest_page(job: PlanJob, found: CheapestRun) -> None:
   """Writes the page of --html, and prints its path; does nothing without the flag."""
   if job.values.html:
-    from praxis_lite.instruments.plan.page import write_page_of_cheapest
-
     title = job.values.exp or job.values.hf or job.values.job_log_dir
     print(f'\nwrote {write_page_of_cheapest(job.values.html, found, title)}', file=sys.stdout)

@@ -120,12 +120,25 @@ def _predict(run: Run, measured: MeasuredSteps) -> Prediction | None:
 
 def topology_of_run(run: Run) -> str | None:
   """Returns the chips of a run as `--topology` names them; None on a CPU, and on chips without known figures."""
-  from praxis_lite.cli.plan_measured import topology_of_devices
-
   device = jax.devices()[0]
   if device.platform == 'cpu':
     return None
   return topology_of_devices(device.device_kind, math.prod(run.mesh.values()))
+
+
+def topology_of_devices(kind: str, count: int) -> str | None:
+  """Returns the name in --topology for JAX devices; None if no figures of this kind of device are known."""
+  from praxis_lite.common.accelerators import accelerator_of
+  from praxis_lite.instruments.plan.targets import find_target
+  from praxis_lite.instruments.plan.topology import nearest_torus
+
+  found = accelerator_of(kind)
+  if found is None:
+    return None
+  chips = count // found.devices_per_chip
+  if found.kind == 'tpu':
+    return f'{found.name}:{"x".join(map(str, nearest_torus(find_target(found.name), chips)))}'
+  return f'{found.name}:{chips}'
 
 
 def _chip_name() -> str:

@@ -226,6 +226,7 @@ def _gpu(row: str, details: str) -> Accelerator:
   numbers, device_name, system, source = details.strip().split(' | ')
   cores, clock, l2_mib = map(float, numbers.split())
   shared_kib, threads, units = _entry(_MULTIPROCESSORS, '_MULTIPROCESSORS', capability)
+  assumed = 'assumed: 200 Gb/s for a host of 8'
   return Accelerator(
     name=name,
     kind='gpu',
@@ -240,9 +241,7 @@ def _gpu(row: str, details: str) -> Accelerator:
     chips_per_host=int(host),
     network=network * _GIGA,
     source=source,
-    network_source=f'NVIDIA {system}: one {8 * network:.0f} Gb/s adapter for each GPU'
-    if system != '-'
-    else 'assumed: 200 Gb/s for a host of 8',
+    network_source=assumed if system == '-' else f'NVIDIA {system}: one {8 * network:.0f} Gb/s adapter for each GPU',
   )
 
 
@@ -310,19 +309,17 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
 
 def bf16_peak_of(device_kind: str) -> float | None:
   """Returns the dense bfloat16 operations per second of a device kind; None if it is not known."""
-  found = _match(device_kind)
-  if found is None:
+  kind, name = _match(device_kind) or (None, '')
+  if kind is None:
     return None
-  kind, name = found
-  return ACCELERATORS[name].peak('bf16') if name in ACCELERATORS else _PEAKS_ALONE[kind] * _TERA
+  return ACCELERATORS[name].peak('bf16') if name else _PEAKS_ALONE[kind] * _TERA
 
 
 def _match(device_kind: str) -> tuple[str, str] | None:
   """Returns the longest known kind that matches `device_kind`, and its name in `ACCELERATORS` ('' if it has none).
 
-  Returns None if no kind matches.
-
-  A kind matches if each of its words begins a word of `device_kind`: 'TPU v5 lite' also matches 'tpu v5'.
+  A kind matches if each of its words begins a word of `device_kind`: 'TPU v5 lite' also matches 'tpu v5'. Returns None
+  if none matches.
   """
   words = device_kind.lower().replace('-', ' ').split()
   kinds = dict.fromkeys(_PEAKS_ALONE, '')

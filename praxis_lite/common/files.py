@@ -247,9 +247,8 @@ _REMEDIES = {
 
 def file_error(error: OSError) -> UserError | None:
   """Returns the error that names the file of an OSError, what is wrong and what to do; None if it is about no file."""
-  file = next(
-    (os.fsdecode(f) for f in (error.filename2, error.filename) if isinstance(f, str | bytes | os.PathLike)), ''
-  )
+  named = [os.fsdecode(f) for f in (error.filename2, error.filename) if isinstance(f, str | bytes | os.PathLike)]
+  file = named[0] if named else ''
   if not file and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # The error of a failed write names no file.
     return None
   remedy = _REMEDIES.get(error.errno or 0, '')
@@ -269,13 +268,8 @@ def forbidden_by(file: str | os.PathLike[str]) -> str:
 class KnownFolder:
   """A folder that is identified by its device and inode, so that a folder created later at its path is not used.
 
-  While a run trains, it writes everything through this class, except what Orbax and JAX's profiler write.
-
-  Args:
-    path: the path of the folder.
-
-  Raises:
-    OSError: the folder does not exist.
+  While a run trains, it writes everything through this class, except what Orbax and JAX's profiler write. OSError is
+  raised if the folder does not exist.
   """
 
   def __init__(self, path: str | os.PathLike[str]):

@@ -36,11 +36,8 @@ def printable(text: str, *, one_line: bool = False) -> str:
   if text.isprintable():
     return text
   kept = '' if one_line else '\n\t'
-  return ''.join(c if c.isprintable() or c in kept or unicodedata.category(c) == 'Zs' else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-  return character.encode('unicode_escape').decode()
+  is_kept = lambda c: c.isprintable() or c in kept or unicodedata.category(c) == 'Zs'  # noqa: E731
+  return ''.join(c if is_kept(c) else c.encode('unicode_escape').decode() for c in text)
 
 
 def remove_secrets(text: str) -> str:
@@ -71,11 +68,7 @@ def has_lost_secret(text: str) -> bool:
 
 
 class PrintableStream:
-  """A text stream that makes everything `printable` before it writes it.
-
-  Attributes:
-    unfiltered: the underlying stream, for output that this program draws itself.
-  """
+  """A text stream that makes everything `printable`, then writes it to the stream `unfiltered`."""
 
   def __init__(self, stream: TextIO):
     self.unfiltered = stream

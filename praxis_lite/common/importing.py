@@ -57,10 +57,8 @@ class LazyNames(NamedTuple):
 def lazy_names(package: str, modules: Mapping[str, str]) -> LazyNames:
   """Returns the `__getattr__`, `__dir__` and `__all__` of a package that loads names when they are first used.
 
-  Args:
-    package: its name.
-    modules: maps the full name of a module to the names that it defines, separated by spaces. The last part of the
-      module's own name stands for the module itself.
+  `modules` maps the full name of a module to the names that it defines, separated by spaces. The last part of the
+  module's own name stands for the module itself.
   """
   homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -87,7 +85,7 @@ def user_code_error(error: Exception) -> UserError | None:
   file, line = lines[-1]
   what = _describe(error)
   if what == type(error).__name__:  # For example an assert without a message.
-    what = f'{what} in `{linecache.getline(file, line).strip()}`'
+    what += f' in `{linecache.getline(file, line).strip()}`'
   return UserError(f'{what} ({short_path(file)}:{line})')
 
 

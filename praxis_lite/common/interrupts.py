@@ -93,10 +93,9 @@ class _Ending:
 
   def _tell_if_waiting(self, count_before: int) -> None:
     if WaitingHandler.count == count_before:
+      line = b'SIGINT: waiting for a compilation or a step; a second Ctrl-C ends the run immediately\n'
       with contextlib.suppress(OSError):
-        os.write(
-          self._stderr, b'SIGINT: waiting for a compilation or a step; a second Ctrl-C ends the run immediately\n'
-        )
+        os.write(self._stderr, line)
 
   def _leave_line_to_parent(self) -> None:
     signal.set_wakeup_fd(-1)

@@ -56,58 +56,42 @@ class NotALayerError(ConfigError, TypeError):
   """Something that is not a layer was called like one."""
 
 
-# Errors about traced arrays: their class and a regex for their message; what Python needs, and what to write instead.
+# Errors about traced arrays: their class, or a regex for the message of a TypeError; what Python needs, and a remedy.
 _AT_THE_RUN = 'which is known only when the compiled step runs'
-_TRACED: tuple[tuple[type[Exception], str, str, str], ...] = (
-  (
-    jax.errors.UnexpectedTracerError,
-    '',
+_TRACED: Mapping[type[Exception] | str, tuple[str, str]] = {
+  jax.errors.UnexpectedTracerError: (
     'an array of an earlier call is used, which had no value beyond it',
     'keep none in attributes, lists or globals; return it, or keep it in a variable by update_var',
   ),
-  (
-    jax.errors.TracerBoolConversionError,
-    '',
+  jax.errors.TracerBoolConversionError: (
     f'Python decides by the value of an array, {_AT_THE_RUN}',
     'choose by jnp.where(condition, a, b), or branch by jax.lax.cond',
   ),
-  (
-    jax.errors.TracerArrayConversionError,
-    '',
+  jax.errors.TracerArrayConversionError: (
     f'NumPy needs the values of an array, {_AT_THE_RUN}',
     'use jax.numpy in place of numpy',
   ),
-  (
-    jax.errors.TracerIntegerConversionError,
-    '',
+  jax.errors.TracerIntegerConversionError: (
     f'Python needs the value of an array, {_AT_THE_RUN}',
     'loop by jax.lax.fori_loop or jax.lax.scan, and index arrays of jax.numpy',
   ),
-  (
-    jax.errors.NonConcreteBooleanIndexError,
-    '',
+  jax.errors.NonConcreteBooleanIndexError: (
     f'the shape of the result depends on the values of a mask, {_AT_THE_RUN}',
     'use jnp.where(mask, x, 0), or give what is left out the weight zero',
   ),
-  (
-    TypeError,
-    'Shapes must be 1D sequences of concrete values.*[Tt]racer',
+  'Shapes must be 1D sequences of concrete values.*[Tt]racer': (
     f'a shape depends on the value of an array, {_AT_THE_RUN}',
     'take sizes from x.shape, or from fields of the layer',
   ),
-  (
-    TypeError,
-    r'format string passed to \w*Tracer',
+  r'format string passed to \w*Tracer': (
     f'text is made of the value of an array, {_AT_THE_RUN}',
     "print it by jax.debug.print('{x}', x=x), or log it by self.add_summary",
   ),
-  (
-    jax.errors.ConcretizationTypeError,
-    '',
+  jax.errors.ConcretizationTypeError: (
     f'Python needs the value of an array, {_AT_THE_RUN}',
     'leave out float(), int(), bool() and .item(), and go on with the array',
   ),
-)
+}
 
 
 class _Place(NamedTuple):
@@ -143,12 +127,8 @@ def explain_error(
   """Returns the error that explains one raised in a method of a layer; None if it is about something else.
 
   It explains: an entry that a dict lacks, shapes and dtypes that do not fit, a dict instead of an array, values that
-  Python needs while a step is traced, and calls of something that is not a layer.
-
-  Args:
-    error: the exception, while it is being handled.
-    layer, path: the layer, and its path as messages spell it.
-    weights: the shapes of the layer's own weights.
+  Python needs while a step is traced, and calls of something that is not a layer. Call it while the exception is being
+  handled. `path` is that of the layer as messages spell it, and `weights` are the shapes of the layer's own weights.
   """
   places = [_Place(*place) for place in traceback.walk_tb(error.__traceback__)]
   own = [place for place in places if not place.is_about_arrays]
@@ -168,8 +148,8 @@ def explain_error(
   message = str(error)
   if isinstance(error, TypeError) and (found := _wrong_signature(message, layer, places)):
     return ConfigError(f'{name_method(layer, path, "")}: {found}')
-  for kind, pattern, what, remedy in _TRACED:
-    if isinstance(error, kind) and re.search(pattern, message, re.DOTALL):
+  for kind, (what, remedy) in _TRACED.items():
+    if _is_of_kind(error, message, kind):
       code = (shown or own[-1]).code
       return TracedValueError(f'{name}: {what}{f", in `{code}`" if code else ""}; {remedy}{where}')
   if called := _NOT_CALLABLE.search(message):
@@ -188,6 +168,12 @@ def explain_error(
     operands += [f'{n} {list(shape)}' for n, shape in weights.items() if n not in arrays]
   operands_shown = f'; {", ".join(operands[:_MAX_OPERANDS])}' if operands else ''
   return ShapesError(f'{name}: {what}{operands_shown}{remedy}{where}')
+
+
+def _is_of_kind(error: Exception, message: str, kind: type[Exception] | str) -> bool:
+  if isinstance(kind, type):
+    return isinstance(error, kind)
+  return isinstance(error, TypeError) and re.search(kind, message, re.DOTALL) is not None
 
 
 def _wrong_signature(message: str, layer: object, places: list[_Place]) -> str | None:
@@ -332,9 +318,8 @@ def _not_callable(kind: str, place: _Place) -> str | None:
     configs = [v for v in (value if is_several else [value]) if isinstance(v, Config)]
     if kind == 'Config' and configs:
       config, child = f'Config({getattr(target(configs[0]), "__name__", "...")}, ...)', name.removesuffix('_tpl')
-      form = (
-        f'create_children({child!r}, templates=[{config}, ...])' if is_several else f'create_child({child!r}, {config})'
-      )
+      several = f'create_children({child!r}, templates=[{config}, ...])'
+      form = several if is_several else f'create_child({child!r}, {config})'
       return f'self.{name} is the Config of a layer, not a layer; build it in setup() by self.{form}'
     if kind in ('list', 'tuple') and type(value).__name__ == kind:
       return f'self.{name} is a {kind}; call each of its layers: for layer in self.{name}: x = layer(x)'

@@ -54,14 +54,8 @@ async def _write_parts(
 ) -> None:
   part_shape = value.part_shape(value.shape)
   # Each part is a whole chunk of the file, so no chunk must be read to write a part of it.
-  spec = ocp.type_handlers.get_json_tspec_write(
-    info,
-    use_ocdbt=True,
-    global_shape=value.shape,
-    local_shape=part_shape,
-    dtype=value.dtype,
-    process_index=0,
-  )
+  shapes = {'global_shape': value.shape, 'local_shape': part_shape}
+  spec = ocp.type_handlers.get_json_tspec_write(info, use_ocdbt=True, dtype=value.dtype, process_index=0, **shapes)
   store = await ts.open(ts.Spec(spec), dtype=value.dtype, create=True, open=True, context=info.ts_context)
   for box in boxes(whole_box(value.shape), part_shape):
     # TensorStore need not copy the part, because nothing changes it.

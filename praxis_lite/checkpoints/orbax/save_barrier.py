@@ -35,14 +35,11 @@ class SaveBarrier:
 
   def __init__(self, client: Client):
     self._client = client
-    self._save = 0
-    self._meetings = 0
-    self._has_failed = False
+    self._save, self._meetings, self._has_failed = 0, 0, False
 
   def begin(self) -> None:
     """Marks the start of the next save. The previous save must be over in this process."""
-    self._save = next(_numbers)
-    self._meetings, self._has_failed = 0, False
+    self._save, self._meetings, self._has_failed = next(_numbers), 0, False
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
     """Waits until all processes have reached the next meeting of this save.

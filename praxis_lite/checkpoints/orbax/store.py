@@ -20,8 +20,7 @@ class OrbaxStore:
   and open another one.
 
   Args:
-    directory: has a folder for each step.
-    read_only: if true, the store neither creates `directory` nor saves.
+    directory: has a folder for each step; if `read_only`, it is not created, and nothing is saved.
     barrier: how the processes wait for each other during a save; None for one process.
 
   Raises:
@@ -67,9 +66,8 @@ class OrbaxStore:
   def read_arrays(self, step: int, shapes: NestedDict) -> Any:
     """Returns arrays of a step by name; raises whatever error reading them raises.
 
-    Args:
-      shapes: `jax.ShapeDtypeStruct`s with shardings by name. Arrays are cut or extended by zeros to these shapes, and
-        cast to these dtypes. Arrays without an entry are not read.
+    Arrays are cut or extended by zeros to `shapes`, `jax.ShapeDtypeStruct`s with shardings by name, and cast to their
+    dtypes. Arrays without an entry are not read.
     """
     ocp = self._ocp
     restore_args = jax.tree.map(

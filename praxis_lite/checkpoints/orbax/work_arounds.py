@@ -63,9 +63,7 @@ def _silence_repeated_errors() -> None:
 def _let_the_process_end() -> None:
   """Makes the threads of a save daemons, so that a process whose save has failed can end.
 
-  If a save fails before its folder exists, these threads wait ten minutes for the folder.
-
-  Saves that can complete are awaited in `Checkpointer.close`.
+  If a save fails before its folder exists, these threads wait ten minutes for it. `Checkpointer.close` awaits others.
   """
   from orbax.checkpoint._src.futures import future
 

@@ -183,9 +183,7 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 
 
 def _missing_hint(build: Any, field: str) -> str:
-  """Returns the end of a message about a field without a value: how to set it, if `build._how_to_set` has it, or how to
-  declare it, if it may be meant as a child; otherwise ''.
-  """
+  """Returns the end of a message about a field without a value: how to set it, or how to declare it as a child."""
   hint = field_type_hints(build).get(field)
   if field in (told := getattr(build, '_how_to_set', {})):
     return f'; {told[field]}'
@@ -291,10 +289,8 @@ def unknown_field(
       f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
       f'{name}: {type(plain).__name__} = {plain!r} in the class{line}'
     )
-  inner = (
-    {key: value for key, value in below.__arguments__.items() if isinstance(value, Config)} if below is not None else {}
-  )
-  deeper = [f"'{key}.{name}'" for key, value in inner.items() if name in (field_names(value) or ())]
+  inner = {} if below is None else below.__arguments__
+  deeper = [f"'{k}.{name}'" for k, v in inner.items() if isinstance(v, Config) and name in (field_names(v) or ())]
   close = f' Did you mean {" or ".join(deeper)}?' if 0 < len(deeper) < 4 else did_you_mean(str(name), spellings)
   fields = f'Its fields: {", ".join(known)}.' if known else 'It has no fields.'
   return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}{line}')
@@ -310,9 +306,7 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
     annotated: list[Any] = list(fn_or_cls.__mro__)
   else:
-    annotated = [
-      inspect.unwrap(getattr(fn_or_cls, '__init__', fn_or_cls) if isinstance(fn_or_cls, type) else fn_or_cls)
-    ]
+    annotated = [inspect.unwrap(fn_or_cls.__init__ if isinstance(fn_or_cls, type) else fn_or_cls)]  # type: ignore[misc]
   hints: dict[str, Any] = {}
   for owner in reversed(annotated):
     module = sys.modules.get(getattr(owner, '__module__', None) or '')
@@ -327,12 +321,12 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _copy_nested(value: Any) -> Any:
-  if isinstance(value, (Config, list, dict)):
-    memo: dict[int, Any] = {}
-    _share_arrays(value, memo)
-    with history.suspend_tracking():
-      return copy.deepcopy(value, memo)
-  return value
+  if not isinstance(value, (Config, list, dict)):
+    return value
+  memo: dict[int, Any] = {}
+  _share_arrays(value, memo)
+  with history.suspend_tracking():
+    return copy.deepcopy(value, memo)
 
 
 def _share_arrays(value: object, memo: dict[int, Any]) -> None:
@@ -357,10 +351,5 @@ _cached_config = functools.lru_cache(maxsize=1024)(fdl.Config)
 
 
 def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:
-  if not (isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls)):
-    return []
-  return [
-    (f.name, f.default_factory)
-    for f in dataclasses.fields(fn_or_cls)
-    if f.init and f.default_factory is not dataclasses.MISSING
-  ]
+  fields = dataclasses.fields(fn_or_cls) if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls) else ()
+  return [(f.name, f.default_factory) for f in fields if f.init and f.default_factory is not dataclasses.MISSING]

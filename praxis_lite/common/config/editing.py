@@ -40,9 +40,8 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
   variables = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
   variables |= frame.f_locals
   paths = [] if config is None else [path for pair in variables.items() for path in _paths_from(*pair, config)]
-  return CodePlace(
-    max(paths, key=len, default=''), '' if file.startswith('<') else f'{short_path(file)}:{frame.f_lineno}'
-  )
+  line = '' if file.startswith('<') else f'{short_path(file)}:{frame.f_lineno}'
+  return CodePlace(max(paths, key=len, default=''), line)
 
 
 def note_edit(config: fdl.Config, *fields: str) -> None:
@@ -66,10 +65,14 @@ def copy_edits(config: fdl.Config) -> None:
 
 def line_of_edit(config: fdl.Config, field: str) -> str:
   """Returns the line of the user's code that set a field of a config, such as 'mine.py:12'; '' if no such line did."""
-  edit = config.__dict__.get(_EDITS, {}).get(field)
-  return (
-    '' if edit is None or edit.file.startswith('<') or is_library(edit.file) else f'{short_path(edit.file)}:{edit.line}'
-  )
+  edit = _edit_of(config, field)
+  is_of_user = edit is not None and not edit.file.startswith('<') and not is_library(edit.file)
+  return f'{short_path(edit.file)}:{edit.line}' if edit and is_of_user else ''
+
+
+def _edit_of(config: fdl.Config, field: str) -> _Edit | None:
+  found: _Edit | None = config.__dict__.get(_EDITS, {}).get(field)
+  return found
 
 
 @contextlib.contextmanager
@@ -87,25 +90,21 @@ def set_up(owner: Any) -> Iterator[None]:
 
 def check_keeps_edit(config: fdl.Config, field: str, value: object) -> None:
   """Raises ConfigError if a layer that is being set up replaces a value that the user set in a child's template."""
-  owner, edit = _owner.get(), config.__dict__.get(_EDITS, {}).get(field)
+  owner, edit = _owner.get(), _edit_of(config, field)
   if owner is None or edit is None or edit.in_setup or (edit.file != _OVERRIDE and is_library(edit.file)):
     return
   old = config.__arguments__.get(field)
   if not isinstance(old, bool | int | float | str) or type(old) is not type(value) or old == value:
     return
-  above = [name for name, given in vars(owner).items() if _has_edit(given, edit, config.__fn_or_cls__, field)]
-  path = f'{owner.path_name}.{above[0]}' if len(above) == 1 else config.__fn_or_cls__.__qualname__
+  kind = config.__fn_or_cls__
+  templates = {name: v for name, v in vars(owner).items() if isinstance(v, fdl.Config) and v.__fn_or_cls__ is kind}
+  above = [name for name, template in templates.items() if _edit_of(template, field) is edit]
+  path = f'{owner.path_name}.{above[0]}' if len(above) == 1 else kind.__qualname__
   line = line_of_edit(config, field)
   same = f'; set {owner.path_name}.{field} instead' if getattr(owner, field, None) == value else ''
   raise ConfigError(
     f'{path}.{field} = {old!r}{f" ({line})" if line else ""} has no effect: {type(owner).__qualname__} sets it to '
     f'{value!r}{same}'
-  )
-
-
-def _has_edit(given: object, edit: _Edit, kind: object, field: str) -> bool:
-  return (
-    isinstance(given, fdl.Config) and given.__fn_or_cls__ is kind and given.__dict__.get(_EDITS, {}).get(field) is edit
   )
 
 
@@ -136,9 +135,6 @@ def _paths(path: str, value: object, wanted: fdl.Config) -> Iterator[str]:
   elif isinstance(value, type(wanted)):
     for key, entry in value.__arguments__.items():
       yield from _paths(f'{path}.{key}', entry, wanted)
-  elif isinstance(value, list | tuple):
-    for i, entry in enumerate(value):
-      yield from _paths(f'{path}[{i}]', entry, wanted)
-  elif isinstance(value, dict):
-    for key, entry in value.items():
+  elif isinstance(value, list | tuple | dict):
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
       yield from _paths(f'{path}[{key!r}]', entry, wanted)

@@ -18,11 +18,7 @@ def name_field_at_fault(
   """Changes the message of an error about a value out of range, to name the field that the value was passed on from.
 
   So a message about `model_dims = 0` names the field of the model, not a weight or a layer that it was passed on to.
-
-  Args:
-    error: raised while `build` was called.
-    build, values: a class, and the values of its fields.
-    where: the path of the class's config.
+  The error was raised while the class `build` was called with `values`, from the config at the path `where`.
   """
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
@@ -50,12 +46,10 @@ def name_field_at_fault(
 
 
 def name_config(error: UserError, config: fdl.Config, where: str) -> None:
-  """Adds the path of a config, and the line where the user's code sets the field, to a message about a field.
+  """Adds the path `where` of a config, and the line of the user's code that sets a field, to a message about the field.
 
-  Args:
-    error: raised while an object was built from `config`. Its message begins with the field, perhaps after the class or
-      the path of the config; other messages do not change.
-    where: the path of the config.
+  The message of the error, raised while an object was built from `config`, begins with the field, perhaps after the
+  class or the path of the config; other messages do not change.
   """
   text, kind = str(error), getattr(config.__fn_or_cls__, '__qualname__', where)
   found = re.match(rf'(?:{re.escape(where)}|{re.escape(kind)})\.(\w+)(?=[: .\[])', text)
@@ -69,12 +63,8 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
 def name_settable_fields(error: UserError, config: fdl.Config, where: str) -> None:
   """Writes fields of layers, such as `lm.softmax.epsilon`, in a message as `--set` takes them, below `where`.
 
-  Fields of layers that have no config of their own, because a `setup` makes their config, do not change.
-
-  Args:
-    error: raised while a layer was built from `config`, or was called.
-    config: the config of the outermost layer.
-    where: the path of the config, such as `task.model`.
+  `config`, at the path `where`, is the config of the outermost layer. Fields of layers that have no config of their
+  own, because a `setup` makes their config, do not change.
   """
   kind = getattr(config.__fn_or_cls__, '__qualname__', '')
 

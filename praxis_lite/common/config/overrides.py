@@ -142,32 +142,25 @@ def alternatives(override: str) -> list[str]:
   Commas outside of brackets and quotes separate the values, so a tuple needs its parentheses, and a string with a comma
   its quotes: `task.ici_mesh_shape=(1,2),(2,1)` has two values.
 
-  Raises:
-    ConfigError: there is no `=`, or a value is empty.
+  Raises ConfigError if there is no `=`, or a value is empty.
   """
   override = override.strip()
   segments, rest = _parse(override)
   if not rest.startswith('=') or not segments:
     hint = _index_hint({}, segments, rest) or 'write path=value, or path=value,value to vary it'
     raise ConfigError(f'{override!r} is not an override; {hint}')
-  path, values, depth, quote = override[: len(override) - len(rest)], [''], 0, ''
-  for character in rest[1:]:
-    if character == ',' and not depth and not quote:
-      values.append('')
-      continue
-    values[-1] += character
-    if quote:
-      quote = '' if character == quote else quote
-    elif character in '"\'':
-      quote = character
+  values = ['']
+  for part in rest[1:].split(','):
+    if unclosed_bracket(values[-1]):
+      values[-1] += f',{part}'
     else:
-      depth += (character in '([{') - (character in ')]}')
-  if quote or depth > 0:
-    raise ConfigError(f'{override!r}: {unclosed_bracket(rest[1:])} is not closed')
-  values = [value.strip() for value in values]
+      values.append(part)
+  if opened := unclosed_bracket(values[-1]):
+    raise ConfigError(f'{override!r}: {opened} is not closed')
+  values = [value.strip() for value in values[1:]]
   if len(values) > 1 and not all(values):
     raise ConfigError(f'{override!r}: a value between commas is empty; write a tuple as (a, b)')
-  return [f'{path.strip()}={value}' for value in values]
+  return [f'{override.removesuffix(rest).strip()}={value}' for value in values]
 
 
 # -------------------------------------------------------------------- paths

@@ -10,9 +10,9 @@
     splash        the kernels of splash attention, forward and backward apart
     processes     the service that connects the processes of a run, and the clusters that JAX knows
 
-Each function supports the forms in all supported releases, and raises `UnknownJax` for other forms. Code that only
-advises or explains catches that error by `unless_unknown`, so a new release may cost an explanation, but not a training
-run.
+Each function supports the forms in all supported releases, and raises `UnknownJax` if JAX has another form, lacks what
+is needed, or rejects the program. Code that only advises or explains catches that error by `unless_unknown`, so a new
+release may cost an explanation, but not a training run.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def reading(what: str) -> Iterator[None]:
 def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
   """Returns `read()`; if that raises `UnknownJax`, tells the user once, and returns `otherwise`.
 
-  Args:
-    consequence: the message for the user, such as 'no advice on products of matrices'; each is printed once.
-    read, otherwise: see above.
+  `consequence` is the message for the user, such as 'no advice on products of matrices'; each is printed once.
   """
   try:
     return read()

@@ -46,9 +46,7 @@ _PATIENCE_S = 60.0
 def add_flags(given: str, wanted: Mapping[str, object]) -> str:
   """Returns a value for XLA_FLAGS: the given flags, and the wanted ones that are not given and that XLA knows.
 
-  Args:
-    given: the present XLA_FLAGS: flags, or the name of a file with flags.
-    wanted: values by name, without the leading dashes.
+  `given` has flags, or is the name of a file with flags; `wanted` are values by name, without the leading dashes.
   """
   flags = split_flags(given)
   names = flag_names(' '.join(flags))
@@ -89,8 +87,7 @@ def known_flags(wanted: Mapping[str, _FlagT]) -> dict[str, _FlagT]:
 def quick_options(platform: str) -> dict[str, int] | None:
   """Returns compiler options for a program that runs once. On CPUs it compiles in a tenth of the time, and runs slower.
 
-  Args:
-    platform: 'cpu', 'gpu' or 'tpu'. For 'gpu' and 'tpu' there are no such options, so the result is None.
+  For the platforms 'gpu' and 'tpu' there are no such options, so the result is None.
   """
   return known_flags(_QUICK) if platform == 'cpu' else None
 

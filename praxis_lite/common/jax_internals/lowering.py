@@ -33,14 +33,9 @@ _FUSED_ATTENTION = 'jax._src.cudnn.fused_attention_stablehlo'
 
 
 def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rule]) -> jax.stages.Lowered:
-  """Lowers a traced program for a platform, with or without devices.
+  """Lowers a traced program for a platform, 'cpu', 'cuda' or 'tpu', with or without devices.
 
-  Args:
-    traced, platform: the program, and 'cpu', 'cuda' or 'tpu'.
-    rules: lowering rules by operation: 'scan' and 'custom_partitioning'.
-
-  Raises:
-    UnknownJax: JAX lacks something that this needs.
+  `rules` are lowering rules by operation: 'scan' and 'custom_partitioning'.
   """
   with reading('lowering with other rules'):
     known = {
@@ -70,10 +65,7 @@ def sharding_rule_attribute(
 ) -> ir.Attribute | None:
   """Returns Shardy's propagation rule for a `custom_partitioning` operation; None if it has no rule.
 
-  Args:
-    context: the context of the lowering.
-    rule, static_args: the parameters `sharding_rule` and `static_args` of the operation.
-    taken, given: the types of its operands and results.
+  `rule` and `static_args` are parameters of the operation; `taken` and `given` are the types of operands and results.
   """
   partitioning, sizes = _private('custom_partitioning'), {}
   if callable(rule):
@@ -95,11 +87,7 @@ def pretend_cudnn(version: int) -> Iterator[None]:
 
 
 def used_inputs(program: Any) -> list[bool]:
-  """Returns, for each input of a jaxpr without constants, whether an output depends on it.
-
-  Raises:
-    UnknownJax: JAX lacks something that this needs.
-  """
+  """Returns, for each input of a jaxpr without constants, whether an output depends on it."""
   with reading('which inputs a program uses'):
     from jax.interpreters import partial_eval
 
@@ -113,11 +101,7 @@ def export_changed(
   platforms: Sequence[str],
   args: Sequence[object],
 ) -> jax.export.Exported:
-  """Exports a jitted function for arguments of these shapes, after changing its lowered program in place.
-
-  Raises:
-    UnknownJax: JAX's export does not work by tracing and lowering the function it is given.
-  """
+  """Exports a jitted function for arguments of these shapes, after changing its lowered program in place."""
   changing = _ChangingJit(jitted, change)
   try:
     exported = jax.export.export(changing, platforms=platforms)(*args)

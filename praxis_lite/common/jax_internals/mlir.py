@@ -2,7 +2,7 @@
 
 ir, sdy, stablehlo     operations, attributes and types, as in jaxlib
 run_passes             runs a pipeline of passes by name
-collective_groups          which devices take part in a collective
+collective_groups      which devices take part in a collective
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 
 
 def run_passes(pipeline: str, root: ir.Operation) -> None:
-  """Runs passes on a program, in its context.
-
-  Raises:
-    UnknownJax: this jaxlib lacks the passes, or they reject the program.
-  """
+  """Runs passes on a program, in its context."""
   with reading(f'the passes {pipeline}'):
     passes = PassManager.parse(pipeline)
     passes.enable_verifier(False)  # Verifying the program after each pass takes longer than the passes.
@@ -39,14 +35,7 @@ def collective_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tupl
   """Returns the groups of devices in which a collective of StableHLO exchanges data; for a permute, (from, to) pairs.
 
   JAX up to 0.11 writes the numbers of the devices. From 0.12 on, it writes the axes of the mesh that the devices of a
-  group differ in.
-
-  Args:
-    collective: the operation.
-    mesh: the size of each axis of its mesh, whose devices are numbered in the order of the axes.
-
-  Raises:
-    UnknownJax: the groups are written in another way.
+  group differ in. The devices of `mesh`, which has the size of each axis, are numbered in the order of the axes.
   """
   names = [name for name in ('replica_groups', 'source_target_pairs') if name in collective.attributes]
   with reading('the groups of a collective'):

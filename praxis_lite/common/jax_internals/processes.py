@@ -21,11 +21,7 @@ class Client(Protocol):
 
 
 def service_client() -> Client | None:
-  """Returns the client of JAX's service, which has a store and barriers; None if there is only this process.
-
-  Raises:
-    UnknownJax: JAX does not have the service, or it lacks methods.
-  """
+  """Returns the client of JAX's service, which has a store and barriers; None if there is only this process."""
   with reading("JAX's service"):
     from jax._src import distributed
 
@@ -37,11 +33,7 @@ def service_client() -> Client | None:
 
 
 def cluster_kinds() -> dict[str, Any]:
-  """Returns, by name, the kinds of clusters that JAX can detect.
-
-  Raises:
-    UnknownJax: JAX does not have them.
-  """
+  """Returns, by name, the kinds of clusters that JAX can detect."""
   with reading('the clusters that JAX knows'):
     from jax._src.clusters import ClusterEnv
 

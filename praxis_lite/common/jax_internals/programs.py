@@ -51,11 +51,7 @@ T = TypeVar('T')
 
 
 def scan_sizes(equation: JaxprEqn) -> ScanSizes:
-  """Returns how many operands of a `scan` are constants, carried values and scanned arrays.
-
-  Raises:
-    UnknownJax: the parameters of the scan do not have a known form.
-  """
+  """Returns how many operands of a `scan` are constants, carried values and scanned arrays."""
   params = equation.params
   with reading("scan's parameters"):
     if 'num_consts' in params:
@@ -67,11 +63,7 @@ def scan_sizes(equation: JaxprEqn) -> ScanSizes:
 
 
 def while_sizes(equation: JaxprEqn) -> WhileSizes:
-  """Returns how many operands of a `while` are constants of its condition, constants of its body, and carried values.
-
-  Raises:
-    UnknownJax: the parameters of the loop do not have a known form.
-  """
+  """Returns how many operands of a `while` are constants of its condition or of its body, and carried values."""
   params = equation.params
   with reading("while's parameters"):
     cond, body = params['cond_nconsts'], params['body_nconsts']
@@ -87,11 +79,7 @@ def _check_sizes(equation: JaxprEqn, sizes: _SizesT, fit: bool) -> _SizesT:
 
 
 def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
-  """Returns the sizes of the mesh axes that a `shard_map` maps; axes that an enclosing `shard_map` maps are left out.
-
-  Raises:
-    UnknownJax: its parameters do not have a known form.
-  """
+  """Returns the sizes of the mesh axes that a `shard_map` maps, except those that an enclosing `shard_map` maps."""
   params = equation.params
   with reading("shard_map's parameters"):
     names = params['newly_manual_axes'] if 'newly_manual_axes' in params else params['manual_axes']
@@ -151,11 +139,7 @@ def strip_constants(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-  """Applies an equation's operation to other operands, in the context in which it was traced; returns the results.
-
-  Raises:
-    UnknownJax: the equation does not show in a known form how to call its operation.
-  """
+  """Applies an equation's operation to other operands, in the context in which it was traced; returns the results."""
   with reading('binding an equation'):
     bound = equation.primitive.get_bind_params(equation.params)
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Up to 0.10 it is a tuple.

@@ -86,11 +86,7 @@ def has_splash() -> bool:
 
 
 def splash_forward(call: SplashCall, arrays: SplashArrays) -> tuple[jax.Array, jax.Array]:
-  """Returns softmax(q . k) . v, [N, T, H], and lse, the logarithm of the softmax's denominator, float32 [N, T].
-
-  Raises:
-    UnknownJax: JAX lacks something that this needs.
-  """
+  """Returns softmax(q . k) . v, [N, T, H], and lse, the logarithm of the softmax's denominator, float32 [N, T]."""
   with reading('splash attention'), _estimated_costs(call, arrays):
     kernels = _kernels()
     out, (lse,) = kernels._splash_attention_forward(
@@ -111,9 +107,6 @@ def splash_backward(
   """Returns the gradients of queries, keys and values, from both results of `splash_forward` and the output's gradient.
 
   The sinks are not needed, because both results contain them.
-
-  Raises:
-    UnknownJax: JAX lacks something that this needs.
   """
   with reading('splash attention'), _estimated_costs(call, arrays):
     kernels = _kernels()

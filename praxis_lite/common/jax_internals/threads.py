@@ -22,10 +22,8 @@ _MAX_THREADS = 256  # XLA starts at most this many threads.
 def provide_threads(num_devices: int | None = None) -> None:
   """Makes XLA start 4 threads for each simulated CPU device. For a single device, XLA chooses the number itself.
 
-  Call it before JAX starts its backends; later, it has no effect.
-
-  Args:
-    num_devices: the number of devices; None takes it from the environment, XLA_FLAGS or JAX_NUM_CPU_DEVICES.
+  Call it before JAX starts its backends; later, it has no effect. Without `num_devices`, XLA_FLAGS or
+  JAX_NUM_CPU_DEVICES say how many there are.
   """
   if num_devices is None:
     num_devices = _num_devices_in_environment()

@@ -1,4 +1,4 @@
-"""The sections of `praxis-lite plan` beyond one plan: search, comparison, what-if, remedies, and training cost."""
+"""PlanJob: one invocation of `praxis-lite plan`, and the sections of its output besides the plan itself."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
+from praxis_lite.bridges.hf.sizes import read_sizes_of, training_experiment, write_experiment
 from praxis_lite.cli.command import configured_experiment, experiment_arguments
-from praxis_lite.cli.command_flags import CommandFlags
-from praxis_lite.cli.plan_inference import inference_arguments
-from praxis_lite.common.errors import UserError
-
-if TYPE_CHECKING:
-  from praxis_lite.instruments.plan import Plan
-  from praxis_lite.instruments.plan.goodput import Interruptions
-  from praxis_lite.instruments.plan.price import Price
-  from praxis_lite.instruments.plan.searching import Ranked
-  from praxis_lite.instruments.plan.topology import Topology
-  from praxis_lite.runs.records.certificate import Prediction
-  from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.cli.plan import OF_DECODING
+from praxis_lite.cli.train_plan import predict
+from praxis_lite.common.config.overrides import apply_overrides
+from praxis_lite.common.figures import duration
+from praxis_lite.instruments.plan import Plan, Topology, apply_calibration, calibration_file, parse_topology, plan
+from praxis_lite.instruments.plan.child import compile_in_child
+from praxis_lite.instruments.plan.compare import format_comparison
+from praxis_lite.instruments.plan.compilers import missing_compiler
+from praxis_lite.instruments.plan.experience import apply_experience, experience_file
+from praxis_lite.instruments.plan.fitting import made_to_fit
+from praxis_lite.instruments.plan.goodput import Interruptions, advise_interval
+from praxis_lite.instruments.plan.knobs import configure_task
+from praxis_lite.instruments.plan.price import Price, format_price, price_of
+from praxis_lite.instruments.plan.what_if import WhatIf, format_changes, format_more_chips, plan_on_more_chips
+from praxis_lite.runs.records.certificate import Prediction
+from praxis_lite.training.experiment import ExperimentConfig
 
 
 class PlanJob(NamedTuple):
@@ -51,56 +56,23 @@ class PlanJob(NamedTuple):
 
     Returns None for simulated devices, for which this process compiles.
     """
-    from praxis_lite.instruments.plan.child import compile_in_child
-
     arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
     arguments = [f'--hf={self.values.hf}', *arguments[1:]] if self.values.hf else arguments
-    arguments = [*arguments, *inference_arguments(self.values)]
+    arguments = [*arguments, *_decoding_arguments(self.values)]
     command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={self.topology.name}']
     return None if self.topology.target.kind == 'cpu' else lambda: compile_in_child(command, self.cache)
 
 
-def add_change_flags(values: CommandFlags) -> None:
-  search = 'Search for the best mesh, rematerialization and microbatches, and compile the most promising settings.'
-  values.add_switch('search', search)
-  values.add_integer('verify', 'With --search or --cheapest: how many settings to compile.', 10, 6, least=0)
-  values.add_integer('search_seconds', 'With --search or --cheapest: about how long it may take.', 1800, 480, least=1)
-  sizes = 'With --search: batch sizes to try too, although they change the training itself.'
-  values.add_list('batch_sizes', sizes, '128,256')
-  compare = 'Also plan it with these overrides, side by side; topology= and exp= name other chips or experiments.'
-  values.add_texts('compare', compare, "'task.ici_mesh_shape=(1,64,1)'")
-  what_if = 'Print the memory that other optimizer moments would save, and the largest batch and length that fit.'
-  values.add_switch('what_if', what_if)
-  tokens = 'Tokens to train on, for the cost of training; by default 20 for each parameter.'
-  values.add_number('tokens', tokens, '1e12', least=1)
-  for name, text, example in (
-    (
-      'failures_per_chip_day',
-      'Failures per chip and day; by default those of Llama 3 405B. 0 for none.',
-      '0.0005',
-    ),
-    ('restart_seconds', 'Seconds from a failure to the next step; 300 by default.', '600'),
-    ('save_seconds', 'Seconds that a save stalls the run; by default they follow from the size of the state.', '3'),
-    (
-      'input_wait_share',
-      'Time that a run waits for inputs, as a share of the time of its steps; 0 by default.',
-      '0.02',
-    ),
-  ):
-    values.add_number(name, f'For the cost of training: {text[0].lower()}{text[1:]}', example, least=0)
-  gigabits = 'Gigabits per second of all network adapters of a host, such as 8 x 400; by default the published figure.'
-  values.add_number('host_gigabits', gigabits, '3200', least=1)
-  less = 'Bandwidth of the adapters divided by that of the switches between hosts; 2 is 2:1.'
-  values.add_number('oversubscription', less, '2', 1, least=1)
-  values.add_number('price_per_chip_hour', 'Price of a chip per hour, for the cost of training.', '2.5', least=0)
+def _decoding_arguments(values: flags.FlagValues) -> list[str]:
+  """Returns the flags that describe the requests, for another process; [] if decoding is not planned."""
+  given = [f'--{name}={values[name].value}' for name in OF_DECODING if values[name].value]
+  return ['--inference', *given] if values.inference else []
 
 
 def planned_experiment(values: flags.FlagValues, topology: Topology) -> ExperimentConfig:
   """Returns the configs of the experiment to plan, from --exp, the run in --job_log_dir, or the config.json of --hf."""
   if not values.hf:
     return configured_experiment(values)
-  from praxis_lite.bridges.hf.sizes import read_sizes_of, training_experiment
-  from praxis_lite.common.config.overrides import apply_overrides
 
   config = training_experiment(read_sizes_of(values.hf))
   apply_overrides(config.roots(), [_one_row_each(topology), *values.set])
@@ -118,36 +90,29 @@ def write_planned_experiment(job: PlanJob, overrides: Sequence[str] = ()) -> lis
   """
   if not job.values.write_experiment:
     return []
-  from praxis_lite.bridges.hf.sizes import read_sizes_of, write_experiment
 
   file, settings = job.values.write_experiment, [_one_row_each(job.topology), *job.values.set, *job.fitted, *overrides]
   write_experiment(file, read_sizes_of(job.values.hf), settings, job.topology.name)
   return [f'wrote {file}']
 
 
-def search_table(job: PlanJob) -> tuple[str, Ranked]:
-  """Returns the table of a search, and the best setting."""
-  from praxis_lite.instruments.plan.searching import format_search, search
+def read_topology(name: str, values: flags.FlagValues) -> Topology:
+  """Returns the topology with this name and the network of the flags, corrected by measurements on its kind of chip."""
+  found = apply_calibration(parse_topology(name), calibration_file())
+  found = found.change_network(values.host_gigabits, values.oversubscription)
+  if values.measured:  # A measurement is compared with a plan without corrections.
+    return found
+  mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
+  return apply_experience(found, experience_file(), mode)
 
-  sizes = job.values.batch_sizes
-  if wrong := [size for size in sizes if not size.strip().isdecimal() or not int(size)]:
-    raise UserError(f'--batch_sizes: expected numbers of rows such as 128,256, got {wrong[0]!r}')
-  found = search(
-    *(job.config, None, job.topology),
-    verify=job.values.verify if job.values.compile else 0,
-    seconds=job.values.search_seconds,
-    batch_sizes=[int(size) for size in sizes],
-    cache=job.cache,
-    elsewhere=job.elsewhere,
-    report=job.report,
-  )
-  return format_search(found), found[0]
+
+def topologies_of(values: flags.FlagValues) -> list[str]:
+  """Returns the names of all topologies in the flags."""
+  return [values.topology, *(part.partition('=')[2] for part in values.compare if part.startswith('topology='))]
 
 
 def more_about(job: PlanJob, found: Plan) -> list[str]:
   """Returns the sections after the plan itself: training cost, comparison, and changes."""
-  from praxis_lite.instruments.plan.compare import format_comparison
-
   values = job.values
   sections = training_cost(job, found)
   if values.compare:
@@ -157,8 +122,6 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 def training_cost(job: PlanJob, found: Plan) -> list[str]:
   """Returns lines about the cost of the whole training; the last one may advise another interval between saves."""
-  from praxis_lite.instruments.plan.price import format_price, price_of
-
   values = job.values
   price = price_of(found, values.tokens, values.price_per_chip_hour, read_interruptions(values))
   return [*filter(None, [format_price(found, values.tokens, price), _advise_interval(job, found, price)])]
@@ -166,9 +129,6 @@ def training_cost(job: PlanJob, found: Plan) -> list[str]:
 
 def figures_of(job: PlanJob, found: Plan) -> Prediction:
   """Returns the predictions of a plan for `--figures`, including the failures and saves that the flags describe."""
-  from praxis_lite.cli.train_plan import predict
-  from praxis_lite.instruments.plan.price import price_of
-
   price, figures = price_of(found, None, None, read_interruptions(job.values)), predict(found)
   if price is None or math.isinf(price.goodput.seconds_to_failure):
     return figures
@@ -182,9 +142,6 @@ def figures_of(job: PlanJob, found: Plan) -> Prediction:
 
 def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:
   """Returns a line if the run is long, and its interval between saves is far from the best one; otherwise ''."""
-  from praxis_lite.common.figures import duration
-  from praxis_lite.instruments.plan.goodput import advise_interval
-
   if price is None or price.seconds < price.goodput.seconds_to_failure:  # No failure is expected.
     return ''
   steps, restart = job.config.task.train.save_interval_steps, read_interruptions(job.values).restart_seconds
@@ -198,16 +155,11 @@ def _advise_interval(job: PlanJob, found: Plan, price: Price | None) -> str:
 
 def read_interruptions(values: flags.FlagValues) -> Interruptions:
   """Returns the interruptions of a run that the flags describe: failures, restarts, saves and waiting for input."""
-  from praxis_lite.instruments.plan.goodput import Interruptions
-
   given = {field.name: getattr(values, field.name) for field in dataclasses.fields(Interruptions)}
   return Interruptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def _changes(job: PlanJob, found: Plan) -> list[str]:
-  from praxis_lite.instruments.plan.knobs import configure_task
-  from praxis_lite.instruments.plan.what_if import WhatIf, format_changes
-
   what_if = WhatIf(configure_task(job.config), found, cache=job.cache, elsewhere=job.elsewhere, report=job.report)
   before, sections = found.memory.peak, []
   if not found.fits:
@@ -226,9 +178,6 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 
 def _more_chips(job: PlanJob) -> str:
   """Returns a text that says that no setting near this one fits, and how many chips would be enough."""
-  from praxis_lite.instruments.plan.knobs import configure_task
-  from praxis_lite.instruments.plan.what_if import format_more_chips, plan_on_more_chips
-
   job.report('looking for the number of chips that suffices')
   more = plan_on_more_chips(configure_task(job.config), job.topology)
   nothing = 'no setting near this one fits; use more chips, or --search'
@@ -237,10 +186,6 @@ def _more_chips(job: PlanJob) -> str:
 
 def _other_plan(job: PlanJob) -> Plan:
   """Returns the plan that --compare names."""
-  from praxis_lite.common.config.overrides import apply_overrides
-  from praxis_lite.instruments.plan import plan
-  from praxis_lite.instruments.plan.fitting import made_to_fit
-
   named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
   overrides = [part for part in job.values.compare if not _names(part)]
   values = copy.deepcopy(job.values)
@@ -261,22 +206,3 @@ def _other_plan(job: PlanJob) -> Plan:
 
 def _names(part: str) -> bool:
   return part.startswith(('exp=', 'topology='))
-
-
-def read_topology(name: str, values: flags.FlagValues) -> Topology:
-  """Returns the topology with this name and the network of the flags, corrected by measurements on its kind of chip."""
-  from praxis_lite.instruments.plan import apply_calibration, calibration_file, parse_topology
-  from praxis_lite.instruments.plan.compilers import missing_compiler
-  from praxis_lite.instruments.plan.experience import apply_experience, experience_file
-
-  found = apply_calibration(parse_topology(name), calibration_file())
-  found = found.change_network(values.host_gigabits, values.oversubscription)
-  if values.measured:  # A measurement is compared with a plan without corrections.
-    return found
-  mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
-  return apply_experience(found, experience_file(), mode)
-
-
-def topologies_of(values: flags.FlagValues) -> list[str]:
-  """Returns the names of all topologies in the flags."""
-  return [values.topology, *(part.partition('=')[2] for part in values.compare if part.startswith('topology='))]
