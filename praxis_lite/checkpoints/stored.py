@@ -202,7 +202,6 @@ class ArrayDifference(NamedTuple):
   """The difference of an array in two checkpoints.
 
   Attributes:
-    name: the name of the array.
     largest: the largest absolute difference of an element; NaN if an element is finite in only one checkpoint.
     relative: `largest`, divided by the largest absolute value in the first checkpoint.
   """

@@ -108,11 +108,8 @@ class CastArray(StreamedArray):
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 
-  A stored chunk that is larger than the parts to read stays in memory until another chunk is read.
-
-  Args:
-    folder: the folder with the arrays of a step.
-    shapes: the true shape of each array by its name in the checkpoint; None takes the stored shape, with padding.
+  A stored chunk that is larger than the parts to read stays in memory until another chunk is read. `folder` has the
+  arrays of a step, and `shapes` the true shape of each array by its name; None takes the stored shape, with padding.
 
   Raises:
     CheckpointError: the checkpoint has no such array, or it cannot be read.

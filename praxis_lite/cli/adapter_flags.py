@@ -41,13 +41,9 @@ def folders_of_adapters(given: Sequence[str]) -> dict[str, str]:
 def read_adapters(
   folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str], identities: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns (model config, variables) of each adapter, by name; a folder is a run, or what peft has written.
+  """Returns (model config, variables) of each adapter for a model, by name; a folder is a run, or peft has written it.
 
-  Args:
-    folders: the folder of each adapter, by name.
-    model: the model that is to have the adapters.
-    trusted: see `open_run`.
-    identities: see `identities_of_adapters`: names the step to read of each run; None reads the newest.
+  The result of `identities_of_adapters` names the step to read of each run; None reads the newest.
   """
   from praxis_lite.bridges.hf import read_adapter
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder

@@ -45,5 +45,4 @@ COMMAND = Command(
   _flags(),
   _run,
   bare='exp',
-  usage='EXPERIMENT_OR_RUN [--flags]',
 )

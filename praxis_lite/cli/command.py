@@ -39,7 +39,7 @@ class Command(NamedTuple):
       an argument that is a directory sets `job_log_dir` instead.
     bare_rest: name of the repeatable flag that further positional arguments set.
     stray: name of the flag that the error about an unexpected positional argument suggests.
-    usage: the arguments, as the first line of the help shows them.
+    usage: the arguments, as the first line of the help shows them; '' if `bare` says what they are.
   """
 
   name: str
@@ -51,7 +51,7 @@ class Command(NamedTuple):
   bare: str = ''
   bare_rest: str = ''
   stray: str = ''
-  usage: str = '[--flags]'
+  usage: str = ''
 
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
@@ -207,7 +207,8 @@ def listed_flags(command: Command) -> list[flags.Flag]:
 
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
-  lines = [f'praxis-lite {command.name} {command.usage}', '']
+  usage = command.usage or f'{_ARGUMENTS.get(command.bare, "")}[--flags]'
+  lines = [f'praxis-lite {command.name} {usage}', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
   flag_list = listed_flags(command)
@@ -225,6 +226,8 @@ def help_text(command: Command) -> str:
 # absl appends this to the help of a repeatable flag.
 _MULTI_NOTE = ';\n    repeat this option to specify a list of values'
 _WIDTH = 80
+# How the help shows the argument that sets a flag.
+_ARGUMENTS = {'exp': 'EXPERIMENT_OR_RUN ', 'job_log_dir': 'RUN ', 'dir': '[DIRECTORY] '}
 
 
 def _wrapped_command(example: str) -> list[str]:

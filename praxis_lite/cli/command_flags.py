@@ -44,8 +44,8 @@ class CommandFlags(flags.FlagValues):
     """Adds a flag whose value is a list of texts, separated by commas."""
     flags.DEFINE_list(name, [], _help(name, does, example), flag_values=self)
 
-  def add_switch(self, name: str, does: str, *, default: bool = False) -> None:
-    text = f'{does} Example: --{"no" if default else ""}{name}'
+  def add_switch(self, name: str, does: str, *, default: bool | None = False) -> None:
+    text = f'{does} Example: --{"" if default is False else "no"}{name}'
     flags.DEFINE_boolean(name, default, text, flag_values=self)
 
   def add_choice(self, name: str, does: str, choices: Sequence[str], example: str, default: str | None = None) -> None:
@@ -97,9 +97,7 @@ def experiment_flags() -> CommandFlags:
 def run_flags(*, seed: str = '', restores: bool = False) -> CommandFlags:
   """Returns the flags of all commands that run an experiment: `experiment_flags`, --devices, and the compilation cache.
 
-  Args:
-    seed: help text of --seed; '' omits the flag.
-    restores: adds --step, for a command that restores a checkpoint.
+  `seed`, the help text of --seed, adds this flag; `restores` adds --step, for a command that restores a checkpoint.
   """
   values = experiment_flags()
   add_devices(values)

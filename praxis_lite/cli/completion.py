@@ -88,9 +88,9 @@ compdef _praxis_lite praxis-lite
 
 def script(shell: str, commands: Mapping[str, Command]) -> str:
   """Returns the script for 'bash' or 'zsh'."""
+  shells = {'completion': ' '.join(_SHELLS)}  # What to complete that is no flag.
   cases = [
-    f'    {c.name}) choices="{" ".join(_flag_words(c))}" bare="{" ".join(_bare_words(c))}" ;;'
-    for c in commands.values()
+    f'    {name}) choices="{" ".join(_flag_words(c))}" bare="{shells.get(name, "")}" ;;' for name, c in commands.items()
   ]
   described = [f"      '{c.name}:{c.summary.replace(chr(39), '')}'" for c in commands.values()]
   text = _BASH if shell == 'bash' else _ZSH
@@ -104,10 +104,6 @@ def _flag_words(command: Command) -> Sequence[str]:
   for flag in listed_flags(command):
     words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
   return [*words, '--help']
-
-
-def _bare_words(command: Command) -> Sequence[str]:
-  return _SHELLS if command.name == 'completion' else ()
 
 
 def _run(commands: Mapping[str, Command], values: flags.FlagValues) -> int:

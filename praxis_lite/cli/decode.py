@@ -62,11 +62,9 @@ def _run(values: flags.FlagValues) -> int:
   sampled = ExperimentConfig(task_with_sampler(kept.task, **sampling), kept.datasets, kept.decode_datasets)
   decoder, count = sampled.task.model.decoder_tpl, values.num_samples
   if searches := is_beam_search(sampled.task):
-    if values['num_samples'].present or values.stream:
-      wrong, instead = (
-        ('num_samples', 'use --num_best') if values['num_samples'].present else ('stream', 'leave it out')
-      )
-      raise UserError(f'--{wrong}: a beam search draws no samples and ends before it can print; {instead}')
+    for name, instead in (('num_samples', 'use --num_best'), ('stream', 'leave it out')):
+      if values[name].present and values[name].value:
+        raise UserError(f'--{name}: a beam search draws no samples and ends before it can print; {instead}')
     count = decoder.num_best
   _note_unused_flags(values, decoder)
   is_source = bool(getattr(target(kept.task.model), 'prompts_are_sources', False))
@@ -133,23 +131,12 @@ def _read_given(values: flags.FlagValues) -> list[GivenPrompt]:
 
 
 class _Sample:
-  """A prompt, and the output of its continuation.
+  """A prompt, `given`, with its tokens, `ids`, and the output of its continuation.
 
-  Args:
-    given: the prompt.
-    tokenizer: the tokenizer of the run; None if it has none.
-    values: the flags.
-    is_source: whether the model writes a new text for the prompt instead of continuing it; then only the new text is
-      printed.
-
-  Attributes:
-    given: the prompt.
-    ids: the tokens of the prompt.
+  If the model writes a new text for a prompt, which then `is_source`, only the new text is printed.
   """
 
-  def __init__(
-    self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues, is_source: bool = False
-  ):
+  def __init__(self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues, is_source: bool):
     from praxis_lite.runs.continuations import GrowingText
     from praxis_lite.runs.prompts import chat_prompt, encode_prompt
 
@@ -219,14 +206,8 @@ def _flags() -> CommandFlags:
   without = 'Without a prompt, the decode_datasets of the experiment are decoded into job_log_dir/decoded.'
   values.add_texts('prompt', f'Text to continue. {without}', "'def main('")
   ids = 'Token ids to continue. For a model without a tokenizer, ids are printed. May be repeated.'
-  flags.DEFINE_multi(
-    _IdsParser(),
-    flags.ArgumentSerializer[list[int]](),
-    'prompt_ids',
-    [],
-    f'{ids} Example: --prompt_ids=1,2,3',
-    flag_values=values,
-  )
+  text, to_text = f'{ids} Example: --prompt_ids=1,2,3', flags.ArgumentSerializer[list[int]]()
+  flags.DEFINE_multi(_IdsParser(), to_text, 'prompt_ids', [], text, flag_values=values)
   file = 'File with a prompt in each line, or *.jsonl with texts, {"prompt": ...}, {"prompt_ids": ...} or'
   values.add_text('prompts', f'{file} {{"messages": ...}}, for which the output is JSON lines too.', 'prompts.jsonl')
   values.add_integer('batch_size', 'Continue this many samples at a time.', 8, 64, least=1)
@@ -255,8 +236,8 @@ def _flags() -> CommandFlags:
     'num_best', 'With beams: print this many continuations of each prompt, the best first.', 3, least=1
   )
   values.add_number('length_penalty', f'With beams: larger values prefer longer continuations; {own}.', '0.6')
-  early = 'With beams: end as soon as there are as many complete continuations as beams. Example: --noearly_stopping'
-  flags.DEFINE_boolean('early_stopping', None, early, flag_values=values)
+  early = 'With beams: end as soon as there are as many complete continuations as beams.'
+  values.add_switch('early_stopping', early, default=None)
   values.add_text('draft', 'Run of a smaller model with the same vocabulary, which proposes tokens.', 'runs/small')
   guess = 'Propose what followed the last tokens, at most this many, where they occurred before'
   values.add_integer('lookup', f'{guess}; {own}.', 3, least=1)
@@ -268,8 +249,8 @@ def _flags() -> CommandFlags:
   values.add_switch('chat', chat)
   values.add_text('system', 'With --chat: the system message.', '"Be brief."')
   values.add_texts('stop', 'Text that ends a sample.', '";"')
-  stream = 'Print one sample as it grows; by default if the output is a terminal. Example: --nostream'
-  flags.DEFINE_boolean('stream', None, stream, flag_values=values)
+  stream = 'Print one sample as it grows; by default if the output is a terminal.'
+  values.add_switch('stream', stream, default=None)
   return values
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import os
 import re
 import shlex
@@ -18,33 +19,7 @@ from typing import TextIO, cast
 
 from absl import flags
 
-from praxis_lite.cli import (
-  agree,
-  check,
-  checkpoints,
-  completion,
-  coordinate_check,
-  decode,
-  evaluate,
-  export,
-  export_hf,
-  import_hf,
-  launch,
-  list_experiments,
-  plan,
-  predict,
-  quantize,
-  replay,
-  runs,
-  scaling,
-  serve,
-  show,
-  status,
-  sweep,
-  tokenize_files,
-  train,
-  verify,
-)
+from praxis_lite.cli import completion
 from praxis_lite.cli.command import Command, help_text
 from praxis_lite.cli.command_flags import add_traceback
 from praxis_lite.common.errors import UserError, did_you_mean
@@ -54,34 +29,13 @@ from praxis_lite.common.importing import user_code_error
 from praxis_lite.common.interrupts import EXIT_CODE, end_on_interrupt
 from praxis_lite.common.versions import package_version
 
-# `praxis-lite help` lists the commands in this order.
-_MODULES = (
-  list_experiments,
-  show,
-  check,
-  plan,
-  verify,
-  coordinate_check,
-  tokenize_files,
-  train,
-  status,
-  replay,
-  agree,
-  launch,
-  sweep,
-  runs,
-  scaling,
-  evaluate,
-  predict,
-  decode,
-  serve,
-  export,
-  import_hf,
-  export_hf,
-  quantize,
-  checkpoints,
-)
-COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
+# The modules of the commands, in the order in which `praxis-lite help` lists them.
+_NAMES = """
+  list_experiments show check plan verify coordinate_check tokenize_files train status replay agree launch sweep runs
+  scaling evaluate predict decode serve export import_hf export_hf quantize checkpoints
+"""
+_MODULES = [importlib.import_module(f'praxis_lite.cli.{name}') for name in _NAMES.split()]
+COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 COMMANDS['completion'] = completion.make_command(COMMANDS)
 for _command in COMMANDS.values():
   add_traceback(_command.flags)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
 from collections.abc import Mapping
 
 from absl import flags
 
 from praxis_lite.cli.command import experiment_arguments
 from praxis_lite.cli.plan_job import PlanJob, read_interruptions, read_topology
-from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs
+from praxis_lite.cli.scaling_runs import count_active_parameters, read_finished_runs, say_left_out
 from praxis_lite.common.errors import UserError, prefix_errors
-from praxis_lite.common.foreign_text import printable
 from praxis_lite.instruments.plan.cheapest import CheapestRun, Goal, Offer, find_cheapest, offers_of
 from praxis_lite.instruments.plan.cheapest_text import format_cheapest
 from praxis_lite.instruments.plan.loss_goal import LossGoal, tokens_to_reach
@@ -131,8 +129,7 @@ def read_loss_goal(job: PlanJob) -> LossGoal:
   values, task = job.values, job.config.task
   job.report(f'reading {values.runs}')
   found = read_finished_runs(values.runs, values.metric, values.trust)
-  for name, reason in found.left_out.items():
-    print(printable(f'left out: {name}: {reason}', one_line=True), file=sys.stderr)
+  say_left_out(found)
   vocab_size = str(getattr(task.model, 'vocab_size', ''))
   if found.vocab_size and vocab_size != found.vocab_size:
     what = f'the runs have vocab_size = {found.vocab_size}, and the planned model {vocab_size or "none"}'
@@ -155,4 +152,4 @@ def write_cheapest_page(job: PlanJob, found: CheapestRun) -> None:
   """Writes the page of --html, and prints its path; does nothing without the flag."""
   if job.values.html:
     title = job.values.exp or job.values.hf or job.values.job_log_dir
-    print(f'\nwrote {write_page_of_cheapest(job.values.html, found, title)}', file=sys.stdout)
+    print(f'\nwrote {write_page_of_cheapest(job.values.html, found, title)}')

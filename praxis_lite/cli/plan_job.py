@@ -33,23 +33,14 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 class PlanJob(NamedTuple):
-  """One invocation of `praxis-lite plan`.
-
-  Attributes:
-    values: the parsed flags.
-    config: config of the experiment, with a fitted mesh.
-    topology: the chips.
-    fitted: the overrides that fit the mesh to the topology; empty if it fits already.
-    cache: the directory of compiled programs.
-    report: called with the name of each stage as it begins.
-  """
+  """One invocation of `praxis-lite plan`."""
 
   values: flags.FlagValues
-  config: ExperimentConfig
+  config: ExperimentConfig  # With a fitted mesh.
   topology: Topology
-  fitted: Sequence[str]
-  cache: Path
-  report: Callable[[str], None]
+  fitted: Sequence[str]  # The overrides that fit the mesh to the topology; empty if it fits already.
+  cache: Path  # The directory of compiled programs.
+  report: Callable[[str], None]  # Called with the name of each stage as it begins.
 
   def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
     """Returns a function that compiles the experiment, with these further overrides, in a child process.

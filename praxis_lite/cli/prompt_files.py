@@ -20,19 +20,12 @@ _KINDS = ('prompt', 'prompt_ids', 'messages')
 
 
 class GivenPrompt(NamedTuple):
-  """A prompt in a file.
+  """A prompt in a file: a text, a list of ids, or a list of messages."""
 
-  Attributes:
-    where: the line, for messages.
-    value: a text, a list of ids, or a list of messages.
-    kind: 'prompt', 'prompt_ids' or 'messages'.
-    record: the object in the line; None if the file is not JSON lines.
-  """
-
-  where: str
+  where: str  # The line, for messages.
   value: Any
-  kind: str = 'prompt'
-  record: dict[str, Any] | None = None
+  kind: str = 'prompt'  # Or 'prompt_ids' or 'messages'.
+  record: dict[str, Any] | None = None  # The object in the line; None if the file is not JSON lines.
 
 
 def read_prompts(path: str) -> list[GivenPrompt]:
@@ -66,18 +59,14 @@ def _parse(where: str, line: str) -> GivenPrompt:
     raise UserError(f'{where}: expected a text, or an object with one of {", ".join(_KINDS)}')
   (kind,) = kinds
   given = record[kind]
-  is_valid = {
-    'prompt': isinstance(given, str),
-    'prompt_ids': isinstance(given, list) and all(type(i) is int for i in given),
-    'messages': isinstance(given, list) and bool(given) and all(_is_message(message) for message in given),
-  }
-  if not is_valid[kind]:
-    expected = {
-      'prompt': 'a text',
-      'prompt_ids': 'a list of ids',
-      'messages': 'a list of {"role": ..., "content": ...}',
-    }
-    raise UserError(f'{where}: {kind} must be {expected[kind]}')
+  entries = given if isinstance(given, list) else [None]
+  is_valid, expected = {
+    'prompt': (isinstance(given, str), 'a text'),
+    'prompt_ids': (all(type(i) is int for i in entries), 'a list of ids'),
+    'messages': (entries and all(map(_is_message, entries)), 'a list of {"role": ..., "content": ...}'),
+  }[kind]
+  if not is_valid:
+    raise UserError(f'{where}: {kind} must be {expected}')
   return GivenPrompt(where, given, kind, record)
 
 

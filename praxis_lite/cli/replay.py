@@ -75,5 +75,4 @@ COMMAND = Command(
   _flags(),
   _run,
   bare='job_log_dir',
-  usage='RUN [--flags]',
 )

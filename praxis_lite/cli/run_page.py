@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from praxis_lite.cli.run_table import drop_module, name_below
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.instruments.explain.page import fill_page, write_file
-from praxis_lite.runs.records.comparing import values_over_time
+from praxis_lite.runs.records.comparing import RunGroup, values_over_time
+from praxis_lite.runs.records.curves import MetricsTable
 from praxis_lite.runs.records.runs import age, format_number
-
-if TYPE_CHECKING:
-  from praxis_lite.runs.records.comparing import RunGroup
-  from praxis_lite.runs.records.curves import MetricsTable
 
 _MOST_POINTS = 400  # The most points of a curve.
 

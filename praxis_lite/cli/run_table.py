@@ -10,15 +10,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from praxis_lite.common.figures import number_of
+from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.common.foreign_text import printable
-
-if TYPE_CHECKING:
-  from praxis_lite.runs.records.certificate import Certificate
-  from praxis_lite.runs.records.comparing import RunGroup
-  from praxis_lite.runs.records.runs import RunState
+from praxis_lite.instruments.explain.explanation import align_columns
+from praxis_lite.runs.records.certificate import Certificate, format_communication
+from praxis_lite.runs.records.comparing import RunGroup, values_over_time
+from praxis_lite.runs.records.runs import RunState, age, format_number
 
 # Columns that a Markdown table has only if at least one run has a value for them.
 _FIGURES = ('step time', 'memory', 'communication, as planned')
@@ -35,12 +34,8 @@ _is_number = re.compile(r'-|-?[\d.]+(e[+-]?\d+)?').fullmatch
 def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool = False) -> None:
   """Prints a table for each group of runs: step, age, last loss, best value of a metric, and the fields that differ.
 
-  Args:
-    groups: the groups.
-    folder: the folder that contains the runs.
-    all_columns: whether to show all columns. False shows only those that fit, and prints the names of the others.
-
-  If the terminal is too narrow for a table, it prints a few short lines for each run instead.
+  Without `all_columns`, shows only the columns that fit, and prints the names of the others. If the terminal is too
+  narrow for a table, it prints a few short lines for each run instead. `folder` contains the runs.
   """
   for i, group in enumerate(groups):
     print(end='\n' * (i > 0))
@@ -48,35 +43,18 @@ def print_groups(groups: Sequence[RunGroup], folder: str, *, all_columns: bool =
 
 
 def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
-  from praxis_lite.instruments.explain.explanation import align_columns
-  from praxis_lite.runs.records.comparing import values_over_time
-  from praxis_lite.runs.records.runs import age, format_number
-
   width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
   fixed = []
   for run in group.runs:
-    best = run.best(group.metric, group.mode)
-    fixed.append(
-      {
-        'run': printable(name_below(folder, run), one_line=True),
-        'step': f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}',
-        'age': age(run),
-        'loss': format_number(run.last_loss),
-        'best': '-' if best is None else f'{format_number(best[0])} @{best[1]}',
-        _TIMES: _format_quotient(run.certificate and run.certificate.times),
-        _MEMORY: _format_quotient(run.certificate and run.certificate.memory),
-      }
-    )
-  names = [printable(name, one_line=True) for name in group.columns]
+    cells = zip(_FIXED, map(_one_line, _fixed_cells(run, group, folder)))
+    quotients = [run.certificate and run.certificate.times, run.certificate and run.certificate.memory]
+    fixed.append({**dict(cells), **dict(zip((_TIMES, _MEMORY), map(_format_quotient, quotients)))})
+  names = [*map(_one_line, group.columns)]
   needed = len(names) if all_columns else min(_FEW_FIELDS, len(names))
-  fields = [
-    [printable(_short(value), one_line=True) or '-' for value in values_over_time(group, i)]
-    for i in range(len(group.runs))
-  ]
-  count = f'{number_of(len(group.runs), "run")}'
+  fields = [[_one_line(_short(v)) or '-' for v in values_over_time(group, i)] for i in range(len(group.runs))]
   has_best = any(row['best'] != '-' for row in fixed)
   about = f'; best: {"lowest" if group.mode == "min" else "highest"} {group.metric}' if has_best else ''
-  print(_wrap(printable(f'{group.title}, {count}{about}', one_line=True), width))
+  print(_wrap(_one_line(f'{group.title}, {number_of(len(group.runs), "run")}{about}'), width))
 
   for left_out in range(len(_LESS_IMPORTANT) + 1):
     empty = [name for name in ('best', _TIMES, _MEMORY) if all(row[name] == '-' for row in fixed)]
@@ -110,8 +88,6 @@ def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: 
 
 
 def _print_blocks(group: RunGroup, fixed: Sequence[dict[str, str]], width: int | None) -> None:
-  from praxis_lite.runs.records.comparing import values_over_time
-
   for i, row in enumerate(fixed):
     print(_wrap(row['run'], width))
     best = '' if row['best'] == '-' else f', best {row["best"]}'
@@ -119,7 +95,7 @@ def _print_blocks(group: RunGroup, fixed: Sequence[dict[str, str]], width: int |
     shown = [f'{name}={_short(value)}' for name, value in zip(group.columns, values_over_time(group, i)) if value]
     more = [f'+{len(shown) - _MOST_FIELDS} more'] if len(shown) > _MOST_FIELDS else []
     if shown:
-      print(_wrap(printable(', '.join([*shown[:_MOST_FIELDS], *more]), one_line=True), width, '  '))
+      print(_wrap(_one_line(', '.join([*shown[:_MOST_FIELDS], *more])), width, '  '))
 
 
 def write_csv(groups: Sequence[RunGroup], folder: str, file: TextIO) -> None:
@@ -132,9 +108,9 @@ def write_csv(groups: Sequence[RunGroup], folder: str, file: TextIO) -> None:
   for group in groups:
     for run, own in zip(group.runs, group.values):
       writer.writerow(
-        [printable(str(value), one_line=True) for value in _csv_cells(run, group, folder)]
+        [_one_line(str(value)) for value in _csv_cells(run, group, folder)]
         + [str(value) for value in _planned_cells(run.certificate).values() if planned]
-        + [printable(own.get(name, ''), one_line=True) for name in columns]
+        + [_one_line(own.get(name, '')) for name in columns]
       )
 
 
@@ -149,8 +125,7 @@ def _csv_cells(run: RunState, group: RunGroup, folder: str) -> list[object]:
 
 def _planned_cells(certificate: Certificate | None) -> dict[str, object]:
   """Returns the planned and measured figures of a run by the name of their column; '' for unknown ones."""
-  predicted = None if certificate is None else certificate.predicted
-  measured = None if certificate is None else certificate.measured
+  predicted, measured = (None, None) if certificate is None else certificate
   cells = {
     'planned_step_seconds': predicted and predicted.step_seconds,
     'measured_step_seconds': measured and measured.seconds,
@@ -162,6 +137,14 @@ def _planned_cells(certificate: Certificate | None) -> dict[str, object]:
   return {name: '' if value is None else value for name, value in cells.items()}
 
 
+def _fixed_cells(run: RunState, group: RunGroup, folder: str) -> list[str]:
+  """Returns the path, step, age, last loss and best metric of a run, as texts."""
+  best = run.best(group.metric, group.mode)
+  step = f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}'
+  at = '-' if best is None else f'{format_number(best[0])} @{best[1]}'
+  return [name_below(folder, run), step, age(run), format_number(run.last_loss), at]
+
+
 def _format_quotient(value: float | None) -> str:
   return '-' if value is None else f'{value:.2f}'
 
@@ -171,17 +154,12 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
 
   The table has the fields that differ, and the planned and measured figures that at least one run has.
   """
-  from praxis_lite.common.figures import format_bytes, format_seconds
-  from praxis_lite.runs.records.certificate import format_communication
-  from praxis_lite.runs.records.comparing import values_over_time
-  from praxis_lite.runs.records.runs import age, format_number
-
   texts = []
   for group in groups:
     head = ['run', 'step', 'age', 'loss', f'best {group.metric}', *group.columns, *_FIGURES]
     rows = []
     for i, run in enumerate(group.runs):
-      best, found = run.best(group.metric, group.mode), run.certificate
+      found = run.certificate
       own = [drop_module(value) or '-' for value in values_over_time(group, i)]
       planned, seen = (None, None) if found is None else found
       time = memory = communication = '-'
@@ -193,10 +171,7 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
         if found.memory is not None:
           memory += f', {found.memory:.2f} x the planned {format_bytes(planned.peak_bytes)}'
         communication = format_communication(planned) or '-'
-      steps = f'{run.step}{"" if run.num_steps is None else f"/{run.num_steps}"}'
-      at = '-' if best is None else f'{format_number(best[0])} @{best[1]}'
-      fixed = [name_below(folder, run), steps, age(run), format_number(run.last_loss), at]
-      rows.append([*fixed, *own, time, memory, communication])
+      rows.append([*_fixed_cells(run, group, folder), *own, time, memory, communication])
     kept = [i for i, name in enumerate(head) if name not in _FIGURES or any(row[i] != '-' for row in rows)]
     head, *rows = ([cells[i] for i in kept] for cells in (head, *rows))
     lines = [head, ['---'] * len(head), *rows]
@@ -205,8 +180,12 @@ def format_markdown(groups: Sequence[RunGroup], folder: str) -> str:
   return '\n\n'.join(texts)
 
 
+def _one_line(text: str) -> str:
+  return printable(text, one_line=True)
+
+
 def _escape(text: str) -> str:
-  return printable(text, one_line=True).replace('\\', '\\\\').replace('|', '\\|')
+  return _one_line(text).replace('\\', '\\\\').replace('|', '\\|')
 
 
 def name_below(folder: str, run: RunState) -> str:

@@ -8,12 +8,12 @@ from absl import flags
 
 from praxis_lite.cli.command import Command
 from praxis_lite.cli.command_flags import CommandFlags, add_metric
-from praxis_lite.cli.run_table import format_markdown, print_groups, write_csv
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.foreign_text import printable
 
 
 def _run(values: flags.FlagValues) -> int:
+  from praxis_lite.cli.run_table import format_markdown, print_groups, write_csv
   from praxis_lite.runs.records.comparing import group_runs, value_shared_by_all
   from praxis_lite.runs.records.runs import find_runs, read_run
 
@@ -70,5 +70,4 @@ COMMAND = Command(
   _flags(),
   _run,
   bare='dir',
-  usage='[DIRECTORY] [--flags]',
 )

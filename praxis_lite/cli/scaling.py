@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +22,14 @@ _HOUR = 3600.0
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.scaling_runs import read_finished_runs
+  from praxis_lite.cli.plan_cheapest import read_prices
+  from praxis_lite.cli.scaling_runs import read_finished_runs, say_left_out
   from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
 
   budgets = _read_budgets(values.flops)
-  prices = _read_prices(values)
+  prices = dict(read_prices(values)) if values.prices else {}
   found = read_finished_runs(values.dir, values.metric, values.trust)
-  for name, reason in found.left_out.items():
-    print(printable(f'left out: {name}: {reason}', one_line=True), file=sys.stderr)
+  say_left_out(found)
   with prefix_errors(values.dir):
     fitted = fit_scaling_law(found.runs)
   most = max(run.flops for run in found.runs)
@@ -53,12 +52,6 @@ def _read_budgets(texts: list[str]) -> list[float]:
   if not all(0 < budget < float('inf') for budget in budgets):
     raise UserError(f'--flops={",".join(texts)}: expected operations of a training, as in 1e21 or 1e20,1e21')
   return budgets
-
-
-def _read_prices(values: flags.FlagValues) -> dict[str, float]:
-  from praxis_lite.cli.plan_cheapest import read_prices
-
-  return dict(read_prices(values)) if values.prices else {}
 
 
 def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
@@ -152,5 +145,4 @@ COMMAND = Command(
   _flags(),
   _run,
   bare='dir',
-  usage='[DIRECTORY] [--flags]',
 )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import UserError
-
-if TYPE_CHECKING:
-  from praxis_lite.common.config import Config
-  from praxis_lite.instruments.plan.scaling_law import FinishedRun
-  from praxis_lite.runs.records.runs import RunState
+from praxis_lite.common.foreign_text import printable
+from praxis_lite.instruments.explain.report import batch_of
+from praxis_lite.instruments.plan.scaling_law import FinishedRun
+from praxis_lite.runs.records.comparing import metric_to_compare
+from praxis_lite.runs.records.record import read_record
+from praxis_lite.runs.records.runs import RunState, find_runs, read_run
 
 _TRAIN_LOSS = 'train/loss'
 _END = 0.1  # The training loss is the mean over this share of the steps, the last ones.
@@ -26,7 +29,6 @@ class FinishedRuns(NamedTuple):
   """Runs to fit a scaling law to.
 
   Attributes:
-    runs: the runs.
     metric: the metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
     left_out: why each other run is left out, by its directory.
     vocab_size: the size of their vocabulary as text; '' if they have none.
@@ -42,7 +44,6 @@ def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence
   """Returns the finished runs at or below a folder.
 
   Args:
-    folder: the folder.
     metric: the metric to take as the loss, as in `praxis-lite runs`; by default the loss on evaluation data, and the
       mean training loss at the end for runs that have none.
     trusted: modules or files whose code the configs may name.
@@ -50,8 +51,6 @@ def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence
   Raises:
     UserError: the folder has no runs, no run has the metric, or runs have different vocabularies.
   """
-  from praxis_lite.runs.records.runs import find_runs, read_run
-
   states = [read_run(directory) for directory in find_runs(folder)]
   if not states:
     raise UserError(f'--runs={folder}: there are no runs; name the folder of finished runs')
@@ -74,6 +73,12 @@ def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence
   return FinishedRuns(tuple(found), name, left_out, next(iter(vocabularies), ''))
 
 
+def say_left_out(found: FinishedRuns) -> None:
+  """Prints on stderr why runs are left out."""
+  for name, reason in found.left_out.items():
+    print(printable(f'left out: {name}: {reason}', one_line=True), file=sys.stderr)
+
+
 def count_active_parameters(task: Config) -> int:
   """Returns how many parameters of the model of `task` one token uses."""
   found: int = task.instantiate().model.active_num_params
@@ -81,21 +86,14 @@ def count_active_parameters(task: Config) -> int:
 
 
 def _metric_of(states: Sequence[RunState], metric: str | None) -> str:
-  from praxis_lite.runs.records.comparing import metric_to_compare
-
-  if metric is None and not any(
-    name.startswith('eval/') and name.endswith('/loss') for s in states for name in s.metrics
-  ):
+  names = {name for state in states for name in state.metrics}
+  if metric is None and not any(name.startswith('eval/') and name.endswith('/loss') for name in names):
     return _TRAIN_LOSS
   return metric_to_compare(states, metric or 'loss', 'min')[0]
 
 
 def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> FinishedRun:
   """Returns a run as a `FinishedRun`; raises a UserError that says why it cannot be one."""
-  from praxis_lite.instruments.explain.report import batch_of
-  from praxis_lite.instruments.plan.scaling_law import FinishedRun
-  from praxis_lite.runs.records.record import read_record
-
   if state.is_running or state.num_steps is None or state.step < state.num_steps:
     of = '' if state.num_steps is None else f' of {state.num_steps:,}'
     raise UserError(f'it is not finished: step {state.step:,}{of}')

@@ -54,9 +54,7 @@ def compute_shards(
   """Computes the shards that are left, here, in other processes, or by actors of Ray.
 
   Args:
-    command: the name of the command, which other processes run with the same flags.
-    values: its flags.
-    ledger: the work.
+    command, values: the name of the command, and its flags, which other processes get too.
     run: computes the shards with these numbers in this process; the second argument, which it calls repeatedly, ends
       the process if its parent has ended.
     make_worker: returns a function that computes a shard; called in each actor of Ray, so it must be picklable.

@@ -21,13 +21,7 @@ _MOST_EVENTS, _MOST_HOSTS = 2000, 12
 def write_status_page(path: str, directory: str, beats: Sequence[Heartbeat], status: Status) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path; creates missing parent directories.
 
-  Args:
-    directory: the run's directory.
-    beats: the last heartbeats of its processes, at least one.
-    status: the state of the run.
-
-  Raises:
-    UserError: the file cannot be written.
+  `beats` are the last heartbeats of the run's processes. Raises UserError if the file cannot be written.
   """
   data = status_data(directory, beats, status)
   return write_file(path, fill_page('praxis_lite.cli', f'{directory}: status', data, 'status', ['status']))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from absl import flags
 
 from praxis_lite.cli.command import configured_experiment
 from praxis_lite.cli.command_flags import add_tracked
-from praxis_lite.cli.sweep_runs import STOPPED, command_of, count_devices, print_results
+from praxis_lite.cli.sweep_runs import STOPPED, command_of, count_devices, print_results, say_stopped
+from praxis_lite.common.config.overrides import alternatives
+from praxis_lite.common.config.text import to_text
+from praxis_lite.common.devices import leave_accelerators_alone
 from praxis_lite.common.errors import UserError, prefix_errors
 from praxis_lite.common.files import replace_file
-
-if TYPE_CHECKING:
-  from collections.abc import Iterator, Mapping
-  from pathlib import Path
-
-  from praxis_lite.runs.search import Search, SearchRange
-  from praxis_lite.runs.sweep import Point
-  from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.runs.loop.job import check_configs
+from praxis_lite.runs.records.record import has_record
+from praxis_lite.runs.records.run_config import is_held, job_directory
+from praxis_lite.runs.search import Search, SearchRange, import_optuna, parse_ranges
+from praxis_lite.runs.search_picture import draw_search
+from praxis_lite.runs.sweep import Point, last_line, run_points
+from praxis_lite.training.experiment import ExperimentConfig
 
 _PICTURE = 'search.svg'
 _BAR = 24  # Characters of a bar for an importance of 1.
@@ -34,16 +36,6 @@ def run_search(values: flags.FlagValues) -> int:
     UserError: a range is not valid or does not fit its field, Optuna is not installed, the directory has another
       search, or runs lack the metric; for some metrics, this is known only when the first run ends.
   """
-  from praxis_lite.common.config.overrides import alternatives
-  from praxis_lite.common.config.text import to_text
-  from praxis_lite.common.devices import leave_accelerators_alone
-  from praxis_lite.runs.loop.job import check_configs
-  from praxis_lite.runs.records.record import has_record
-  from praxis_lite.runs.records.run_config import job_directory
-  from praxis_lite.runs.search import Search, import_optuna, parse_ranges
-  from praxis_lite.runs.search_picture import draw_search
-  from praxis_lite.runs.sweep import last_line, run_points
-
   import_optuna()
   for override in values.set:
     if len(alternatives(override)) > 1:
@@ -111,8 +103,7 @@ def run_search(values: flags.FlagValues) -> int:
     replace_file(folder / _PICTURE, draw_search(search.trials, ranges, shares, search.sign))
     print(f'drawn in {folder / _PICTURE}')
   if stopped:
-    print('stopped; the same command resumes')
-    return 128 + signal.SIGINT
+    return say_stopped()
   failed = sum(trial.state == 'failed' for trial in search.trials)
   if failed:
     print(f'{failed} of {len(search.trials)} trials failed')
@@ -121,8 +112,6 @@ def run_search(values: flags.FlagValues) -> int:
 
 def _wait_for_orphans(search: Search, folder: Path) -> None:
   """Waits until the processes that a killed search left behind have ended, so that their trials can resume."""
-  from praxis_lite.runs.records.run_config import is_held
-
   for number, trial in enumerate(search.trials):
     name = search.point(number).name
     if trial.state == 'running' and is_held(folder / name):
@@ -144,8 +133,6 @@ def _name_failing(
   ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None, metric: str | None
 ) -> UserError | None:
   """Returns an error that names all values that fail and, for a single range, those that work; None if none fails."""
-  from praxis_lite.runs.loop.job import check_configs
-
   failing: dict[str, str] = {}
   for name, config in configs.items():
     try:

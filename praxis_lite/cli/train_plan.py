@@ -37,11 +37,8 @@ _NORMAL_ENDS = ('done', 'data', 'stopped')  # After a signal there is no time fo
 class PlanOfRun(Observer):
   """Records the prediction of a run, and prints at its end how it compares with what was measured.
 
-  Args:
-    file: a prediction that `plan --figures` wrote; None predicts by formulas.
-
-  Raises:
-    UserError: the file holds no prediction.
+  The prediction is in a file that `plan --figures` wrote; without a file, it is made by formulas. Raises UserError if
+  the file holds no prediction.
   """
 
   def __init__(self, file: str | None = None):

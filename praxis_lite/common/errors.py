@@ -35,7 +35,6 @@ class RangeError(ConfigError):
   change the message (`config/fields_at_fault.py`).
 
   Attributes:
-    value: what is out of range.
     expected: what would be right, such as 'at least 1'.
     field: the name of the field; '' if only the weight is known.
     weight: path and shape of the weight, as messages show them; '' if the error is about a field.

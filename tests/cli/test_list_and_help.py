@@ -19,7 +19,7 @@ def test_main_lists_each_file_with_a_command():
   files = pathlib.Path(list_experiments.__file__).parent.glob('*.py')
   defined = {file.stem for file in files if re.search('^COMMAND = ', file.read_text(), re.MULTILINE)}
   missing = sorted(defined - {module.__name__.rpartition('.')[2] for module in _MODULES})
-  assert not missing, f'add {missing} to the imports and to _MODULES of praxis_lite/cli/main.py'
+  assert not missing, f'add {missing} to _NAMES in praxis_lite/cli/main.py'
 
 
 @pytest.mark.parametrize('arguments', [[], ['--help'], *([name, '--help'] for name in COMMANDS)], ids=str)

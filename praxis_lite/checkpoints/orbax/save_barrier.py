@@ -44,10 +44,8 @@ class SaveBarrier:
   def __call__(self, *, key: str, timeout_ms: int) -> None:
     """Waits until all processes have reached the next meeting of this save.
 
-    `key`, Orbax's name of the meeting, is ignored: the numbers of the save and of the meeting identify it.
-
-    Raises:
-      CheckpointError: another process has failed; the message says where and why.
+    `key`, Orbax's name of the meeting, is ignored: the numbers of the save and of the meeting identify it. Raises
+    CheckpointError if another process has failed; the message says where and why.
     """
     error = sys.exc_info()[1]  # Not None if Orbax calls this while it handles an error.
     in_background = threading.current_thread() is not threading.main_thread()

@@ -80,11 +80,7 @@ def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
   """Returns what `to_json` writes, with defaults, as nested lists and dicts.
 
   REQUIRED replaces values that could not be read back, and large arrays, because a config is not a place for data.
-  Secrets are replaced by `***`.
-
-  Args:
-    roots: configs and lists of configs by name.
-    lost: receives the reason for each field that was replaced, by its path.
+  Secrets are replaced by `***`. `lost` receives the reason for each field that was replaced, by its path.
   """
   return _Writer(lost).write_roots(roots)
 

@@ -67,11 +67,7 @@ _BUILTINS: frozenset[object] = frozenset(
 
 
 def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
-  """Returns the class or function that `module:qualname` names.
-
-  Args:
-    reference: a reference that `references.reference` wrote.
-    trusted: names of modules and packages whose code may be imported and called.
+  """Returns the class or function that `module:qualname` names, possibly in one of the `trusted` modules or packages.
 
   Raises:
     UntrustedError: the list at the top of this file does not allow it.

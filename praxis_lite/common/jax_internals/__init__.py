@@ -1,12 +1,11 @@
 """Access to the parts of JAX and jaxlib that change between releases; no other package accesses them.
 
-    programs      equations of a traced program: parameters of loops, binding an operation again
+    programs      equations of a traced program: parameters of loops, binding an operation again; the running trace
     devices       the platform of a mesh without devices; whether backends have started
     flags         which XLA flags this jaxlib knows: an unknown one ends the process
     threads       enough threads for simulated devices
     mlir          jaxlib's bindings of MLIR: operations, attributes, passes
     lowering      lowers programs for devices that do not exist
-    tracing       which trace is running
     splash        the kernels of splash attention, forward and backward apart
     processes     the service that connects the processes of a run, and the clusters that JAX knows
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from praxis_lite.common.jax_internals import UnknownJax, reading
@@ -114,11 +115,8 @@ def run_program(
 ) -> list[T]:
   """Runs a program on values of any kind, equation by equation; returns its results.
 
-  Args:
-    program: a jaxpr; unless it is closed, it must have no constants.
-    arguments: the values of its inputs.
-    apply: returns the results of an equation for its operands.
-    convert: returns the value for a constant or a literal.
+  `apply` returns the results of an equation for its operands, and `convert` the value for a constant or a literal. A
+  program that is not closed must have no constants.
   """
   inner, constants = strip_constants(program), getattr(program, 'consts', ())
   known: dict[Any, T] = dict(zip(inner.constvars, map(convert, constants), strict=True))
@@ -147,6 +145,15 @@ def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
   with manager:
     out = equation.primitive.bind(*functions, *operands, **bound)
   return list(out) if equation.primitive.multiple_results else [out]
+
+
+def current_trace() -> object:
+  """Returns an object that identifies the running trace, by equality; None if JAX does not say.
+
+  A trace belongs to one call of a transform such as `grad`, or of a body such as a scan's.
+  """
+  read = getattr(core, 'get_opaque_trace_state', None)  # A public name that some releases may lack.
+  return None if read is None else read(convention='praxis_lite')
 
 
 def scopes(name: str) -> str:

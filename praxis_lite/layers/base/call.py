@@ -30,7 +30,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.jax_internals.tracing import current_trace
+from praxis_lite.common.jax_internals.programs import current_trace
 from praxis_lite.common.trees import NestedDict, Path, insert, merge, node_at, path_name
 from praxis_lite.common.weighted import WeightedScalars, mean_of_means
 from praxis_lite.layers.base.summaries import (

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, DataError, UnknownFieldError, check_choice, did_you_mean
 from praxis_lite.common.figures import number_of
-from praxis_lite.common.jax_internals.tracing import current_trace
+from praxis_lite.common.jax_internals.programs import current_trace
 from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import ConfigError
-from praxis_lite.common.jax_internals.tracing import current_trace
+from praxis_lite.common.jax_internals.programs import current_trace
 from praxis_lite.common.statistics import compute_parts, kind_of_part
 from praxis_lite.common.trees import Path, path_name
 from praxis_lite.layers.base.summaries import Summary

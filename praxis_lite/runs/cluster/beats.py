@@ -67,9 +67,7 @@ class Beats:
   def exchange(self, beat: Mapping[str, Any], idle: float) -> dict[int, dict[str, Any]]:
     """Writes a beat, and returns the beats of watched processes by index; raises the errors of the service.
 
-    Args:
-      beat: what this process tells the others, as JSON values.
-      idle: seconds since the main thread of this process last made progress.
+    `idle` are the seconds since the main thread of this process last made progress.
     """
     self._note(idle)
     said = json.dumps({**beat, 'anywhere': round(self.idle_anywhere, 1)})

@@ -60,12 +60,8 @@ class CopiesOnPeers:
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
     """Gets this process's part of the newest copy that is whole over all hosts together; returns what did not work.
 
-    Each process gets its own part, from its host if it has it, or else from any host that has it.
-
-    Args:
-      copies: the copies that have this process's part on this host, by step; a fetched copy is added.
-      oldest: only copies of later steps are considered.
-      reason_against: see `Judge`.
+    Each process gets its own part, from its host if it has it, or else from any host that has it. `copies` are those
+    that have this process's part on this host, by step; a fetched copy is added. Copies up to `oldest` are left out.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):

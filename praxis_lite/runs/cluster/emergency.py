@@ -63,8 +63,7 @@ class EmergencyCopies:
   Args:
     job_log_dir: the run's directory, which all processes share.
     directories: folders of this host, at least one.
-    shapes: padded shapes of the state, with shardings.
-    true_shapes: the shapes without padding.
+    shapes, true_shapes: the shapes of the state, padded and with shardings, and without padding.
     peers, failure_domain: see `EmergencyCopiesParams`.
 
   Attributes:

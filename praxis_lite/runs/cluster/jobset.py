@@ -59,10 +59,8 @@ def jobset(
 
   Args:
     name: the name of the JobSet: at most `MOST_NAME` lower-case letters, digits and hyphens, beginning with a letter.
-    image: a container image that has praxis_lite and the experiment.
-    command: the command line of each process.
-    processes: number of pods.
-    max_restarts: how often all pods are restarted.
+    image, command: a container image that has praxis_lite and the experiment, and the command line of each process.
+    processes, max_restarts: the number of pods, and how often all of them are restarted.
     grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
     spares: number of pods that hold spare nodes. Then the manifest is a list, with the class of their priority.
     slices: number of groups of pods; each is on one slice of TPUs.

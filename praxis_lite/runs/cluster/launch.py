@@ -120,7 +120,6 @@ class Launcher:
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
-    directory: the run's directory; None if it is not known.
     imports: on Linux, modules that one process imports for all processes of all attempts; see `warm_start.py`. The
       command must then be `[sys.executable, '-m', module, ...]`.
     write: called with each line of output, which begins with the name of its host.

@@ -50,9 +50,7 @@ class Address(NamedTuple):
 class Peers:
   """The other processes of a run, as holders of copies. All processes make one together, and close it at the end.
 
-  Args:
-    folder: where this process keeps the parts that it receives.
-    lineage: the lineage of the copies, which is the same in all processes.
+  This process keeps the parts that it receives in `folder`. The copies' `lineage` is the same in all processes.
   """
 
   def __init__(self, folder: Path, lineage: int):

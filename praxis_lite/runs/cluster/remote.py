@@ -51,7 +51,6 @@ class RemoteCheckpoint:
 
   Attributes:
     url, folder: the URL of its folder.
-    step: the step of its state.
     files: the size and SHA-256 of each file, by name.
     rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
   """
@@ -139,11 +138,7 @@ class RemoteCheckpoint:
 
 
 class RemoteRun:
-  """A run in an object store.
-
-  Args:
-    store: the objects below the run's URL.
-    between: called before each file is copied; copying stops if it raises an error.
+  """A run in an object store. `between` is called before each file is copied; an error that it raises stops copying.
 
   Attributes:
     incomplete: the steps that had files but no `.complete` when `checkpoints` was last called.
@@ -173,11 +168,7 @@ class RemoteRun:
     return [self._known[step] for step in sorted(self._known)]
 
   def upload(self, folder: Path, rollbacks: int) -> None:
-    """Copies the checkpoint in a local folder to the store; locks the folder in the meantime.
-
-    Args:
-      folder: the folder, whose name is the step.
-      rollbacks: see `RemoteCheckpoint`.
+    """Copies the checkpoint in a local folder, whose name is the step, to the store; locks the folder in the meantime.
 
     Raises:
       RemovedError: retention has removed the checkpoint.

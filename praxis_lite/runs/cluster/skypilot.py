@@ -32,8 +32,7 @@ def skypilot_task(
   """Returns a task for `sky jobs launch`, which reads it as YAML.
 
   Args:
-    name: the name of the job.
-    image: a container image that has praxis_lite and the experiment.
+    name, image: the name of the job, and a container image that has praxis_lite and the experiment.
     command: the command line of each process; the processes find each other through SkyPilot's variables.
     processes: the number of instances; each runs one process.
     max_restarts: how often the command is run again after a failure; instances that are taken away do not count.

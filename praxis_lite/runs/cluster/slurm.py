@@ -67,10 +67,7 @@ def slurm_script(
   """Returns a script for `sbatch`.
 
   Args:
-    name: the name of the job.
-    command: the command line of each process.
-    processes: the number of processes.
-    processes_per_node: the number of processes of each node.
+    name, command: the name of the job, and the command line of each process.
     spares: how many more nodes the job asks for than its processes need.
     max_restarts: how often all processes are started again.
     grace_s: seconds that the processes have to save and end before the time limit.

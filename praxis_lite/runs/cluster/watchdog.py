@@ -124,12 +124,9 @@ class Watchdog:
   def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
     """Also watches progress while the block runs; reports an error in the block to the other hosts.
 
-    If another host has caused the error, this waits until the watchdog names that host and ends the process.
-
-    Args:
-      directory: the run's directory.
-      why_lost: returns the error for a directory that is no longer at its path; None if it still is. A run without its
-        directory is not restarted, because it would start at step 0.
+    If another host has caused the error, this waits until the watchdog names that host and ends the process. `why_lost`
+    returns the error for a run directory that is no longer at its path, or None. A run without its directory is not
+    restarted, because it would start at step 0.
     """
     self.directory, self._state, self._why_lost = directory, 'running', why_lost
     note_progress('start-up')
