@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -88,7 +89,8 @@ def _directory(arguments: Sequence[str]) -> Path | None:
 def _recipe(values: flags.FlagValues, kind: str) -> str:
   """Returns what starts the processes on a cluster, after checking the experiment; `kind` is one of `_RECIPES`."""
   from praxis_lite.common.devices import leave_accelerators_alone
-  from praxis_lite.runs.cluster.jobset import MOST_NAME, jobset, parse_resources
+  from praxis_lite.runs.cluster.jobset import MOST_NAME, jobset
+  from praxis_lite.runs.cluster.recipe import ClusterJob
   from praxis_lite.runs.cluster.skypilot import skypilot_task
   from praxis_lite.runs.cluster.slurm import slurm_script
   from praxis_lite.runs.loop.job import check_configs
@@ -105,38 +107,19 @@ def _recipe(values: flags.FlagValues, kind: str) -> str:
     raise UserError(
       f'--name={name}: expected at most {MOST_NAME} lower-case letters, digits and hyphens, beginning with a letter'
     )
-  command, grace_s, restarts = ['praxis-lite', *values.train], int(given.grace_s or 30), values.max_restarts
+  names = ('processes', 'max_restarts', 'image', 'spares', 'processes_per_node', 'slices', 'tpu')
+  own: dict[str, Any] = {field: values[field].value for field in names if values[field].value is not None}
+  job = ClusterJob(
+    name,
+    ['praxis-lite', *values.train],
+    volume=values.volume_claim,
+    resources=values.resource,
+    grace_s=int(given.grace_s or 30),
+    **own,
+  )
   if kind == 'slurm':
-    return slurm_script(
-      name,
-      command,
-      values.processes,
-      processes_per_node=values.processes_per_node,
-      spares=values.spares,
-      max_restarts=restarts,
-      grace_s=grace_s,
-      options=values.resource,
-    )
-  resources, volume = parse_resources(values.resource), values.volume_claim
-  if kind == 'skypilot':
-    made = skypilot_task(
-      name, values.image, command, values.processes, max_restarts=restarts, resources=resources, volume=volume
-    )
-  else:
-    made = jobset(
-      name,
-      values.image,
-      command,
-      values.processes,
-      max_restarts=restarts,
-      grace_s=grace_s + 5,
-      spares=values.spares,
-      slices=values.slices,
-      tpu=values.tpu,
-      resources=resources,
-      volume_claim=volume,
-    )
-  return json.dumps(made, indent=2)
+    return slurm_script(job)
+  return json.dumps(skypilot_task(job) if kind == 'skypilot' else jobset(job), indent=2)
 
 
 def _train_flags(arguments: Sequence[str]) -> flags.FlagValues:

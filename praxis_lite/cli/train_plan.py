@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from praxis_lite.common.accelerators import accelerator_of
 from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import format_axes
 from praxis_lite.common.processes import is_primary_process
@@ -117,21 +118,16 @@ def _predict(run: Run, measured: MeasuredSteps) -> Prediction | None:
 
 def topology_of_run(run: Run) -> str | None:
   """Returns the chips of a run as `--topology` names them; None on a CPU, and on chips without known figures."""
-  device = jax.devices()[0]
-  if device.platform == 'cpu':
-    return None
-  return topology_of_devices(device.device_kind, math.prod(run.mesh.values()))
+  return topology_of_devices(jax.devices()[0].device_kind, math.prod(run.mesh.values()))
 
 
 def topology_of_devices(kind: str, count: int) -> str | None:
   """Returns the name in --topology for JAX devices; None if no figures of this kind of device are known."""
-  from praxis_lite.common.accelerators import accelerator_of
+  if (found := accelerator_of(kind)) is None:
+    return None
   from praxis_lite.instruments.plan.targets import find_target
   from praxis_lite.instruments.plan.topology import nearest_torus
 
-  found = accelerator_of(kind)
-  if found is None:
-    return None
   chips = count // found.devices_per_chip
   if found.kind == 'tpu':
     return f'{found.name}:{"x".join(map(str, nearest_torus(find_target(found.name), chips)))}'
@@ -139,8 +135,6 @@ def topology_of_devices(kind: str, count: int) -> str | None:
 
 
 def _chip_name() -> str:
-  from praxis_lite.common.accelerators import accelerator_of
-
-  device = jax.devices()[0]
-  found = None if device.platform == 'cpu' else accelerator_of(device.device_kind)
-  return device.device_kind if found is None else found.name
+  kind = jax.devices()[0].device_kind
+  found = accelerator_of(kind)
+  return kind if found is None else found.name

@@ -36,8 +36,10 @@ def printable(text: str, *, one_line: bool = False) -> str:
   if text.isprintable():
     return text
   kept = '' if one_line else '\n\t'
-  is_kept = lambda c: c.isprintable() or c in kept or unicodedata.category(c) == 'Zs'  # noqa: E731
-  return ''.join(c if is_kept(c) else c.encode('unicode_escape').decode() for c in text)
+  return ''.join(
+    c if c.isprintable() or c in kept or unicodedata.category(c) == 'Zs' else c.encode('unicode_escape').decode()
+    for c in text
+  )
 
 
 def remove_secrets(text: str) -> str:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from praxis_lite.common.jax_internals.tracing import current_trace
+from praxis_lite.common.jax_internals.programs import current_trace
 
 
 def test_a_trace_equals_itself_and_no_other():

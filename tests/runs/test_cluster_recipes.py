@@ -14,7 +14,8 @@ import pytest
 from praxis_lite.cli.launch import _ON_THIS_MACHINE, _RECIPES, COMMAND, _name_of
 from praxis_lite.cli.main import main
 from praxis_lite.runs.cluster.clusters import find_job
-from praxis_lite.runs.cluster.jobset import jobset, parse_resources
+from praxis_lite.runs.cluster.jobset import jobset
+from praxis_lite.runs.cluster.recipe import ClusterJob, parse_resources
 from praxis_lite.runs.cluster.slurm import slurm_script
 
 EXPERIMENT = pathlib.Path(__file__).parents[1] / 'cli' / 'tiny_experiment.py'
@@ -115,7 +116,7 @@ def test_spare_pods_of_a_jobset_have_a_lower_priority_and_decide_nothing(capsys)
   priority, manifest = listed['items']
   assert priority['kind'] == 'PriorityClass' and priority['value'] < 0 and priority['preemptionPolicy'] == 'Never'
   hosts, spares = manifest['spec']['replicatedJobs']
-  alone = jobset('tiny', 'lm:1', ['x'], 4, max_restarts=3, grace_s=30)
+  alone = jobset(ClusterJob('tiny', ['x'], 4, max_restarts=3, grace_s=30, image='lm:1'))
   assert (alone['kind'], len(alone['spec']['replicatedJobs'])) == ('JobSet', 1)
   assert manifest['spec']['successPolicy'] == {'operator': 'All', 'targetReplicatedJobs': [hosts['name']]}
   job = spares['template']['spec']
@@ -220,7 +221,7 @@ def test_a_slurm_script_asks_for_the_nodes_of_its_processes_and_spares(capsys):
   assert asked[:5] == ['job-name=tiny', 'nodes=3', 'ntasks-per-node=2', 'gpus-per-node=8', 'time=24:00:00']
   assert {'requeue', 'no-kill', 'signal=B:USR1@35'} <= {*asked}  # Ten seconds more than --grace_s.
   assert (
-    slurm_script('x', ['a b', "it's"], 1, processes_per_node=1, spares=0, max_restarts=0, grace_s=1)
+    slurm_script(ClusterJob('x', ['a b', "it's"], 1, max_restarts=0, grace_s=1))
     .splitlines()
     .count("""command=('a b' 'it'"'"'s')""")
     == 1

@@ -56,9 +56,9 @@ def to_text_of_changes(config: object, name: str = '') -> str:
   return '\n'.join(_line(path, entry) for path, entry, _ in _changes(config, name, is_root=True))
 
 
-def changed_fields(config: object, name: str = '') -> dict[str, tuple[str, str]]:
+def changed_fields(config: object) -> dict[str, tuple[str, str]]:
   """Returns, by path, (value, default) of each line of `to_text_of_changes`, as texts; '' if a line has no default."""
-  return {path: (entry[1], default) for path, entry, default in _changes(config, name, is_root=True)}
+  return {path: (entry[1], default) for path, entry, default in _changes(config, '', is_root=True)}
 
 
 def configs_by_path(config: object, name: str = '') -> dict[str, Config]:

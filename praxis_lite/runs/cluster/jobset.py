@@ -14,10 +14,11 @@ The directory of the run must be on a volume that all of them see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from praxis_lite.common.errors import UserError
 from praxis_lite.runs.cluster.clusters import COORDINATOR_PORT
+from praxis_lite.runs.cluster.recipe import MOUNT_PATH, ClusterJob, JsonObject, parse_resources
 
 _GROUP = 'hosts'
 _CONTAINER = 'train'
@@ -27,8 +28,6 @@ _VOLUME = 'runs'
 _SPARES, _SPARE_PRIORITY = 'spares', 'praxis-lite-spare'
 # A slice of TPUs is a node pool, and each group of pods gets one of its own.
 _EXCLUSIVE, _NODE_POOL = 'alpha.jobset.sigs.k8s.io/exclusive-topology', 'cloud.google.com/gke-nodepool'
-
-JsonObject = dict[str, object]
 
 _PRIORITY_OF_SPARES: JsonObject = {
   'apiVersion': 'scheduling.k8s.io/v1',
@@ -40,73 +39,55 @@ _PRIORITY_OF_SPARES: JsonObject = {
 }
 
 
-def jobset(
-  name: str,
-  image: str,
-  command: Sequence[str],
-  processes: int,
-  *,
-  max_restarts: int,
-  grace_s: int,
-  spares: int = 0,
-  slices: int = 1,
-  tpu: str | None = None,
-  resources: Mapping[str, str] | None = None,
-  volume_claim: str | None = None,
-  mount_path: str = '/runs',
-) -> JsonObject:
-  """Returns the manifest, for `kubectl apply`, which reads it as JSON.
+def jobset(job: ClusterJob) -> JsonObject:
+  """Returns the manifest, for `kubectl apply`, which reads it as JSON; with spare pods, a list with their priority.
 
-  Args:
-    name: the name of the JobSet: at most `MOST_NAME` lower-case letters, digits and hyphens, beginning with a letter.
-    image, command: a container image that has praxis_lite and the experiment, and the command line of each process.
-    processes, max_restarts: the number of pods, and how often all of them are restarted.
-    grace_s: seconds from SIGTERM to SIGKILL; `train --grace_s` should be a little less.
-    spares: number of pods that hold spare nodes. Then the manifest is a list, with the class of their priority.
-    slices: number of groups of pods; each is on one slice of TPUs.
-    tpu: the kind of TPU and its topology as Google Cloud names them, such as 'tpu-v5-lite-podslice:4x8'; None for other
-      nodes.
-    resources: what each pod needs, such as {'nvidia.com/gpu': '8'}.
-    volume_claim: name of a PersistentVolumeClaim for the directory of the run, which is mounted at `mount_path`.
+  The name has at most `MOST_NAME` lower-case letters, digits and hyphens, and begins with a letter.
 
   Raises:
-    UserError: the processes cannot be divided by the slices, or `tpu` is not of this form.
+    UserError: the processes cannot be divided by the slices, or the name of the TPU or a resource is not valid.
   """
-  if processes % slices or (slices > 1 and tpu is None):
-    raise UserError(
-      f'--slices={slices}: expected a number that divides --processes={processes}, and --tpu with the kind of slices'
-    )
+  slices, tpu, spares = job.slices, job.tpu, job.spares
+  if job.processes % slices or (slices > 1 and tpu is None):
+    divisor = f'expected a number that divides --processes={job.processes}, and --tpu with the kind of slices'
+    raise UserError(f'--slices={slices}: {divisor}')
   if tpu is not None and spares:
     raise UserError('--spares and --tpu: Google Cloud replaces a slice as a whole, so pods cannot hold parts of it')
+  resources = parse_resources(job.resources)
   container: JsonObject = {
     'name': _CONTAINER,
-    'image': image,
-    'command': list(command),
+    'image': job.image,
+    'command': list(job.command),
     'ports': [{'containerPort': COORDINATOR_PORT}],
-    'resources': {'limits': dict(resources or {})},
+    'resources': {'limits': resources},
   }
-  pod: JsonObject = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': grace_s, 'containers': [container]}
+  # Kubernetes kills a pod a little after `train --grace_s` is over.
+  pod: JsonObject = {
+    'restartPolicy': 'Never',
+    'terminationGracePeriodSeconds': job.grace_s + 5,
+    'containers': [container],
+  }
   if tpu is not None:  # Google Cloud sets variables from which the processes find each other.
     pod['nodeSelector'] = _nodes_of_slices(tpu)
   else:
-    variables = {'JAX_COORDINATOR_ADDRESS': f'{name}-{_GROUP}-0-0.{name}:{COORDINATOR_PORT}'}
-    variables['JAX_NUM_PROCESSES'] = str(processes)
+    variables = {'JAX_COORDINATOR_ADDRESS': f'{job.name}-{_GROUP}-0-0.{job.name}:{COORDINATOR_PORT}'}
+    variables['JAX_NUM_PROCESSES'] = str(job.processes)
     container['env'] = [{'name': variable, 'value': value} for variable, value in variables.items()]
-  if volume_claim is not None:
-    container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': mount_path}]
-    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': volume_claim}}]
-  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': _job(pod, processes // slices)}}]
+  if job.volume is not None:
+    container['volumeMounts'] = [{'name': _VOLUME, 'mountPath': MOUNT_PATH}]
+    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': {'claimName': job.volume}}]
+  groups = [{'name': _GROUP, 'replicas': slices, 'template': {'spec': _job(pod, job.processes // slices)}}]
   if spares:
-    groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(image, spares, resources or {})}})
+    groups.append({'name': _SPARES, 'replicas': 1, 'template': {'spec': _spare_job(job.image, spares, resources)}})
   mistake = {'name': 'mistake', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
   manifest: JsonObject = {
     'apiVersion': 'jobset.x-k8s.io/v1alpha2',
     'kind': 'JobSet',
-    'metadata': {'name': name, **({} if tpu is None else {'annotations': {_EXCLUSIVE: _NODE_POOL}})},
+    'metadata': {'name': job.name, **({} if tpu is None else {'annotations': {_EXCLUSIVE: _NODE_POOL}})},
     'spec': {
-      'network': {'enableDNSHostnames': True, 'subdomain': name},
+      'network': {'enableDNSHostnames': True, 'subdomain': job.name},
       'successPolicy': {'operator': 'All', 'targetReplicatedJobs': [_GROUP]},
-      'failurePolicy': {'maxRestarts': max_restarts, 'rules': [{**mistake, 'targetReplicatedJobs': [_GROUP]}]},
+      'failurePolicy': {'maxRestarts': job.max_restarts, 'rules': [{**mistake, 'targetReplicatedJobs': [_GROUP]}]},
       'replicatedJobs': groups,
     },
   }
@@ -151,14 +132,3 @@ def _spare_job(image: str, spares: int, resources: Mapping[str, str]) -> JsonObj
     'podFailurePolicy': {'rules': [evicted]},
     'template': {'spec': pod},
   }
-
-
-def parse_resources(values: Sequence[str]) -> dict[str, str]:
-  """Returns names and amounts of flags such as 'nvidia.com/gpu=8'; raises UserError if one is not of this form."""
-  parsed = {}
-  for value in values:
-    resource, is_given, amount = value.partition('=')
-    if not is_given or not resource or not amount:
-      raise UserError(f'--resource={value}: expected a name and an amount, as in --resource=nvidia.com/gpu=8')
-    parsed[resource] = amount
-  return parsed

@@ -10,51 +10,36 @@ The directory of the run must outlive the instances, on a volume or by `task.tra
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 
 from praxis_lite.common.errors import LostHostError, UserError
-from praxis_lite.runs.cluster.jobset import JsonObject
+from praxis_lite.runs.cluster.recipe import MOUNT_PATH, ClusterJob, JsonObject, parse_resources
 
 _SIGNALS = (134, 135, 137, 139)  # What a shell reports for SIGABRT, SIGBUS, SIGKILL and SIGSEGV.
 
 
-def skypilot_task(
-  name: str,
-  image: str,
-  command: Sequence[str],
-  processes: int,
-  *,
-  max_restarts: int,
-  resources: Mapping[str, str],
-  volume: str | None = None,
-  mount_path: str = '/runs',
-) -> JsonObject:
+def skypilot_task(job: ClusterJob) -> JsonObject:
   """Returns a task for `sky jobs launch`, which reads it as YAML.
 
-  Args:
-    name, image: the name of the job, and a container image that has praxis_lite and the experiment.
-    command: the command line of each process; the processes find each other through SkyPilot's variables.
-    processes: the number of instances; each runs one process.
-    max_restarts: how often the command is run again after a failure; instances that are taken away do not count.
-    resources: fields of SkyPilot's `resources`, such as {'accelerators': 'H100:8'}; 'true' and 'false' are booleans.
-    volume: a volume of SkyPilot for the directory of the run, which is mounted at `mount_path`.
+  Each instance runs one process. 'true' and 'false' in `resources` are booleans. Instances that are taken away do not
+  count as restarts.
 
   Raises:
     UserError: several instances have no volume that they share, or `resources` has a field that this task sets.
   """
-  if processes > 1 and volume is None:
+  resources = parse_resources(job.resources)
+  if job.processes > 1 and job.volume is None:
     raise UserError(
-      f'--volume_claim is missing: the {processes} instances share the directory of the run, on a volume that '
+      f'--volume_claim is missing: the {job.processes} instances share the directory of the run, on a volume that '
       '`sky volumes` names; one instance needs only task.train.mirror'
     )
   for field in {'image_id', 'job_recovery'} & {*resources}:
     raise UserError(f'--resource={field}={resources[field]}: leave it out, because --image and --max_restarts set it')
   recovery = {
     'strategy': 'EAGER_NEXT_REGION',
-    'max_restarts_on_errors': max_restarts,
+    'max_restarts_on_errors': job.max_restarts,
     'recover_on_exit_codes': [LostHostError.exit_code, *_SIGNALS],
   }
   fields = {field: {'true': True, 'false': False}.get(value.lower(), value) for field, value in resources.items()}
-  asked: JsonObject = {'use_spot': True, **fields, 'image_id': f'docker:{image}', 'job_recovery': recovery}
-  task: JsonObject = {'name': name, 'num_nodes': processes, 'resources': asked, 'run': shlex.join(command)}
-  return task if volume is None else {**task, 'volumes': {mount_path: volume}}
+  asked: JsonObject = {'use_spot': True, **fields, 'image_id': f'docker:{job.image}', 'job_recovery': recovery}
+  task: JsonObject = {'name': job.name, 'num_nodes': job.processes, 'resources': asked, 'run': shlex.join(job.command)}
+  return task if job.volume is None else {**task, 'volumes': {MOUNT_PATH: job.volume}}

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 
 from praxis_lite.common.errors import LostHostError, UserError
+from praxis_lite.runs.cluster.recipe import ClusterJob
 
 # Seconds between the end of the grace period and the time limit.
 _ROOM_S = 10
@@ -53,43 +53,26 @@ exit "$code"
 """
 
 
-def slurm_script(
-  name: str,
-  command: Sequence[str],
-  processes: int,
-  *,
-  processes_per_node: int,
-  spares: int,
-  max_restarts: int,
-  grace_s: int,
-  options: Sequence[str] = (),
-) -> str:
+def slurm_script(job: ClusterJob) -> str:
   """Returns a script for `sbatch`.
-
-  Args:
-    name, command: the name of the job, and the command line of each process.
-    spares: how many more nodes the job asks for than its processes need.
-    max_restarts: how often all processes are started again.
-    grace_s: seconds that the processes have to save and end before the time limit.
-    options: more options of sbatch, such as 'gpus-per-node=8'.
 
   Raises:
     UserError: the processes cannot be divided by those of a node, or an option is not of the form NAME=VALUE.
   """
-  if processes % processes_per_node:
-    raise UserError(f'--processes={processes} is not a multiple of --processes_per_node={processes_per_node}')
-  for option in options:
+  nodes, rest = divmod(job.processes, job.processes_per_node)
+  if rest:
+    raise UserError(f'--processes={job.processes} is not a multiple of --processes_per_node={job.processes_per_node}')
+  for option in job.resources:
     if not re.fullmatch(r'[a-z][a-z-]*=[\w.,:*/@%+=-]+', option):
       raise UserError(f'--resource={option}: expected an option of sbatch, as in --resource=gpus-per-node=8')
-  nodes = processes // processes_per_node
-  lines = [f'job-name={name}', f'nodes={nodes + spares}', f'ntasks-per-node={processes_per_node}', *options]
-  lines += ['requeue', 'no-kill', 'open-mode=append', f'signal=B:USR1@{grace_s + _ROOM_S}']
+  lines = [f'job-name={job.name}', f'nodes={nodes + job.spares}', f'ntasks-per-node={job.processes_per_node}']
+  lines += [*job.resources, 'requeue', 'no-kill', 'open-mode=append', f'signal=B:USR1@{job.grace_s + _ROOM_S}']
   return _SCRIPT.format(
     options='\n'.join(f'#SBATCH --{line}' for line in lines),
-    command=shlex.join(command),
+    command=shlex.join(job.command),
     nodes=nodes,
-    processes=processes,
-    spares=spares,
-    max_restarts=max_restarts,
+    processes=job.processes,
+    spares=job.spares,
+    max_restarts=job.max_restarts,
     lost=LostHostError.exit_code,
   )
