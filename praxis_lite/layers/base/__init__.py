@@ -24,7 +24,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -32,23 +31,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.common.config import Config, Configurable, build_at, config_values, target, template
+from praxis_lite.common.config import Config, Configurable, build_at, target, template
 from praxis_lite.common.config.editing import set_up
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
-from praxis_lite.layers.base.call import Exchange, SideOutputs, SplitConstraint, Surroundings
+from praxis_lite.layers.base.call import SideOutputs, Surroundings
 from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.growth import GrownLayer
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.layers.base.splits import MappedSplits
 from praxis_lite.layers.base.stored import StoredWeight
-from praxis_lite.sharding.constraints import manual_axes, with_sharding_constraint
-from praxis_lite.sharding.rules import resolve
-from praxis_lite.sharding.specs import Placement, all_axes, place_by_rank
+from praxis_lite.sharding.constraints import manual_axes
 from praxis_lite.sharding.weights import (
-  DeclaredSplit,
   SplitDimsMapping,
   WeightHParams,
   WeightHParamsCollection,
@@ -56,7 +52,6 @@ from praxis_lite.sharding.weights import (
   check_weight,
   init_weights,
   is_dtype,
-  to_declared_split,
 )
 
 LayerT = TypeVar('LayerT', bound='Layer')
@@ -89,15 +84,12 @@ class ChildEdits(Protocol):
 
   def edit(self, path: Path, config: Config) -> Config:
     """Returns the config from which the layer at `path` is built: `config` itself, or an edited copy."""
-    ...
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
     """Returns how a weight of a layer is stored; None if it is stored as it is declared."""
-    ...
 
   def check(self) -> None:
     """Raises ConfigError if the edits did not fit the layers; called when all layers are built."""
-    ...
 
 
 class Layer(MappedSplits, GrownLayer, Facts, Configurable):

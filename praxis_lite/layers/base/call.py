@@ -92,7 +92,6 @@ class SplitConstraint(NamedTuple):
 
 
 def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-  del path
   return stored if dtype is None else stored.astype(dtype)
 
 

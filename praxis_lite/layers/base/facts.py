@@ -1,13 +1,4 @@
-"""Facts about a layer that a program does not show, for the tools that explain, check and plan a step.
-
-exchanges           communication that the layer programs itself, and the field that causes it
-token_flops         FLOPs of the layer's formula for one token
-call_flops          FLOPs of a custom call
-knobs               hyperparameters that a search may change
-problems            settings that waste memory, time or communication
-implementation_of   which of several implementations runs, and why
-pipeline_stages     how the layer cuts a stack of layers into the stages of a pipeline
-"""
+"""Facts about a layer that a program does not show, for the tools that explain, check and plan a step."""
 
 from __future__ import annotations
 
@@ -62,34 +53,21 @@ class LayerProblem(NamedTuple):
 
 
 class PipelineStages(NamedTuple):
-  """How a layer cuts its stack of layers into the stages of a pipeline.
+  """How a layer cuts its stack of layers into the stages of a pipeline."""
 
-  Attributes:
-    number: the number of stages.
-    field: the field of the layer that sets this number.
-    axes: the mesh axes that split the stages.
-    rounds: the number of groups of layers in each stage.
-    period: the number of layers of the pattern that is repeated, which are in the same group.
-  """
-
-  number: int
-  field: str
-  axes: tuple[str, ...]
-  rounds: int = 1
-  period: int = 1
+  number: int  # Of the stages.
+  field: str  # The field of the layer that sets this number.
+  axes: tuple[str, ...]  # The mesh axes that split the stages.
+  rounds: int = 1  # The number of groups of layers in each stage.
+  period: int = 1  # The number of layers of the pattern that is repeated, which are in the same group.
 
 
 class PositionGrid(NamedTuple):
-  """Where patches are in a table of positions: after the entries of other tokens, row by row.
+  """Where patches are in a table of positions: after the entries of other tokens, row by row."""
 
-  Attributes:
-    rows, columns: the number of patches along the height and the width of an image.
-    others: the number of tokens before the patches, such as a class token.
-  """
-
-  rows: int
-  columns: int
-  others: int = 0
+  rows: int  # Patches along the height of an image.
+  columns: int  # Patches along its width.
+  others: int = 0  # Tokens before the patches, such as a class token.
 
 
 class Facts:
@@ -117,22 +95,14 @@ class Facts:
     return ()
 
   def token_flops(self, length: int) -> TokenFlops:
-    """Returns the FLOPs of this layer for one token, not counting its children.
-
-    Args:
-      length: tokens of a sequence.
-    """
-    del length
+    """Returns the FLOPs of this layer for one token of a sequence of this length, not counting its children."""
     return TokenFlops(2.0 * sum(weight.num_active for weight in self._weights.values() if len(weight.shape) > 1))
 
   def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
 
-    Args:
-      target: the target of the custom call, such as 'lapack_spotrf_ffi'.
-      shapes: the shapes of its operands on one device.
+    `target` is the call's target, such as 'lapack_spotrf_ffi', and `shapes` are those of its operands on one device.
     """
-    del target, shapes
     return 0.0
 
   def knobs(self) -> Sequence[Knob]:
@@ -151,18 +121,14 @@ class Facts:
     return {}
 
   def implementation_of(self, length: int, packed: bool) -> str:
-    """Returns how this layer computes sequences, and why, in one line; '' if it has one implementation.
+    """Returns how this layer computes sequences of this length, and why, in one line; '' if it can only do it one way.
 
-    Args:
-      length: tokens of a sequence.
-      packed: whether a row has several sequences.
+    `packed` says whether a row has several sequences.
     """
-    del length, packed
     return ''
 
   def problems(self, mesh_sizes: Mapping[str, int]) -> Iterable[LayerProblem]:
     """Returns warnings about this layer itself, not about its children, on mesh axes of these sizes."""
-    del mesh_sizes
     return ()
 
 

@@ -27,6 +27,7 @@ _CHANNELS = (1, 3, 4)  # The numbers of channels that an image may have.
 class InCall:
   """The part of a `Layer` that reads and writes the frame of the current call; raises ConfigError outside of a call."""
 
+  name: str
   _path: Path
   _weights: dict[str, WeightHParams]
   _stored: dict[str, StoredWeight]

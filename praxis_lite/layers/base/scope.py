@@ -5,31 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from praxis_lite.common.errors import ConfigError, DataError, UserError
 from praxis_lite.common.mistakes import explain_error, missing_return_hint, name_method
-from praxis_lite.common.trees import Path
 from praxis_lite.layers.base import call
+from praxis_lite.layers.base.splits import MappedSplits
 from praxis_lite.layers.base.taps import edit_and_tap
-from praxis_lite.sharding.weights import WeightHParams
-
-
-class Scoped(Protocol):
-  """The part of a layer that the scope of a method needs."""
-
-  name: str
-  _weights: dict[str, WeightHParams]
-
-  @property
-  def path_name(self) -> str: ...
-
-  @property
-  def path(self) -> Path: ...
-
-  def _shard_input(self, x: Any) -> Any: ...
 
 
 def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +21,7 @@ def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
   first = (*inspect.signature(method).parameters, '')[1]  # The name of the parameter after self, or ''.
 
   @functools.wraps(method)
-  def run(self: Scoped, *args: Any, **kwargs: Any) -> Any:
+  def run(self: MappedSplits, *args: Any, **kwargs: Any) -> Any:
     frame = call.frame_holding(self.path)
     if frame is None or frame.active is self:
       return method(self, *args, **kwargs)

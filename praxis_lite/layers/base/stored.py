@@ -21,20 +21,16 @@ class StoredWeight(Protocol):
   @property
   def weight(self) -> WeightHParams:
     """The weight as the layer declares it."""
-    ...
 
   @property
   def parts(self) -> Mapping[str, WeightHParams]:
     """The declarations of the variables that store the weight, by name."""
-    ...
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
     """Returns the values of `parts`, given the weight; `w` and the values may be stacked over repeated layers."""
-    ...
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
     """Returns the weight from the values of `parts`, in `dtype`; None means the dtype of the weight."""
-    ...
 
   @property
   def multiply(self) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array] | None:
@@ -42,8 +38,6 @@ class StoredWeight(Protocol):
 
     It does not compute the weight, [*I, *O], itself. None if there is no such function.
     """
-    ...
 
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the inputs [..., *I] that `multiply` takes, given the inputs of the layer."""
-    ...

@@ -50,24 +50,13 @@ _PROBE = '~probe:'
 _SAME_POINT = ('__call__', 'extend_step')
 
 
-class Listened(Protocol):
-  """The part of the surroundings of a call that taps need."""
-
-  @property
-  def manual_axes(self) -> frozenset[str]: ...
-  @property
-  def taps(self) -> Taps | None: ...
-  @property
-  def edited(self) -> dict[str, tuple[int, ...]] | None: ...
-
-
 class TappedCall(Protocol):
   """The part of a `Frame` that taps need."""
 
   trace: object
 
   @property
-  def surroundings(self) -> Listened: ...
+  def surroundings(self) -> Any: ...
   def variable(self, path: Path) -> Any: ...
   def add_summary(self, name: str, summary: Summary) -> None: ...
   def has_summary(self, name: str) -> bool: ...
@@ -179,11 +168,7 @@ class Taps:
 def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: str = '') -> Any:
   """Returns the value of a point with the edits of the call, and lets the taps of the call listen to it.
 
-  Args:
-    frame: the call.
-    path, method: the layer and its method.
-    value: the result of the method, or its first argument; an array or a tree of them.
-    side: '.in' for an argument.
+  The value, an array or a tree of them, is the result of the layer's method or, if `side` is '.in', its first argument.
   """
   surroundings = frame.surroundings
   if not path or (surroundings.taps is None and surroundings.edited is None):
@@ -217,38 +202,21 @@ def _watch(
   x: jax.Array, probe: dict[str, jax.Array], real: jax.Array | None, share: jax.Array, wanted: tuple[str, ...]
 ) -> jax.Array:
   """Returns x. In the backward pass, `probe` gets the `wanted` statistics of x's gradient times `share`."""
-  del probe, real, share, wanted
   return x
-
-
-def _watch_forward(x: jax.Array, probe: object, real: object, share: object, wanted: tuple[str, ...]) -> Any:
-  del probe, wanted
-  return x, (real, share)
 
 
 def _watch_backward(wanted: tuple[str, ...], kept: Any, gradient: jax.Array) -> Any:
   real, share = kept
   reports = _reports(gradient.astype(jnp.float32) * share, real, wanted, '')
-  return gradient, {_part_of(raw): summary.value for raw, summary in reports.items()}, None, None
+  of_parts = {read[0]: summary.value for raw, summary in reports.items() if (read := read_raw_name(raw))}
+  return gradient, of_parts, None, None
 
 
-def _part_of(name: str) -> str:
-  read = read_raw_name(name)
-  assert read is not None
-  return read[0]
-
-
-_watch.defvjp(_watch_forward, _watch_backward)
+_watch.defvjp(lambda x, probe, real, share, wanted: (x, (real, share)), _watch_backward)
 
 
 def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.Array]) -> None:
-  """Lets taps listen to a value that a layer computes only for them, such as `attention.entropy`.
-
-  Args:
-    frame: the call.
-    path, name: the path of the layer, and the name of the value.
-    make: returns the value; called if a tap wants it.
-  """
+  """Lets taps listen to the value `name` that a layer computes only for them; `make` is called if a tap wants it."""
   if (taps := frame.surroundings.taps) is None:
     return
   point = path_name((*path, name))
