@@ -35,7 +35,6 @@ from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.latent_attention import LatentAttention
 from praxis_lite.layers.linears import Bias, Linear
-from praxis_lite.layers.local_chunks import LocalChunks
 from praxis_lite.layers.log_mel import LogMel, mel_filters
 from praxis_lite.layers.lora import Adapter, Lora, LoraEmbedding, LoraLinear, LoraMoeFeedForward, LoraProjection
 from praxis_lite.layers.low_rank import LowRankUpdate
@@ -48,6 +47,7 @@ from praxis_lite.layers.masks import (
   Causal,
   FunctionMask,
   Known,
+  LocalChunks,
   Paddings,
   Prefix,
   Segments,

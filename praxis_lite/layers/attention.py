@@ -39,8 +39,7 @@ from praxis_lite.layers.dot_product import (
 )
 from praxis_lite.layers.kv_cache import KVCache, check_cache_dtype
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.local_chunks import local_chunks
-from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
+from praxis_lite.layers.masks import AttentionMask, local_chunks, make_mask, to_mask
 from praxis_lite.layers.packed_prompts import PackedPrompts
 from praxis_lite.layers.positions import RelativeBias
 from praxis_lite.layers.sequence_parts import SequenceSplit

@@ -107,6 +107,9 @@ class Integers(NamedTuple):
   seeds_BTN: jax.Array | None = None
 
 
+Residuals = tuple[Heads, Integers, jax.Array, jax.Array]  # Arguments, results, and what else a backward pass needs.
+
+
 def argument_specs(
   heads: Heads, integers: Integers, rows: SplitAxes, length: SplitAxes, head: SplitAxes
 ) -> tuple[Heads, Integers]:

@@ -164,6 +164,5 @@ class BiTemperedSoftmax(ClassLogits):
       class_ids: [...] integer labels in [0, V).
       class_weights: not used; the caller weights the losses in their mean.
     """
-    del class_weights
     logits = self.get_logits(x)
     return SoftmaxOutput(self.loss(logits, class_ids), jnp.argmax(logits, axis=-1) == class_ids, logits)

@@ -45,7 +45,6 @@ class OffsetBias(Protocol):
 
   def __call__(self, params: Any, query_pos: jax.Array, key_pos: jax.Array, /) -> jax.Array:
     """Returns [B, N, Q, S] for positions [B, Q] and [B, S], or [1, N, Q, S] for [1, Q] and [1, S]."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)

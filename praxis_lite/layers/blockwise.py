@@ -31,6 +31,7 @@ from praxis_lite.layers.attention_spec import (
   Integers,
   LogitBias,
   ProbabilityDropout,
+  Residuals,
   argument_specs,
   sort_arguments,
 )
@@ -108,7 +109,6 @@ class RowSplit:
 
     @run.def_vmap
     def run_stages(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
-      del axis_size
       arrays, structure = jax.tree.flatten(args)
       has_stages = jax.tree.leaves(in_batched)
 
@@ -152,14 +152,10 @@ def blockwise_attention(
 
 
 def largest_block(mask: AttentionMask, rows: int) -> int:
-  """Returns the largest size of a block.
+  """Returns the largest size of a block: with a small window, large ones would be mostly empty.
 
-  With a small window, large blocks would be mostly empty; with many rows, they would take much memory.
-
-  Args:
-    mask: the mask.
-    rows: the product of batch size and number of heads on one device. It may be symbolic, in an exported program, and
-      then counts as many.
+  With many `rows`, batch size times number of heads on a device, they would take much memory. In an exported program,
+  this number may be symbolic, and then counts as large.
   """
   size, behind = _LARGEST_BLOCK, split_offsets(mask)[0].behind
   if behind is not None:
@@ -179,12 +175,9 @@ def attend_in_blocks(
   return _forward(formula, block_size, split, heads, integers)[0]
 
 
-_Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
-
-
 def _forward(
   formula: Formula, block_size: int, split: RowSplit | None, heads: Heads, integers: Integers
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
     pairs = needed_pairs(mask, queries, keys, all_rows=has_all_rows())
@@ -193,8 +186,7 @@ def _forward(
     out, lse = blocks.finish_sums(sums, blocks.group_sinks(heads.sinks, heads.key.shape[2]))
     return unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
 
-  out_BTNH, lse = compute_context(local, split, heads, integers)
-  return out_BTNH, (heads, integers, out_BTNH, lse)
+  return compute_context(local, split, heads, integers)
 
 
 def compute_context(
@@ -202,23 +194,35 @@ def compute_context(
   split: RowSplit | None,
   heads: Heads,
   integers: Integers,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the results of a forward pass, and what else its backward pass needs, both tagged 'context' for `remat`.
+) -> tuple[jax.Array, Residuals]:
+  """Returns the results of a forward pass, [B, T, N, H], and the residuals for its backward pass.
 
-  Args:
-    local: the pass on the rows and heads of a device.
-    split: how the mesh splits rows and heads; None if `heads` already belong to one device.
-    heads, integers: the arguments of `local`.
+  `local` is the pass on the rows and heads of a device; with a `split` of None, `heads` already belong to one device.
   """
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=False)
-  out_BTNH, more = local(heads, integers)
+  return tag_context(local(heads, integers), heads, integers)
+
+
+def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
+  """Returns `results[0]`, of attention, and the residuals, both tagged 'context' for rematerialisation."""
   # If only one of the two results were kept, the backward pass would compute both again.
-  return checkpoint_name(out_BTNH, 'context'), checkpoint_name(more, 'context')
+  out_BTNH, more = (checkpoint_name(x, 'context') for x in results)
+  return out_BTNH, (heads, integers, out_BTNH, more)
+
+
+def compute_gradients(
+  local: Callable[..., Heads], split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
+) -> tuple[Heads, None]:
+  """Returns the result of a backward pass, `local` (heads, integers, results, what else it needs, their gradients)."""
+  heads, integers, *results = residuals
+  if split is not None:
+    local = split.map_rows(local, heads, integers, backward=True)
+  return local(heads, integers, *results, do_BTNH), None
 
 
 def _backward(
-  formula: Formula, block_size: int, split: RowSplit | None, residuals: _Residuals, do_BTNH: jax.Array
+  formula: Formula, block_size: int, split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
@@ -247,10 +251,7 @@ def _backward(
     )
     return jax.tree.map(lambda g, x: g.astype(x.dtype), found, heads)
 
-  heads, integers, out_BTNH, lse = residuals
-  if split is not None:
-    local = split.map_rows(local, heads, integers, backward=True)
-  return local(heads, integers, out_BTNH, lse, do_BTNH), None
+  return compute_gradients(local, split, residuals, do_BTNH)
 
 
 attend_in_blocks.defvjp(_forward, _backward)

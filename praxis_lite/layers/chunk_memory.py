@@ -137,17 +137,9 @@ class MemoryAttention(MultiHeadAttention):
     heads = heads[0], key_BSKH, value_BSKH
     return self._attend(heads, ArrayMask(both_BNTS), segment_pos, self._make_dropout(x_BTD), None, gate_BTNH=gate_BTNH)
 
-  def attention_mask(
-    self,
-    *,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    segment_pos: jax.Array | None = None,
-    prefix_lengths: jax.Array | None = None,
-  ) -> AttentionMask:
+  def attention_mask(self, **rows: jax.Array | None) -> AttentionMask:
     """Returns which keys each query attends to; see `MultiHeadAttention.attention_mask`."""
-    rows = {'segment_ids': segment_ids, 'kv_segment_ids': kv_segment_ids, 'segment_pos': segment_pos}
-    mask = super().attention_mask(**rows, prefix_lengths=prefix_lengths)
+    mask, segment_pos = super().attention_mask(**rows), rows.get('segment_pos')
     if self.chunk_length is None:
       return mask
     chunks = ChunkMemory(self.chunk_length, self._memory)

@@ -256,7 +256,6 @@ def _kernel(
   layer: Any, first: Any, end: Any, *refs: Any, formula: Formula, num_slots: int, present: list[bool]
 ) -> None:
   """Adds a page to the sums of the online softmax of a row; the last page writes the result."""
-  del layer
   given = iter(refs)
   of = _Arrays(*(next(given) if has else None for has in present))
   out_CQV, top_CQ1, total_CQ1, sum_CQV = given

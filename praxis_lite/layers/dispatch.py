@@ -126,7 +126,6 @@ def _combine_fwd(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> tu
 
 
 def _combine_bwd(num_tokens: int, plan: DispatchPlan, gradient: jax.Array) -> tuple[jax.Array, None]:
-  del num_tokens
   return dispatch(gradient, plan), None
 
 

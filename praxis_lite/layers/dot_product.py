@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.jax_internals.splash import has_splash
-from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout, sort_arguments
 from praxis_lite.layers.blocks import dropout_factors, group_sinks
 from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
@@ -40,8 +40,8 @@ from praxis_lite.layers.masks import (
 )
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.sequence_parts import SequenceSplit
-from praxis_lite.layers.splash import mask_obstacle, splash_attention
-from praxis_lite.layers.tokamax_attention import tokamax_attention, why_no_attention_kernel
+from praxis_lite.layers.splash import attend_by_splash, mask_obstacle
+from praxis_lite.layers.tokamax_attention import attend_by_tokamax, why_no_attention_kernel
 from praxis_lite.sharding.constraints import is_partly_mapped, unmapped_axes
 from praxis_lite.sharding.mesh import ask_device, platform
 
@@ -98,13 +98,8 @@ class AttentionCase(NamedTuple):
   ) -> AttentionCase:
     """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes.
 
-    Args:
-      dtype: dtype of the queries.
-      lengths: T and S.
-      dims_per_head: H.
-      mask: the mask.
-      array_bias: whether there is a bias as an array.
-      mesh_obstacle: why the mesh prevents kernels that the compiler cannot split; see `AttentionMesh.kernel_split`.
+    `lengths` are T and S. `array_bias` says whether there is a bias as an array. For `mesh_obstacle`, see
+    `AttentionMesh.kernel_split`.
     """
     offsets, more = split_offsets(mask)
     return cls(
@@ -197,40 +192,43 @@ def has_kernels_in(dtype: DTypeLike) -> bool:
 
 def _cudnn_obstacle(case: AttentionCase) -> str:
   """Returns why cuDNN's fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
-  if case.platform != 'gpu':
-    return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
-  if case.dtype not in (jnp.bfloat16, jnp.float16):
-    return f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}'
-  if case.dims_per_head % 8 or case.dims_per_head > 128:
-    return f'needs dims_per_head to be a multiple of 8 of at most 128, not {case.dims_per_head}'
-  if case.partly_mapped:
-    return _PARTLY_MAPPED
-  if case.soft_cap:
-    return 'has no logit_soft_cap'
-  if case.dropout:
-    return 'has no dropout here'
-  if case.sinks:
-    return 'has no sinks'
-  if case.window and not case.causal:
-    return 'has a sliding_window only with causal attention'
-  if (case.by_rows or case.logit_bias or case.arrays) and (case.query_len % 2 or case.key_len % 2):
-    return 'takes a mask or a bias only for even lengths'
-  return ''
+  H, takes_array = case.dims_per_head, case.by_rows or case.logit_bias or case.arrays
+  return _gpu_obstacle(case) or _first_of(
+    (H % 8 or H > 128, f'needs dims_per_head to be a multiple of 8 of at most 128, not {H}'),
+    (case.partly_mapped, _PARTLY_MAPPED),
+    (case.soft_cap, 'has no logit_soft_cap'),
+    (case.dropout, 'has no dropout here'),
+    (case.sinks, 'has no sinks'),
+    (case.window and not case.causal, 'has a sliding_window only with causal attention'),
+    (takes_array and (case.query_len % 2 or case.key_len % 2), 'takes a mask or a bias only for even lengths'),
+  )
 
 
 def _tokamax_obstacle(case: AttentionCase) -> str:
   """Returns why the kernels of tokamax cannot compute a case, as the end of a sentence; '' if they can."""
-  if case.platform != 'gpu':
-    return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
-  if case.dtype not in (jnp.bfloat16, jnp.float16):
-    return f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}'
-  if case.arrays or case.logit_bias:
-    return 'takes no bias, and no mask as an array'
-  if case.dropout:
-    return 'has no gradients with dropout'
-  if case.excludes_self:
-    return "has no mask that excludes a query's own index"
-  return case.mesh_obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
+  obstacle = _gpu_obstacle(case) or _first_of(
+    (case.arrays or case.logit_bias, 'takes no bias, and no mask as an array'),
+    (case.dropout, 'has no gradients with dropout'),
+    (case.excludes_self, "has no mask that excludes a query's own index"),
+    (case.mesh_obstacle, case.mesh_obstacle),
+  )
+  return obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
+
+
+def _gpu_obstacle(case: AttentionCase) -> str:
+  """Returns why no fused kernel for GPUs can compute a case, as the end of a sentence; '' if one may."""
+  return _first_of(
+    (case.platform != 'gpu', f'needs an NVIDIA GPU, and the platform is {case.platform!r}'),
+    (
+      case.dtype not in (jnp.bfloat16, jnp.float16),
+      f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}',
+    ),
+  )
+
+
+def _first_of(*obstacles: tuple[object, str]) -> str:
+  """Returns the text of the first obstacle that there is; '' if there is none."""
+  return next((text for is_there, text in obstacles if is_there), '')
 
 
 def _kind_without_bfloat16(kind: str) -> str:
@@ -239,21 +237,18 @@ def _kind_without_bfloat16(kind: str) -> str:
 
 def _splash_obstacle(case: AttentionCase) -> str:
   """Returns why splash attention cannot compute a case, as the end of a sentence; '' if it can."""
-  if case.platform == 'gpu':
-    return "needs a TPU, and the platform is 'gpu'"
-  if case.dtype not in (jnp.bfloat16, jnp.float32):
-    return f'computes in bfloat16 or float32, not in {jnp.dtype(case.dtype).name}'
-  if case.dtype == jnp.bfloat16 and case.only_float32:
-    return f'computes in float32 on {case.only_float32}, not in bfloat16'
-  if case.arrays:
-    return 'takes no mask or bias as an array'
-  if case.logit_bias:
-    return 'has no bias that depends on positions'
-  if case.dropout:
-    return 'has no dropout'
-  if obstacle := case.splash_obstacle or case.mesh_obstacle:
-    return obstacle
-  return '' if has_splash() else 'has an unknown interface in this release of JAX'
+  in_bfloat16, dtype = case.dtype == jnp.bfloat16, jnp.dtype(case.dtype).name
+  return _first_of(
+    (case.platform == 'gpu', "needs a TPU, and the platform is 'gpu'"),
+    (not in_bfloat16 and case.dtype != jnp.float32, f'computes in bfloat16 or float32, not in {dtype}'),
+    (in_bfloat16 and case.only_float32, f'computes in float32 on {case.only_float32}, not in bfloat16'),
+    (case.arrays, 'takes no mask or bias as an array'),
+    (case.logit_bias, 'has no bias that depends on positions'),
+    (case.dropout, 'has no dropout'),
+    (case.splash_obstacle, case.splash_obstacle),
+    (case.mesh_obstacle, case.mesh_obstacle),
+    (not has_splash(), 'has an unknown interface in this release of JAX'),
+  )
 
 
 _OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {
@@ -325,8 +320,12 @@ def dot_product_attention(
     return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout, sinks=sinks)
   if name in ('splash', 'tokamax'):
     assert not isinstance(split, SequenceSplit)
-    attend = splash_attention if name == 'splash' else tokamax_attention
-    return attend(*heads, mask, spec=spec, sinks=sinks, split=split)
+    if split is not None:
+      heads = query_BTNH, split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
+    formula, arrays, integers = sort_arguments(heads, mask, None, None, spec, sinks)
+    if name == 'tokamax':
+      return attend_by_tokamax(formula, split, arrays, integers)
+    return attend_by_splash(formula, spec.block_size, split, arrays, integers)
   if name == 'blockwise':
     assert isinstance(bias, LogitBias | None) and not isinstance(split, SequenceSplit)
     return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, sinks=sinks, split=split)

@@ -27,7 +27,6 @@ class RowProduct(Protocol):
 
   def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
     """Returns [..., O] for rows [..., I], weights [E, I, O] and biases [E, O], if given."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)

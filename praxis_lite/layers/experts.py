@@ -154,14 +154,12 @@ def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...],
 
   The gradient is a slice. JAX's own rule would make it a pad that crops, for which the guards would gather the array.
   """
-  del true
   return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)
 
 
 def _slice_gradient(
   spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...], _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-  del shape
   return (with_sharding_constraint(slice_to(with_sharding_constraint(gradient, spec), true), spec),)
 
 

@@ -94,7 +94,6 @@ def _rows_forward(
 def _rows_backward(
   axes: int, multiply: Callable[[jax.Array, T], jax.Array], inputs: tuple[jax.Array, T], g: jax.Array
 ) -> tuple[jax.Array, T]:
-  del axes
   return cast('tuple[jax.Array, T]', jax.vjp(multiply, *inputs)[1](g))
 
 

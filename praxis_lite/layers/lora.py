@@ -69,7 +69,6 @@ class Adapter(LayerPatterns):
 
   def adapt_at(self, name: str, config: Config) -> Config:
     """Returns the result of `adapt`; override it if the adapter depends on `name`, the layer's path below the model."""
-    del name
     return self.adapt(config)
 
   def _change_class(self, config: Config, **fields: object) -> Config:
@@ -126,7 +125,6 @@ class AdaptedLayer(Layer):
     """
     if isinstance(self, LoraLayer) and self.lora.num_adapters is not None:
       raise ConfigError(f'{self.path_name}: several adapters cannot be merged into one weight; merge each by itself')
-    del name
     a, b = parts
     update = scaled_product(a, b, sign * self.update_scale, w.shape)
     return w.astype(update.dtype) + update

@@ -284,6 +284,21 @@ class FunctionMask(AttentionMask):
     return self.fn(query_T[..., :, None], key_S[..., None, :])
 
 
+class LocalChunks(AttentionMask):
+  """Allows keys in the chunk of the query: the chunk of index i is i // `chunk` (Llama 4)."""
+
+  chunk: int
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array:
+    return query_T[..., :, None] // self.chunk == key_S[..., None, :] // self.chunk
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    return Known(_may_be_equal(*(index // self.chunk for index in at[:4])))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    return Known(_may_differ(*(index // self.chunk for index in at[:4])))
+
+
 # ---------------------------------------------------------------- kinds with arrays
 
 
@@ -312,16 +327,10 @@ class Segments(AttentionMask):
     return self.ids_BT[:, :, None] == self.key_ids_BS[:, None, :]
 
   def some_allowed(self, at: BlockRanges) -> Known:
-    if not at.all_rows:
-      return Known()
-    q_low, q_high, k_low, k_high = self._ranges()
-    return Known(by_data=jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1))
+    return Known(by_data=jnp.any(_may_be_equal(*self._ranges()), axis=-1)) if at.all_rows else Known()
 
   def some_masked(self, at: BlockRanges) -> Known:
-    if not at.all_rows:
-      return Known()
-    q_low, q_high, k_low, k_high = self._ranges()
-    return Known(by_data=jnp.any((q_low != q_high) | (k_low != k_high) | (q_low != k_low), axis=-1))
+    return Known(by_data=jnp.any(_may_differ(*self._ranges()), axis=-1)) if at.all_rows else Known()
 
   def _ranges(self) -> tuple[jax.Array, ...]:
     """Returns the least and greatest ids of blocks: of queries [I, 1, B], and of keys [J, B]."""
@@ -399,6 +408,25 @@ def make_mask(
   return mask
 
 
+def local_chunks(
+  chunk: int, segment_ids: jax.Array | None, key_segment_ids: jax.Array | None, pos_BT: jax.Array | None
+) -> AttentionMask:
+  """Returns the mask of a sequence that attends to itself, in chunks that begin where its segments begin.
+
+  Args:
+    chunk: number of positions of a chunk.
+    segment_ids, key_segment_ids: int32 [B, T]; with None for either, only `pos_BT` says where a segment begins.
+    pos_BT: int32 positions in the segment; None means that indices are positions.
+  """
+  if pos_BT is None:
+    return LocalChunks(chunk)
+  ids_BT = jnp.maximum(pos_BT, 0) // chunk
+  if segment_ids is not None and key_segment_ids is not None:  # One mask, because kernels take only one kind of ids.
+    most = jnp.max(ids_BT, axis=1, keepdims=True, initial=0) + 1
+    return Segments(segment_ids * most + ids_BT, key_segment_ids * most + ids_BT)
+  return Segments(ids_BT, ids_BT)
+
+
 Visibility = make_mask
 """The name of `make_mask` in older versions."""
 
@@ -455,6 +483,15 @@ def _intersect(a: OffsetMask, b: OffsetMask) -> OffsetMask:
     return min((limit for limit in limits if limit is not None), default=None)
 
   return Band(least(a.behind, b.behind), least(a.ahead, b.ahead))
+
+
+def _may_be_equal(q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Array:
+  """Returns whether a query and a key may have the same number, for blocks with numbers in these ranges."""
+  return (q_low <= k_high) & (k_low <= q_high)
+
+
+def _may_differ(q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Array:
+  return (q_low != q_high) | (k_low != k_high) | (q_low != k_low)
 
 
 def _is_within(index: Array, start: Array, distance: int | None) -> Array | None:

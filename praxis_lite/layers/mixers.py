@@ -72,7 +72,6 @@ class Mixer(Layer):
     Raises:
       ConfigError: `prefix_lengths` is not None; a recurrence cannot see later tokens.
     """
-    del segment_pos
     self._refuse_prefixes(prefix_lengths)
     return self.mix(x_BTD, segment_ids, None)
 

@@ -110,7 +110,6 @@ def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Ar
 
 @jax.custom_vjp
 def _mask(real: jax.Array, x: jax.Array) -> jax.Array:
-  del real
   return x
 
 
@@ -163,7 +162,6 @@ def replace_entry(stack: _TreeT, entry: _TreeT, index: jax.Array) -> _TreeT:
 
 @jax.custom_vjp
 def _read(stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-  del real
   return entry_at(stack, index), gradients
 
 

@@ -152,7 +152,6 @@ class RoundedWeight:
     return None
 
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
-    del parts
     return x
 
 

@@ -359,7 +359,6 @@ class RandomVectorQuantizer(_CodebookQuantizer):
     return jax.lax.stop_gradient(to_units(super()._codebook()))
 
   def _quantize(self, z: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-    del real
     projection_GDE, codebook_GVE = self.theta.projection.astype(z.dtype), self._codebook().astype(z.dtype)
     projected = jnp.einsum('...d,gde->...ge', z, projection_GDE, precision=_HIGHEST)
     codes = nearest_codes(jax.lax.stop_gradient(projected), codebook_GVE)

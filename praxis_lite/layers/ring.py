@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.layers import blocks
-from praxis_lite.layers.attention_spec import Heads, Integers
+from praxis_lite.layers.attention_spec import Heads, Integers, Residuals
 from praxis_lite.layers.block_arrays import Keys, query_blocks, unblock_keys, unblock_queries
 from praxis_lite.layers.block_pairs import needed_pairs
 from praxis_lite.layers.blocks import Formula
-from praxis_lite.layers.blockwise import has_all_rows
+from praxis_lite.layers.blockwise import has_all_rows, tag_context
 from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, join_runs, to_runs
@@ -38,10 +37,7 @@ def ring_attention(plan: SequencePlan, formula: Formula, heads: Heads, integers:
   return _forward(plan, formula, heads, integers)[0]
 
 
-_Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
-
-
-def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[jax.Array, _Residuals]:
+def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, local_keys, local_mask = cut_local_blocks(plan, heads, integers)
     expected = plan.mean_pairs(local_mask)
@@ -57,13 +53,10 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     out_BLNH = join_runs(plan, unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
 
-  out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # Both results have the tag: if only one were kept, the backward pass would compute both again.
-  out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
-  return out, (heads, integers, out, lse)
+  return tag_context(plan.map_parts(local, heads, integers)(heads, integers), heads, integers)
 
 
-def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: jax.Array) -> tuple[Heads, None]:
+def _backward(plan: SequencePlan, formula: Formula, residuals: Residuals, do: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out: jax.Array, lse: jax.Array, do: jax.Array) -> Heads:
     queries, local_keys, local_mask = cut_local_blocks(plan, heads, integers)
     expected = plan.mean_pairs(local_mask)

@@ -54,7 +54,6 @@ class FiniteScalarQuantizer(Quantizer):
     return self.shard(((digits - self._middles()) / self._middles()).astype(self.fprop_dtype))
 
   def _quantize(self, z: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-    del real
     levels = np.array(self.levels)
     half = ((levels - 1) * (1 + 1e-3) / 2).astype(z.dtype)
     offset = np.where(levels % 2, 0, 0.5).astype(z.dtype)

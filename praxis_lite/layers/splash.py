@@ -32,9 +32,9 @@ from praxis_lite.common.jax_internals.splash import (
   splash_backward,
   splash_forward,
 )
-from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
+from praxis_lite.layers.attention_spec import Heads, Integers, Residuals
 from praxis_lite.layers.blocks import Formula, sum_sink_gradients
-from praxis_lite.layers.blockwise import RowSplit, compute_context
+from praxis_lite.layers.blockwise import RowSplit, compute_context, compute_gradients
 from praxis_lite.layers.masks import (
   And,
   AttentionMask,
@@ -51,32 +51,6 @@ from praxis_lite.sharding.padding import pad_to
 
 LANES = 128  # Lengths of blocks are multiples of this.
 NO_KEY = np.iinfo(np.int32).min  # The id of keys that no query attends to.
-
-
-def splash_attention(
-  query_BTNH: jax.Array,
-  key_BSKH: jax.Array,
-  value_BSKH: jax.Array,
-  mask: AttentionMask | None = None,
-  *,
-  spec: AttentionSpec = DEFAULT_SPEC,
-  sinks: jax.Array | None = None,
-  split: RowSplit | None = None,
-) -> jax.Array:
-  """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
-
-  Computes the same as `dot_product_attention`, from the same arguments. On a CPU, the kernels are interpreted, which is
-  slow and meant for tests.
-
-  Args:
-    split: how the ambient mesh splits rows and heads. It must split rows evenly, and query heads so that each device
-      gets whole groups that share a kv head, or equal parts of such groups. None if there is no mesh, or inside of a
-      `shard_map` over the whole mesh.
-  """
-  if split is not None:
-    key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec, sinks)
-  return attend_by_splash(formula, spec.block_size, split, heads, integers)
 
 
 # ---------------------------------------------------------------- masks
@@ -163,27 +137,26 @@ def _kinds(mask: AttentionMask) -> str:
 def attend_by_splash(
   formula: Formula, block_size: int | None, split: RowSplit | None, heads: Heads, integers: Integers
 ) -> jax.Array:
-  """Returns attention [B, T, N, H] in blocks of at most `block_size`; None allows the largest blocks that fit."""
+  """Returns attention [B, T, N, H] in blocks of at most `block_size`; None allows the largest blocks that fit.
+
+  On a CPU, the kernels are interpreted, which is slow and meant for tests.
+  """
   return _forward(formula, block_size, split, heads, integers)[0]
-
-
-_Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
 
 
 def _forward(
   formula: Formula, block_size: int | None, split: RowSplit | None, heads: Heads, integers: Integers
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     out_BNTH, lse_BNT = forward_rows(*_prepare(formula, block_size, heads, integers))
     T = heads.query.shape[1]
     return jnp.swapaxes(out_BNTH, 1, 2)[:, :T], lse_BNT[None, :, :, :T]
 
-  out_BTNH, lse = compute_context(local, split, heads, integers)
-  return out_BTNH, (heads, integers, out_BTNH, lse)
+  return compute_context(local, split, heads, integers)
 
 
 def _backward(
-  formula: Formula, block_size: int | None, split: RowSplit | None, residuals: _Residuals, do_BTNH: jax.Array
+  formula: Formula, block_size: int | None, split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     call, arrays = _prepare(formula, block_size, heads, integers)
@@ -196,10 +169,7 @@ def _backward(
     dsinks = sum_sink_gradients(heads.sinks, out_BNTH, lse_BNT, do_BNTH, split.batch_axes if split else ())
     return Heads(dq, dk, dv, sinks=dsinks)
 
-  heads, integers, out_BTNH, lse = residuals
-  if split is not None:
-    local = split.map_rows(local, heads, integers, backward=True)
-  return local(heads, integers, out_BTNH, lse, do_BTNH), None
+  return compute_gradients(local, split, residuals, do_BTNH)
 
 
 attend_by_splash.defvjp(_forward, _backward)

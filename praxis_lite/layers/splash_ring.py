@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.common.jax_internals.splash import BlockTable, SplashArrays, SplashCall
-from praxis_lite.layers.attention_spec import Heads, Integers
+from praxis_lite.layers.attention_spec import Heads, Integers, Residuals
 from praxis_lite.layers.blocks import MASKED, Formula, sum_sink_gradients
+from praxis_lite.layers.blockwise import tag_context
 from praxis_lite.layers.masks import BlockRanges
 from praxis_lite.layers.ring import go_round
 from praxis_lite.layers.sequence_parts import SequencePlan, heads_to_runs, join_runs, to_runs
@@ -40,10 +40,7 @@ def splash_ring_attention(plan: SequencePlan, formula: Formula, heads: Heads, in
   return _forward(plan, formula, heads, integers)[0]
 
 
-_Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
-
-
-def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[jax.Array, _Residuals]:
+def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, keys = _cut(plan, formula, heads, integers)
 
@@ -61,13 +58,10 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
     out_BLNH = jnp.swapaxes(out_BNLH, 1, 2).astype(heads.query.dtype)
     return join_runs(plan, out_BLNH, plan.query_len), jnp.moveaxis(lse_BNL, 2, 0)
 
-  out, lse = plan.map_parts(local, heads, integers)(heads, integers)
-  # Both results have the tag: if only one were kept, the backward pass would compute both again.
-  out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
-  return out, (heads, integers, out, lse)
+  return tag_context(plan.map_parts(local, heads, integers)(heads, integers), heads, integers)
 
 
-def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: jax.Array) -> tuple[Heads, None]:
+def _backward(plan: SequencePlan, formula: Formula, residuals: Residuals, do: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out: jax.Array, lse: jax.Array, do: jax.Array) -> Heads:
     queries, keys = _cut(plan, formula, heads, integers)
     both = to_runs(plan, jnp.concatenate([out, do], axis=2), plan.query_len)

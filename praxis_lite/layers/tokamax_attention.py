@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.errors import first_line
-from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, Heads, Integers, sort_arguments
+from praxis_lite.layers.attention_spec import Heads, Integers, Residuals
 from praxis_lite.layers.block_arrays import block_indices
 from praxis_lite.layers.block_pairs import count_pairs
 from praxis_lite.layers.blocks import Formula, Sums, add_sinks, sum_sink_gradients
-from praxis_lite.layers.blockwise import RowSplit, compute_context
+from praxis_lite.layers.blockwise import RowSplit, compute_context, compute_gradients
 from praxis_lite.layers.gpu_capability import LARGE_SHARED_MEMORY, OLDEST_CAPABILITY, compute_capability
-from praxis_lite.layers.masks import AttentionMask, Band, OffsetMask, split_offsets
+from praxis_lite.layers.masks import Band, OffsetMask, split_offsets
 from praxis_lite.layers.tokamax_target import INSTALL, is_installed, tokamax_for_mesh
 from praxis_lite.sharding.mesh import device_kind
 from praxis_lite.sharding.padding import pad_to
@@ -44,13 +44,7 @@ _PRODUCTS, _BACKWARD_PRODUCTS = 2, 7
 
 
 def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool) -> str:
-  """Returns why tokamax has no kernel for the chips of the ambient mesh, as the end of a sentence; '' if it has one.
-
-  Args:
-    dims_per_head: H.
-    soft_cap: whether logits have a soft cap.
-    window: whether the mask has a window.
-  """
+  """Returns why tokamax has no kernel for the chips of the ambient mesh, as the end of a sentence; '' if it has one."""
   if not is_installed():
     return f'is not installed: {INSTALL}'
   capability = compute_capability()
@@ -66,34 +60,8 @@ def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool)
   return ''
 
 
-def tokamax_attention(
-  query_BTNH: jax.Array,
-  key_BSKH: jax.Array,
-  value_BSKH: jax.Array,
-  mask: AttentionMask | None = None,
-  *,
-  spec: AttentionSpec = DEFAULT_SPEC,
-  sinks: jax.Array | None = None,
-  split: RowSplit | None = None,
-) -> jax.Array:
-  """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
-
-  Computes the same as `dot_product_attention`, from the same arguments.
-
-  Args:
-    split: how the ambient mesh splits rows and heads; see `splash_attention`.
-  """
-  if split is not None:
-    key_BSKH, value_BSKH = split.repeat_kv_heads(key_BSKH), split.repeat_kv_heads(value_BSKH)
-  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, None, None, spec, sinks)
-  return _attend(formula, split, heads, integers)
-
-
 def kernel_flops(name: str) -> tuple[float, int] | None:
-  """Returns, from a name made by `_jit_with_flops`, the FLOPs of each kernel call and the number of calls.
-
-  Returns None for other names.
-  """
+  """Returns the FLOPs of each kernel call, and how many, from a name by `_jit_with_flops`; None for other names."""
   if not name.startswith(ATTENTION_KERNEL):
     return None
   flops, calls = name.removeprefix(ATTENTION_KERNEL).split('_')
@@ -104,14 +72,12 @@ def kernel_flops(name: str) -> tuple[float, int] | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> jax.Array:
+def attend_by_tokamax(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> jax.Array:
+  """Returns attention [B, T, N, H]; its gradient is computed by a kernel too."""
   return _forward(formula, split, heads, integers)[0]
 
 
-_Saved = tuple[Heads, Integers, jax.Array, jax.Array]
-
-
-def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> tuple[jax.Array, _Saved]:
+def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     call = _Call.make(formula, heads, integers)
     T = heads.query.shape[1]
@@ -120,11 +86,10 @@ def _forward(formula: Formula, split: RowSplit | None, heads: Heads, integers: I
     out_BTNH, stats = _add_sinks(heads.sinks, out_BTNH, stats)
     return out_BTNH[:, :T], stats
 
-  out_BTNH, stats = compute_context(local, split, heads, integers)
-  return out_BTNH, (heads, integers, out_BTNH, stats)
+  return compute_context(local, split, heads, integers)
 
 
-def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: jax.Array) -> tuple[Heads, None]:
+def _backward(formula: Formula, split: RowSplit | None, saved: Residuals, do_BTNH: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, stats: jax.Array, do_BTNH: jax.Array) -> Heads:
     call = _Call.make(formula, heads, integers)
     calls = 2 if call.kernels.is_mosaic else 1
@@ -136,13 +101,10 @@ def _backward(formula: Formula, split: RowSplit | None, saved: _Saved, do_BTNH: 
     dsinks = sum_sink_gradients(heads.sinks, out_BNTH, lse_BNT, do_BNTH, split.batch_axes if split else ())
     return Heads(dq, dk, dv, sinks=dsinks)
 
-  heads, integers, out_BTNH, stats = saved
-  if split is not None:
-    local = split.map_rows(local, heads, integers, backward=True)
-  return local(heads, integers, out_BTNH, stats, do_BTNH), None
+  return compute_gradients(local, split, saved, do_BTNH)
 
 
-_attend.defvjp(_forward, _backward)
+attend_by_tokamax.defvjp(_forward, _backward)
 
 
 def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -269,7 +231,7 @@ def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
   formula = Formula(scale=1.0)
 
   def gradients(heads: Heads) -> Heads:
-    out, pullback = jax.vjp(lambda heads: _attend(formula, None, heads, Integers(Band(None, 0))), heads)
+    out, pullback = jax.vjp(lambda heads: attend_by_tokamax(formula, None, heads, Integers(Band(None, 0))), heads)
     return pullback(out)[0]
 
   try:

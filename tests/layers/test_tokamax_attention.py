@@ -34,6 +34,7 @@ from praxis_lite.layers import (
   dot_product_attention,
   tokamax_attention,
 )
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, sort_arguments
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -149,13 +150,18 @@ def results(attend, heads, gradient):
   return jax.jit(run)(heads, gradient)
 
 
+def attend_by_kernels(query, key, value, mask=None, *, spec=DEFAULT_SPEC, sinks=None, split=None):
+  if split is not None:
+    key, value = split.repeat_kv_heads(key), split.repeat_kv_heads(value)
+  formula, heads, integers = sort_arguments((query, key, value), mask, None, None, spec, sinks)
+  return tokamax_attention.attend_by_tokamax(formula, split, heads, integers)
+
+
 def check_case(case, tolerance=1e-5):
   mask, (T, S, N, K, H), soft_cap = CASES[case]
   heads, gradient = (drawn(0, 2, T, N, H), drawn(1, 2, S, K, H), drawn(2, 2, S, K, H)), drawn(3, 2, T, N, H)
   heads += sinks_of(case, N)
-  attend = functools.partial(
-    tokamax_attention.tokamax_attention, mask=mask, spec=AttentionSpec(logit_soft_cap=soft_cap)
-  )
+  attend = functools.partial(attend_by_kernels, mask=mask, spec=AttentionSpec(logit_soft_cap=soft_cap))
   dense = AttentionSpec(implementation='dense', logit_soft_cap=soft_cap)
   expected = results(functools.partial(dot_product_attention, mask=mask, spec=dense), heads, gradient)
   for found, e in zip(results(attend, heads, gradient), expected, strict=True):
@@ -261,7 +267,7 @@ def layer_of(**fields):
 def test_on_a_mesh_results_and_gradients_are_those_of_one_device(stand_in):
   heads = drawn(0, 2, 200, 4, 8), drawn(1, 2, 200, 2, 8), drawn(2, 2, 200, 2, 8), jnp.array([2.0, 0, -1, 1])
   mask, gradient = Causal() & Segments(IDS, IDS), drawn(3, 2, 200, 4, 8)
-  attend = functools.partial(tokamax_attention.tokamax_attention, mask=mask)
+  attend = functools.partial(attend_by_kernels, mask=mask)
   expected = results(attend, heads, gradient)
   for sizes in ((2, 1, 4), (1, 3, 2)):
     mesh = jax.make_mesh(sizes, ('data', 'spare', 'mdl'), axis_types=(AxisType.Auto,) * 3)
@@ -287,7 +293,7 @@ def test_a_layer_maps_it_over_the_mesh(stand_in, installed):
 def test_what_attention_keeps_is_not_computed_again(stand_in, kept, forward):
   heads = (drawn(0, 1, 128, 1, 8),) * 3
   policy = jax.checkpoint_policies.save_only_these_names(*kept)
-  fn = jax.checkpoint(lambda *heads: jnp.sin(tokamax_attention.tokamax_attention(*heads, Causal())), policy=policy)
+  fn = jax.checkpoint(lambda *heads: jnp.sin(attend_by_kernels(*heads, Causal())), policy=policy)
   program = str(jax.make_jaxpr(jax.grad(lambda *heads: fn(*heads).sum(), (0, 1, 2)))(*heads))
   flops = 2 * 2 * 128 * 128 * 8
   assert program.count(f'name={tokamax_attention.ATTENTION_KERNEL}{flops}_1') == forward
@@ -296,7 +302,7 @@ def test_what_attention_keeps_is_not_computed_again(stand_in, kept, forward):
 def test_flops_are_those_of_the_blocks_that_the_kernels_compute(stand_in):
   q, block = jax.ShapeDtypeStruct((2, 1000, 4, 64), jnp.bfloat16), 2 * 2 * 4 * 128 * 128 * 64
   for mask, forward, backward in ((Causal(), 36, 36), (Band(), 64, 64), (Causal() & SlidingWindow(129), 15, 36)):
-    attend = functools.partial(tokamax_attention.tokamax_attention, mask=mask)
+    attend = functools.partial(attend_by_kernels, mask=mask)
     assert count_flops(jax.make_jaxpr(lambda q, attend=attend: attend(q, q, q))(q)) == 2 * forward * block
     step = jax.grad(lambda q, attend=attend: attend(q, q, q).astype(jnp.float32).sum())
     assert count_flops(jax.make_jaxpr(step)(q)) == (2 * forward + 7 * backward) * block
