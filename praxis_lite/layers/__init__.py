@@ -81,7 +81,6 @@ from praxis_lite.layers.relative_attention import RelativeAttention
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.resnet import ResNet, ResNetBlock
 from praxis_lite.layers.rg_lru import RgLru
-from praxis_lite.layers.rnnt import rnnt_loss
 from praxis_lite.layers.routing import Router
 from praxis_lite.layers.scalar_quantizers import FiniteScalarQuantizer, LookupFreeQuantizer
 from praxis_lite.layers.scaled_embedding import ScaledEmbeddingSoftmax
@@ -92,7 +91,7 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cros
 from praxis_lite.layers.spectrum_augmenter import SpectrumAugmenter
 from praxis_lite.layers.stacking import StackingOverTime
 from praxis_lite.layers.time_convolutions import ConvolutionModule, ConvSubsampling, DepthwiseConv1D
-from praxis_lite.layers.transducer import LabelNetwork, PathLogProbs, TransducerJoint
+from praxis_lite.layers.transducer import LabelNetwork, PathLogProbs, TransducerJoint, rnnt_loss
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
 from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.layers.transformer_lm import TransformerLm

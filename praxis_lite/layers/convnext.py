@@ -21,9 +21,10 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import StochasticResidual
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.images import Conv2D, GlobalPooling
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.resnet import check_channels, check_stages
-from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import WeightInit
 
 
 class ConvNeXtBlock(Layer):
@@ -72,13 +73,8 @@ class ConvNeXtBlock(Layer):
     hidden = 4 * D if self.hidden_dims is None else self.hidden_dims
     self.create_child('ff', self.ff_tpl.clone(input_dims=D, hidden_dims=hidden, activation=self.activation))
     if self.initial_scale is not None:
-      scale = WeightHParams(
-        (D,),
-        init=WeightInit.Constant(self.initial_scale),
-        tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-        collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-      )
-      self.create_variable('scale', scale)
+      init = WeightInit.Constant(self.initial_scale)
+      self.create_variable('scale', bias_weight(D, self.weight_split_dims_mapping.wt, init))
     self.create_child('residual', self.residual_tpl)
 
   def __call__(self, x_BHWD: jax.Array) -> jax.Array:

@@ -37,22 +37,14 @@ from praxis_lite.layers.state_space import ChunkDecay, expand_groups, scan_chunk
 
 
 class DeltaTokens(NamedTuple):
-  """What the rule reads.
+  """What the rule reads."""
 
-  Attributes:
-    value: [B, T, N, H].
-    decay: [B, T, N], at most 0, in the dtype of sums.
-    rate: [B, T, N], from 0, which writes nothing, to 1, in the dtype of sums.
-    key, query: [B, T, G, S]; keys have a length of at most 1.
-    starts: [B, T] bool, where a segment starts, so that the state before it is forgotten; None means nowhere.
-  """
-
-  value: jax.Array
-  decay: jax.Array
-  rate: jax.Array
-  key: jax.Array
-  query: jax.Array
-  starts: jax.Array | None = None
+  value: jax.Array  # [B, T, N, H].
+  decay: jax.Array  # [B, T, N], at most 0, in the dtype of sums.
+  rate: jax.Array  # [B, T, N], from 0, which writes nothing, to 1, in the dtype of sums.
+  key: jax.Array  # [B, T, G, S], of length at most 1.
+  query: jax.Array  # [B, T, G, S].
+  starts: jax.Array | None = None  # See `StateTokens`.
 
 
 # How many chunks are prepared at once. More chunks make fewer and larger operations, and need more memory.
@@ -60,22 +52,15 @@ _CHUNKS_AT_ONCE = 16
 
 
 class _Chunk(NamedTuple):
-  """What a chunk does to a state; L and M are tokens of the chunk, and P = 2 L.
+  """What a chunk does to a state; L and M are tokens of the chunk, and P = 2 L."""
 
-  Attributes:
-    own_BNLH: what tokens write if the state before the chunk is zero, in the dtype of sums.
-    from_state_BNPS: what the state is multiplied by: first L vectors, b, whose products are subtracted from `own_BNLH`,
-      then L decayed queries.
-    weights_BNLM: the weight of what token M writes in the output of token L.
-    key_BNMS: the decayed key under which the state after the chunk holds what token M writes.
-    kept_BN: the decay of the state over the whole chunk.
-  """
-
-  own_BNLH: jax.Array
+  own_BNLH: jax.Array  # What tokens write if the state before the chunk is zero, in the dtype of sums.
+  # What the state is multiplied by: first L vectors, b, whose products are subtracted from `own_BNLH`, then L decayed
+  # queries.
   from_state_BNPS: jax.Array
-  weights_BNLM: jax.Array
-  key_BNMS: jax.Array
-  kept_BN: jax.Array
+  weights_BNLM: jax.Array  # The weight of what token M writes in the output of token L.
+  key_BNMS: jax.Array  # The decayed key under which the state after the chunk holds what token M writes.
+  kept_BN: jax.Array  # The decay of the state over the whole chunk.
 
 
 def scan_delta_rule(

@@ -31,11 +31,10 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import Path
 from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
-from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
-from praxis_lite.layers.state_space import segment_starts
+from praxis_lite.layers.state_space import scan_states, segment_starts
 from praxis_lite.sharding.constraints import unmapped_axes
 from praxis_lite.sharding.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams, WeightHParamsCollection, WeightInit
@@ -89,13 +88,10 @@ class DiagonalSsm(Mixer):
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     draw = functools.partial(_draw_rates, (N, S), self.step_range)
     for name in ('log_decay', 'frequency', 'log_step'):
-      weight = WeightHParams(
-        (N, S),
-        init=JointInit((name,), draw),
-        tensor_split_dims_mapping=pick_entries(wt, 1, None),
-        collections=NO_DECAY_FLOAT32,
+      split = pick_entries(wt, 1, None)
+      self.create_variable(
+        name, WeightHParams((N, S), JointInit((name,), draw), None, split, collections=NO_DECAY_FLOAT32)
       )
-      self.create_variable(name, weight)
     for name, shape in (('b', (N, S, H, 2)), ('c', (N, H, S, 2))):
       weight = WeightHParams(
         shape,
@@ -107,11 +103,7 @@ class DiagonalSsm(Mixer):
       )
       self.create_variable(name, weight)
     skip = WeightHParams(
-      (N, H),
-      init=WeightInit.Gaussian(),
-      tensor_split_dims_mapping=pick_entries(wt, 1, None),
-      fan_in_axes=(),
-      fan_out_axes=(0, 1),
+      (N, H), WeightInit.Gaussian(), None, pick_entries(wt, 1, None), fan_in_axes=(), fan_out_axes=(0, 1)
     )
     self.create_variable('skip', skip)
     for name in ('out', 'out_gate'):

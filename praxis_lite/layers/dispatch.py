@@ -26,15 +26,10 @@ from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 
 
 class DispatchPlan(NamedTuple):
-  """The slots of choices. Choice k of token t has the number t K + k.
+  """The slots of choices. Choice k of token t has the number t K + k."""
 
-  Attributes:
-    choice_of_slot: [M] int32; N K if the slot is empty.
-    slot_of_choice: [N, K] int32; M if the choice has no slot. None if experts choose tokens: then K is 1, and
-      the number of a choice is the number of its token.
-  """
-
-  choice_of_slot: jax.Array
+  choice_of_slot: jax.Array  # [M] int32; N K if the slot is empty.
+  # [N, K] int32; M if the choice has no slot. None if experts choose tokens: then a choice has the number of its token.
   slot_of_choice: jax.Array | None
 
   @property
@@ -75,12 +70,9 @@ def expert_choice_plan(tokens_EC: jax.Array) -> DispatchPlan:
 
 
 def plan_of_rows(plans: DispatchPlan, num_choices: int, capacity: int) -> DispatchPlan:
-  """Returns the stacked plans of B rows, of E C slots each, as one plan with slots ordered by expert, then by row.
+  """Returns the stacked plans [B, ...] of rows, of E C slots each, as one plan, ordered by expert, then by row.
 
-  Args:
-    plans: [B, ...].
-    num_choices: T K, the number of choices in a row.
-    capacity: C.
+  A row has `num_choices` choices, T K.
   """
   rows, slots = plans.choice_of_slot.shape
   of_row = jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -111,26 +103,17 @@ def combine(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> jax.Arr
   return jnp.sum(choices, axis=1, dtype=sum_dtype(choices)).astype(slots_MD.dtype)
 
 
-def _dispatch_fwd(x_ND: jax.Array, plan: DispatchPlan) -> tuple[jax.Array, tuple[DispatchPlan, jax.Array]]:
-  # Residuals must be arrays, so an empty array carries the number of tokens.
-  return dispatch(x_ND, plan), (plan, jnp.zeros((x_ND.shape[0], 0)))
-
-
 def _dispatch_bwd(residuals: tuple[DispatchPlan, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
   plan, tokens = residuals
   return combine(gradient, plan, tokens.shape[0]), None
 
 
-def _combine_fwd(slots_MD: jax.Array, plan: DispatchPlan, num_tokens: int) -> tuple[jax.Array, DispatchPlan]:
-  return combine(slots_MD, plan, num_tokens), plan
-
-
-def _combine_bwd(num_tokens: int, plan: DispatchPlan, gradient: jax.Array) -> tuple[jax.Array, None]:
-  return dispatch(gradient, plan), None
-
-
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-combine.defvjp(_combine_fwd, _combine_bwd)
+# Residuals must be arrays, so an empty array carries the number of tokens.
+dispatch.defvjp(lambda x, plan: (dispatch(x, plan), (plan, jnp.zeros((x.shape[0], 0)))), _dispatch_bwd)
+combine.defvjp(
+  lambda slots, plan, num_tokens: (combine(slots, plan, num_tokens), plan),
+  lambda num_tokens, plan, gradient: (dispatch(gradient, plan), None),
+)
 
 
 class _ByExpert(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,8 @@ def _forward(
   x: jax.Array, w: jax.Array, axes: int
 ) -> tuple[jax.Array, tuple[Int8Rows, Int8Rows, jax.Array, jax.Array]]:
   of_x, of_w = quantize_rows(x, _last(x, axes)), quantize_rows(w, tuple(range(axes)))
-  y = _scale_rows(tensordot_of_integers(of_x.values, of_w.values, axes), of_x, axes) * of_w.scale.reshape(
-    w.shape[axes:]
-  )
+  y = _scale_rows(tensordot_of_integers(of_x.values, of_w.values, axes), of_x, axes)
+  y *= of_w.scale.reshape(w.shape[axes:])
   return y.astype(x.dtype), (of_x, of_w, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
 
 
@@ -85,19 +84,10 @@ def multiply_rows_in_int8(
   return _scale_rows(multiply(of_x.values, weight), of_x, axes).astype(x.dtype)
 
 
-def _rows_forward(
-  x: jax.Array, weight: T, axes: int, multiply: Callable[[jax.Array, T], jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, T]]:
-  return multiply_rows_in_int8(x, weight, axes, multiply), (x, weight)
-
-
-def _rows_backward(
-  axes: int, multiply: Callable[[jax.Array, T], jax.Array], inputs: tuple[jax.Array, T], g: jax.Array
-) -> tuple[jax.Array, T]:
-  return cast('tuple[jax.Array, T]', jax.vjp(multiply, *inputs)[1](g))
-
-
-multiply_rows_in_int8.defvjp(_rows_forward, _rows_backward)
+multiply_rows_in_int8.defvjp(
+  lambda x, weight, axes, multiply: (multiply_rows_in_int8(x, weight, axes, multiply), (x, weight)),
+  lambda axes, multiply, inputs, g: jax.vjp(multiply, *inputs)[1](g),
+)
 
 
 def tensordot_of_integers(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:

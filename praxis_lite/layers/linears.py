@@ -17,6 +17,8 @@ from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.products import MATMULS, multiply_by_w
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
+_ZEROS = WeightInit.Constant(0.0)
+
 
 class Bias(Layer):
   """y = x + b.
@@ -71,11 +73,13 @@ class Linear(Layer):
     return self.shard(y)
 
 
-def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a bias of this size or shape: zeros at first, and not regularized."""
+def bias_weight(
+  dims: int | tuple[int, ...], split: SplitDimsMapping = None, init: WeightInit = _ZEROS
+) -> WeightHParams:
+  """Returns the declaration of a bias, or of a scale, of this size or shape; it is not regularized."""
   return WeightHParams(
     (dims,) if isinstance(dims, int) else dims,
-    init=WeightInit.Constant(0.0),
+    init=init,
     tensor_split_dims_mapping=split,
     collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
   )

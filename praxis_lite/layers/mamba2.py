@@ -23,16 +23,13 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.grouped_mixer import GroupedMixer
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection
 from praxis_lite.layers.state_parts import scan_in_parts
 from praxis_lite.layers.state_space import StateTokens, scan_in_chunks, segment_starts
-from praxis_lite.sharding.weights import (
-  WeightHParams,
-  WeightHParamsCollection,
-  WeightInit,
-)
+from praxis_lite.sharding.weights import WeightInit
 
 
 class GatedRMSNorm(Layer):
@@ -53,13 +50,8 @@ class GatedRMSNorm(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
-    scale = WeightHParams(
-      (self.num_heads, self.dims_per_head),
-      init=WeightInit.Constant(1.0),
-      tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-    )
-    self.create_variable('scale', scale)
+    shape, wt = (self.num_heads, self.dims_per_head), self.weight_split_dims_mapping.wt
+    self.create_variable('scale', bias_weight(shape, wt, WeightInit.Constant(1.0)))
 
   def __call__(self, x_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
     """Returns [B, T, N, H] for two arrays of this shape."""

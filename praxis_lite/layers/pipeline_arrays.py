@@ -21,14 +21,10 @@ class Stacks(NamedTuple):
   """Stacks of arrays, from which a stage reads one entry in each tick; their gradients accumulate in place.
 
   The gradient that `jax.grad` derives would add an array as large as the whole stack in each tick.
-
-  Attributes:
-    values: tree of arrays [n, ...].
-    gradients: the same values again, through which gradients flow; None for arrays without gradients.
   """
 
-  values: Any
-  gradients: Any
+  values: Any  # A tree of arrays [n, ...].
+  gradients: Any  # The same values again, through which gradients flow; None for arrays without gradients.
 
   def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
     """Returns the entries at an index, and `gradients` for the next `read`; no gradient flows if `real` is False."""
@@ -165,12 +161,6 @@ def _read(stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Ar
   return entry_at(stack, index), gradients
 
 
-def _read_forward(
-  stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  return (entry_at(stack, index), gradients), (index, real)
-
-
 def _read_backward(
   residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[None, jax.Array, None, None]:
@@ -180,7 +170,7 @@ def _read_backward(
   return None, replace_entry(gradients, total, index), None, None
 
 
-_read.defvjp(_read_forward, _read_backward)
+_read.defvjp(lambda stack, gradients, index, real: ((entry_at(stack, index), gradients), (index, real)), _read_backward)
 
 
 def shift(x: jax.Array) -> jax.Array:

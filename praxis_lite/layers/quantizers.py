@@ -93,9 +93,7 @@ class Quantizer(Layer):
   def perplexity(self, codes: jax.Array, paddings: jax.Array | None = None) -> jax.Array | None:
     """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; None if V is above 2^16.
 
-    Args:
-      codes: the codes.
-      paddings: as in a call.
+    For `paddings`, see `__call__`.
     """
     return _perplexity(self._count_codes(codes, self._real(codes, paddings))) if self._counts else None
 
@@ -162,15 +160,9 @@ class _CodebookQuantizer(Quantizer):
   def _declare_codebook(self, code_dims: int, *, trainable: bool) -> None:
     """Declares a codebook whose codes [E] have a squared length of about 1."""
     self._check_range('num_codes', least=2)
-    shape = (self.num_groups, self.num_codes, code_dims)
-    codebook = WeightHParams(
-      shape,
-      init=WeightInit.Gaussian(code_dims**-0.5),
-      dtype=None if trainable else 'float32',
-      tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-      collections=NO_DECAY_FLOAT32,
-    )
-    self.create_variable('codebook', codebook, trainable=trainable)
+    shape, wt = (self.num_groups, self.num_codes, code_dims), self.weight_split_dims_mapping.wt
+    init, dtype = WeightInit.Gaussian(code_dims**-0.5), None if trainable else 'float32'
+    self.create_variable('codebook', WeightHParams(shape, init, dtype, wt, collections=NO_DECAY_FLOAT32), trainable)
 
   def _group_dims(self) -> int:
     """Returns E, the dims of a code; raises ConfigError if the groups do not divide the input dims."""
@@ -251,14 +243,9 @@ class VectorQuantizer(_CodebookQuantizer):
     self._check_range('restart_share', least=0, below=1)
     self._declare_codebook(self._group_dims(), trainable=self.update == 'gradient')
     if self.update == 'ema':
-      wt = self.weight_split_dims_mapping.wt
-      counts = WeightHParams(
-        (self.num_groups, self.num_codes),
-        init=WeightInit.Constant(1.0),
-        dtype='float32',
-        tensor_split_dims_mapping=None if wt is None else wt[:2],
-        collections=NO_DECAY_FLOAT32,
-      )
+      shape, wt = (self.num_groups, self.num_codes), self.weight_split_dims_mapping.wt
+      init, split = WeightInit.Constant(1.0), None if wt is None else wt[:2]
+      counts = WeightHParams(shape, init, 'float32', split, collections=NO_DECAY_FLOAT32)
       self.create_variable('counts', counts, trainable=False)
 
   def _codebook(self) -> jax.Array:
@@ -345,14 +332,9 @@ class RandomVectorQuantizer(_CodebookQuantizer):
   def setup(self) -> None:
     self._check_range('num_groups', 'code_dims', least=1)
     self._declare_codebook(self.code_dims, trainable=False)
-    wt = self.weight_split_dims_mapping.wt
-    projection = WeightHParams(
-      (self.num_groups, self.input_dims, self.code_dims),
-      init=WeightInit.Gaussian(self.input_dims**-0.5),
-      dtype='float32',
-      tensor_split_dims_mapping=None if wt is None else (wt[0], None, wt[2]),
-      collections=NO_DECAY_FLOAT32,
-    )
+    shape, wt = (self.num_groups, self.input_dims, self.code_dims), self.weight_split_dims_mapping.wt
+    init, split = WeightInit.Gaussian(self.input_dims**-0.5), None if wt is None else (wt[0], None, wt[2])
+    projection = WeightHParams(shape, init, 'float32', split, collections=NO_DECAY_FLOAT32)
     self.create_variable('projection', projection, trainable=False)
 
   def _codebook(self) -> jax.Array:

@@ -28,13 +28,12 @@ from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.causal_conv import CausalConv
-from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_parts import scan_states_in_parts
-from praxis_lite.layers.state_space import segment_starts
+from praxis_lite.layers.state_space import scan_states, segment_starts
 from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, JointInit, WeightHParams
 
 _SHARPNESS = 8.0
@@ -106,12 +105,8 @@ class RgLru(Mixer):
       )
       self.create_variable(f'{name}_w', weight)
       self.create_variable(f'{name}_b', bias_weight((N, H), pick_entries(wt, 1, 2)))
-    decay = WeightHParams(
-      (N, H),
-      init=JointInit(('decay',), functools.partial(_draw_decay, (N, H))),
-      tensor_split_dims_mapping=pick_entries(wt, 1, 2),
-      collections=NO_DECAY_FLOAT32,
-    )
+    init = JointInit(('decay',), functools.partial(_draw_decay, (N, H)))
+    decay = WeightHParams((N, H), init, None, pick_entries(wt, 1, 2), collections=NO_DECAY_FLOAT32)
     self.create_variable('decay', decay)
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_bias)
     self.create_child('out', split_projection(out, wt, (1, 2, 0), rank_in=2))

@@ -19,14 +19,10 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.mixers import pick_entries
 from praxis_lite.layers.precision import sum_dtype, sum_dtype_of, to_sum_dtype
-from praxis_lite.sharding.weights import (
-  SplitDimsMapping,
-  WeightHParams,
-  WeightHParamsCollection,
-  WeightInit,
-)
+from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightInit
 
 CellState = dict[str, jax.Array]
 Weights = dict[str, jax.Array]
@@ -85,13 +81,8 @@ class RnnCell(Layer):
     self._declare_gates('b', self.bias_init)
 
   def _declare_gates(self, name: str, init: WeightInit) -> None:
-    weight = WeightHParams(
-      (len(self.gate_names), self.hidden_size),
-      init=init,
-      tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, None, 1),
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-    )
-    self.create_variable(name, weight)
+    shape, split = (len(self.gate_names), self.hidden_size), pick_entries(self.weight_split_dims_mapping.wt, None, 1)
+    self.create_variable(name, bias_weight(shape, split, init))
 
   def state_sizes(self) -> dict[str, int]:
     """Returns the number of dims of each array of a state, by name."""
@@ -115,13 +106,7 @@ class RnnCell(Layer):
     return {name: getattr(self.theta, name) for name in self._weights if name != 'w_in'}
 
   def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
-    """Returns the next state, [B, ...].
-
-    Args:
-      weights: what `step_weights` has returned.
-      state: the state before this token.
-      projected_BGH: what `project_input` has returned for this token.
-    """
+    """Returns the state after a token, given the results of `step_weights`, and of `project_input` for this token."""
     raise NotImplementedError
 
   def project_state(self, weights: Weights, state: CellState) -> jax.Array:
@@ -156,11 +141,8 @@ class LstmCellSimple(RnnCell):
   def setup(self) -> None:
     super().setup()
     if self.num_hidden_nodes:
-      shape = self.num_hidden_nodes, self.num_output_nodes
-      self.create_variable(
-        'w_proj',
-        WeightHParams(shape, tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, 1, None)),
-      )
+      shape, wt = (self.num_hidden_nodes, self.num_output_nodes), self.weight_split_dims_mapping.wt
+      self.create_variable('w_proj', WeightHParams(shape, tensor_split_dims_mapping=pick_entries(wt, 1, None)))
 
   def state_sizes(self) -> dict[str, int]:
     return {'m': self.num_output_nodes, 'c': self.hidden_size}
@@ -217,13 +199,8 @@ class GruCell(RnnCell):
 
   def setup(self) -> None:
     super().setup()
-    weight = WeightHParams(
-      (self.hidden_size,),
-      init=self.bias_init,
-      tensor_split_dims_mapping=pick_entries(self.weight_split_dims_mapping.wt, 1),
-      collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-    )
-    self.create_variable('b_state', weight)
+    split = pick_entries(self.weight_split_dims_mapping.wt, 1)
+    self.create_variable('b_state', bias_weight(self.hidden_size, split, self.bias_init))
 
   def step(self, weights: Weights, state: CellState, projected_BGH: jax.Array) -> CellState:
     r_x, z_x, n_x = jnp.moveaxis(to_sum_dtype(projected_BGH) + weights['b'], 1, 0)

@@ -16,36 +16,24 @@ C = H + S columns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
-from praxis_lite.layers.linear_scan import scan_states
 from praxis_lite.layers.precision import sum_dtype
-from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks
+from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks, scan_states
 
-# Constrains an array to be split over the mesh, given a letter for each dimension.
+# Constrains an array to be split over the mesh, given a letter for each dimension, such as 'P'; '' is not split.
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+TokensT = TypeVar('TokensT', StateTokens, DeltaTokens)
 
 
 def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
-  """Returns the outputs of `scan_in_chunks`, [B, T, N, H], from a state of zeros.
-
-  Args:
-    tokens, chunk: see `scan_in_chunks`.
-    num_parts: P.
-    shard: splits an array over the mesh, given a letter for each dimension, such as 'P' for parts; '' is not split.
-  """
+  """Returns the outputs of `scan_in_chunks`, [B, T, N, H], from a state of zeros."""
   T, N = tokens.value.shape[1:3]
-  key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
-  parts = StateTokens(
-    shard(_cut(tokens.value, num_parts), ('B', 'P', '', 'N', '')),
-    shard(_cut(tokens.decay, num_parts), ('B', 'P', '', 'N')),
-    key,
-    query,
-    None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
-  )
+  parts = _cut_tokens(tokens, num_parts, shard)
   scan = jax.vmap(lambda part: scan_in_chunks(part, None, chunk), in_axes=1, out_axes=1)
   out_BPLNH, last_BPNHS = scan(parts)
   left_BPLN = jnp.exp(jnp.cumsum(parts.decay, axis=2))
@@ -73,16 +61,8 @@ def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, sh
 def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
   """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments: see `scan_in_parts`."""
   (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
-  decay, rate = (shard(_cut(x, num_parts), ('B', 'P', '', 'N')) for x in (tokens.decay, tokens.rate))
-  key, query = (shard(_cut(x, num_parts), ('B', 'P', '', '', '')) for x in (tokens.key, tokens.query))
-  parts = DeltaTokens(
-    shard(_cut(jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S))), num_parts), ('B', 'P', '', 'N', '')),
-    decay,
-    rate,
-    key,
-    query,
-    None if tokens.starts is None else shard(_cut(tokens.starts, num_parts), ('B', 'P', '')),
-  )
+  wide_BTNC = jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S)))
+  parts = _cut_tokens(tokens._replace(value=wide_BTNC), num_parts, shard)
   # The first states are H columns of zeros, which become the part's own state, and a unit matrix, which becomes kept_p.
   first_SC = jnp.concatenate([jnp.zeros((S, H), sums), jnp.eye(S, dtype=sums)], axis=1)
   first_BNSC = jnp.broadcast_to(first_SC, (len(tokens.value), N, *first_SC.shape))
@@ -101,6 +81,14 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
     'BPLNS,BPNSH->BPLNH', read_BPLNS, before_BPNSH.astype(read_BPLNS.dtype), preferred_element_type=sums
   )
   return _join((own_BPLNH + carried_BPLNH).astype(own_BPLNH.dtype), T)
+
+
+def _cut_tokens(tokens: TokensT, num_parts: int, shard: ShardParts) -> TokensT:
+  """Returns the tokens in parts, [B, P, L, ...], split over the mesh."""
+  parts = {name: _cut(x, num_parts) for name, x in tokens._asdict().items() if x is not None}
+  head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3; keys and queries are not split there.
+  letters = {name: ('B', 'P', '', head.get(name, ''), '')[: x.ndim] for name, x in parts.items()}
+  return tokens._replace(**{name: shard(x, letters[name]) for name, x in parts.items()})
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Linear recurrences with one decay per head and token, computed in chunks by matrix products.
+"""Linear recurrences: with one decay per head and token, in chunks by matrix products; with any decays, by a tree.
 
     state_t = exp(decay_t) state_(t-1) + value_t key_t^T          [H, S]
     out_t   = state_t query_t                                     [H]
@@ -11,6 +11,10 @@ the decay between two tokens as a mask; the state carries the contribution of ea
 
 where total_i is the sum of the decays up to token i. A segment starts with a state of zeros. Sums are in float32, or in
 float64 for float64 values.
+
+If each entry of a state has a decay of its own, two consecutive steps still combine into one of the same form: the
+decays multiply, and the later decay applies to the earlier input. This is associative, so a tree of log T products
+computes all states (Blelloch, 1990).
 
 B batch, T length, L and M tokens of a chunk, N heads, G groups of heads with the same keys and queries, H dims per
 head, S dims of the state.
@@ -28,24 +32,37 @@ from praxis_lite.layers.block_arrays import join_blocks, to_blocks
 from praxis_lite.layers.precision import sum_dtype
 
 TokensT = TypeVar('TokensT')  # A tree of arrays [B, T, ...].
+_Pair = tuple[jax.Array, jax.Array]
 
 
 class StateTokens(NamedTuple):
-  """What the recurrence reads.
+  """What the recurrence reads."""
 
-  Attributes:
-    value: [B, T, N, H].
-    decay: [B, T, N], at most 0, in the dtype of sums.
-    key, query: [B, T, G, S].
-    starts: [B, T] bool, True for tokens at which a segment starts, so that the state before it is forgotten; None means
-      that no segment starts.
+  value: jax.Array  # [B, T, N, H].
+  decay: jax.Array  # [B, T, N], at most 0, in the dtype of sums.
+  key: jax.Array  # [B, T, G, S].
+  query: jax.Array  # [B, T, G, S].
+  starts: jax.Array | None = None  # [B, T] bool, where a segment starts, without the state before; None means nowhere.
+
+
+def scan_states(decay: jax.Array, inputs: jax.Array, state: jax.Array | None = None) -> jax.Array:
+  """Returns the state after each token, [B, T, ...].
+
+  Args:
+    decay: [B, T, ...], real or complex; 0 forgets the state before a token, as at the start of a segment.
+    inputs: [B, T, ...].
+    state: [B, ...], the state before the first token; None means zeros.
   """
+  if state is not None:
+    inputs = inputs.at[:, 0].add(decay[:, 0] * state)
+  if inputs.shape[1] == 1:
+    return inputs
 
-  value: jax.Array
-  decay: jax.Array
-  key: jax.Array
-  query: jax.Array
-  starts: jax.Array | None = None
+  def combine(earlier: _Pair, later: _Pair) -> _Pair:
+    return earlier[0] * later[0], later[0] * earlier[1] + later[1]
+
+  states: jax.Array = jax.lax.associative_scan(combine, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1)[1]
+  return states
 
 
 def segment_starts(segment_ids: jax.Array | None) -> jax.Array | None:
@@ -60,10 +77,7 @@ def scan_in_chunks(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after the last token, [B, N, H, S].
 
-  Args:
-    tokens: what the recurrence reads.
-    state_BNHS: the state before the first token, in the dtype of sums; None means zeros.
-    chunk: L.
+  `state_BNHS` is the state before the first token, in the dtype of sums; None means zeros. `chunk` is L.
   """
   (B, _, N, H), S = tokens.value.shape, tokens.key.shape[-1]
   if state_BNHS is None:
@@ -95,19 +109,12 @@ def scan_chunks(
 
 
 class ChunkDecay(NamedTuple):
-  """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments.
+  """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments."""
 
-  Attributes:
-    between_BNLM: factor at token L of what token M has written; 0 if M is later than L.
-    from_before_BLN: factor at each token of the state before the chunk.
-    to_after_BMN: factor after the chunk of what each token has written.
-    kept_BN: factor after the chunk of the state before it.
-  """
-
-  between_BNLM: jax.Array
-  from_before_BLN: jax.Array
-  to_after_BMN: jax.Array
-  kept_BN: jax.Array
+  between_BNLM: jax.Array  # At token L, of what token M has written; 0 if M is later than L.
+  from_before_BLN: jax.Array  # At each token, of the state before the chunk.
+  to_after_BMN: jax.Array  # After the chunk, of what each token has written.
+  kept_BN: jax.Array  # After the chunk, of the state before it.
 
   @classmethod
   def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:

@@ -1,9 +1,19 @@
-"""Parts of a transducer: the network that reads labels, and the one that joins labels and encoder (Graves, 2012).
+"""Parts of a transducer: a network that reads labels, one that joins labels and encoder, and the loss (Graves, 2012).
 
     g_u      = recurrent(embedding(blank, labels before u))
     logits   = softmax(tanh(encoder_proj(x_t) + label_proj(g_u)))
 
-B batch, T frames, L labels, U = L + 1: 0 to L labels are written, D dims, J joint dims, V symbols, C frames of a chunk.
+The times of labels are not known. A path begins at frame 0 with no label. In each step it either writes the next label
+and stays in its frame, or writes a blank and goes to the next frame; it ends with the blank of the last frame, after
+all labels. The probability of labels is the sum over all of their paths:
+
+    alpha[0, 0] = 1;  alpha[t, u] = alpha[t - 1, u] blank[t - 1, u] + alpha[t, u - 1] label[t, u - 1]
+    p(labels)   = alpha[last frame, L] blank[last frame, L]
+
+All entries with the same t + u are computed at once, so a scan has T + L steps.
+
+B batch, T frames, L labels, U = L + 1: 0 to L labels are written, N = T + U - 1 diagonals, D dims, J joint dims, V
+symbols, C frames of a chunk.
 """
 
 from __future__ import annotations
@@ -22,6 +32,8 @@ from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.recurrent import Recurrent
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
+
+_IMPOSSIBLE = -1e30  # A finite number, because differences of infinities are NaN.
 
 
 class LabelNetwork(Layer):
@@ -158,3 +170,40 @@ class TransducerJoint(Layer):
   def _logits(self, x_BC1J: jax.Array, g_B1UJ: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
     hidden_BCUJ = self.shard(get_activation(self.activation)(x_BC1J + g_B1UJ), 'hidden')
     return self.shard(to_sum_dtype(hidden_BCUJ @ w) + to_sum_dtype(b))
+
+
+def rnnt_loss(blank_BTU: jax.Array, label_BTU: jax.Array, frames_B: jax.Array, labels_B: jax.Array) -> jax.Array:
+  """Returns -log p(labels), [B] float32, in nats; about 1e30 for rows without frames.
+
+  Entries beyond the frames and labels of a row may have any finite values.
+
+  Args:
+    blank_BTU: log probability of the blank in frame t, after u labels.
+    label_BTU: log probability of label u in frame t, after u labels; the last entry, u = L, is not used.
+    frames_B: int32, the number of frames of each row.
+    labels_B: int32, the number of labels of each row, at most L.
+  """
+  B, T, U = blank_BTU.shape
+  at_U = jnp.arange(U)
+  frame_NU = jnp.arange(T + U - 1)[:, None] - at_U
+  exists_NU = (frame_NU >= 0) & (frame_NU < T)
+
+  def to_diagonals(x_BTU: jax.Array) -> jax.Array:
+    """Returns [N, B, U]: entry [n, b, u] is x[b, n - u, u], or `_IMPOSSIBLE` if there is no frame n - u."""
+    index_BNU = jnp.broadcast_to(jnp.clip(frame_NU, 0, T - 1), (B, T + U - 1, U))
+    found_BNU = jnp.take_along_axis(x_BTU.astype(jnp.float32), index_BNU, axis=1)
+    return jnp.moveaxis(jnp.where(exists_NU, found_BNU, _IMPOSSIBLE), 1, 0)
+
+  def step(alpha_BU: jax.Array, logs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    blank_BU, label_BU = logs
+    after_blank_BU = alpha_BU + blank_BU
+    after_label_BU = jnp.pad(alpha_BU + label_BU, ((0, 0), (1, 0)), constant_values=_IMPOSSIBLE)[:, :U]
+    next_BU = jnp.logaddexp(after_blank_BU, after_label_BU)
+    return jnp.maximum(next_BU, _IMPOSSIBLE), after_blank_BU
+
+  start_BU = jnp.full((B, U), _IMPOSSIBLE).at[:, 0].set(0.0)
+  _, ended_NBU = jax.lax.scan(step, start_BU, (to_diagonals(blank_BTU), to_diagonals(label_BTU)))
+  last_B = jnp.maximum(frames_B - 1 + labels_B, 0)
+  ended_BU = jnp.take_along_axis(ended_NBU, last_B[None, :, None], axis=0)[0]
+  log_prob_B = jnp.take_along_axis(ended_BU, labels_B[:, None], axis=1)[:, 0]
+  return jnp.where(frames_B > 0, -log_prob_B, -_IMPOSSIBLE)

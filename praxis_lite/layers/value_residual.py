@@ -12,7 +12,8 @@ import jax
 from praxis_lite.common.config import REQUIRED, Config, template
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer, SplitMapping, WeightSplit
-from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.layers.linears import bias_weight
+from praxis_lite.sharding.weights import WeightInit
 
 
 class ValueResidual(Layer):
@@ -35,13 +36,8 @@ class ValueResidual(Layer):
   def setup(self) -> None:
     if self.is_learned:
       for name, value in (('first', self.first_weight), ('own', self.own_weight)):
-        weight = WeightHParams(
-          (self.num_heads,),
-          init=WeightInit.Constant(value),
-          tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
-          collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-        )
-        self.create_variable(name, weight)
+        wt = self.weight_split_dims_mapping.wt
+        self.create_variable(name, bias_weight(self.num_heads, wt, WeightInit.Constant(value)))
 
   def __call__(self, first_BSKH: jax.Array, own_BSKH: jax.Array) -> jax.Array:
     """Returns the mixed values, [B, S, K, H].

@@ -24,12 +24,13 @@ from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.encoder import HeadTransform
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding, grid_size
+from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, size_stack
 from praxis_lite.layers.transformer_block import TransformerBlock, set_biases
-from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import SplitDimsMapping
 
 IMAGE_POOLINGS = ('class_token', 'mean', 'attention')
 
@@ -110,8 +111,7 @@ class VisionTransformer(Layer):
     D = self.output_dims = self.model_dims
     self.create_child('patches', self.patch_tpl.clone(patch_size=self.patch_size, channels=self.channels, dims=D))
     if self.class_token:
-      skip = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
-      self.create_variable('class_token', WeightHParams((D,), init=WeightInit.Constant(0.0), collections=skip))
+      self.create_variable('class_token', bias_weight(D))
     if self.position_tpl is not None:
       table = {'max_len': self.num_tokens} if self.has_learned_positions else {}
       self.create_child('position', self.position_tpl.clone(dims=D, **table))

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.images import Conv2D
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.normalizations import standardize
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.products import matmul
-from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.sharding.weights import NO_DECAY_FLOAT32, WeightHParams, WeightInit
 
 _EPSILON = 1e-12  # Added to squared norms, so that a weight of zeros stays zero, with finite gradients.
 
@@ -43,11 +43,7 @@ class WeightNormalizedLinear(_NormalizedLinear):
   def setup(self) -> None:
     super().setup()
     wt = self.weight_split_dims_mapping.wt
-    skip = frozenset({WeightHParamsCollection.SKIP_REGULARIZATION})
-    split = None if wt is None else wt[-1:]
-    g = WeightHParams(
-      (self.output_dims,), init=WeightInit.Constant(1.0), tensor_split_dims_mapping=split, collections=skip
-    )
+    g = bias_weight(self.output_dims, None if wt is None else wt[-1:], WeightInit.Constant(1.0))
     self.create_variable('g', g)
 
   def _normalize(self, w: jax.Array) -> jax.Array:
@@ -65,15 +61,9 @@ class SpectralNormLinear(_NormalizedLinear):
 
   def setup(self) -> None:
     super().setup()
-    wt = self.weight_split_dims_mapping.wt
+    wt, init = self.weight_split_dims_mapping.wt, WeightInit.GaussianSqrtDim()
     split = None if wt is None else wt[:1]
-    u = WeightHParams(
-      (self.input_dims,),
-      init=WeightInit.GaussianSqrtDim(),
-      dtype='float32',
-      tensor_split_dims_mapping=split,
-      collections=NO_DECAY_FLOAT32,
-    )
+    u = WeightHParams((self.input_dims,), init, 'float32', split, collections=NO_DECAY_FLOAT32)
     self.create_variable('u', u, trainable=False)
 
   def _normalize(self, w: jax.Array) -> jax.Array:

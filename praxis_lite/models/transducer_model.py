@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from praxis_lite.common.config import Config, child, template
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.common.weighted import WeightedScalars
-from praxis_lite.layers.rnnt import rnnt_loss
-from praxis_lite.layers.transducer import LabelNetwork, PathLogProbs, TransducerJoint
+from praxis_lite.layers.transducer import LabelNetwork, PathLogProbs, TransducerJoint, rnnt_loss
 from praxis_lite.models.speech_model import SpeechModel
 
 

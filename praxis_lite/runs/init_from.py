@@ -32,7 +32,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.trees import Path as TreePath, leaves, nest, node_at, path_name, suggest_pattern, to_path
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.base.facts import PositionGrid
-from praxis_lite.layers.position_grids import grid_of, resample_positions
+from praxis_lite.layers.positions import grid_of, resample_positions
 from praxis_lite.runs.records.runs import runs_near
 from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.partitioned_task import PartitionedTask

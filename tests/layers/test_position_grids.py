@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.layers.base.facts import PositionGrid
-from praxis_lite.layers.position_grids import grid_of, resample_positions
+from praxis_lite.layers.positions import grid_of, resample_positions
 
 
 def weights_by_hand(old, new):

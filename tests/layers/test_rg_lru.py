@@ -13,7 +13,7 @@ from mixer_meshes import on_mesh_and_alone
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import MixerBlock, PartialRotaryPositions, RepeatedTransformer, RgLru, TransformerBlock
-from praxis_lite.layers.linear_scan import scan_states
+from praxis_lite.layers.state_space import scan_states
 
 D, N, H, W = 12, 4, 3, 3
 

@@ -17,7 +17,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers.base.facts import PositionGrid
-from praxis_lite.layers.position_grids import resample_positions
+from praxis_lite.layers.positions import resample_positions
 from praxis_lite.models import image_classifier, set_pipeline, set_sharding
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.sharding.weights import WeightHParamsCollection
