@@ -92,11 +92,8 @@ class AttentionMesh:
     """Returns how the mesh splits rows and heads for a kernel that the compiler cannot split, and an obstacle.
 
     The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. If both are empty,
-    each device has its part already. Mesh axes that split neither rows nor heads hold copies.
-
-    Args:
-      num_heads, num_kv_heads: N and K. Heads divide evenly if each kv head, repeated if necessary, is on one device.
-      num_rows: B; None if it is not known yet.
+    each device has its part already. Mesh axes that split neither rows nor heads hold copies. Heads divide evenly if
+    each kv head, repeated if necessary, is on one device. `num_rows` is None if it is not known yet.
     """
     sizes = unmapped_axes()
     if not sizes:
@@ -115,21 +112,14 @@ class AttentionMesh:
     if num_rows is not None and num_rows % row_parts:
       return None, f'needs rows that divide evenly, not {num_rows} over {number_of(row_parts, "device")}'
     if num_heads // num_kv_heads % (math.lcm(num_kv_heads, parts) // num_kv_heads):
-      return (
-        None,
-        f'needs heads that divide evenly, not {num_heads} with {num_kv_heads} kv heads over '
-        f'{number_of(parts, "device")}',
-      )
+      found = f'{num_heads} with {num_kv_heads} kv heads over {number_of(parts, "device")}'
+      return None, f'needs heads that divide evenly, not {found}'
     return RowSplit(batch, heads, stage_axes), ''
 
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns the result of `kernel_split` if the length is not split.
-
-    If the length is split, returns None and an obstacle: that the field `blnh`, the split of heads, is not set; '' if
-    it is set.
-    """
+    """Returns the result of `kernel_split`; if the length is split, None, and an obstacle unless `blnh` is set."""
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
     undeclared = f'needs {self.path}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'
@@ -162,8 +152,5 @@ class AttentionMesh:
     if found != [split.batch_axes, (), split.head_axes, ()]:
       return f'needs {field} to split rows and heads as blnh does, and nothing else'
     parts = math.prod(sizes[a] for a in split.head_axes)
-    return (
-      f'needs kv heads that divide evenly, not {num_kv_heads} over {number_of(parts, "device")}'
-      if num_kv_heads % parts
-      else ''
-    )
+    uneven = f'needs kv heads that divide evenly, not {num_kv_heads} over {number_of(parts, "device")}'
+    return uneven if num_kv_heads % parts else ''

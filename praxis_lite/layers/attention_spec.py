@@ -82,20 +82,13 @@ jax.tree_util.register_dataclass(ProbabilityDropout, data_fields=['seeds_BTN'], 
 
 
 class Heads(NamedTuple):
-  """The arguments with gradients.
+  """The arguments with gradients."""
 
-  Attributes:
-    query: [B, T, N, H].
-    key, value: [B, S, K, H].
-    bias: the parameters of the bias: a tree of arrays, each with heads as its last dimension.
-    sinks: [N], the logit of each head's sink; None without sinks. See `blocks.add_sinks`.
-  """
-
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
-  bias: Any = None
-  sinks: jax.Array | None = None
+  query: jax.Array  # [B, T, N, H]
+  key: jax.Array  # [B, S, K, H]
+  value: jax.Array  # [B, S, K, H]
+  bias: Any = None  # The parameters of the bias: a tree of arrays, each with heads as its last dimension.
+  sinks: jax.Array | None = None  # [N], the logit of each head's sink; None without sinks. See `blocks.add_sinks`.
 
 
 class Integers(NamedTuple):

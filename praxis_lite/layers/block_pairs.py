@@ -42,11 +42,8 @@ def needed_pairs(
   on the device. If the compiler may split the rows, the number of iterations must be the same on all devices, because
   the compiler may put collectives into the loop; then all pairs are returned.
 
-  Args:
-    mask: the mask, with its arrays in blocks.
-    queries, keys: the blocks.
-    all_rows: whether the arrays have all rows; see `BlockRanges`.
-    expected: the mean number of pairs if indices depend on the device; see `count_pairs`.
+  The arrays of the mask are in blocks. `all_rows` says whether they have all rows; see `BlockRanges`. `expected` is the
+  mean number of pairs if indices depend on the device; see `count_pairs`.
   """
   at = _block_ranges(queries.at, keys.at, all_rows)
   needed, allowed = _select_pairs(mask, at)

@@ -114,13 +114,10 @@ def add_blocks(
 
 
 def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
-  """Returns the sums of a block of queries with a block of keys added.
+  """Returns the sums of a block of queries, [B, K, G, Q, ...], with a block of keys added.
 
-  Args:
-    sums: the sums so far, [B, K, G, Q, ...].
-    logits: [B, K, G, Q, S] float32, `MASKED` where a query does not attend.
-    value: [B, K, S, H].
-    factors: factors of the probabilities, [B, K, G, Q, S].
+  Logits, [B, K, G, Q, S] float32, are `MASKED` where a query does not attend. Values are [B, K, S, H], and `factors`
+  multiply the probabilities.
   """
   m = jnp.maximum(sums.m, jnp.max(logits, axis=-1))
   probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(sums.m - m)
@@ -156,12 +153,9 @@ def group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | Non
 
 
 def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-  """Returns the gradient of each head's sink, [N]; None without sinks.
+  """Returns the gradient of each head's sink, [N]; None without sinks, whose logits broadcast to `lse`.
 
-  Args:
-    sinks: their logits, which broadcast to `lse`.
-    lse: the logarithm of the sum of each query, sinks included.
-    delta: the product of each query's result and its gradient, in the shape of `lse`.
+  `lse` includes the sinks, and `delta`, of the same shape, is the product of each query's result and its gradient.
   """
   if sinks is None:
     return None
@@ -303,13 +297,8 @@ def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:
 def dropout_factors(seeds: jax.Array, key_index_S: jax.Array, rate: float) -> jax.Array:
   """Returns the factors [..., S] of the probabilities of a query: 0 or 1 / (1 - rate).
 
-  A factor is a hash of the query's seed and the key's index. So it does not depend on how attention is computed, and
-  need not be kept for the backward pass.
-
-  Args:
-    seeds: [...] uint32, a random number for each query and head.
-    key_index_S: index of each key in its row.
-    rate: share of the probabilities that becomes 0.
+  A factor is a hash of the query's seed, a random uint32, and the key's index in its row. So it does not depend on how
+  attention is computed, and need not be kept for the backward pass. `rate` is the share that becomes 0.
   """
   x = seeds[..., None] ^ (key_index_S.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
   for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

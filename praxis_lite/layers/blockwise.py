@@ -63,15 +63,11 @@ class RowSplit:
 
   Each device then skips the blocks that are empty in its own rows. If the compiler split the rows, all devices would
   have to skip the same blocks, and so to wait for each other.
-
-  Attributes:
-    batch_axes, head_axes: the mesh axes.
-    stage_axes: in the stages of a pipeline, which are mapped by `vmap`, the mesh axes that split the stages, evenly.
   """
 
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
-  stage_axes: tuple[str, ...] = ()
+  stage_axes: tuple[str, ...] = ()  # In a pipeline, whose stages `vmap` maps: the axes that split the stages, evenly.
 
   def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
     """Returns [B, S, K', H], with kv heads repeated until K' is a multiple of the devices along `head_axes`."""

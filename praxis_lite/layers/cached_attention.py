@@ -28,7 +28,7 @@ from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
 from praxis_lite.layers.blocks import Formula, Sums
 from praxis_lite.layers.blockwise import RowSplit
-from praxis_lite.layers.dot_product import dot_product_attention, group_heads, has_kernels_in
+from praxis_lite.layers.dot_product import dot_product_attention, first_of, group_heads, has_kernels_in
 from praxis_lite.layers.grouped_matmul import why_no_kernel_for
 from praxis_lite.layers.kv_cache import KVCache, append_tokens, join_slots, to_entries, to_slots, write_to_ring
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
@@ -89,8 +89,7 @@ class CachedAttention:
     """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
 
     Args:
-      query_BTNH, key_BTKH, value_BTKH: queries, keys and values of the new tokens; values are only used if
-        `has_values`.
+      query_BTNH, key_BTKH, value_BTKH: those of the new tokens; values are only used if `has_values`.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
       mask: which positions each token attends to, among the cached and the new tokens.
@@ -142,11 +141,7 @@ class CachedAttention:
   def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, dims: int, num_rows: int | None = None) -> str:
     """Returns why no kernel computes attention to a cache, as the end of a sentence; '' if one does.
 
-    Args:
-      dtype: dtype of the queries.
-      num_slots: S.
-      dims: H.
-      num_rows: B; None if it is not known yet.
+    `dtype` is that of the queries, and `num_rows` is None if it is not known yet.
     """
     if platform() not in ('tpu', 'gpu'):
       return f'is for TPUs and GPUs, and the platform is {platform()!r}'
@@ -162,19 +157,20 @@ class CachedAttention:
     return self.kernel_split(num_rows)[1]
 
   def _gpu_kernel_obstacle(self, dtype: DTypeLike, dims: int, num_rows: int | None) -> str:
-    if num_rows is not None and export.is_symbolic_dim(num_rows):
-      return 'takes a fixed number of rows on GPUs'
-    if not memory_of_single_gpu():
-      return 'is for a single GPU that is known'
-    if self.bias is not None:
-      return 'adds no bias to logits on GPUs'
-    if not self.has_values:
-      return 'takes keys with values on GPUs'
-    if jnp.dtype(dtype) != jnp.dtype(self.dtype) or jnp.dtype(dtype).name not in _GPU_KERNEL_DTYPES:
-      return f'takes queries and a cache in {" or in ".join(_GPU_KERNEL_DTYPES)} on GPUs'
-    if dims < _FEWEST_GPU_DIMS or dims & (dims - 1):
-      return f'takes heads whose dims are a power of 2, of at least {_FEWEST_GPU_DIMS}, on GPUs, not {dims}'
-    return self.kernel_split(None)[1] or why_no_kernel_for(device_kind())
+    takes_dtype = jnp.dtype(dtype) == jnp.dtype(self.dtype) and jnp.dtype(dtype).name in _GPU_KERNEL_DTYPES
+    least = _FEWEST_GPU_DIMS
+    obstacle = first_of(
+      (num_rows is not None and export.is_symbolic_dim(num_rows), 'takes a fixed number of rows on GPUs'),
+      (not memory_of_single_gpu(), 'is for a single GPU that is known'),
+      (self.bias is not None, 'adds no bias to logits on GPUs'),
+      (not self.has_values, 'takes keys with values on GPUs'),
+      (not takes_dtype, f'takes queries and a cache in {" or in ".join(_GPU_KERNEL_DTYPES)} on GPUs'),
+      (
+        dims < least or dims & (dims - 1),
+        f'takes heads whose dims are a power of 2, of at least {least}, on GPUs, not {dims}',
+      ),
+    )
+    return obstacle or self.kernel_split(None)[1] or why_no_kernel_for(device_kind())
 
   def describe(self, dtype: DTypeLike, num_slots: int, dims: int) -> str:
     """Returns in words how, on TPUs and GPUs, the next token attends to a cache with queries of this dtype."""

@@ -139,10 +139,7 @@ class ClassChunks:
 def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> int | None:
   """Returns the chunk size that `chunk_size='auto'` stands for; None if whole logits take little memory.
 
-  Args:
-    num_classes: V.
-    num_rows: number of labels. In an exported program it may be symbolic, and then counts as large.
-    axes: mesh axes that split the classes.
+  The mesh `axes` split the classes. In an exported program, the number of labels may be symbolic, and counts as large.
   """
   mesh = jax.sharding.get_abstract_mesh()
   devices = _num_parts(tuple(axis for axis in mesh.axis_names if axis not in manual_axes()))
@@ -374,12 +371,7 @@ def _logits(
   """Returns the float32 logits of one chunk of each part [..., S, C], and the classes [S, C] that they belong to.
 
   The third result, [S, C] bool, says which classes count; None if all do. A class does not count if an earlier chunk
-  has it, or if it is padding.
-
-  Args:
-    x, b, chunks: see `chunked_cross_entropy`; b is in parts.
-    w: the chunk of each part.
-    start, first_new: see `_steps`.
+  has it, or if it is padding. `w` is the chunk of each part, and `b` is in parts; for the last arguments, see `_steps`.
   """
   _, weights = _layout(chunks)
   logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=sum_dtype(x, w))
@@ -399,12 +391,7 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns the logit of the label in each part [..., S]; 0 if no new class of the chunk is the label.
-
-  Args:
-    logits, classes, is_new: the results of `_logits`.
-    label: [..., 1, 1].
-  """
+  """Returns the logit of the label, [..., 1, 1], in each part [..., S]; 0 if no new class of the chunk is the label."""
   if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, a lookup might gather logits.
     return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)
   # A lookup reads one logit of each row; a sum would read all of them.

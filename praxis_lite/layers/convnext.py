@@ -20,10 +20,10 @@ from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer, WeightSplit
 from praxis_lite.layers.dropout import StochasticResidual
 from praxis_lite.layers.feedforward import FeedForward
-from praxis_lite.layers.images import Conv2D, GlobalPooling
+from praxis_lite.layers.images import Conv2D, GlobalPooling, check_channels
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.normalizations import LayerNorm, Norm
-from praxis_lite.layers.resnet import check_channels, check_stages
+from praxis_lite.layers.resnet import check_stages
 from praxis_lite.sharding.weights import WeightInit
 
 

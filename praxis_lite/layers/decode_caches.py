@@ -48,11 +48,10 @@ def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | Non
   Args:
     state: the decode state that `init_decode_state` makes.
     num_slots: the largest number of tokens of a row.
-    layers_of_sources: the name of layers whose caches stay as they are, because sources do not grow; None if there are
-      no such layers.
+    layers_of_sources: the name of layers whose caches stay as they are, because sources do not grow.
 
   Raises:
-      ConfigError: a layer has a state that is not a KV cache, so it cannot go back to an earlier token.
+    ConfigError: a layer has a state that is not a KV cache, so it cannot go back to an earlier token.
   """
   places = places_of_caches(state)
   for path in leaves_by_path(state):
@@ -81,14 +80,7 @@ def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | Non
 class StackedCaches:
   """The stacked caches in the decode state of a loop over layers, which each iteration passes on to the next.
 
-  Caches of a loop inside one of these layers are not included, because they have several dimensions of layers.
-
-  Args:
-    state: the decode state of the loop, stacked.
-
-  Attributes:
-    arrays: arrays of the caches, by path.
-    others: all other arrays of the state.
+  Caches of a loop inside one of these layers are among the `others`, because they have several dimensions of layers.
   """
 
   def __init__(self, state: NestedDict):

@@ -233,11 +233,8 @@ def _to_slots_last(x_LBKSH: jax.Array) -> jax.Array:
 def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales: bool) -> int:
   """Returns how many kv heads are computed at once: a divisor of K such that 128 slots and the queries fit on the chip.
 
-  Args:
-    num_heads: K.
-    slot_bytes: bytes of a slot of one head.
-    queries: entries of the queries of one kv head.
-    has_scales: whether the heads of a page are a dimension of tiles; if so, the result is K or a multiple of 8.
+  A slot of one head has `slot_bytes`, and the queries of a kv head have `queries` entries. If entries have scales, the
+  heads of a page are a dimension of tiles, and the result is K or a multiple of 8.
   """
   most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
   parts = [

@@ -185,7 +185,7 @@ class DiffusionTransformer(Layer):
         f'{self.path_name}: expected images [B, H, W, {self.image_channels}] whose height and width are multiples of '
         f'patch_size, {size}, got the shape {list(shape)}'
       )
-    patches = to_patches(x_BHWC.astype(self.fprop_dtype), size)
+    patches = to_patches(x_BHWC.astype(self.fprop_dtype), size, size)
     B, height, width, values = patches.shape
     x_BTD = self.patch(patches.reshape(B, height * width, values))
     x_BTD = self.shard(x_BTD + self.position(*map(jnp.asarray, grid_positions(height, width))))

@@ -105,10 +105,7 @@ class Dora(Lora):
 def output_factors(w: jax.Array, update: jax.Array, magnitude: jax.Array, num_outputs: int) -> jax.Array:
   """Returns (1 + m) |W| / |W + update|, [*stack, 1, ..., *O] float32; no gradient flows through the norms.
 
-  Args:
-    w, update: [*stack, *I, *O].
-    magnitude: m, [*stack, *O].
-    num_outputs: number of dimensions O.
+  The weight and its update are [*stack, *I, *O]; `magnitude` is m, [*stack, *O], with `num_outputs` dimensions O.
   """
   n = magnitude.ndim - num_outputs
   axes = tuple(range(n, w.ndim - num_outputs))

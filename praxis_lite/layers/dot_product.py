@@ -193,7 +193,7 @@ def has_kernels_in(dtype: DTypeLike) -> bool:
 def _cudnn_obstacle(case: AttentionCase) -> str:
   """Returns why cuDNN's fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
   H, takes_array = case.dims_per_head, case.by_rows or case.logit_bias or case.arrays
-  return _gpu_obstacle(case) or _first_of(
+  return _gpu_obstacle(case) or first_of(
     (H % 8 or H > 128, f'needs dims_per_head to be a multiple of 8 of at most 128, not {H}'),
     (case.partly_mapped, _PARTLY_MAPPED),
     (case.soft_cap, 'has no logit_soft_cap'),
@@ -206,7 +206,7 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
 
 def _tokamax_obstacle(case: AttentionCase) -> str:
   """Returns why the kernels of tokamax cannot compute a case, as the end of a sentence; '' if they can."""
-  obstacle = _gpu_obstacle(case) or _first_of(
+  obstacle = _gpu_obstacle(case) or first_of(
     (case.arrays or case.logit_bias, 'takes no bias, and no mask as an array'),
     (case.dropout, 'has no gradients with dropout'),
     (case.excludes_self, "has no mask that excludes a query's own index"),
@@ -217,7 +217,7 @@ def _tokamax_obstacle(case: AttentionCase) -> str:
 
 def _gpu_obstacle(case: AttentionCase) -> str:
   """Returns why no fused kernel for GPUs can compute a case, as the end of a sentence; '' if one may."""
-  return _first_of(
+  return first_of(
     (case.platform != 'gpu', f'needs an NVIDIA GPU, and the platform is {case.platform!r}'),
     (
       case.dtype not in (jnp.bfloat16, jnp.float16),
@@ -226,7 +226,7 @@ def _gpu_obstacle(case: AttentionCase) -> str:
   )
 
 
-def _first_of(*obstacles: tuple[object, str]) -> str:
+def first_of(*obstacles: tuple[object, str]) -> str:
   """Returns the text of the first obstacle that there is; '' if there is none."""
   return next((text for is_there, text in obstacles if is_there), '')
 
@@ -238,7 +238,7 @@ def _kind_without_bfloat16(kind: str) -> str:
 def _splash_obstacle(case: AttentionCase) -> str:
   """Returns why splash attention cannot compute a case, as the end of a sentence; '' if it can."""
   in_bfloat16, dtype = case.dtype == jnp.bfloat16, jnp.dtype(case.dtype).name
-  return _first_of(
+  return first_of(
     (case.platform == 'gpu', "needs a TPU, and the platform is 'gpu'"),
     (not in_bfloat16 and case.dtype != jnp.float32, f'computes in bfloat16 or float32, not in {dtype}'),
     (in_bfloat16 and case.only_float32, f'computes in float32 on {case.only_float32}, not in bfloat16'),

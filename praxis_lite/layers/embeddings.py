@@ -78,13 +78,7 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
   If the table is split along D and the vectors are not, a device needs dims of other devices. Either the table is
   gathered along D before the lookup, or devices exchange vectors after it (`LookupExchange`), whichever sends less.
   The compiler would gather the vectors of the whole batch if a mesh axis splits both D of the table and the batch.
-
-  Args:
-    layer: the layer, in a call.
-    ids: integers.
-    field: the activation mapping of the vectors.
-    style: one of `LOOKUP_STYLES`.
-    scale: factor of the vectors; None means 1.
+  `field` is the activation mapping of the vectors, which are multiplied by `scale`, if it is given.
   """
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
 
@@ -116,21 +110,14 @@ class LookupExchange(NamedTuple):
   Some axes split D of the table, and also the ids. Along these axes, each device gathers the ids of all devices, looks
   up its own dims of their vectors, and sends to each device the vectors of its ids: one all-to-all. The gradients go
   back in the same way, and are added to the table in place.
-
-  Attributes:
-    axes: the axes that split D and the ids.
-    of_own_ids: spec of the ids [...], split like the vectors after the exchange.
-    of_ids, of_vectors: specs of the ids, and of the vectors [..., D], in the lookup.
-    is_less: whether a pass sends fewer bytes than a gather of the table, and the exchange divides evenly.
-    remark: text with the axes, and the bytes of the exchange and of the gather.
   """
 
-  axes: tuple[str, ...]
-  of_own_ids: PartitionSpec
-  of_ids: PartitionSpec
-  of_vectors: PartitionSpec
-  is_less: bool
-  remark: str
+  axes: tuple[str, ...]  # The axes that split D and the ids.
+  of_own_ids: PartitionSpec  # Spec of the ids [...], split like the vectors after the exchange.
+  of_ids: PartitionSpec  # Spec of the ids in the lookup.
+  of_vectors: PartitionSpec  # Spec of the vectors [..., D] in the lookup.
+  is_less: bool  # Whether a pass sends fewer bytes than a gather of the table, and the exchange divides evenly.
+  remark: str  # Text with the axes, and the bytes of the exchange and of the gather.
 
 
 def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange | None:

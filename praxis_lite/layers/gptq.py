@@ -29,15 +29,10 @@ _BLOCK = 128  # The inputs of a block; after each block, its errors are spread o
 
 
 class Compensation(NamedTuple):
-  """How the error of each input is spread over the inputs that are rounded later.
+  """How the error of each input is spread over the inputs that are rounded later."""
 
-  Attributes:
-    order: [I] int32, the inputs in the order of rounding.
-    upper: [I, I] float32, U in this order.
-  """
-
-  order: np.ndarray
-  upper: np.ndarray
+  order: np.ndarray  # [I] int32, the inputs in the order of rounding.
+  upper: np.ndarray  # [I, I] float32, U in this order.
 
 
 def compensation(gram_II: np.ndarray) -> Compensation:

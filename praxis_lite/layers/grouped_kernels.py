@@ -28,20 +28,13 @@ _TILES_TOGETHER = 8
 
 
 class Tiles(NamedTuple):
-  """Sizes of a program.
+  """Sizes of a program."""
 
-  Attributes:
-    m, n: rows and columns of its tile of the result.
-    k: dims that it sums over at a time.
-    warps: number of warps.
-    stages: number of loads that are in flight.
-  """
-
-  m: int
-  n: int
-  k: int
-  warps: int
-  stages: int
+  m: int  # Rows of its tile of the result.
+  n: int  # Columns of it.
+  k: int  # Dims that it sums over at a time.
+  warps: int  # Number of warps.
+  stages: int  # Number of loads that are in flight.
 
 
 def multiply(rows_MK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
@@ -174,9 +167,7 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int) -> Tiles:
   """Returns the sizes of tiles that were fast on an H100, made smaller for small operands.
 
-  Args:
-    dtype: dtype of the operands.
-    rows, columns, summed: the rows of an average group, the columns of the result, and the dims that are summed over.
+  `rows` are those of an average group, `columns` those of the result, and `summed` are the dims that are summed over.
   """
   wide = 4 // jnp.dtype(dtype).itemsize
   if rows < 64 or columns <= 128:

@@ -64,17 +64,11 @@ class GroupedMatmulChoice(NamedTuple):
 
 
 class ProductCase(NamedTuple):
-  """What the choice of an implementation depends on, besides the platform.
+  """What the choice of an implementation depends on, besides the platform."""
 
-  Attributes:
-    dtype: dtype of both operands; None means float32.
-    rows: number of rows.
-    unmapped: mesh axes that may split the operands, because no `shard_map` maps over them.
-  """
-
-  dtype: jax.typing.DTypeLike | None = jnp.bfloat16
+  dtype: jax.typing.DTypeLike | None = jnp.bfloat16  # Of both operands; None means float32.
   rows: int = 128
-  unmapped: tuple[str, ...] = ()
+  unmapped: tuple[str, ...] = ()  # Mesh axes that may split the operands, because no `shard_map` maps over them.
 
 
 _ANY_CASE = ProductCase()
@@ -85,13 +79,8 @@ def choose_grouped_matmul(
 ) -> GroupedMatmulChoice:
   """Returns 'xla', 'blocks' or 'triton', and the reason. If 'triton' cannot run, another implementation replaces it.
 
-  Args:
-    implementation: one of `IMPLEMENTATIONS`.
-    path: config path of the implementation, for messages.
-    case: the operands.
-
   Raises:
-    ConfigError: there is no such implementation.
+    ConfigError: there is no such implementation; `path`, its config path, is in the message.
   """
   check_choice(path, implementation, IMPLEMENTATIONS)
   if implementation in ('xla', 'blocks'):
@@ -245,24 +234,17 @@ class _Groups(NamedTuple):
 
 
 class _Form(NamedTuple):
-  """How a product is computed.
+  """How a product is computed."""
 
-  Attributes:
-    method: 'blocks' or 'triton'.
-    fewest_rows, most_rows: limits of the number of rows of a block.
-    fixed_trips: whether there is one loop, with the largest number of iterations that may be needed. A GPU would wait
-      for the host in each iteration if the number depended on data. Otherwise there is a loop over the blocks of each
-      group, which reads the weights of a group once, so blocks can be smaller.
-    transposed: whether weights are [V, G, N, K].
-    stage_axes: mesh axes that split the dimension of a `vmap`, evenly.
-  """
-
-  method: ProductMethod
-  fewest_rows: int
+  method: ProductMethod  # 'blocks' or 'triton'.
+  fewest_rows: int  # The least number of rows of a block.
   most_rows: int
+  # Whether there is one loop, with the largest number of iterations that may be needed. A GPU would wait for the host
+  # in each iteration if the number depended on data. Otherwise there is a loop over the blocks of each group, which
+  # reads the weights of a group once, so blocks can be smaller.
   fixed_trips: bool
-  transposed: bool = False
-  stage_axes: tuple[str, ...] = ()
+  transposed: bool = False  # Whether weights are [V, G, N, K].
+  stage_axes: tuple[str, ...] = ()  # Mesh axes that split the dimension of a `vmap`, evenly.
 
 
 def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:

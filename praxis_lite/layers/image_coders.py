@@ -148,11 +148,11 @@ def to_pixels(x_BHWC: jax.Array, size: int) -> jax.Array:
   return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H * size, W * size, -1)
 
 
-def to_patches(x_BHWC: jax.Array, size: int) -> jax.Array:
-  """Returns [B, H / size, W / size, size^2 C]: the inverse of `to_pixels`."""
+def to_patches(x_BHWC: jax.Array, height: int, width: int) -> jax.Array:
+  """Returns patches of this size, [B, H / height, W / width, height width C]; `to_pixels` joins square ones."""
   B, H, W, C = x_BHWC.shape
-  x = x_BHWC.reshape(B, H // size, size, W // size, size, C)
-  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H // size, W // size, size**2 * C)
+  x = x_BHWC.reshape(B, H // height, height, W // width, width, C)
+  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, H // height, W // width, height * width * C)
 
 
 def check_image(where: str, shape: tuple[int, ...], channels: int, halvings: int) -> None:

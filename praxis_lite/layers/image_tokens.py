@@ -13,9 +13,14 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.feedforward import FeedForward
-from praxis_lite.layers.images import Conv2D
+from praxis_lite.layers.images import Conv2D, check_channels
 from praxis_lite.layers.normalizations import LayerNorm, Norm
+from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.sharding.weights import WeightHParams, WeightInit
+
+# A block with norms and biases as in ViT.
+VISION_BLOCK = Config(TransformerBlock, norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward, activation='gelu'))
+VISION_BLOCK.attention_tpl.use_bias = True
 
 
 class PatchEmbedding(Layer):
@@ -52,11 +57,7 @@ class PatchEmbedding(Layer):
     Raises:
       ConfigError: images are not [B, h, w, C], or are smaller than a patch.
     """
-    if image_BhwC.ndim != 4 or image_BhwC.shape[-1] != self.channels:
-      raise ConfigError(
-        f'{self.path_name}.channels: {self.channels}, so images are [B, height, width, {self.channels}]; these have '
-        f'shape {list(image_BhwC.shape)}'
-      )
+    check_channels(self, self.channels, image_BhwC)
     y_BhwD = self.conv(image_BhwC)
     return self.shard(jnp.reshape(y_BhwD, (y_BhwD.shape[0], -1, self.dims)))
 

@@ -270,3 +270,12 @@ class ConvNet(Layer):
       if self.pooling_tpl is not None:
         x_BHWC = self.pooling(x_BHWC)
     return self.shard(self.dropout(self.global_pooling(x_BHWC)))
+
+
+def check_channels(layer: Layer, channels: int, x_BHWC: jax.Array) -> None:
+  """Raises ConfigError unless images are [B, H, W, C], with C the `channels` of the layer."""
+  if x_BHWC.ndim != 4 or x_BHWC.shape[-1] != channels:
+    raise ConfigError(
+      f'{layer.path_name}.channels: {channels}, so images are [B, height, width, {channels}]; these have shape '
+      f'{list(x_BHWC.shape)}'
+    )

@@ -28,24 +28,17 @@ class KVCache(NamedTuple):
 
   In a cache, the slots of a head are contiguous, which the products of attention need. New tokens have the layout in
   which the layer computes them, [B, T, K, H].
-
-  Attributes:
-    key, value: [B, K, S, H], in the dtype of the cache. A value of None means that the values are the keys.
-    pos: [B, S] int32 position of the token in each slot; -1 for an empty slot.
-    slot: in a growing cache, the number of slots taken; in a placed cache, [B], the number of first slots of each row
-      that the last tokens may attend to. None for new tokens.
-    key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
-    turn: int32, the number of the layer in a loop over layers; all arrays then begin with the dimension L. None for the
-      cache of a single layer.
   """
 
-  key: jax.Array
-  value: jax.Array | None
-  pos: jax.Array
+  key: jax.Array  # [B, K, S, H], in the dtype of the cache.
+  value: jax.Array | None  # [B, K, S, H]; None means that the values are the keys.
+  pos: jax.Array  # [B, S] int32 position of the token in each slot; -1 for an empty slot.
+  # In a growing cache, the number of slots taken; in a placed cache, [B], the number of first slots of each row that
+  # the last tokens may attend to. None for new tokens.
   slot: jax.Array | None = None
-  key_scale: jax.Array | None = None
+  key_scale: jax.Array | None = None  # [B, K, S] float32, factors of int8 entries; None for other dtypes.
   value_scale: jax.Array | None = None
-  turn: jax.Array | None = None
+  turn: jax.Array | None = None  # int32, the layer's number in a loop; all arrays then begin with L. None elsewhere.
 
   def unstack(self) -> KVCache:
     """Returns the cache of this layer, taken from the stack if it is in one."""

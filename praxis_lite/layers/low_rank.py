@@ -140,11 +140,7 @@ def split_update(
 ) -> Config[LowRankUpdate]:
   """Gives A and B of an update the entries of `wt`, the mapping of the weight [*I, *O] that it is added to.
 
-  Args:
-    update: the config, which is edited.
-    wt: the mapping; None leaves A and B to the task's strategy, like the weight.
-    rank_in: number of dimensions I.
-    path: path of the layer of the weight, for `explain`.
+  None leaves A and B to the task's strategy, like the weight. The layer of the weight is at `path`.
   """
   if wt is not None:
     whole = DeclaredSplit((None,), (f'derived from the weight of {path}: the rank of an update is not split',))
@@ -165,12 +161,9 @@ def num_stacked(a: Sequence[int], b: Sequence[int], w: Sequence[int]) -> int:
 
 
 def scaled_product(a: jax.Array, b: jax.Array, scale: float, shape: Sequence[int]) -> jax.Array:
-  """Returns scale A B in float32, or in the dtype of A if that is wider, for stored variables.
+  """Returns scale A B, of `shape` [*stack, *I, *O], in float32, or in the dtype of A if that is wider.
 
-  Args:
-    a, b: [*stack, *I, R] and [*stack, R, *O].
-    scale: the factor.
-    shape: shape of the result, [*stack, *I, *O].
+  A and B are stored variables, [*stack, *I, R] and [*stack, R, *O].
   """
   stack, rank = a.shape[: num_stacked(a.shape, b.shape, shape)], a.shape[-1]
   dtype = jnp.promote_types(a.dtype, jnp.float32)

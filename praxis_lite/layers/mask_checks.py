@@ -27,9 +27,7 @@ _QUERIES, _KEYS = 5, 3
 def check_mask(mask: AttentionMask, batch: int, query_len: int, key_len: int) -> None:
   """Raises ConfigError if an array of a mask does not fit B rows of T queries and S keys, or a method returns no mask.
 
-  Args:
-    mask: the mask; the parts of a composed mask are checked one by one.
-    batch, query_len, key_len: B, T and S.
+  The parts of a composed mask are checked one by one.
   """
   for leaf in mask_leaves(mask):
     _check_arrays(leaf, {'query': (batch, query_len), 'key': (batch, key_len), 'row': (batch,)})

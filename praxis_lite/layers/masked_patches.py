@@ -15,33 +15,23 @@ import jax.numpy as jnp
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import PositionGrid
-from praxis_lite.layers.feedforward import FeedForward
-from praxis_lite.layers.image_tokens import grid_size
+from praxis_lite.layers.image_coders import to_patches
+from praxis_lite.layers.image_tokens import VISION_BLOCK, grid_size
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.repeat import kinds_of_stack
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer
-from praxis_lite.layers.transformer_block import TransformerBlock
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams, WeightInit
-
-_BLOCK = Config(TransformerBlock, norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward, activation='gelu'))
-_BLOCK.attention_tpl.use_bias = True
 
 
 class SeenPatches(NamedTuple):
-  """Which patches of each image are seen.
+  """Which patches of each image are seen."""
 
-  Attributes:
-    numbers: [B, K] int32, the numbers of the patches that are seen.
-    places: [B, T] int32, the place of each patch in `numbers`; K or more for hidden patches.
-    is_hidden: [B, T] bool.
-  """
-
-  numbers: jax.Array
-  places: jax.Array
-  is_hidden: jax.Array
+  numbers: jax.Array  # [B, K] int32, the numbers of the patches that are seen.
+  places: jax.Array  # [B, T] int32, the place of each patch in `numbers`; K or more for hidden patches.
+  is_hidden: jax.Array  # [B, T] bool.
 
 
 def choose_patches(noise_BT: jax.Array, count: int) -> SeenPatches:
@@ -58,19 +48,18 @@ def take_tokens(x_BTD: jax.Array, numbers_BK: jax.Array) -> jax.Array:
 
 def pixels_of_patches(image_BhwC: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
   """Returns the pixel values of each patch, [B, T, P], row by row; pixels that do not fill a patch are left out."""
-  height, width = patch_size
-  rows, columns = grid_size((image_BhwC.shape[1], image_BhwC.shape[2]), patch_size)
-  B, C = image_BhwC.shape[0], image_BhwC.shape[-1]
-  x = image_BhwC[:, : rows * height, : columns * width].reshape(B, rows, height, columns, width, C)
-  return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, rows * columns, height * width * C)
+  _, h, w, _ = image_BhwC.shape
+  rows, columns = grid_size((h, w), patch_size)
+  patches = to_patches(image_BhwC[:, : rows * patch_size[0], : columns * patch_size[1]], *patch_size)
+  return patches.reshape(len(patches), rows * columns, patches.shape[-1])
 
 
-def normalize_patches(x_BTP: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-  """Returns (x - mean(x)) / sqrt(var(x) + epsilon) for each patch; the variance is a sum divided by P - 1."""
+def normalize_patches(x_BTP: jax.Array) -> jax.Array:
+  """Returns (x - mean(x)) / sqrt(var(x) + 1e-6) for each patch; the variance is a sum divided by P - 1."""
   x_BTP = to_sum_dtype(x_BTP)
   y_BTP = x_BTP - jnp.mean(x_BTP, axis=-1, keepdims=True)
   variance = jnp.sum(jnp.square(y_BTP), axis=-1, keepdims=True) / max(1, x_BTP.shape[-1] - 1)
-  return y_BTP * jax.lax.rsqrt(variance + epsilon)
+  return y_BTP * jax.lax.rsqrt(variance + 1e-6)
 
 
 class PatchDecoderSplit(ActivationSplit):
@@ -112,7 +101,7 @@ class PatchDecoder(Layer):
   has_class_token: bool = True
   embed_tpl: Config = template(Linear, use_bias=True)
   position_tpl: Config = template(SinusoidalPositions2D)
-  transformer_tpl: Config = template(RepeatedTransformer, layers_tpl=_BLOCK)
+  transformer_tpl: Config = template(RepeatedTransformer, layers_tpl=VISION_BLOCK)
   final_norm_tpl: Config = template(LayerNorm)
   pixels_tpl: Config = template(Linear, use_bias=True)
   activation_split_dims_mapping: Config = template(PatchDecoderSplit)
@@ -158,8 +147,7 @@ class PatchDecoder(Layer):
     is_seen_BT1 = (places_BT < K)[..., None]
     x_BTD = jnp.where(is_seen_BT1, at_place_BTD, self.theta.mask_token.astype(x_BKD.dtype))
     if isinstance(self.position, SinusoidalPositions2D):
-      rows, columns = grid_positions(*self.grid)
-      x_BTD += self.position(jnp.asarray(rows), jnp.asarray(columns))
+      x_BTD += self.position(*map(jnp.asarray, grid_positions(*self.grid)))
     x_BTD = jnp.concatenate([others, x_BTD], axis=1)
     if isinstance(self.position, LearnedPositions):
       x_BTD += self.position(jnp.arange(x_BTD.shape[1])[None])

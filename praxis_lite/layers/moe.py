@@ -395,9 +395,8 @@ class MoeFeedForward(Layer):
     """Returns the inputs of `down`, [B, T, E, F]; computes all, then puts 0 for tokens that an expert does not get."""
     theta, (B, T, D) = self.theta, x_BTD.shape
     rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
-    hidden_ENF = self._mlp().compute_hidden(
-      {name: getattr(theta, name) for name in self._weights}, batched_product, rows_END
-    )
+    weights = {name: getattr(theta, name) for name in self._weights}
+    hidden_ENF = self._mlp().compute_hidden(weights, batched_product, rows_END)
     hidden_BTEF = jnp.moveaxis(hidden_ENF, 0, 1).reshape(B, T, self.num_experts, -1)
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], hidden_BTEF, 0)
 

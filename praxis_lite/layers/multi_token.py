@@ -124,13 +124,7 @@ class MultiTokenPrediction(Layer):
     return self.in_evaluation or not self.do_eval
 
   def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, **block: Any) -> tuple[jax.Array, ...]:
-    """Returns the h_k of each module, [B, T, D].
-
-    Args:
-      hidden_BTD: h_0.
-      embedded_BTD: embeddings of the ids.
-      **block: keyword arguments of the blocks.
-    """
+    """Returns the h_k of each module, [B, T, D], given h_0, embeddings of the ids, and arguments of the blocks."""
     found = []
     for k, module in enumerate(self.modules, start=1):
       hidden_BTD = self._remat.run(self, module, hidden_BTD, _shift(embedded_BTD, -k), **block)
@@ -145,13 +139,7 @@ class MultiTokenPrediction(Layer):
     segment_ids: jax.Array | None,
     softmax: FullSoftmax,
   ) -> None:
-    """In a call: adds the losses.
-
-    Args:
-      hidden: the result of `__call__`.
-      labels_BT, weights_BT, segment_ids: see `TransformerLm`.
-      softmax: the softmax of the model.
-    """
+    """In a call: adds the losses, given the result of `__call__`; for the next arguments, see `TransformerLm`."""
     weights_BT = jnp.ones(labels_BT.shape, jnp.float32) if weights_BT is None else weights_BT
     for k, hidden_BTD in enumerate(hidden, start=1):
       xent_BT = softmax.compute_xent(hidden_BTD, _shift(labels_BT, -k))

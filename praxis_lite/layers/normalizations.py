@@ -224,9 +224,7 @@ def _inverse_root_mean_square(x: jax.Array, axes: int | Sequence[int], epsilon: 
 def to_units(x: jax.Array, epsilon: float = 1e-12) -> jax.Array:
   """Returns vectors of length 1 along the last dimension, in the dtype of sums; zeros stay zeros, with a gradient.
 
-  Args:
-    x: the vectors.
-    epsilon: added to their squared lengths.
+  `epsilon` is added to their squared lengths.
   """
   x = to_sum_dtype(x)
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + epsilon)

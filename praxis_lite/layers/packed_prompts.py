@@ -12,29 +12,18 @@ import jax.numpy as jnp
 
 
 class PackedPrompts(NamedTuple):
-  """Where the tokens of each prompt are in packed rows.
+  """Where the tokens of each prompt are in packed rows."""
 
-  Attributes:
-    segment_ids: [R, T] int32, which prompt of its row each token belongs to, counted from 1; 0 for padding.
-    pos: [R, T] int32, the position of each token in its prompt; -1 for padding.
-    place: [R, S, P] int32, the column of the packed row that holds each token of a prompt; arbitrary beyond the
-      prompt's length.
-    lengths: [R, S] int32 lengths of the prompts; 0 for an unused entry.
-  """
-
-  segment_ids: jax.Array
-  pos: jax.Array
-  place: jax.Array
-  lengths: jax.Array
+  segment_ids: jax.Array  # [R, T] int32, which prompt of its row a token belongs to, counted from 1; 0 for padding.
+  pos: jax.Array  # [R, T] int32, the position of each token in its prompt; -1 for padding.
+  place: jax.Array  # [R, S, P] int32, the column that holds each token of a prompt; arbitrary beyond its length.
+  lengths: jax.Array  # [R, S] int32 lengths of the prompts; 0 for an unused entry.
 
   @classmethod
   def make(cls, packing_RT: jax.Array, lengths_RS: jax.Array, num_places: int) -> PackedPrompts:
-    """Returns the packed prompts of a packing [R, T].
+    """Returns the packed prompts of a packing: s P + p where the row holds token p of its prompt s, -1 for padding.
 
-    Args:
-      packing_RT: s P + p where the row holds token p of its prompt s, -1 for padding.
-      lengths_RS: lengths of the prompts.
-      num_places: S P.
+    `num_places` is S P.
     """
     R, S = lengths_RS.shape
     P, T = num_places // S, packing_RT.shape[1]

@@ -471,10 +471,7 @@ class Pipelined(Repeat):
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
     """Combines the parts of statistics of ticks and stages, [ticks, S, c, ...], to those of layers, [repetitions, ...].
 
-    Args:
-      kind: how parts combine.
-      x: the parts.
-      real, round_: [ticks, S], whether a stage has a microbatch in a tick, and its round.
+    `real` and `round_`, [ticks, S], say whether a stage has a microbatch in a tick, and its round.
     """
     R = self.circular_repeat
     here = real[..., None] & (jnp.arange(R) == round_[..., None])

@@ -37,13 +37,8 @@ def num_rows(x: object, where: str) -> int:
 class SideInputs:
   """The arguments of a call besides the first one. Those with a batch dimension are cut into microbatches.
 
-  Args:
-    args, kwargs: the arguments.
-    names: the names of `args`, as far as they are known.
-    marks: maps the name of an argument to the value that marks a padding row; see `Layer.marks_of_padding`.
-    batch_size, where: B, and the path of the pipeline, for messages.
-    outer_real: [B] bool, False for rows that fill up a microbatch of an enclosing pipeline; None if there is no such
-      pipeline.
+  `names` are those of `args`, as far as they are known, and `marks` the `Layer.marks_of_padding`. `outer_real` is [B]
+  bool, False for rows that fill up a microbatch of an enclosing pipeline; None if there is no such pipeline.
   """
 
   def __init__(
@@ -79,13 +74,9 @@ class SideInputs:
       self._marks.append(next((marks[name] for name in _names_on(path, names) if name in marks), None))
 
   def cut(self, M: int, multiple: int) -> list[jax.Array]:
-    """Returns the arrays that have rows, as microbatches [M, mb, ...].
+    """Returns the arrays that have rows, as microbatches [M, mb, ...]; rows are added up to a multiple of `multiple`.
 
     If some rows are not real, one more array follows, [M, mb] bool, which is True for the real ones.
-
-    Args:
-      M: number of microbatches.
-      multiple: rows are added until their number is a multiple of this.
     """
     arrays = [(jnp.asarray(self._leaves[i]), mark) for i, mark in zip(self._cut, self._marks)]
     self._says_real = self._real is not None or bool(self._batch_size % multiple)
@@ -97,11 +88,7 @@ class SideInputs:
     """Returns [M] bool, False for microbatches that contain only padding; None if no argument marks padding.
 
     If all microbatches contain only padding, all entries are True. A microbatch of padding occurs if a mesh has filled
-    up a batch that has fewer rows than there are microbatches.
-
-    Args:
-      rows: the result of `cut`.
-      sum_over_rows: see `Surroundings`.
+    up a batch that has fewer rows than there are microbatches. `rows` is the result of `cut`.
     """
     marks = [*self._marks, *([False] if self._says_real else [])]
     marked = [(x, mark) for x, mark in zip(rows, marks) if mark is not None]
@@ -122,12 +109,8 @@ class SideInputs:
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
     """Returns the arguments of a layer, and which rows are real, [mb] bool.
 
-    In a bubble, no gradient flows through the arguments.
-
-    Args:
-      rows: the rows of its microbatch, for each array that `cut` returns.
-      shared: the stage's copies of the arrays that `shared` returns.
-      at_work: False in a bubble, and for a layer that only pads its group.
+    `rows` are those of its microbatch, for each array that `cut` returns, and `shared` the stage's copies of `shared`.
+    In a bubble, and for a layer that only pads its group, `at_work` is False, and no gradient flows through them.
     """
     real = None
     if self._says_real:

@@ -8,17 +8,11 @@ from praxis_lite.common.errors import ConfigError
 
 
 class PositionLimit(NamedTuple):
-  """How many positions a network has.
+  """How many positions a network has."""
 
-  Attributes:
-    field: path of the field `max_len` of the table, for messages.
-    max_len: number of positions in the table.
-    first: the row of the table that is position 0.
-  """
-
-  field: str
-  max_len: int
-  first: int = 0
+  field: str  # Path of the field `max_len` of the table, for messages.
+  max_len: int  # The number of positions in the table.
+  first: int = 0  # The row of the table that is position 0.
 
   @property
   def num_positions(self) -> int:
@@ -36,13 +30,7 @@ class PositionLimit(NamedTuple):
 
 
 def limit_of_table(path: str, table: object, first: int = 0) -> PositionLimit | None:
-  """Returns the limit of a network's layer of positions; None if the layer is no table, and so has no limit.
-
-  Args:
-    path: path of the template of that layer.
-    table: the layer; None if the network has none.
-    first: the row of the table that is position 0.
-  """
+  """Returns the limit of a network's layer of positions, whose template is at `path`; None if it is not a table."""
   max_len = getattr(table, 'max_len', None)
   return None if max_len is None else PositionLimit(f'{path}.max_len', max_len, first)
 

@@ -26,13 +26,9 @@ _LEAST_PRODUCT, _ROWS_AT_ONCE = 10_000_000, 16  # See `_tensordot`.
 
 
 def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array:
-  """In a call: returns x times the weight `w` of a layer, [..., *O] in `fprop_dtype`.
+  """In a call: returns x [..., *I] times the weight `w` of a layer, [*I, *O], as [..., *O] in `fprop_dtype`.
 
-  Args:
-    layer: the layer; its field `matmul` is `kind`.
-    x: [..., *I] for w [*I, *O].
-    axes: number of dimensions I.
-    kind: one of `MATMULS`.
+  `axes` is the number of dimensions I; the layer's field `matmul` is `kind`.
   """
   x = x.astype(layer.fprop_dtype)
   stored = layer._stored.get('w')
@@ -44,15 +40,7 @@ def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x.
-
-  Args:
-    x: [..., *I] in the dtype to compute in.
-    w: [*I, *O].
-    axes: number of dimensions I.
-    kind: how it is computed, one of `MATMULS`.
-    path: path of the field that sets `kind`, for messages.
-  """
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x, computed as `kind` says, which the field at `path` sets."""
   if kind == 'fprop':
     return x @ w if axes == 1 and w.ndim == 2 else _tensordot(x, w, axes)
   if kind == 'fp8':

@@ -95,27 +95,13 @@ class QuantizedWeights(LayerPatterns):
     return self.layers is None or self.matches(name)
 
   def store(self, layer: Layer, name: str, weight: WeightHParams) -> QuantizedWeight | RoundedWeight:
-    """Returns how a weight of a layer is stored.
-
-    Args:
-      layer: the layer, in its `setup`.
-      name: the name of the weight, one of `layer.product_weights`.
-      weight: its declaration.
-    """
+    """In the `setup` of a layer: returns how a weight is stored; `name` is one of `layer.product_weights`."""
     if WeightHParamsCollection.KEEP_SPLIT in weight.collections:
       raise ConfigError(f'{layer.path_name}.{name}: a tensor-parallel layer has only a part of this weight')
     num_inputs, num_outputs = _count_axes(weight)
-    form = WeightFormat(
-      self.format,
-      num_inputs,
-      num_outputs,
-      self.group_size,
-      self.symmetric,
-      self.percentile,
-      self.scale_dtype,
-      None if self.kept is None else (self.kept[0], self.kept[1]),
-      self.mask_stays,
-    )
+    kept = None if self.kept is None else (self.kept[0], self.kept[1])
+    scales = self.group_size, self.symmetric, self.percentile, self.scale_dtype
+    form = WeightFormat(self.format, num_inputs, num_outputs, *scales, kept, self.mask_stays)
     if self.trained:
       return RoundedWeight(name, weight, form)
     return QuantizedWeight(layer, name, weight, form, self.input_scale)
@@ -157,20 +143,13 @@ class RoundedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-  """A weight that is stored in few bits; see `StoredWeight`.
+  """A weight that is stored in few bits; see `StoredWeight`."""
 
-  Attributes:
-    layer: the layer that has the weight.
-    name, weight: the weight's name and declaration.
-    format: how it is stored.
-    has_input_scale: whether it is multiplied by a scale for each input before rounding; the scales are a variable too.
-  """
-
-  layer: Layer
+  layer: Layer  # The layer that has the weight.
   name: str
   weight: WeightHParams
   format: WeightFormat
-  has_input_scale: bool = False
+  has_input_scale: bool = False  # Whether a variable has a scale of each input, which multiplies w before rounding.
 
   @property
   def parts(self) -> dict[str, WeightHParams]:

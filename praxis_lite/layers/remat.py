@@ -94,25 +94,15 @@ def other_policies(policy: str) -> list[str]:
 
 
 class Remat(NamedTuple):
-  """What each layer of a pattern of different layers keeps for the backward pass.
+  """What each layer of a pattern of different layers keeps for the backward pass."""
 
-  Attributes:
-    policies: one of `REMAT_POLICIES` for each layer of the pattern.
-    save_names, offload_names: tags of values to keep in addition, and to keep in host memory.
-  """
-
-  policies: tuple[str, ...]
-  save_names: tuple[str, ...]
-  offload_names: tuple[str, ...]
+  policies: tuple[str, ...]  # One of `REMAT_POLICIES` for each layer of the pattern.
+  save_names: tuple[str, ...]  # Tags of values to keep in addition.
+  offload_names: tuple[str, ...]  # Tags of values to keep in host memory.
 
   @classmethod
   def read(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
     """Reads the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer.
-
-    Args:
-      layer: the layer that has these fields.
-      num_kinds: number of layers in a pattern.
-      field: the name of the field with the policy.
 
     Raises:
       ConfigError: a policy is unknown or does not fit the names, or the number of policies is neither 1 nor num_kinds.
@@ -145,11 +135,8 @@ class Remat(NamedTuple):
 
     Blocks of transformers keep about 1.5 times as many values for a token as they have weights for each of its D dims.
     A weight of the model takes 16 bytes, with its gradient and the moments of Adam. Several stacks of a model share the
-    rest of the memory in proportion to their weights.
-
-    Args:
-      x: the input of the layers, an array [..., D] or a tree of such arrays.
-      variables: the variables of all layers.
+    rest of the memory in proportion to their weights. `x` is the input of the layers, an array [..., D] or a tree of
+    such arrays; `variables` are those of all layers.
     """
     if 'auto' not in self.policies or not (memory := memory_of_single_gpu()):
       return self
@@ -166,14 +153,10 @@ class Remat(NamedTuple):
   def __call__(
     self, fn: Callable[..., T], kind: int = 0, *, in_scan: bool, regathers: bool = False
   ) -> Callable[..., T]:
-    """Returns `fn` with rematerialisation.
+    """Returns `fn`, a pure function of arrays, layer number `kind` of the pattern, with rematerialisation.
 
-    Args:
-      fn: a pure function of arrays: one layer of the pattern.
-      kind: its number in the pattern.
-      in_scan: whether `fn` is the body of a scan. Outside a scan, XLA must be prevented from merging the recomputation
-        with the first pass.
-      regathers: whether the weights that `fn` gathers are gathered again in the backward pass instead of kept.
+    Unless `fn` is the body of a scan, XLA must be prevented from merging the recomputation with the first pass.
+    `regathers` says whether the backward pass gathers the weights that `fn` gathers again, instead of keeping them.
     """
     policy = self.policies[kind]
     if policy == 'auto':
@@ -186,21 +169,11 @@ class Remat(NamedTuple):
   def run(self, parent: Layer, layer: Layer, *args: Any, kind: int = 0, **kwargs: Any) -> Any:
     """In a call of `parent`, outside of scans: runs a layer below it with rematerialisation, and returns its result.
 
-    Args:
-      parent: the layer that is being called; its key gives the random numbers.
-      layer: the layer to run.
-      *args: arrays for its call.
-      kind: its number in the pattern.
-      **kwargs: further arguments for its call, which the backward pass keeps.
+    The key of `parent` gives the random numbers. `args` are arrays; the backward pass keeps what is in `kwargs`.
     """
     key = parent.next_prng_key() if parent.has_prng_key() else None
-    body = self(
-      functools.partial(layer.apply, key=key, **kwargs),
-      kind,
-      in_scan=False,
-      regathers=parent.surroundings.reading_gathers,
-    )
-    result, side = body(layer.variables, *args)
+    fn, regathers = functools.partial(layer.apply, key=key, **kwargs), parent.surroundings.reading_gathers
+    result, side = self(fn, kind, in_scan=False, regathers=regathers)(layer.variables, *args)
     layer.absorb(side)
     return result
 

@@ -21,7 +21,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.dropout import StochasticResidual
-from praxis_lite.layers.images import Conv2D, GlobalPooling, Pooling
+from praxis_lite.layers.images import Conv2D, GlobalPooling, Pooling, check_channels
 from praxis_lite.layers.normalizations import BatchNorm, Norm, normalize_rows
 from praxis_lite.sharding.weights import WeightInit
 
@@ -220,13 +220,4 @@ def check_stages(layer: Layer, dims: tuple[int, ...], depths: tuple[int, ...]) -
   if len(dims) != len(depths) or min(depths) < 1:
     raise ConfigError(
       f'{layer.path_name}.stage_depths: expected a number of at least 1 for each of stage_dims, {dims}; got {depths}'
-    )
-
-
-def check_channels(layer: Layer, channels: int, x_BHWC: jax.Array) -> None:
-  """Raises ConfigError unless images are [B, H, W, C], with C the `channels` of the layer."""
-  if x_BHWC.ndim != 4 or x_BHWC.shape[-1] != channels:
-    raise ConfigError(
-      f'{layer.path_name}.channels: {channels}, so images are [B, height, width, {channels}]; these have shape '
-      f'{list(x_BHWC.shape)}'
     )

@@ -26,9 +26,9 @@ _is_shared: contextvars.ContextVar[bool] = contextvars.ContextVar('praxis_lite_i
 
 
 @contextlib.contextmanager
-def building_with_shared_bias(is_shared: bool = True) -> Iterator[None]:
-  """Tells the attention layers that are built inside the block whether each call gives them a shared bias."""
-  token = _is_shared.set(is_shared)
+def building_with_shared_bias() -> Iterator[None]:
+  """Tells the attention layers that are built inside the block that each call gives them a shared bias."""
+  token = _is_shared.set(True)
   try:
     yield
   finally:
@@ -45,12 +45,8 @@ def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) ->
 
   The bias is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise
   it is a function, for attention that computes the bias block by block. Offsets are differences of indices in the row,
-  which equal differences of positions inside a segment.
-
-  Args:
-    layer: the layer with the table.
-    length: T.
-    in_blocks: whether a layer computes its attention in blocks even if T is small.
+  which equal differences of positions inside a segment. `in_blocks` says whether a layer computes its attention in
+  blocks even if T is small.
   """
   if in_blocks or length * length >= many_logits(platform()):
     return bias_of_positions(layer)

@@ -25,13 +25,9 @@ T = TypeVar('T')
 
 
 def size_stack(stack: Config, model: Any, num_layers: int, *, causal: bool) -> Config:
-  """Returns the config of a stack whose blocks have the sizes of a model.
+  """Returns the config of a stack of `num_layers` blocks, whose attention is causal or not, with the sizes of a model.
 
-  Args:
-    stack: the config of the stack.
-    model: the layer with `model_dims`, `hidden_dims` (None means 4 D), `use_bias`, and the fields of `HEADS`.
-    num_layers: number of blocks.
-    causal: whether attention of the blocks is causal.
+  `model` is the layer with `model_dims`, `hidden_dims` (None means 4 D), `use_bias`, and the fields of `HEADS`.
   """
   stack = stack.clone(num_layers=num_layers)
   sizes = {'input_dims': model.model_dims, **{field: getattr(model, field) for field in HEADS}}
@@ -161,13 +157,10 @@ class RepeatedTransformer(Repeat):
 def add_windows(
   layers_tpl: Config | tuple[Config, ...], windows: Sequence[int | None] | None, where: str
 ) -> tuple[Config, ...]:
-  """Returns a pattern of blocks with sliding windows.
+  """Returns a pattern of blocks with sliding windows, in the layer at the path `where`.
 
-  Args:
-    layers_tpl: config of a block.
-    windows: the `sliding_window` of each block, repeated in turn, so that (4096, None) alternates local and global
-      attention. None leaves `layers_tpl` unchanged, which may then be a pattern.
-    where: the path of the layer that has these fields.
+  `windows` are the `sliding_window` of each block, repeated in turn, so that (4096, None) alternates local and global
+  attention. None leaves `layers_tpl` unchanged, which may then be a pattern.
 
   Raises:
     ConfigError: there are both windows and a pattern, or the tuple of windows is empty.

@@ -22,20 +22,16 @@ from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import PositionGrid
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.encoder import HeadTransform
-from praxis_lite.layers.feedforward import FeedForward
-from praxis_lite.layers.image_tokens import AttentionPooling, PatchEmbedding, grid_size
+from praxis_lite.layers.image_tokens import VISION_BLOCK, AttentionPooling, PatchEmbedding, grid_size
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.normalizations import LayerNorm, Norm
 from praxis_lite.layers.positions import LearnedPositions, SinusoidalPositions2D, grid_positions, is_position_table
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, size_stack
-from praxis_lite.layers.transformer_block import TransformerBlock, set_biases
+from praxis_lite.layers.transformer_block import set_biases
 from praxis_lite.sharding.weights import SplitDimsMapping
 
 IMAGE_POOLINGS = ('class_token', 'mean', 'attention')
-
-_BLOCK = Config(TransformerBlock, norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward, activation='gelu'))
-_BLOCK.attention_tpl.use_bias = True
 
 
 class VisionActivationSplit(ActivationSplit):
@@ -91,7 +87,7 @@ class VisionTransformer(Layer):
   position_tpl: Config | None = template(LearnedPositions, skip_regularization=True)
   embedding_norm_tpl: Config | None = None
   dropout_tpl: Config = template(Dropout)
-  transformer_tpl: Config = template(RepeatedTransformer, layers_tpl=_BLOCK)
+  transformer_tpl: Config = template(RepeatedTransformer, layers_tpl=VISION_BLOCK)
   final_norm_tpl: Config | None = template(LayerNorm)
   pooling_tpl: Config = template(AttentionPooling)
   representation_tpl: Config | None = None
@@ -180,8 +176,7 @@ class VisionTransformer(Layer):
     x_BTD = self.patches(image_BhwC.astype(self.fprop_dtype))
     B, _, D = x_BTD.shape
     if self.position_tpl is not None and isinstance(self.position, SinusoidalPositions2D):
-      rows, columns = grid_positions(*self.grid)
-      x_BTD += self.position(jnp.asarray(rows), jnp.asarray(columns))
+      x_BTD += self.position(*map(jnp.asarray, grid_positions(*self.grid)))
     if self.class_token:
       first_B1D = jnp.broadcast_to(self.theta.class_token, (B, 1, D)).astype(x_BTD.dtype)
       x_BTD = jnp.concatenate([first_B1D, x_BTD], axis=1)

@@ -129,11 +129,11 @@ class WeightFormat:
     if choose is None:
       q = self._join_groups(self.round_values(groups, scale, zero), w.shape)
     else:
-      scale_of, zero_of = (
-        None if x is None else self._join_groups(jnp.broadcast_to(x, groups.shape), w.shape) for x in (scale, zero)
-      )
-      assert scale_of is not None
-      q = choose(w.astype(jnp.float32), scale_of, zero_of)
+
+      def of_entries(x: jax.Array) -> jax.Array:
+        return self._join_groups(jnp.broadcast_to(x, groups.shape), w.shape)
+
+      q = choose(w.astype(jnp.float32), of_entries(scale), None if zero is None else of_entries(zero))
     stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
     parts = {VALUES: self._pack(q), SCALE: stored_scale}
     if zero is not None:
@@ -162,12 +162,9 @@ class WeightFormat:
     return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
   def dequantize(self, parts: Mapping[str, jax.Array], num_last: int, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns the weight [*stack, *J, I, *O], computed in float32.
+    """Returns the weight [*stack, *J, I, *O], given what `quantize` has returned, and I.
 
-    Args:
-      parts: what `quantize` has returned.
-      num_last: I.
-      dtype: dtype of the result; None means float32.
+    It is computed in float32; `dtype` is that of the result, and None means float32.
     """
     zero = self._spread(parts[ZERO], num_last) if self.has_zeros else None
     scale = self._spread(parts[SCALE].astype(jnp.float32), num_last)
@@ -182,12 +179,8 @@ class WeightFormat:
     """Returns x [..., *J, I] times the weight [*J, I, *O], [..., *O]; only if `scales_outputs`.
 
     The integers are multiplied, and then the results are scaled. XLA casts integers inside of a product, so the weight
-    is never in memory as floats. Values that share a byte are multiplied one after the other.
-
-    Args:
-      x: floats, for a result in their dtype; or int8, for a result in float32.
-      parts: what `quantize` has returned for a weight without *stack.
-      num_last: I.
+    is never in memory as floats. Values that share a byte are multiplied one after the other. If x is floats, the
+    result has their dtype; if it is int8, the result is in float32. `parts` have no *stack, and `num_last` is I.
     """
     stored, in_byte = parts[VALUES], 8 // self.bits
     num_bytes = stored.shape[self.num_inputs - 1]

@@ -94,7 +94,7 @@ def test_samplers_reach_the_mean_and_the_variance_of_a_gaussian(sampler, schedul
 
 def test_patches_and_pixels_are_inverse_and_row_by_row():
   x = normal(2, 4, 6, 3)
-  patches = to_patches(x, 2)
+  patches = to_patches(x, 2, 2)
   np.testing.assert_array_equal(patches[0, 1, 2], x[0, 2:4, 4:6].ravel())
   np.testing.assert_array_equal(to_pixels(patches, 2), x)
 

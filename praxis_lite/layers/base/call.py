@@ -52,43 +52,27 @@ class SideOutputs(NamedTuple):
 
 
 class Exchange(NamedTuple):
-  """Communication that a layer programs itself, such as a gather inside `shard_map`.
+  """Communication that a layer programs itself, such as a gather inside `shard_map`."""
 
-  Attributes:
-    purpose: why it communicates, in a few words: 'exchange between experts'.
-    field: the field of the layer that causes it: 'expert_axis'.
-    axes: the mesh axes that it communicates over.
-    by_compiler: whether XLA adds the collectives, for example where the layer rolls an array along a split dimension.
-      Otherwise only collectives inside `shard_map` belong to the exchange.
-    kinds: the kinds of its collectives, such as 'all-to-all'; () stands for all.
-  """
-
-  purpose: str
-  field: str
-  axes: tuple[str, ...]
+  purpose: str  # Why it communicates, in a few words: 'exchange between experts'.
+  field: str  # The field of the layer that causes it: 'expert_axis'.
+  axes: tuple[str, ...]  # The mesh axes that it communicates over.
+  # Whether XLA adds the collectives, for example where the layer rolls an array along a split dimension. Otherwise only
+  # collectives inside `shard_map` belong to the exchange.
   by_compiler: bool = False
-  kinds: tuple[str, ...] = ()
+  kinds: tuple[str, ...] = ()  # The kinds of its collectives, such as 'all-to-all'; () stands for all.
 
 
 class SplitConstraint(NamedTuple):
-  """A sharding constraint that a layer has put on an array.
+  """A sharding constraint that a layer has put on an array."""
 
-  Attributes:
-    field: the field of the layer that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
-    placement: how the array is split, and why; None leaves that to the compiler.
-    shape, dtype: shape and dtype of the array.
-    manual_axes: mesh axes along which the array is one device's part; the constraint does not affect them.
-    remark: what `explain` says about the array besides its split.
-    exchange: communication that XLA adds to split the array in this way, as the layer intends; None for other splits.
-  """
-
-  field: str
-  placement: Placement | None
+  field: str  # The field that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
+  placement: Placement | None  # How the array is split, and why; None leaves that to the compiler.
   shape: tuple[int, ...]
   dtype: jnp.dtype
-  manual_axes: frozenset[str] = frozenset()
-  remark: str = ''
-  exchange: Exchange | None = None
+  manual_axes: frozenset[str] = frozenset()  # Mesh axes along which the array is one device's part.
+  remark: str = ''  # What `explain` says about the array besides its split.
+  exchange: Exchange | None = None  # Communication that XLA adds for this split, as the layer intends.
 
 
 def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -30,17 +30,13 @@ class KnobKind(enum.StrEnum):
 class Knob:
   """A hyperparameter that a search may change, because it does not change what the layer computes.
 
-  Attributes:
-    field: the field of the layer.
-    value: its value, which is hashable.
-    neighbours: (a value) -> the values that a search tries after it.
-    kind: what a change trades. A search changes a rematerialisation policy in all layers that have that policy at once.
+  A search changes a rematerialisation policy in all layers that have that policy at once.
   """
 
-  field: str
-  value: Any
-  neighbours: Callable[[Any], Sequence[Any]]
-  kind: KnobKind = KnobKind.OTHER
+  field: str  # The field of the layer.
+  value: Any  # Its value, which is hashable.
+  neighbours: Callable[[Any], Sequence[Any]]  # (a value) -> the values that a search tries after it.
+  kind: KnobKind = KnobKind.OTHER  # What a change trades.
 
 
 class LayerProblem(NamedTuple):

@@ -18,17 +18,11 @@ from praxis_lite.sharding.weights import WeightHParams
 
 @dataclasses.dataclass(frozen=True)
 class Counterpart:
-  """The counterpart of a layer in the smaller model.
-
-  Attributes:
-    layer: the layer of the smaller model.
-    depth: ratio of the number of layers in the stacks around it to that in the smaller model.
-    depth_exponent: residual branches are multiplied by depth^-depth_exponent.
-  """
+  """The counterpart of a layer in the smaller model."""
 
   layer: GrownLayer
-  depth: float = 1.0
-  depth_exponent: float = 0.5
+  depth: float = 1.0  # The ratio of the number of layers in the stacks around it to that in the smaller model.
+  depth_exponent: float = 0.5  # Residual branches are multiplied by depth^-depth_exponent.
 
 
 class GrownLayer:

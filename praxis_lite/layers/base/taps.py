@@ -64,28 +64,19 @@ class TappedCall(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-  """The points of a call to listen to.
+  """The points of a call to listen to."""
 
-  Attributes:
-    wanted: (name of a point) -> what to report of it: names in `STATISTICS`, and `ARRAY`; () for nothing.
-    seen: collects the points that the call has passed, with '' or the reason why each cannot be tapped.
-    real: [B, T] or [B] bool, False for tokens or rows of padding, which do not count; None means that all count.
-    manual_axes: mesh axes along which values are one device's rows; parts of statistics are combined later.
-    wants_inputs: whether points may be inputs of layers.
-    in_pipeline: whether the layer is in a pipeline.
-    probed: collects the path of the layer of each wanted gradient, by the gradient's name: `point.grad`, and in later
-      calls of the layer `point.grad_1`, ... None if no loss is differentiated.
-    share: the factor that turns a gradient into the gradient of the whole batch's loss. None in the call that only
-      finds the probes, and adds zeros of their shapes to the summaries.
-  """
-
-  wanted: Callable[[str], Sequence[str]]
-  seen: dict[str, str]
-  real: jax.Array | None = None
-  manual_axes: frozenset[str] = frozenset()
-  wants_inputs: bool = False
+  wanted: Callable[[str], Sequence[str]]  # (a point) -> what to report: names in `STATISTICS`, `ARRAY`; () for nothing.
+  seen: dict[str, str]  # Collects the points that the call has passed, with '' or the reason why each cannot be tapped.
+  real: jax.Array | None = None  # [B, T] or [B] bool, False for padding, which does not count; None if all counts.
+  manual_axes: frozenset[str] = frozenset()  # Mesh axes along which values are one device's rows; parts combine later.
+  wants_inputs: bool = False  # Whether points may be inputs of layers.
   in_pipeline: bool = False
+  # Collects the path of the layer of each wanted gradient, by the gradient's name: `point.grad`, and in later calls of
+  # the layer `point.grad_1`, ... None if no loss is differentiated.
   probed: dict[str, Path] | None = None
+  # The factor that turns a gradient into the gradient of the whole batch's loss. None in the call that only finds the
+  # probes, and adds zeros of their shapes to the summaries.
   share: jax.Array | None = None
 
   def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
