@@ -139,9 +139,7 @@ class AdaptedFeedForward(Layer):
   def __call__(self, x: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
     """Returns [..., D] for x [..., D].
 
-    Args:
-      x: [..., D].
-      paddings: [B, T], nonzero for padding tokens, for a feed-forward layer that takes them; None means no padding.
+    `paddings`, [B, T], are nonzero for padding tokens, for a feed-forward layer that takes them; None means no padding.
     """
     feed_forward: Callable[..., jax.Array] = self.ff
     y = feed_forward(x, paddings=paddings) if self.ff.takes_paddings else feed_forward(x)

@@ -53,11 +53,9 @@ class CausalConv(Layer):
       self.create_variable('b', bias_weight(self.shape, None if wt is None else wt[1:]))
 
   def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-    """Returns [B, T, ...].
+    """Returns [B, T, ...] for x [B, T, ...].
 
-    Args:
-      x: [B, T, ...].
-      segment_ids: [B, T] int32; a token sees only tokens of its own segment. None means that a row is one segment.
+    A token sees only tokens of its own segment, for `segment_ids` [B, T] int32; None means that a row is one segment.
     """
     window = jnp.zeros((x.shape[0], self.kernel_size - 1, *self.shape), x.dtype)
     return self._convolve(jnp.concatenate([window, x], axis=1), segment_ids)
@@ -67,11 +65,9 @@ class CausalConv(Layer):
     self._keep(jnp.zeros((batch_size, self.kernel_size - 1, *self.shape), self.fprop_dtype))
 
   def extend_step(self, x: jax.Array, pos_BT: jax.Array) -> jax.Array:
-    """Returns [B, T, ...] for the next tokens, and stores the last W - 1 tokens of each row.
+    """Returns [B, T, ...] for the next tokens, x [B, T, ...], and stores the last W - 1 tokens of each row.
 
-    Args:
-      x: [B, T, ...].
-      pos_BT: positions of the tokens; -1 is padding, which comes after the tokens of a row.
+    A position of -1 is padding, which comes after the tokens of a row.
     """
     seen = jnp.concatenate([self.get_decode_state('window'), x.astype(self.fprop_dtype)], axis=1)
     place_BW = jnp.sum(pos_BT >= 0, axis=1)[:, None] + jnp.arange(self.kernel_size - 1)

@@ -80,9 +80,7 @@ class ConformerBlock(Layer):
   def __call__(self, x_BTD: jax.Array, *, paddings: jax.Array | None = None) -> jax.Array:
     """Returns [B, T, D]. Frames do not see frames of padding, whose own results are undefined.
 
-    Args:
-      x_BTD: the residual stream.
-      paddings: [B, T], nonzero for padding; None means no padding.
+    `paddings`, [B, T], are nonzero for padding; None means no padding.
     """
     segments_BT = None if paddings is None else (paddings == 0).astype(jnp.int32)
     x_BTD = self.shard(x_BTD + 0.5 * self.scale_branch(self.residual_dropout(self.ff_in(self.ff_in_norm(x_BTD)))))
@@ -145,9 +143,7 @@ class ConformerEncoder(Layer):
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Returns the states, [B, U, D], and their paddings, [B, U], which are None if `paddings` is None.
 
-    Args:
-      x_BTM: features.
-      paddings: [B, T], nonzero for padding after the frames; None means no padding.
+    `paddings`, [B, T], are nonzero for padding after the frames.
     """
     x_BUD, paddings = self.subsampling(x_BTM, paddings)
     return self.shard(self.stack(self.shard(self.input_dropout(x_BUD)), paddings=paddings)), paddings

@@ -64,11 +64,6 @@ def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[DispatchPlan, 
   return plan, jnp.diff(by_expert.starts)
 
 
-def expert_choice_plan(tokens_EC: jax.Array) -> DispatchPlan:
-  """Returns the plan of E C slots for tokens that experts have chosen; see `routing.ExpertChoice`."""
-  return DispatchPlan(tokens_EC.reshape(-1), None)
-
-
 def plan_of_rows(plans: DispatchPlan, num_choices: int, capacity: int) -> DispatchPlan:
   """Returns the stacked plans [B, ...] of rows, of E C slots each, as one plan, ordered by expert, then by row.
 

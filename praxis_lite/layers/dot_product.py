@@ -128,12 +128,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(implementation: str, case: AttentionCase, path: str = 'implementation') -> AttentionChoice:
-  """Returns an implementation other than 'auto', and the reason.
-
-  Args:
-    implementation: one of `IMPLEMENTATIONS`.
-    case: the properties of the call.
-    path: config path of the implementation, for messages.
+  """Returns an implementation other than 'auto', and the reason; `path` is the config path of `implementation`.
 
   Raises:
     ConfigError: there is no such implementation, or it cannot compute this case.

@@ -80,9 +80,8 @@ class GatedDeltaNet(GroupedMixer):
       y_BTNH = scan_delta_rule_in_parts(tokens, self.chunk_size, parts, self._shard_parts)
     else:
       y_BTNH, state_BNSH = scan_delta_rule(tokens, state_BNSH, self.chunk_size)
-    if pos_BT is not None:
-      assert state_BNSH is not None
-      self._keep(state_BNSH)
+      if pos_BT is not None:
+        self._keep(state_BNSH)
     y_BTNH = self.norm(self.shard(y_BTNH, 'blnh'))
     y_BTNH = (to_sum_dtype(y_BTNH) * jax.nn.silu(to_sum_dtype(gate_BTNH))).astype(y_BTNH.dtype)
     y_BTNH = checkpoint_name(self.shard(y_BTNH, 'blnh'), 'context')

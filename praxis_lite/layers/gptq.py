@@ -55,22 +55,23 @@ def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> 
   num_outputs = int(np.prod(w.shape[w.ndim - form.num_outputs :]))
 
   def choose(w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    in_order = [None if x is None else x.reshape(-1, num_outputs)[errors.order] for x in (w, scale, zero)]
-    q_IO = _choose_in_order(form, in_order, jnp.asarray(errors.upper))
+    w_IO, scale_IO = (x.reshape(-1, num_outputs)[errors.order] for x in (w, scale))
+    zero_IO = None if zero is None else zero.reshape(-1, num_outputs)[errors.order]
+    q_IO = _choose_in_order(form, w_IO, scale_IO, zero_IO, jnp.asarray(errors.upper))
     return jnp.zeros_like(q_IO).at[errors.order].set(q_IO).reshape(w.shape)
 
   return form.quantize(w, choose)
 
 
-def _choose_in_order(form: WeightFormat, arrays: list[jax.Array | None], upper_II: jax.Array) -> jax.Array:
-  """Returns rounded values, [I, O] int32; `arrays` are weight, scales and zero points, [I, O] in order of rounding."""
+def _choose_in_order(
+  form: WeightFormat, w_IO: jax.Array, scale_IO: jax.Array, zero_IO: jax.Array | None, upper_II: jax.Array
+) -> jax.Array:
+  """Returns rounded values, [I, O] int32, for weights, scales and zero points in the order of rounding."""
   size = upper_II.shape[0]
   block, missing = min(_BLOCK, size), -size % min(_BLOCK, size)
-  w_IO, scale_IO, zero_IO = (
-    None if x is None else jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-    for x, fill in zip(arrays, (0, 1, 0))
-  )
-  assert w_IO is not None
+  fill = functools.partial(jnp.pad, pad_width=((0, missing), (0, 0)))
+  w_IO, scale_IO = fill(w_IO), fill(scale_IO, constant_values=1)
+  zero_IO = None if zero_IO is None else fill(zero_IO)
   upper_II = jnp.pad(upper_II, (0, missing)) + jnp.diag(jnp.arange(size + missing) >= size).astype(jnp.float32)
   product = functools.partial(jnp.matmul, precision='highest')
 
@@ -80,8 +81,6 @@ def _choose_in_order(form: WeightFormat, arrays: list[jax.Array | None], upper_I
 
     def rows(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first, block)
-
-    assert scale_IO is not None
 
     own_BB = jax.lax.dynamic_slice_in_dim(rows(upper_II), first, block, axis=1)
     scales_BO, zeros_BO = rows(scale_IO), None if zero_IO is None else rows(zero_IO)

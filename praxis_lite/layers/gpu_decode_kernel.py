@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from praxis_lite.layers.blocks import MASKED, Formula, add_keys, finish_sums, zero_sums
+from praxis_lite.layers.grouped_kernels import dot
 from praxis_lite.sharding.mesh import platform
 
 _SLOTS = 64  # Slots that a program reads at a time.
@@ -130,12 +131,12 @@ def _kernel(
     loaded = jnp.broadcast_to(inside[:, None], (_SLOTS, H))
     x, y = (triton.load(of.at[at], mask=loaded, other=0.0) for of in (key, value))
     found = (triton.load(seen.at[b, slot], mask=inside, other=0) != 0)[None, :]
-    logits = jnp.where(found, formula.to_logits(_dot(q, x.T)), MASKED)
+    logits = jnp.where(found, formula.to_logits(dot(q, x.T)), MASKED)
     after = jnp.maximum(highest, jnp.max(logits, axis=1))
     weights = jnp.where(found, jnp.exp(logits - after[:, None]), 0.0)
     shrunk = jnp.exp(highest - after)
     weight = weight * shrunk + jnp.sum(weights, axis=1)
-    return after, weight, result * shrunk[:, None] + _dot(weights.astype(y.dtype), y)
+    return after, weight, result * shrunk[:, None] + dot(weights.astype(y.dtype), y)
 
   nothing = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((rows, H), jnp.float32)
   left = jnp.clip(pl.cdiv(jnp.minimum(end, S) - start, _SLOTS), 0, steps)
@@ -143,8 +144,3 @@ def _kernel(
   for of, x in zip((most, total), found):
     triton.store(of.at[part, b, k, g], x, mask=g < G)
   triton.store(sums.at[part, b, k, g[:, None], h[None, :]], found[2], mask=of_head)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-  precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

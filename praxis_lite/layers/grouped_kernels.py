@@ -98,7 +98,7 @@ def _multiply_tile(
       w = _load(weights, (g, col, k), (_before(col, N, tiles.n), _before(k, K, tiles.k))).T
     else:
       w = _load(weights, (g, k, col), (_before(k, K, tiles.k), _before(col, N, tiles.n)))
-    return total + _dot(x, w)
+    return total + dot(x, w)
 
   @pl.when((first < last) & (g < G))
   def _() -> None:
@@ -123,7 +123,7 @@ def _sum_tile(left: Any, right: Any, start: Any, end: Any, out: Any, *, tiles: T
     inside = m < last if masked else None
     x = _load(left, (m, k), (inside, _before(k, K, tiles.m)))
     y = _load(right, (m, col), (inside, _before(col, N, tiles.n)))
-    return total + _dot(x.T, y)
+    return total + dot(x.T, y)
 
   full = (last - first) // tiles.k
   total = jax.lax.fori_loop(0, full, add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
@@ -159,7 +159,8 @@ def _load(ref: Any, indices: tuple[jax.Array, ...], inside: tuple[jax.Array | No
   return triton.load(at, mask=mask, other=0.0)
 
 
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns the product in float32."""
   precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.common.config import REQUIRED, Config, child, template
-from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.cross_attention import CrossAttention
 from praxis_lite.layers.feedforward import FeedForward
@@ -46,8 +45,7 @@ class PatchEmbedding(Layer):
   conv: Conv2D = child()
 
   def setup(self) -> None:
-    if min(self.patch_size) < 1:
-      raise ConfigError(f'{self.path_name}.patch_size: expected a height and a width of at least 1')
+    self._check_range('patch_size', least=1)
     shape = (*self.patch_size, self.channels, self.dims)
     self.create_child('conv', self.conv_tpl.clone(filter_shape=shape, strides=self.patch_size, padding='VALID'))
 

@@ -8,10 +8,7 @@ from praxis_lite.layers.base import Layer
 def describe_implementations(model: Layer, length: int, packed: bool) -> list[str]:
   """Returns a line for each choice between implementations in a model, with the layers that made it.
 
-  Args:
-    model: the model.
-    length: tokens of a sequence.
-    packed: whether a row has several sequences.
+  Sequences have `length` tokens; `packed` says whether a row has several.
   """
   layers: dict[str, list[str]] = {}
   for layer in model.descendants():

@@ -175,21 +175,13 @@ def mel_filters(
 
   The arguments are fields of `LogMel`.
   """
-  to_mel, to_hz = (_htk_mel, _htk_hz) if mel_scale == 'htk' else (_slaney_mel, _slaney_hz)
+  to_mel, to_hz = _SCALES[mel_scale]
   high_hz = sample_rate / 2 if high_hz is None else high_hz
   corners = to_hz(np.linspace(to_mel(np.asarray(low_hz)), to_mel(np.asarray(high_hz)), num_mels + 2))
   hz_F1 = np.linspace(0, sample_rate / 2, fft_length // 2 + 1)[:, None]
   left, middle, right = corners[:-2], corners[1:-1], corners[2:]
   filters_FM = np.maximum(np.minimum((hz_F1 - left) / (middle - left), (right - hz_F1) / (right - middle)), 0)
   return filters_FM * (2 / (right - left)) if unit_area else filters_FM
-
-
-def _htk_mel(hz: np.ndarray) -> np.ndarray:
-  return 2595 * np.log10(1 + hz / 700)
-
-
-def _htk_hz(mel: np.ndarray) -> np.ndarray:
-  return 700 * (10 ** (mel / 2595) - 1)
 
 
 def _slaney_mel(hz: np.ndarray) -> np.ndarray:
@@ -200,6 +192,13 @@ def _slaney_mel(hz: np.ndarray) -> np.ndarray:
 def _slaney_hz(mel: np.ndarray) -> np.ndarray:
   above = _KNEE_HZ * np.exp((np.maximum(mel, _KNEE_MEL) - _KNEE_MEL) / _MELS_PER_E)
   return np.where(mel < _KNEE_MEL, mel * _KNEE_HZ / _KNEE_MEL, above)
+
+
+# Functions from hertz to mels, and back.
+_SCALES = {
+  'htk': (lambda hz: 2595 * np.log10(1 + hz / 700), lambda mel: 700 * (10 ** (mel / 2595) - 1)),
+  'slaney': (_slaney_mel, _slaney_hz),
+}
 
 
 def _standardize(x_BTM: jax.Array, is_frame_BT: jax.Array) -> jax.Array:

@@ -122,9 +122,8 @@ class Mamba2(GroupedMixer):
       y_BTNH = scan_in_parts(tokens, self.chunk_size, parts, self._shard_parts)
     else:
       y_BTNH, state_BNHS = scan_in_chunks(tokens, state_BNHS, self.chunk_size)
-    if pos_BT is not None:
-      assert state_BNHS is not None
-      self._keep(state_BNHS)
+      if pos_BT is not None:
+        self._keep(state_BNHS)
     y_BTNH = self.shard((y_BTNH + self.theta.skip[:, None] * value_BTNH).astype(value_BTNH.dtype), 'blnh')
     y_BTNH = checkpoint_name(self.norm(y_BTNH, gate_BTNH), 'context')
     return checkpoint_name(self.shard(self.out(y_BTNH)), 'out_proj')

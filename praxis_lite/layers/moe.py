@@ -41,7 +41,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer
 from praxis_lite.layers.base.facts import Exchange, LayerProblem, TokenFlops
-from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
+from praxis_lite.layers.dispatch import DispatchPlan, capacity_plan, plan_of_rows
 from praxis_lite.layers.expert_mlp import ExpertMlp
 from praxis_lite.layers.experts import (
   DeviceExperts,
@@ -456,7 +456,7 @@ class MoeFeedForward(Layer):
     filling = ((0, 0), (0, experts.num_experts - E), (0, 0))
     tokens_BEC = jnp.pad(chosen.tokens, filling, constant_values=T)
     weights_EBC = jnp.swapaxes(jnp.pad(chosen.weights, filling), 0, 1)
-    plan = plan_of_rows(jax.vmap(expert_choice_plan)(tokens_BEC), T, C)
+    plan = plan_of_rows(DispatchPlan(tokens_BEC.reshape(B, -1), None), T, C)
     y_ND = run_with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), experts)
     is_chosen_BT = jax.vmap(lambda tokens: jnp.zeros(T, bool).at[tokens.reshape(-1)].set(True, mode='drop'))(tokens_BEC)
     return ExpertOutputs(

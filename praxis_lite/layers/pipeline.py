@@ -206,9 +206,8 @@ class Pipelined(Repeat):
       yield LayerProblem(
         'uneven stages',
         f'{self.path_name}.num_stages',
-        f'{number_of(self.num_stages, "stage")} over {parts} devices: some devices have fewer stages than '
-        'others, and weights move '
-        'between them at each step',
+        f'{number_of(self.num_stages, "stage")} over {parts} devices: some devices have fewer stages than others, and '
+        'weights move between them at each step',
         f'make it a multiple of {parts}, or the mesh axis a divisor of {self.num_stages}',
       )
 

@@ -69,12 +69,8 @@ class PipelineSchedule(NamedTuple):
 
   def table(self) -> list[list[tuple[int, int] | None]]:
     """Returns (microbatch, round) for each stage and tick, or None if the stage waits."""
-
-    def entry(stage: int, tick: int) -> tuple[int, int] | None:
-      microbatch = self.microbatch(tick, stage)
-      return (microbatch, self.round(tick, stage)) if 0 <= microbatch < self.num_microbatches else None
-
-    return [[entry(stage, tick) for tick in range(self.num_ticks)] for stage in range(self.num_stages)]
+    by_stage = zip(*(x.T.tolist() for x in self.work()))
+    return [[(m, r) if 0 <= m < self.num_microbatches else None for m, r in zip(*of_stage)] for of_stage in by_stage]
 
   def __str__(self) -> str:
     """Returns one line of text for each stage, as at the top of this file."""

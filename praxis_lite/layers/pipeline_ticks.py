@@ -61,42 +61,25 @@ class _TickInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-  """The loop over ticks of one call.
+  """The loop over ticks of one call."""
 
-  Attributes:
-    name: path of the pipeline, for messages.
-    layers: the layers that it repeats in turn, by name. Trees of variables, caches and reports have these names, too.
-    method: the method of the layers to call.
-    num_first: number of layers before the repeated ones, from which layers are counted.
-    repetitions, in_group: the number of repetitions, and c.
-    schedule: S, M and R, and the microbatch of each stage in each tick.
-    side: the side inputs.
-    surroundings: the surroundings of each layer.
-    bubble: the value that fills the input of stages without a microbatch.
-    folds_microbatch: whether the key of a layer depends on the microbatch.
-    unroll: how many repetitions of a group the inner loop runs in one iteration.
-    constrain: returns an array [S, ...] with dimension 0 split over the stage axis.
-    remat_layer, remat_stage: wrap the function of a layer, given also its number in `layers`, or of a stage with
-      rematerialisation.
-    changed: receives the paths of variables that layers update.
-  """
-
-  name: str
-  layers: Mapping[str, Layer]
-  method: str
-  num_first: int
+  name: str  # Path of the pipeline, for messages.
+  layers: Mapping[str, Layer]  # Those that it repeats in turn; trees of variables, caches and reports have their names.
+  method: str  # The method of the layers to call.
+  num_first: int  # The number of layers before the repeated ones, from which layers are counted.
   repetitions: int
-  in_group: int
+  in_group: int  # c
   schedule: PipelineSchedule
   side: SideInputs
-  surroundings: Surroundings
-  bubble: float
-  folds_microbatch: bool
-  unroll: int
-  constrain: Callable[[jax.Array], jax.Array]
+  surroundings: Surroundings  # Of each layer.
+  bubble: float  # The value that fills the input of stages without a microbatch.
+  folds_microbatch: bool  # Whether the key of a layer depends on the microbatch.
+  unroll: int  # How many repetitions of a group the inner loop runs in one iteration.
+  constrain: Callable[[jax.Array], jax.Array]  # Splits dimension 0 of an array [S, ...] over the stage axis.
+  # These add rematerialisation to the function of a layer, given also its number in `layers`, and to that of a stage.
   remat_layer: Callable[[Callable[..., Any], int], Callable[..., Any]]
   remat_stage: Callable[[Callable[..., Any]], Callable[..., Any]]
-  changed: set[Path] = dataclasses.field(default_factory=set)
+  changed: set[Path] = dataclasses.field(default_factory=set)  # Receives the paths of variables that layers update.
 
   def run(
     self,

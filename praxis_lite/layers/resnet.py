@@ -100,9 +100,7 @@ class ResNetBlock(Layer):
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns [B, H / stride, W / stride, O], rounded up.
 
-    Args:
-      x_BHWC: the images.
-      weights: [B] weights of the images, for norms over the batch; None means all are 1.
+    `weights`, [B], are those of the images, for norms over the batch; None means all are 1.
     """
     activate = get_activation(self.activation)
     if self.pre_activation:
@@ -188,11 +186,7 @@ class ResNet(Layer):
     self.output_dims = dims[-1]
 
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns features [B, F].
-
-    Args:
-      x_BHWC: images.
-      weights: [B] weights of the images, for norms over the batch; None means all are 1.
+    """Returns features [B, F]; for `weights`, see `ResNetBlock`.
 
     Raises:
       ConfigError: images are not [B, H, W, C].

@@ -141,12 +141,7 @@ class ClassLogits(Layer):
     return x @ self.theta.w
 
   def compute_xent(self, x: jax.Array, class_ids: jax.Array) -> jax.Array:
-    """Returns the loss of each label, [...], without adding auxiliary losses.
-
-    Args:
-      x: [..., D].
-      class_ids: [...] integer labels in [0, V).
-    """
+    """Returns the loss of each label, [...], for x [..., D] and labels [...], without adding auxiliary losses."""
     output: SoftmaxOutput = self(x, class_ids)
     return output.xent
 

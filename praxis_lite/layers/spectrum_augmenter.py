@@ -44,9 +44,7 @@ class SpectrumAugmenter(Layer):
   def __call__(self, x_BTM: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
     """Returns features with masks, [B, T, M].
 
-    Args:
-      x_BTM: features.
-      paddings: [B, T], nonzero for padding after the frames; None means no padding.
+    `paddings`, [B, T], are nonzero for padding after the frames; None means no padding.
     """
     x_BTM = x_BTM.astype(self.fprop_dtype)
     if self.do_eval or not (self.freq_mask_count or self.time_mask_count):

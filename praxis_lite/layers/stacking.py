@@ -48,9 +48,7 @@ class StackingOverTime(Layer):
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Returns the stacked frames, [B, U, W D], and their paddings, [B, U], which are None if `paddings` is None.
 
-    Args:
-      x_BTD: frames.
-      paddings: [B, T], nonzero for padding frames; None means no padding.
+    `paddings`, [B, T], are nonzero for padding frames.
     """
     y_BUD = self.shard(jnp.concatenate(self._windows(x_BTD, 0), axis=-1))
     if paddings is None:

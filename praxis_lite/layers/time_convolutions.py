@@ -55,12 +55,7 @@ class DepthwiseConv1D(Layer):
       self.create_variable('b', bias_weight(self.dims, None if wt is None else wt[-1:]))
 
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-    """Returns [B, T, D].
-
-    Args:
-      x_BTD: a sequence.
-      paddings: [B, T], nonzero for padding; None means no padding.
-    """
+    """Returns [B, T, D]; `paddings`, [B, T], are nonzero for padding, and None means no padding."""
     W = self.kernel_size
     before = W - 1 if self.causal else (W - 1) // 2
     x_BXD = jnp.pad(_clear(x_BTD.astype(self.fprop_dtype), paddings), ((0, 0), (before, W - 1 - before), (0, 0)))
@@ -131,9 +126,7 @@ class ConvolutionModule(Layer):
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
     """Returns [B, T, D], without the residual connection.
 
-    Args:
-      x_BTD: a sequence.
-      paddings: [B, T], nonzero for padding; None means no padding.
+    `paddings`, [B, T], are nonzero for padding; None means no padding.
     """
     x_BTD = self.input_norm(x_BTD)
     x_BTD = self.value(x_BTD) * jax.nn.sigmoid(self.gate(x_BTD))
@@ -185,9 +178,7 @@ class ConvSubsampling(Layer):
     # With 'SAME' padding, the result would depend on whether the number of frames is even.
     convs = [self.conv_tpl.clone(filter_shape=shape, strides=(2, 2), padding='VALID') for shape in shapes]
     self.create_children('conv', templates=convs)
-    frequencies = self.input_dims
-    for _ in self.channels:
-      frequencies = -(-frequencies // 2)
+    frequencies = -(-self.input_dims // 2 ** len(self.channels))
     features = frequencies * (self.channels[-1] if self.channels else 1)
     self.create_child('proj', self.proj_tpl.clone(input_dims=features, output_dims=self.output_dims))
     for layer, fan_in in zip((*self.conv, self.proj), (*(9 * inputs for _, _, inputs, _ in shapes), features)):

@@ -62,11 +62,7 @@ class LabelNetwork(Layer):
     self.create_child('recurrent', self.recurrent_tpl.clone(input_dims=self.model_dims))
 
   def __call__(self, labels_BL: jax.Array) -> jax.Array:
-    """Returns the outputs g_u after u = 0, ..., L labels, [B, U, D].
-
-    Args:
-      labels_BL: int32.
-    """
+    """Returns the outputs g_u after u = 0, ..., L labels, [B, U, D], for int32 labels."""
     ids_BU = jnp.pad(labels_BL, ((0, 0), (1, 0)), constant_values=self.start_id)
     return self.shard(self.recurrent(self.embedding(ids_BU)))
 
@@ -136,13 +132,11 @@ class TransducerJoint(Layer):
     self.create_variable('b', bias_weight(self.num_classes, None if wt is None else wt[-1:]))
 
   def __call__(self, x_BTD: jax.Array, g_BUD: jax.Array, labels_BL: jax.Array, blank_id: int) -> PathLogProbs:
-    """Returns log probabilities of the blank and of the labels.
+    """Returns log probabilities of the blank, `blank_id`, and of the labels, which are int32.
 
     Args:
       x_BTD: outputs of the encoder.
       g_BUD: outputs of the label network after u labels.
-      labels_BL: int32.
-      blank_id: the symbol that is the blank.
     """
     T = x_BTD.shape[1]
     g_B1UJ = self.label_proj(g_BUD)[:, None]

@@ -170,8 +170,7 @@ def add_windows(
   if not isinstance(layers_tpl, Config):
     raise ConfigError(
       f'{where}.sliding_windows: layers_tpl is a pattern of {number_of(len(layers_tpl), "block")}; set the '
-      'attention_tpl.'
-      'sliding_window of each instead'
+      'attention_tpl.sliding_window of each instead'
     )
   if not windows:
     raise ConfigError(f'{where}.sliding_windows: expected the windows of one or more blocks, or None')

@@ -146,19 +146,9 @@ class TransformerLm(Layer):
       self.mtp.add_losses(hidden, labels_BT, weights_BT, segment_ids, self.softmax)
     return self.softmax(x_BTD, labels_BT, weights_BT)
 
-  def logits(
-    self,
-    ids_BT: jax.Array,
-    weights_BT: jax.Array | None = None,
-    *,
-    segment_ids: jax.Array | None = None,
-    segment_pos: jax.Array | None = None,
-    prefix_lengths: jax.Array | None = None,
-  ) -> jax.Array:
-    """Returns float32 logits [B, T, V]; the arguments are the same as for `__call__`."""
-    return self.softmax.get_logits(
-      self.encode(ids_BT, weights_BT, segment_ids=segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths)
-    )
+  def logits(self, ids_BT: jax.Array, weights_BT: jax.Array | None = None, **rows: jax.Array | None) -> jax.Array:
+    """Returns float32 logits [B, T, V]; the arguments are the same as for `encode`."""
+    return self.softmax.get_logits(self.encode(ids_BT, weights_BT, **rows))
 
   def encode(
     self,

@@ -50,30 +50,19 @@ Chooser = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-  """How a weight [*stack, *J, I, *O] is stored; see the top of this file.
+  """How a weight [*stack, *J, I, *O] is stored; see the top of this file."""
 
-  Attributes:
-    name: a key of `BITS`.
-    num_inputs: number of dimensions *J and I.
-    num_outputs: number of dimensions *O.
-    group_size: g; None gives each output one scale for all of its inputs.
-    symmetric: whether integers have no zero points; NF4 never has any.
-    percentile: p; a scale covers this percentage of the |w| that it belongs to, and larger ones are clipped; 100 covers
-      all. If not symmetric, it covers the range between the percentiles 100 - p and p of w.
-    scale_dtype: storage dtype of scales. A scale is rounded up to it before the values are rounded.
-    kept: (n, m); None keeps all.
-    mask_stays: in training, whether weights that are not kept get no gradient, so that they stay 0 once they are 0.
-  """
-
-  name: str
-  num_inputs: int = 1
-  num_outputs: int = 1
-  group_size: int | None = None
-  symmetric: bool = True
+  name: str  # A key of `BITS`.
+  num_inputs: int = 1  # The number of dimensions *J and I.
+  num_outputs: int = 1  # The number of dimensions *O.
+  group_size: int | None = None  # g; None gives each output one scale for all of its inputs.
+  symmetric: bool = True  # Whether integers have no zero points; NF4 never has any.
+  # p; a scale covers this percentage of the |w| that it belongs to, and larger ones are clipped; 100 covers all. If not
+  # symmetric, it covers the range between the percentiles 100 - p and p of w.
   percentile: float = 100.0
-  scale_dtype: DTypeLike = 'float32'
-  kept: tuple[int, int] | None = None
-  mask_stays: bool = False
+  scale_dtype: DTypeLike = 'float32'  # Storage dtype of scales, to which they are rounded up before values are rounded.
+  kept: tuple[int, int] | None = None  # (n, m); None keeps all.
+  mask_stays: bool = False  # Whether, in training, weights that are not kept get no gradient, so that zeros stay 0.
 
   @property
   def bits(self) -> int:

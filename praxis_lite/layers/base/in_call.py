@@ -111,9 +111,8 @@ class InCall:
     if real.shape != (num_rows,):
       raise DataError(
         f'{self.path_name}: the arrays have {number_of(num_rows, "row")}, and the microbatch of the enclosing '
-        'pipeline has '
-        f'{real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep the rows as '
-        'dimension 0, or choose num_microbatches so that it divides the batch'
+        f'pipeline has {real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep the '
+        'rows as dimension 0, or choose num_microbatches so that it divides the batch'
       )
     return real
 
