@@ -157,12 +157,9 @@ class BiTemperedSoftmax(ClassLogits):
     self.create_child('loss', self.loss_tpl)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
-    """Returns the losses, in place of cross entropies, and the logits.
+    """Returns the losses, in place of cross entropies, and the logits, for x [..., D] and labels [...] in [0, V).
 
-    Args:
-      x: [..., D].
-      class_ids: [...] integer labels in [0, V).
-      class_weights: not used; the caller weights the losses in their mean.
+    `class_weights` are not used; the caller weights the losses in their mean.
     """
     logits = self.get_logits(x)
     return SoftmaxOutput(self.loss(logits, class_ids), jnp.argmax(logits, axis=-1) == class_ids, logits)

@@ -141,7 +141,7 @@ class CachedAttention:
   def kernel_obstacle(self, dtype: DTypeLike, num_slots: int, dims: int, num_rows: int | None = None) -> str:
     """Returns why no kernel computes attention to a cache, as the end of a sentence; '' if one does.
 
-    `dtype` is that of the queries, and `num_rows` is None if it is not known yet.
+    Queries have this dtype. `num_rows` is None if it is not known yet.
     """
     if platform() not in ('tpu', 'gpu'):
       return f'is for TPUs and GPUs, and the platform is {platform()!r}'

@@ -175,14 +175,9 @@ def _num_parts(axes: tuple[str, ...]) -> int:
 def chunked_cross_entropy(
   x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
 ) -> CrossEntropy:
-  """Returns the cross entropy of labels under softmax(x w + b), without their logits in memory.
+  """Returns the cross entropy of integer labels [...] under softmax(x w + b), without their logits in memory.
 
-  Args:
-    x: [..., D] in the dtype to compute in.
-    w: [D, V], or [V, D] if `chunks.classes_first`; its gradient has its dtype.
-    b: [V]; None means no bias.
-    labels: [...] integers.
-    chunks: how the classes are cut.
+  x is [..., D] in the dtype to compute in; w is [D, V], or [V, D] if `chunks.classes_first`; b is [V] or None.
   """
   x = chunks.split(x, ..., None)
   w = chunks.cut_into_parts(w, 0 if chunks.classes_first else 1)

@@ -98,11 +98,7 @@ def place_targets(state: NestedDict, num_slots: int) -> NestedDict:
 
 
 def start_coverage(state: NestedDict) -> NestedDict:
-  """Returns a decode state in which all `CrossAttention` layers count how much targets attend to each source token.
-
-  Args:
-    state: the decode state that `init_decode_state` of a decoder makes.
-  """
+  """Returns a decoder's state, in which all `CrossAttention` layers count how much each source token is attended to."""
   for place in places_of_caches(state):
     if place[-1] == _CHILD:
       is_source = node_at(state, place)['pos'] >= 0
@@ -111,11 +107,6 @@ def start_coverage(state: NestedDict) -> NestedDict:
 
 
 def read_coverage(state: NestedDict, num_layers: int) -> jax.Array:
-  """Returns the coverage counted since `start_coverage`, averaged over layers, [B, S]; infinity for padding.
-
-  Args:
-    state: the decode state.
-    num_layers: number of layers of the decoder.
-  """
+  """Returns the coverage since `start_coverage`, averaged over a decoder's layers, [B, S]; infinity for padding."""
   counts = [x for path, x in leaves_by_path(state).items() if path[-1] == COVERED]
   return sum((jnp.sum(x, axis=tuple(range(x.ndim - 2))) for x in counts), jnp.float32(0)) / num_layers

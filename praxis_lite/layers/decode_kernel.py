@@ -53,6 +53,9 @@ class _Arrays(NamedTuple):
   layer: Any  # int32
 
 
+_ENTRIES = ('key', 'value', 'key_scale', 'value_scale')
+
+
 def attend_by_kernel(
   query_BTNH: jax.Array,
   cache: KVCache,
@@ -80,17 +83,13 @@ def attend_by_kernel(
   """
   (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
   fill = jnp.full(N, MASKED, jnp.float32)
-  key, value, key_scale, value_scale = (
-    x if x is None or cache.turn is not None else x[None]
-    for x in (cache.key, cache.value, cache.key_scale, cache.value_scale)
-  )
+  entries = {name: getattr(cache, name) for name in _ENTRIES}
+  if cache.turn is None:
+    entries = {name: None if x is None else x[None] for name, x in entries.items()}
   Q = N // K * T
   arrays = _Arrays(
     query=jnp.moveaxis(query_BTNH.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, Q, H),
-    key=key,
-    value=value,
-    key_scale=key_scale,
-    value_scale=value_scale,
+    **entries,
     bias=None if bias is None else bias.astype(jnp.float32).reshape(len(bias), K, Q, -1),
     sinks=jnp.repeat(fill if sinks is None else sinks.astype(jnp.float32), T).reshape(K, Q, 1),
     seen=seen_BTS,
@@ -100,13 +99,9 @@ def attend_by_kernel(
   if split is not None:
     rows, head = axes_to_entry(split.batch_axes), axes_to_entry(split.head_axes)
     kv_head, group = (None, head) if K == 1 else (head, None)
-    cached = PartitionSpec(None, rows, kv_head)
     specs = _Arrays(
       query=PartitionSpec(rows, kv_head, group),
-      key=cached,
-      value=cached,
-      key_scale=cached,
-      value_scale=cached,
+      **dict.fromkeys(_ENTRIES, PartitionSpec(None, rows, kv_head)),
       bias=PartitionSpec(rows if bias is not None and len(bias) > 1 else None, kv_head, group),
       sinks=PartitionSpec(kv_head, group),
       seen=PartitionSpec(rows),

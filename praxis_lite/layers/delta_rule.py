@@ -68,11 +68,8 @@ def scan_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs, [B, T, N, H] in the dtype of the values, and the state after them, [B, N, S, H].
 
-  Args:
-    tokens: what the rule reads.
-    state_BNSH: the state before the first token, in the dtype of sums; None means zeros.
-    chunk: L.
-    at_once: how many chunks are prepared at once; the backward pass keeps only the states between these groups.
+  `state_BNSH` is the state before the first token, in the dtype of sums; None means zeros. `chunk` is L. `at_once`
+  chunks are prepared at once; the backward pass keeps only the states between these groups.
   """
   (B, _, N, H), S = tokens.value.shape, tokens.key.shape[-1]
   if state_BNSH is None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.common.trees import Path
 from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
-from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
+from praxis_lite.layers.mixers import Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_space import scan_states, segment_starts
@@ -67,12 +66,6 @@ class DiagonalSsm(Mixer):
 
   out: Projection = child()
   out_gate: Projection = child()
-
-  @classmethod
-  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    config.weight_split_dims_mapping.wt = (data, mdl, None)
-    # A device scans whole rows: the length is gathered here.
-    config.activation_split_dims_mapping.set(blnh=(batch, None, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     self._check_range('num_heads', 'state_dims', least=1)

@@ -80,9 +80,9 @@ class GroupedMixer(Mixer):
   out: Projection = child()
 
   @classmethod
-  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    config.weight_split_dims_mapping.set(wt=(data, mdl, None), groups=(data, None, None))
-    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
+  def set_split(cls, config: Config[Any], *, data: Axes, **axes: Axes) -> None:
+    super().set_split(config, data=data, **axes)
+    config.weight_split_dims_mapping.groups = (data, None, None)
 
   def _create_parts(
     self, key_dims: int, by_head: Mapping[str, tuple[int, ...]], *, use_bias: bool = False, use_conv_bias: bool = False

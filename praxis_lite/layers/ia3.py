@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from praxis_lite.common.config import Config, target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import Path
+from praxis_lite.layers.layer_patterns import check_regexes
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.lora import AdaptedLayer, Adapter
 from praxis_lite.layers.low_rank import derived_split
@@ -125,11 +126,7 @@ class Ia3(Adapter):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for pattern in self._of_inputs:
-      try:
-        re.compile(pattern)
-      except re.error as error:
-        raise ConfigError(f'Ia3.of_inputs: {pattern!r} is not a regular expression: {error}') from None
+    check_regexes('Ia3.of_inputs', self._of_inputs)
     if self.dtype is not None and not is_dtype(self.dtype, jnp.floating):
       raise ConfigError(f'Ia3.dtype: expected a floating dtype, such as float32, or None, got {self.dtype!r}')
 

@@ -255,7 +255,7 @@ class ConvNet(Layer):
     self.output_dims = counts[-1]
 
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns features [B, F]; `weights`, [B], of the images are for norms over the batch, and None means all are 1."""
+    """Returns features [B, F]; `weights`, [B], weight the images in norms over the batch, and None means all are 1."""
     x_BHWC = x_BHWC.astype(self.fprop_dtype)
     for i, conv in enumerate(self.conv):
       x_BHWC = conv(x_BHWC)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from praxis_lite.common.config import Configurable
 from praxis_lite.common.errors import ConfigError
+
+
+def check_regexes(where: str, patterns: Iterable[str]) -> None:
+  """Raises ConfigError, which names the field `where`, if a pattern is not a regular expression."""
+  for pattern in patterns:
+    try:
+      re.compile(pattern)
+    except (re.error, TypeError) as error:
+      raise ConfigError(f'{where}: {pattern!r} is not a regular expression: {error}') from None
 
 
 class LayerPatterns(Configurable):
@@ -22,11 +32,7 @@ class LayerPatterns(Configurable):
     where = f'{type(self).__name__}.layers'
     if self.layers is not None and not self.patterns:
       raise ConfigError(f'{where}: {self.layers!r} names no layer; None selects all')
-    for pattern in self.patterns:
-      try:
-        re.compile(pattern)
-      except (re.error, TypeError) as error:
-        raise ConfigError(f'{where}: {pattern!r} is not a regular expression: {error}') from None
+    check_regexes(where, self.patterns)
 
   @property
   def patterns(self) -> tuple[str, ...]:

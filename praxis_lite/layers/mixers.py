@@ -44,14 +44,16 @@ class Mixer(Layer):
 
   @classmethod
   def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    """Sets the split mappings of a config of this class.
+    """Sets the split mappings of a config of this class: of weights [D, N, H], and of activations.
 
     Args:
       config: the config.
       batch, length: mesh or logical axes that split the rows and the length of activations.
       data, mdl: axes that split the model dims of weights, and the heads or channels.
     """
-    raise NotImplementedError
+    config.weight_split_dims_mapping.wt = (data, mdl, None)
+    scanned = length if cls._passes_states else None  # A device that passes on no states scans whole rows.
+    config.activation_split_dims_mapping.set(blnh=(batch, scanned, mdl, None), out=(batch, length, None))
 
   def __call__(
     self,

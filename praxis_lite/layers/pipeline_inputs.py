@@ -37,8 +37,8 @@ def num_rows(x: object, where: str) -> int:
 class SideInputs:
   """The arguments of a call besides the first one. Those with a batch dimension are cut into microbatches.
 
-  `names` are those of `args`, as far as they are known, and `marks` the `Layer.marks_of_padding`. `outer_real` is [B]
-  bool, False for rows that fill up a microbatch of an enclosing pipeline; None if there is no such pipeline.
+  `names` are the known names of `args`, and `marks` the `Layer.marks_of_padding`. `outer_real` is [B] bool, False for
+  rows that fill up a microbatch of an enclosing pipeline; None if there is no such pipeline.
   """
 
   def __init__(
@@ -109,8 +109,9 @@ class SideInputs:
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
     """Returns the arguments of a layer, and which rows are real, [mb] bool.
 
-    `rows` are those of its microbatch, for each array that `cut` returns, and `shared` the stage's copies of `shared`.
-    In a bubble, and for a layer that only pads its group, `at_work` is False, and no gradient flows through them.
+    `rows` has the rows of its microbatch, for each array that `cut` returns, and `shared` the stage's copies of the
+    property `shared`. In a bubble, and for a layer that only pads its group, `at_work` is False, and no gradient flows
+    through the arguments.
     """
     real = None
     if self._says_real:

@@ -149,7 +149,7 @@ class QuantizedWeight:
   name: str
   weight: WeightHParams
   format: WeightFormat
-  has_input_scale: bool = False  # Whether a variable has a scale of each input, which multiplies w before rounding.
+  has_input_scale: bool = False  # Whether a variable has a scale for each input, which multiplies w before rounding.
 
   @property
   def parts(self) -> dict[str, WeightHParams]:

@@ -136,7 +136,7 @@ class Remat(NamedTuple):
     Blocks of transformers keep about 1.5 times as many values for a token as they have weights for each of its D dims.
     A weight of the model takes 16 bytes, with its gradient and the moments of Adam. Several stacks of a model share the
     rest of the memory in proportion to their weights. `x` is the input of the layers, an array [..., D] or a tree of
-    such arrays; `variables` are those of all layers.
+    such arrays; `variables` belong to all layers.
     """
     if 'auto' not in self.policies or not (memory := memory_of_single_gpu()):
       return self

@@ -100,7 +100,7 @@ class ResNetBlock(Layer):
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns [B, H / stride, W / stride, O], rounded up.
 
-    `weights`, [B], are those of the images, for norms over the batch; None means all are 1.
+    `weights`, [B], weight the images in norms over the batch; None means all are 1.
     """
     activate = get_activation(self.activation)
     if self.pre_activation:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from praxis_lite.layers.base import WeightSplit
 from praxis_lite.layers.base.facts import TokenFlops
 from praxis_lite.layers.causal_conv import CausalConv
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.mixers import Axes, Mixer, MixerActivationSplit, pick_entries
+from praxis_lite.layers.mixers import Mixer, MixerActivationSplit, pick_entries
 from praxis_lite.layers.precision import sum_dtype_of, to_sum_dtype
 from praxis_lite.layers.projections import Projection, split_projection
 from praxis_lite.layers.state_parts import scan_states_in_parts
@@ -76,11 +75,6 @@ class RgLru(Mixer):
   value: Projection = child()
   conv: CausalConv = child()
   out: Projection = child()
-
-  @classmethod
-  def set_split(cls, config: Config[Any], *, batch: Axes, length: Axes, data: Axes, mdl: Axes) -> None:
-    config.weight_split_dims_mapping.wt = (data, mdl, None)
-    config.activation_split_dims_mapping.set(blnh=(batch, length, mdl, None), out=(batch, length, None))
 
   def setup(self) -> None:
     self._check_range('num_heads', 'width', least=1)

@@ -27,7 +27,7 @@ from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_c
 
 # Constrains an array to be split over the mesh, given a letter for each dimension, such as 'P'; '' is not split.
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-TokensT = TypeVar('TokensT', StateTokens, DeltaTokens)
+_TokensT = TypeVar('_TokensT', StateTokens, DeltaTokens)
 
 
 def scan_in_parts(tokens: StateTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
@@ -83,7 +83,7 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
   return _join((own_BPLNH + carried_BPLNH).astype(own_BPLNH.dtype), T)
 
 
-def _cut_tokens(tokens: TokensT, num_parts: int, shard: ShardParts) -> TokensT:
+def _cut_tokens(tokens: _TokensT, num_parts: int, shard: ShardParts) -> _TokensT:
   """Returns the tokens in parts, [B, P, L, ...], split over the mesh."""
   parts = {name: _cut(x, num_parts) for name, x in tokens._asdict().items() if x is not None}
   head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3; keys and queries are not split there.

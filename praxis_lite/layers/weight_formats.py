@@ -119,10 +119,10 @@ class WeightFormat:
       q = self._join_groups(self.round_values(groups, scale, zero), w.shape)
     else:
 
-      def of_entries(x: jax.Array) -> jax.Array:
+      def entries(x: jax.Array) -> jax.Array:
         return self._join_groups(jnp.broadcast_to(x, groups.shape), w.shape)
 
-      q = choose(w.astype(jnp.float32), of_entries(scale), None if zero is None else of_entries(zero))
+      q = choose(w.astype(jnp.float32), entries(scale), None if zero is None else entries(zero))
     stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
     parts = {VALUES: self._pack(q), SCALE: stored_scale}
     if zero is not None:
@@ -153,7 +153,7 @@ class WeightFormat:
   def dequantize(self, parts: Mapping[str, jax.Array], num_last: int, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the weight [*stack, *J, I, *O], given what `quantize` has returned, and I.
 
-    It is computed in float32; `dtype` is that of the result, and None means float32.
+    It is computed in float32, and then cast to `dtype`, if that is not None.
     """
     zero = self._spread(parts[ZERO], num_last) if self.has_zeros else None
     scale = self._spread(parts[SCALE].astype(jnp.float32), num_last)

@@ -97,7 +97,7 @@ class Facts:
   def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
 
-    `target` is the call's target, such as 'lapack_spotrf_ffi', and `shapes` are those of its operands on one device.
+    The operands of the `target`, such as 'lapack_spotrf_ffi', have these shapes on one device.
     """
     return 0.0
 

@@ -111,17 +111,15 @@ class InCall:
     if real.shape != (num_rows,):
       raise DataError(
         f'{self.path_name}: the arrays have {number_of(num_rows, "row")}, and the microbatch of the enclosing '
-        f'pipeline has {real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep the '
-        'rows as dimension 0, or choose num_microbatches so that it divides the batch'
+        f'pipeline has {real.shape[0]}, including copies that fill it up, so it is unknown which rows are real. Keep '
+        'the rows as dimension 0, or choose num_microbatches so that it divides the batch'
       )
     return real
 
   def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     """In a call: returns `paddings` in which the tokens of rows that are not `real_rows` are padding too.
 
-    Args:
-      paddings: [B, T], nonzero for padding tokens. Here and in the result, None means that no token is padding.
-      shape: (B, T).
+    They have the `shape` (B, T), and are nonzero for padding. Here and in the result, None means no padding.
     """
     real = self.real_rows(shape[0])
     if real is None:
