@@ -136,7 +136,7 @@ CONCRETE = sorted(
 )
 
 
-# They read records as `TFRecordInput` does; tests/inputs/test_image_records.py and test_image_texts.py have quick tests.
+# They read records as `TFRecordInput` does; test_image_records.py and test_image_texts.py have quick tests.
 _SLOW = ('ImageRecordInput', 'ImageTextRecordInput')
 
 
