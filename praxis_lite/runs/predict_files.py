@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.config import field_names
+from praxis_lite.common.config import field_names, target
 from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line, prefix_errors
 from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
@@ -233,7 +233,7 @@ def _has_texts(model: TrainedModel, file: str) -> bool:
 
 
 def _dataset_for(model: TrainedModel, file: str, what: str) -> Iterator[Mapping[str, Any]]:
-  """Returns the batches of a file, read by the run's first dataset that reads files, preferably one for evaluation."""
+  """Yields the batches of a file, read by the run's first dataset that reads files, preferably one for evaluation."""
   configs = datasets_by_use(model)
   for config in configs:
     field = next((name for name in ('path', 'file_pattern') if name in (field_names(config) or ())), None)
@@ -243,7 +243,13 @@ def _dataset_for(model: TrainedModel, file: str, what: str) -> Iterator[Mapping[
       whole |= {name: None for name in ('examples', 'pairs') if name in (field_names(config) or ())}
       if is_of(config, LabelledTextInput):
         whole['unlabelled'] = what == 'predict'
-      return iter(config.clone(**whole).instantiate())
+      try:
+        yield from config.clone(**whole).instantiate()
+      except DataError as error:
+        kind = target(config).__name__
+        remedy = f"the run's {kind} reads files of this kind; .npz and .jsonl files need no dataset"
+        raise DataError(f'{error} ({remedy})') from None
+      return
   kinds = ', '.join(getattr(config.__fn_or_cls__, '__name__', 'a function') for config in configs) or 'none'
   raise ConfigError(f'the datasets of the run read no files: {kinds}; pass .npz or .jsonl files')
 

@@ -14,7 +14,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import DataError, UserError
 from praxis_lite.experiments.lm import StdlibLmTiny
-from praxis_lite.inputs import ArrayInput, ByteTokenizer, LabelledTextInput, MaskedTextInput
+from praxis_lite.inputs import ArrayInput, ByteTokenizer, LabelledTextInput, MaskedTextInput, TokenizedInput
 from praxis_lite.layers import Linear
 from praxis_lite.models import ClassificationModel
 from praxis_lite.runs import open_run, run_train
@@ -171,6 +171,16 @@ def test_other_files_are_read_by_a_dataset_of_the_run(predicted, tmp_path):
   code, examples, _ = predicted(tmp_path / 'new.txt', '--what=evaluate')
   assert code == 0 and len(examples) > 3  # No row that fills up the last batch.
   assert all(np.isfinite(example['loss']) for example in examples)
+
+
+def test_the_dataset_that_cannot_read_a_file_is_named(tmp_path):
+  (tmp_path / 'note.txt').write_text('some words\n')
+  run = SimpleNamespace(
+    config=SimpleNamespace(datasets=[Config(TokenizedInput, path='rows', batch_size=2)]), batch_struct=dict, layer=1
+  )
+  run.predict, run.directory = None, tmp_path
+  with pytest.raises(UserError, match=r"note\.txt: .* \(the run's TokenizedInput reads files of this kind; \.npz and"):
+    list(predict_files(run, [str(tmp_path / 'note.txt')]))
 
 
 WRONG = {
