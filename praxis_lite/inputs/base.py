@@ -23,7 +23,7 @@ from praxis_lite.common.config import REQUIRED, Config, Configurable
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.manifest import DataManifest, changes, manifest_of
-from praxis_lite.inputs.rows import Rows, Struct, add_weights, batch_of, concatenate_rows, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows, to_batch_struct
 from praxis_lite.sharding.batch import batch_size as size_of
 
 _REMEDY = (
@@ -82,7 +82,7 @@ class BaseInput(Configurable, Iterator[Rows]):
       if not isinstance(value, int) or value < smallest:
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
-  def inherited(self) -> dict[str, Any]:
+  def fields_of_sources(self) -> dict[str, Any]:
     """Returns the fields that this input, before its defaults are filled in, gives to an input from which it reads."""
     fields = {name: getattr(self, name) for name in ('is_training', 'num_epochs', 'shuffle')}
     return {name: value for name, value in fields.items() if value is not None}
@@ -186,7 +186,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def batch_struct(self) -> Struct:
     """Returns a tree of `jax.ShapeDtypeStruct` for a global batch, without reading one."""
-    return batch_of(self._struct_with_weights, self.batch_size)
+    return to_batch_struct(self._struct_with_weights, self.batch_size)
 
   @functools.cached_property
   def _struct_with_weights(self) -> Struct:

@@ -20,7 +20,7 @@ from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.manifest import DataManifest
-from praxis_lite.inputs.rows import Rows, Struct, batch_of, pad_rows
+from praxis_lite.inputs.rows import Rows, Struct, pad_rows, to_batch_struct
 
 
 class GrowingBatches(BaseInput):
@@ -42,7 +42,7 @@ class GrowingBatches(BaseInput):
   from_batches: tuple[int, ...] = ()
 
   def __post_init__(self) -> None:
-    inherited = self.inherited() | ({'seed': self.seed} if self.seed else {})
+    inherited = self.fields_of_sources() | ({'seed': self.seed} if self.seed else {})
     super().__post_init__()
     where, starts = self.label, tuple(self.from_batches)
     if not self.factors or any(not isinstance(factor, int) or factor < 1 for factor in self.factors):
@@ -69,7 +69,7 @@ class GrowingBatches(BaseInput):
     return tuple(sorted({self.batch_size * factor for factor in self.factors}))
 
   def batch_struct(self) -> Struct:
-    return batch_of(self._struct_with_weights, self.batch_sizes()[-1])
+    return to_batch_struct(self._struct_with_weights, self.batch_sizes()[-1])
 
   def example_struct(self) -> Struct:
     return self.source.example_struct()

@@ -37,7 +37,7 @@ class MixtureInput(BaseInput):
   weights: list[float] | None = None
 
   def __post_init__(self) -> None:
-    inherited = self.inherited()
+    inherited = self.fields_of_sources()
     super().__post_init__()
     if not self.inputs:
       raise ConfigError(f'{self.label}.inputs: expected the configs of the inputs to mix, got none')

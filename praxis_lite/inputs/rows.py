@@ -121,7 +121,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
   return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
 
-def batch_of(struct: Struct, count: int) -> Struct:
+def to_batch_struct(struct: Struct, count: int) -> Struct:
   """Returns the struct of a batch of `count` examples, given that of one."""
   return jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), struct)
 

@@ -59,7 +59,7 @@ Strategy = Sequence[tuple[str, str]]
 class Variable:
   """What an op knows about a variable: its path, such as 'lm.softmax.w', and its shape without padding.
 
-  If it is declared with names, `logical_axes` has the name of each axis. The rules are those of the task.
+  If it is declared with names, `logical_axes` has the name of each axis. The task sets the rules.
   """
 
   name: str

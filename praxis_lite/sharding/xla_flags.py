@@ -81,7 +81,7 @@ def xla_flags(
 ) -> XlaFlags:
   """Returns the flags of programs for a mesh of `num_devices` on a platform: 'cpu', 'gpu' or 'tpu'.
 
-  They are those of a config, `given`, in which None leaves a flag to XLA, and with `use_defaults` those in `DEFAULTS`.
+  A config sets the flags `given`, in which None leaves a flag to XLA; `use_defaults` adds the flags in `DEFAULTS`.
   """
   given = given or {}
   own = flag_names(' '.join(split_flags(os.environ.get('XLA_FLAGS', ''))))

@@ -299,8 +299,8 @@ class PartitionedTask:
   def _inference_step(self, step: Callable[..., _OutT], by_row: str, name: str = '') -> PartitionedStep[_OutT]:
     """Returns a step that takes the model's variables instead of a train state.
 
-    The output `by_row` has arrays with the batch as dimension 0. `name` is that of the program in profiles, by default
-    the name of `step`, a function of `steps`.
+    The output `by_row` has arrays with the batch as dimension 0. In profiles, the program is called `name`, or by
+    default like `step`, a function of `steps`.
     """
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))

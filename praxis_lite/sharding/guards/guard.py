@@ -145,7 +145,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
   """Returns a function that exports `fn`, not yet jitted, with the guards that programs on one device need.
 
-  The batch size of its arguments may be symbolic; `platforms` are those of `jax.export.export`.
+  The batch size of its arguments may be symbolic; `jax.export.export` explains `platforms`.
   """
   jitted = jax.jit(fn)
   plain = jax.export.export(jitted, platforms=platforms)

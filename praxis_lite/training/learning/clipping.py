@@ -79,7 +79,7 @@ class Clipping:
     """Returns (clipped gradients, new history).
 
     `norm` is the norm of all gradients together. `sum_parts` adds sums over shards across devices, and is the identity
-    if each device has whole variables. `history` is that of the steps before, and is needed for `z_score`.
+    if each device has whole variables. `z_score` needs the history of the steps before.
     """
     original = gradients
     if limit := self.value:
