@@ -49,9 +49,7 @@ def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
 class PackedRows:
   """Rows that consist of segments of a stream of tokens."""
 
-  tokens: (
-    np.ndarray
-  )  # [N] All tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
+  tokens: np.ndarray  # [N] The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
   num_bytes: np.ndarray | None  # [N] The bytes of text that each token represents; None if not known.
   starts: np.ndarray  # [S] s of each of the S segments.
   lengths: np.ndarray  # [S] n of each segment.

@@ -157,8 +157,9 @@ class PreferenceInput(AnswersInput):
     prompt, *answers = pair_of_fields(values, self.fields)
 
     def encode(answer: Said | None) -> ChatTokens | None:
-      tokens = None if answer is None else encode_answer(self.tokenizer, prompt, answer)
-      return tokens and fit_answer(tokens, self.seq_len, self.truncate)
+      if answer is None:
+        return None
+      return fit_answer(encode_answer(self.tokenizer, prompt, answer), self.seq_len, self.truncate)
 
     return _Encoded(*map(encode, answers))
 

@@ -260,7 +260,7 @@ def code_points(text: str) -> np.ndarray:
 
 def utf8_sizes(codes: np.ndarray) -> np.ndarray:
   """Returns the number of bytes of each code point in UTF-8."""
-  return 1 + np.searchsorted([0x7F, 0x7FF, 0xFFFF], codes)
+  return 1 + np.searchsorted(np.array([0x7F, 0x7FF, 0xFFFF], np.uint32), codes)
 
 
 class SentencePieceTokenizer(BaseTokenizer):
