@@ -430,7 +430,7 @@ def test_batches_are_combined_on_the_host_as_they_come():
   for number in range(5):
     made = compute_parts(jnp.full((2, 3), float(number)), None, ['mean', 'std'])
     parts.add({raw_name(p, ('mean', 'std'), 'a'): Summary(x, str(kind_of_part(p))) for p, x in made.items()})
-    assert all(isinstance(value, np.ndarray) for _, value in parts._parts.values())
+    assert all(isinstance(value, np.ndarray) for value in parts._parts.values())
     assert len(parts._parts) == (3 if number else 0)
   found = {name: s.value for name, s in parts.statistics().items()}
   assert found == pytest.approx({'a/mean': 2.0, 'a/std': np.std(np.arange(5.0))})
