@@ -31,7 +31,7 @@ def is_tfrecord(file: str) -> bool:
 def read_examples(file: str, columns: Sequence[str], where: str) -> Iterator[bytes | BadRecord]:
   """Yields each record of an ArrayRecord or Parquet file, or a `BadRecord` in its place.
 
-  Of a Parquet file, these columns are read; images in them may be bytes, or in the form of the package `datasets`.
+  Only `columns` are read from a Parquet file; images in them may be bytes, or in the form of the package `datasets`.
 
   Raises:
     ConfigError: a package is missing.

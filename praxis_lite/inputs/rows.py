@@ -23,7 +23,7 @@ Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 def canonical_rows(rows: object, where: str) -> Rows:
   """Returns `rows` as nested dicts of arrays with dtypes that JAX does not change; adds `weights` of 1 if missing.
 
-  They are a mapping, possibly nested, of array-likes with a common dimension 0; error messages begin with `where`.
+  `rows` is a mapping, possibly nested, of array-likes with a common dimension 0. Error messages begin with `where`.
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
   Raises DataError if `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or
   values do not fit into 32 bits.

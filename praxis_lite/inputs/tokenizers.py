@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
 
 class ChatTokens(NamedTuple):
-  """The tokens of a chat, or of a prompt and its answer; `is_answer`, as weights of labels, restricts training."""
+  """The tokens of a chat, or of a prompt and its answer. Labels weighted by `is_answer` train only the answers."""
 
   ids: np.ndarray  # [n] int32.
   is_answer: np.ndarray  # [n] bool, whether each token is part of an answer.

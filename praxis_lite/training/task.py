@@ -352,7 +352,7 @@ class SingleTask(Configurable):
   def mesh_sizes(self, num_devices: int | None = None) -> dict[str, int]:
     """Returns the size of each mesh axis by name.
 
-    A size of -1 is filled in for `num_devices`, or for None, for all devices; only then JAX is started.
+    If a size is -1, the mesh gets `num_devices`; None means all devices, for which JAX is started.
     """
     ici, dcn, names = self._mesh_shape()
     with prefix_errors('task'):

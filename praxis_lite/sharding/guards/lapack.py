@@ -40,7 +40,7 @@ def call_one_matrix_at_a_time(
   in one program, all of them wait forever. Calls for one matrix do not wait. Test:
   `test_calls_of_lapack_are_for_one_matrix`.
 
-  `instances` are the operations of the lowered program, with their splits; none if `num_devices`, which run it, is 1.
+  `instances` are the operations of the lowered program with their splits on a mesh of `num_devices`.
   """
   if jaxlib_release() >= _MENDED:
     return []

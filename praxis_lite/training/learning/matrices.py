@@ -40,7 +40,7 @@ def matrix_dims(
 ) -> optax.contrib.MuonDimensionNumbers | NestedDict:
   """Returns a tree like `params` with the axes of each matrix; None for a variable that is not a matrix.
 
-  They are some of the variables, whole stacks or single layers; the path of a single layer may end with an index.
+  `params` are some of the variables, whole stacks or single layers; the path of a single layer may end with an index.
   """
 
   def dims(path: jax.tree_util.KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

@@ -132,7 +132,7 @@ def put_sides(squares: PerSide, into: PerSide) -> PerSide:
 def update_statistics(side: dict[str, jax.Array], x: jax.Array, decay: float) -> dict[str, jax.Array]:
   """Returns the square arrays of a side, [N, m, m], with updated 'statistics'; {} if `side` is {}.
 
-  These are the moving average, with this decay, of x x^T for gradients x, [N, m, n].
+  The statistics are moving averages of x x^T for gradients x, [N, m, n].
   """
   return side and {**side, 'statistics': decay * side['statistics'] + (1 - decay) * x @ x.mT}
 

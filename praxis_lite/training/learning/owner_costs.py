@@ -30,11 +30,11 @@ class MatrixExchange:
   paths: tuple[Path, ...]  # The variables of the group.
   rows: int  # The smaller side of each matrix.
   columns: int
-  matrices: int  # The number of matrices in the group, and below, the number that each device computes.
-  computed: int
+  matrices: int  # The number of matrices in the group.
+  computed: int  # The number of matrices that each device computes.
   devices: int  # Owners over which matrices are distributed; 1 if each device computes all matrices that it has.
-  all_to_all: int  # The number of entries in the results of these collectives on a device.
-  all_gather: int
+  all_to_all: int  # The number of entries in the results of all-to-alls on a device.
+  all_gather: int  # The same for all-gathers.
   flops: int  # Of a device.
   why: str  # The reason why the matrices are distributed or not.
 
