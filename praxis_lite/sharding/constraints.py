@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -77,9 +78,7 @@ def reshard_input_based_on_rank_fn(mapping_dict: MappingsByRank, mesh_names: Seq
 
 
 def _constrain(x: jax.Array, sharding: PartitionSpec | NamedSharding) -> jax.Array:
-  def constrain(y: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(y, sharding)
-
+  constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
   return constrain(x) if isinstance(x, jax.core.Tracer) else jax.jit(constrain)(x)
 
 
