@@ -64,7 +64,7 @@ class HostSpeeds:
   def compare(self) -> str:
     """Measures and compares; returns a line about a host that is slow for the third time in a row, '' without one."""
     self.own = self._probe.seconds()
-    products = np.asarray(multihost_utils.process_allgather(np.float32(self.own)))
+    products = np.asarray(multihost_utils.process_allgather(np.asarray(self.own, np.float32)))
     self.slowest, line = self._judge(products.tolist())
     return line
 

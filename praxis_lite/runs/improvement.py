@@ -55,7 +55,7 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
   if not splits:
     raise ConfigError(f'{field} = {metric!r}: there is no input with is_training=False to evaluate on')
   known = {f'{split}/{name}': (split, name) for split, names in splits.items() for name in names}
-  found = [path for path, (_, name) in known.items() if metric in ((path,) if metric in known else (name,))]
+  found = [metric] if metric in known else [path for path, (_, name) in known.items() if name == metric]
   if len(found) > 1:
     raise ConfigError(f'{field} = {metric!r}: several inputs have it; write {" or ".join(found)}')
   if not found:

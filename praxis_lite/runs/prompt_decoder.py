@@ -208,8 +208,9 @@ class PromptDecoder:
 
     Equal settings get the same object.
     """
-    if (name := repr((regex, json_schema))) == repr((None, None)):
+    if regex is None and json_schema is None:
       return None
+    name = repr((regex, json_schema))
     if name not in self._constraints:
       self._constraints[name] = make_constraint(self._find_tokenizer(), regex, json_schema, 'decode: ')
     return self._constraints[name]

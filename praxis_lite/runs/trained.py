@@ -225,7 +225,7 @@ class TrainedModel:
   def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
   def decode(
-    self, prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any], **given: Unpack[SamplerSettings]
+    self, prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any], **settings: Unpack[SamplerSettings]
   ) -> list[str] | list[list[int]] | NestedDict:
     """Continues prompts, or decodes a batch.
 
@@ -263,23 +263,23 @@ class TrainedModel:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
         the vocabulary of the model.
     """
-    check_keywords('decode', given, ['prompts', *_hints()])
-    settings: Any = {name: given.get(name) for name in Sampling.__annotations__}
-    for name in (*settings, 'seed', 'stream', 'batch_size'):
+    check_keywords('decode', settings, ['prompts', *_hints()])
+    sampling: Any = {name: settings.get(name) for name in Sampling.__annotations__}
+    for name in (*sampling, 'seed', 'stream', 'batch_size'):
       with prefix_errors(f'decode: {name}'):
-        fit(given.get(name), _hints()[name], None)
-    if (constraint := self._prompts.find_constraint(given.get('regex'), given.get('json_schema'))) is not None:
-      settings['logit_processors'] = (*(settings['logit_processors'] or ()), constraint)
-    seed, draft, statistics = given.get('seed'), given.get('draft'), given.get('statistics')
+        fit(settings.get(name), _hints()[name], None)
+    if (constraint := self._prompts.find_constraint(settings.get('regex'), settings.get('json_schema'))) is not None:
+      sampling['logit_processors'] = (*(sampling['logit_processors'] or ()), constraint)
+    seed, draft, statistics = settings.get('seed'), settings.get('draft'), settings.get('statistics')
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
-    model = self if draft is None else self._add_draft(draft, given)
-    stop, others = given.get('stop', ()), {name: given.get(name) for name in ('stream', 'batch_size', 'adapters')}
+    model = self if draft is None else self._add_draft(draft, settings)
+    stop, others = settings.get('stop', ()), {name: settings.get(name) for name in ('stream', 'batch_size', 'adapters')}
     if not isinstance(prompts, Mapping):
       others = {**others, 'stop': stop, 'statistics': statistics}
-      return model._prompts.decode(prompts, settings, key, **cast(Any, others))
+      return model._prompts.decode(prompts, sampling, key, **cast(Any, others))
     if stop or any(value is not None for value in others.values()):
       raise ConfigError('decode: stop, stream, batch_size and adapters need prompts, but this is a batch of arrays')
-    tasks = model._prompts.set_sampler(settings)
+    tasks = model._prompts.set_sampler(sampling)
     check_memory_of_batch(tasks.jax_task.model, tasks.mesh, prompts)
     decoded = model._decode_rows(tasks, prompts, key)
     if statistics is not None:
@@ -462,8 +462,8 @@ class TrainedModel:
 
   # ---------------------------------------------------------------- how
 
-  def _add_draft(self, draft: TrainedModel, given: SamplerSettings) -> TrainedModel:
-    """Returns this model combined with a smaller one that guesses its tokens; checks that settings of `decode` fit."""
+  def _add_draft(self, draft: TrainedModel, settings: SamplerSettings) -> TrainedModel:
+    """Returns this model combined with a smaller one that guesses its tokens; checks that the settings fit."""
     if not isinstance(draft, TrainedModel):
       raise ConfigError(f'decode: draft: expected a model, as open_run(...).load() returns, got {draft!r}')
     refused = {
@@ -472,7 +472,7 @@ class TrainedModel:
       'adapters': 'a draft model guesses for a model without adapters',
     }
     for name, why in refused.items():
-      if (value := given.get(name)) is not None:
+      if (value := settings.get(name)) is not None:
         raise ConfigError(f'decode: {name} = {value}: {why}; leave out one of them')
     self._check_unedited('draft')
     if self._drafted is None or self._drafted[0] is not draft:
