@@ -155,8 +155,8 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[
   limits = model.layer.score_limits()
   assert limits is not None
   if limits.start_id is None:
-    whole, rows = [[*context, *more] for context, more in zip(*texts)], 2
-    longest = max(map(len, whole))
+    whole = [[*context, *more] for context, more in zip(*texts)]
+    rows, longest = 2, max(map(len, whole))
     force = _force_text(_table(whole), np.array(list(map(len, whole))))
   else:  # The rows contain only the texts, which begin alike. A new batcher gives its rows to requests in order.
     whole = [[limits.start_id, *more] for more in texts.continuations]

@@ -140,7 +140,7 @@ def stamp_of(file: str) -> tuple[str, int]:
 
 def sum_of_input(file: str) -> str:
   with open_input(file) as opened, _one_line_errors(file):
-    return hashlib.file_digest(cast(Any, opened), 'sha256').hexdigest()
+    return _sum(opened)
 
 
 def open_input(file: str) -> IO[bytes]:
@@ -189,7 +189,7 @@ def _row_of_line(number: int, where: str, line: bytes, is_text: bool) -> Row:
 
 def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str, list[Part]]:
   pa = import_pyarrow()
-  digest = hashlib.file_digest(cast(Any, opened), 'sha256')
+  digest = _sum(opened)
   opened.seek(0)
   try:
     count = pa.parquet.ParquetFile(opened).metadata.num_rows
@@ -197,7 +197,14 @@ def _cut_table(file: str, opened: IO[bytes], first: int, most: int) -> tuple[str
     raise DataError(f'{file}: is not a Parquet file: {first_line(error)}') from None
   starts = range(0, count, most)
   parts = [Part(file, n, min(n + most, count), n, first + n, min(n + most, count) - n, '') for n in starts]
-  return digest.hexdigest(), parts
+  return digest, parts
+
+
+def _sum(opened: IO[bytes]) -> str:
+  digest = hashlib.sha256()
+  while block := opened.read(1 << 20):  # `hashlib.file_digest` refuses files of some stores, such as HDFS.
+    digest.update(block)
+  return digest.hexdigest()
 
 
 def _rows_of_table(part: Part) -> Iterator[Row]:
