@@ -221,8 +221,7 @@ def _parse_example(number: int, line: bytes) -> tuple[int, dict[str, Any]]:
 
 def _has_texts(model: TrainedModel, file: str) -> bool:
   """Whether the first line of a .jsonl file has texts, and a dataset of the run reads such lines."""
-  reads_texts = any(is_of(config, TextExamplesInput) for config in datasets_by_use(model))
-  if not reads_texts or not _ends_with(file, '.jsonl'):
+  if not (_ends_with(file, '.jsonl') and any(is_of(each, TextExamplesInput) for each in datasets_by_use(model))):
     return False
   with open_plain(file) as opened:
     first = next((line for line in opened if line.strip()), b'{}')
