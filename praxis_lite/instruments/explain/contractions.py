@@ -45,21 +45,14 @@ class Split:
 
 
 class Mismatch(NamedTuple):
-  """A product for which one operand has to be moved.
-
-  Attributes:
-    left, right: names of the operands.
-    size: size of the summed dimension.
-    left_axes, right_axes: mesh axes that split the summed dimension of each operand.
-    shared: an axis that splits the summed dimension of one operand and another dimension of the other; '' if none does.
-  """
+  """A product for which one operand has to be moved: its operands, and the axes that split the summed dimension."""
 
   left: str
   right: str
-  size: int
+  size: int  # Of the summed dimension.
   left_axes: DimAxes
   right_axes: DimAxes
-  shared: str
+  shared: str  # An axis that splits this dimension of one operand and another dimension of the other; '' if none does.
 
 
 def find_mismatches(

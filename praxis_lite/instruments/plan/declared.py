@@ -26,30 +26,20 @@ Role = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-  """The declared split of a weight or an activation. Dimensions that stack layers are left out.
-
-  Attributes:
-    path, layer: paths of the array and of its layer.
-    field: the config field that declares the split of its last dimension, even if that field is not set.
-    shape: size of each dimension.
-    axes: for each dimension, the mesh axes larger than 1 that split it.
-    sources: for each dimension, the config field that declares its split.
-    roles: role of each dimension; None if the compiler decides its split.
-    is_weight: True for a weight, False for an activation.
-    stack: the number of layers that are stacked.
-  """
+  """The declared split of a weight or an activation. Dimensions that stack layers are left out."""
 
   path: str
-  layer: str
+  layer: str  # The path of its layer.
   shape: tuple[int, ...]
-  axes: tuple[tuple[str, ...], ...]
-  sources: tuple[str, ...]
-  roles: tuple[Role | None, ...]
+  axes: tuple[tuple[str, ...], ...]  # For each dimension, the mesh axes larger than 1 that split it.
+  sources: tuple[str, ...]  # For each dimension, the config field that declares its split.
+  roles: tuple[Role | None, ...]  # None if the compiler decides the split of the dimension.
   is_weight: bool
-  stack: int = 1
+  stack: int = 1  # The number of layers that are stacked.
 
   @property
   def field(self) -> str:
+    """The config field that declares the split of its last dimension, even if that field is not set."""
     return self.sources[-1].removesuffix(' is not set') if self.sources else self.path
 
   @property

@@ -24,21 +24,13 @@ from praxis_lite.instruments.plan.topology import Experience, Topology
 
 
 class Measurement(NamedTuple):
-  """What a run measured.
+  """What a run measured."""
 
-  Attributes:
-    run: its directory.
-    step_seconds: the typical time of a step, without waits for inputs.
-    num_steps: the number of measured steps.
-    device_peak: peak memory of a device in bytes; None if the platform does not report it.
-    input_wait: the share of the time that the run waited for inputs.
-  """
-
-  run: str
-  step_seconds: float
-  num_steps: int
-  device_peak: float | None
-  input_wait: float
+  run: str  # Its directory.
+  step_seconds: float  # The typical time of a step, without waits for inputs.
+  num_steps: int  # The number of measured steps.
+  device_peak: float | None  # Peak memory of a device in bytes; None if the platform does not report it.
+  input_wait: float  # The share of the time that the run waited for inputs.
 
 
 class Learned(NamedTuple):

@@ -66,21 +66,14 @@ def hlo_dtype_name(value: ir.Value) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-  """The memory of a stored value.
+  """The memory of a stored value."""
 
-  Attributes:
-    name: name of the operation that makes the value, or that fills it part by part; see `LocalOperation`.
-    shape, bytes: dtype, shape and bytes on each device.
-    defined, last_use: the numbers, in its block, of the operation that makes it and the last that reads it.
-    loop: name of the loop that fills it part by part; '' if no loop does.
-  """
-
-  name: str
-  shape: str
+  name: str  # Of the operation that makes the value, or that fills it part by part; see `LocalOperation`.
+  shape: str  # Dtype and shape on each device.
   bytes: int
-  defined: int
-  last_use: int
-  loop: str = ''
+  defined: int  # The number, in its block, of the operation that makes it.
+  last_use: int  # The number of the last operation that reads it.
+  loop: str = ''  # The name of the loop that fills it part by part; '' if no loop does.
 
 
 class Peak(NamedTuple):

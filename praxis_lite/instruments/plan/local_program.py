@@ -57,51 +57,31 @@ UNROLLED = 'praxis_lite.unrolled'
 
 @dataclasses.dataclass(frozen=True)
 class LocalOperation:
-  """The work of an operation on one device: a product, convolution, fused attention, or a guessed fusion of others.
+  """The work of an operation on one device: a product, convolution, fused attention, or a guessed fusion of others."""
 
-  Attributes:
-    name: the names of the loops that contain it, then the name that JAX gives the operation.
-    count: executions in a step.
-    bytes: bytes that one execution reads and writes.
-    flops: FLOPs of one execution; 0 for a fusion.
-    dtype: HLO name of the dtype of a product's operands; '' for a fusion.
-    attention_dims: dims per head of attention in a fused kernel; 0 for other operations.
-    loop: number of the innermost loop around it; 0 outside loops.
-  """
-
-  name: str
-  count: float
-  bytes: int
-  flops: float = 0.0
-  dtype: str = ''
-  attention_dims: int = 0
-  loop: int = 0
+  name: str  # The names of the loops that contain it, then the name that JAX gives the operation.
+  count: float  # Executions in a step.
+  bytes: int  # Read and written by one execution.
+  flops: float = 0.0  # Of one execution; 0 for a fusion.
+  dtype: str = ''  # HLO name of the dtype of a product's operands; '' for a fusion.
+  attention_dims: int = 0  # Dims per head of attention in a fused kernel; 0 for other operations.
+  loop: int = 0  # Number of the innermost loop around it; 0 outside loops.
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalCollective:
-  """A collective of a lowered program.
-
-  Attributes:
-    name, count, loop: see `LocalOperation`.
-    kind: one of `hlo.KINDS`.
-    axes: mesh axes that it communicates over; () if the program has `groups` instead.
-    groups: the devices of each group, or the pairs of a collective-permute; () if the program has `axes`.
-    operand_bytes, result_bytes: sizes on one device.
-    dtype: dtype of the communicated array.
-    is_beside_work: whether it can overlap with the work of its loop; see `local_overlap.py`.
-  """
+  """A collective of a lowered program; see `LocalOperation` for `name`, `count` and `loop`. Sizes are on one device."""
 
   name: str
   count: float
-  kind: str
-  axes: tuple[str, ...]
-  groups: tuple[tuple[int, ...], ...]
+  kind: str  # One of `hlo.KINDS`.
+  axes: tuple[str, ...]  # Mesh axes that it communicates over; () if the program has `groups` instead.
+  groups: tuple[tuple[int, ...], ...]  # The devices of each group, or the pairs of a collective-permute.
   operand_bytes: int
   result_bytes: int
   dtype: str
   loop: int = 0
-  is_beside_work: bool = False
+  is_beside_work: bool = False  # Whether it can overlap with the work of its loop; see `local_overlap.py`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,20 +13,13 @@ _FARTHER = 1.05  # A size counts as extrapolated only if it exceeds those of the
 
 
 class LossGoal(NamedTuple):
-  """A loss to reach, and the number of tokens that this takes.
-
-  Attributes:
-    loss: the loss.
-    tokens: the number of tokens after which the loss is reached, by the law.
-    least, most: the range of this number, by fits to resampled losses; `most` may be infinite.
-    notes: lines about the law, and how far it is extrapolated.
-  """
+  """A loss to reach, and the number of tokens after which it is reached by the law."""
 
   loss: float
   tokens: float
-  least: float
-  most: float
-  notes: tuple[str, ...] = ()
+  least: float  # The range of the number of tokens, by fits to resampled losses.
+  most: float  # May be infinite.
+  notes: tuple[str, ...] = ()  # Lines about the law, and how far it is extrapolated.
 
 
 def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGoal:
