@@ -122,9 +122,7 @@ def plan_inference(
   topology = parse_topology(topology) if isinstance(topology, str) else topology
   jax_task, limits = _task_for(task, requests)
   check_mesh(jax_task.mesh_sizes(topology.num_devices), topology)
-  planner = _InferencePlanner(jax_task, topology, report)
-  planner.requests, planner.limits = requests, limits
-  return planner.plan(compile, cache, elsewhere)
+  return _InferencePlanner(jax_task, topology, report, requests, limits).plan(compile, cache, elsewhere)
 
 
 def _task_for(task: Config, requests: Requests) -> tuple[SingleTask, PromptLimits]:
@@ -147,6 +145,7 @@ def _task_for(task: Config, requests: Requests) -> tuple[SingleTask, PromptLimit
   return jax_task, limits
 
 
+@dataclasses.dataclass(eq=False)
 class _InferencePlanner(Planner[InferencePlan]):
   """Plans decoding of `requests`, which `_task_for` has checked."""
 
@@ -154,20 +153,20 @@ class _InferencePlanner(Planner[InferencePlan]):
   limits: PromptLimits
 
   def _plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> InferencePlan:
-    step = self._step(self._task.create_mesh(devices_of(self._topology)), self.requests.rows)
+    step = self._step(self.task.create_mesh(devices_of(self.topology)), self.requests.rows)
     _, _, found = self._compile(step, inference_bytes(step), cache, elsewhere)
     return self._make([], **found)
 
   def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> InferencePlan:
-    self._report('tracing')
+    self.report('tracing')
     memory, cost = self._estimate(self.requests.rows, needs)
     return self._make([*notes, UNCERTAIN], mode='analytic', memory=memory, cost=cost)
 
   def _make(self, notes: Sequence[str], **found: Any) -> InferencePlan:
     rows, length, tokens = self.requests
     return InferencePlan(
-      name=self._task.name,
-      topology=self._topology,
+      name=self.task.name,
+      topology=self.topology,
       mesh=self._mesh,
       requests=self.requests,
       cache_bytes=self.limits.state_bytes(rows, length + tokens - 1),
@@ -178,8 +177,8 @@ class _InferencePlanner(Planner[InferencePlan]):
     )
 
   def _read_bytes(self) -> int:
-    variables = self._step(abstract_mesh(self._mesh, self._topology.target.kind), self.requests.rows).arguments[0]
-    read = jax.eval_shape(self._task.model.cast_variables, variables)
+    variables = self._step(abstract_mesh(self._mesh, self.topology.target.kind), self.requests.rows).arguments[0]
+    read = jax.eval_shape(self.task.model.cast_variables, variables)
     return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
 
   def _largest_rows(self, memory: Memory) -> int:
@@ -202,19 +201,19 @@ class _InferencePlanner(Planner[InferencePlan]):
     return functools.cache(self._make_estimate)  # The search needs some estimates twice.
 
   def _make_estimate(self, rows: int, needs: int | None) -> tuple[Memory, Cost]:
-    target = self._topology.target
+    target = self.topology.target
     step = self._step(abstract_mesh(self._mesh, target.kind), rows)
-    lowered = program_for(step, self._topology, self._hidden)
+    lowered = program_for(step, self.topology, self._hidden)
     memory = analytic_memory(lowered, needs, inference_bytes(step), target, self._names)
-    return memory, analytic_cost(lowered, self._mesh, self._topology, self._names)
+    return memory, analytic_cost(lowered, self._mesh, self.topology, self._names)
 
   def _step(self, mesh: Mesh | AbstractMesh, rows: int) -> PartitionedStep:
     inputs = {
       'ids': jax.ShapeDtypeStruct((rows, self.requests.prompt_length), jnp.int32),
       'prompt_lengths': jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-    layout = state_layout(self._task, mesh, optimizer=False)
-    return PartitionedTask(self._task, inputs, layout=layout).decode_step
+    layout = state_layout(self.task, mesh, optimizer=False)
+    return PartitionedTask(self.task, inputs, layout=layout).decode_step
 
 
 def format_inference(plan: InferencePlan, price_per_chip_hour: float | None = None) -> str:

@@ -200,27 +200,29 @@ def plan(
   mesh = jax_task.mesh_sizes(topology.num_devices)
   check_mesh(mesh, topology)
   config: object = task.task if isinstance(task, ExperimentConfig) else task
-  planner = _StepPlanner(jax_task, topology, report)
-  planner.inputs, planner.lowered = dict(struct), lowered or LoweredSteps()
-  planner.config = config if isinstance(config, Config) else None
-  return planner.plan(compile, cache, elsewhere)
+  about = dict(struct), config if isinstance(config, Config) else None, lowered or LoweredSteps()
+  return _StepPlanner(jax_task, topology, report, *about).plan(compile, cache, elsewhere)
 
 
 P = TypeVar('P', bound=ProgramPlan)
 
 
+@dataclasses.dataclass(eq=False)
 class Planner(abc.ABC, Generic[P]):
   """Plans a program of a task on a topology, with the compiler or without it; see `plan` for arguments."""
 
-  def __init__(self, jax_task: SingleTask, topology: Topology, report: Callable[[str], object]):
-    self._task, self._topology, self._report = jax_task, topology, report
-    self._mesh = jax_task.mesh_sizes(topology.num_devices)
-    self._layers = list(jax_task.model.descendants())
+  task: SingleTask
+  topology: Topology
+  report: Callable[[str], object]
+
+  def __post_init__(self) -> None:
+    self._mesh = self.task.mesh_sizes(self.topology.num_devices)
+    self._layers = list(self.task.model.descendants())
     self._names, self._hidden = LayerNames(layer.path for layer in self._layers), HiddenWork(self._layers)
 
   def plan(self, compile: bool, cache: Path | None, elsewhere: Callable[[], None] | None) -> P:
     """Returns the plan of the compiled program, or, if the compiler is missing or refuses it, of the lowered one."""
-    failure, refused = missing_compiler(self._topology) if compile else '', None
+    failure, refused = missing_compiler(self.topology) if compile else '', None
     if compile and not failure:
       try:
         return self._plan_compiled(cache, elsewhere)
@@ -247,9 +249,9 @@ class Planner(abc.ABC, Generic[P]):
     flags: XlaFlags | None = None,
   ) -> tuple[CompiledStep, CompiledProgram, dict[str, Any]]:
     """Returns a step as `compile_step` does, its program, and the fields of its plan that both determine."""
-    topology, paths = self._topology, [path_name(layer.path) for layer in self._layers]
+    topology, paths = self.topology, [path_name(layer.path) for layer in self._layers]
     compiled = compile_step(
-      step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self._report
+      step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self.report
     )
     program, links = parse(compiled.text), Links(topology, places_of(topology, list(step.mesh.devices.flat)))
     cost = cost_of(program, topology.target, links, mesh=self._mesh, layers=self._names, hidden=self._hidden)
@@ -259,6 +261,7 @@ class Planner(abc.ABC, Generic[P]):
     return compiled, program, how | {'memory': memory, 'cost': cost}
 
 
+@dataclasses.dataclass(eq=False)
 class _StepPlanner(Planner[Plan]):
   """Plans a train step."""
 
@@ -267,16 +270,16 @@ class _StepPlanner(Planner[Plan]):
   lowered: LoweredSteps
 
   def _plan_compiled(self, cache: Path | None, elsewhere: Callable[[], None] | None) -> Plan:
-    partitioned = PartitionedTask(self._task, self.inputs, mesh=self._task.create_mesh(devices_of(self._topology)))
-    padding, flags = _padding(partitioned), flags_of_plan(partitioned.train_step, self._topology)
+    partitioned = PartitionedTask(self.task, self.inputs, mesh=self.task.create_mesh(devices_of(self.topology)))
+    padding, flags = _padding(partitioned), flags_of_plan(partitioned.train_step, self.topology)
     step, program, found = self._compile(partitioned.train_step, state_bytes(partitioned), cache, elsewhere, flags)
     with pretend_cudnn_for_plans():
-      layout = state_layout(self._task, self._mesh_alone())
-      why = Why(trace_task(self._task, layout, self.inputs), self._names)
+      layout = state_layout(self.task, self._mesh_alone())
+      why = Why(trace_task(self.task, layout, self.inputs), self._names)
     found['cost'] = cost = why.add_causes(found['cost'], program)
     findings = why.find_rematerialized(step.messages)
-    findings += why.find_replicated(cost.operations, self._topology.num_devices, self._hidden.paths)
-    slow = find_slow_operations(program, cost, self._names, self._topology.target.kind)
+    findings += why.find_replicated(cost.operations, self.topology.num_devices, self._hidden.paths)
+    slow = find_slow_operations(program, cost, self._names, self.topology.target.kind)
     activations = explain_compiled(why.report.activations, program, self._names)
     notes = [*padding, *_notes_of_flags(step.added_flags)]
     return self._make(
@@ -284,10 +287,10 @@ class _StepPlanner(Planner[Plan]):
     )
 
   def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> Plan:
-    self._report('tracing')
-    step, target = self.lowered.find(self._key(), self._lower), self._topology.target
+    self.report('tracing')
+    step, target = self.lowered.find(self._key(), self._lower), self.topology.target
     memory = analytic_memory(step.program, needs, step.state, target, self._names)
-    cost = analytic_cost(step.program, self._mesh, self._topology, self._names)
+    cost = analytic_cost(step.program, self._mesh, self.topology, self._names)
     return self._make(step.facts, [*notes, UNCERTAIN, *step.padding], mode='analytic', memory=memory, cost=cost)
 
   def _key(self) -> StepKey | None:
@@ -297,17 +300,17 @@ class _StepPlanner(Planner[Plan]):
     return StepKey(self.config, self.inputs, self._mesh, platform, kind or platform)
 
   def _lower(self) -> LoweredStep:
-    partitioned = PartitionedTask(self._task, self.inputs, mesh=self._mesh_alone())
+    partitioned = PartitionedTask(self.task, self.inputs, mesh=self._mesh_alone())
     padding = _padding(partitioned)
-    program = program_for(partitioned.train_step, self._topology, self._hidden)
+    program = program_for(partitioned.train_step, self.topology, self._hidden)
     return LoweredStep(program, state_bytes(partitioned), tuple(padding), self._facts(partitioned))
 
   def _facts(self, partitioned: PartitionedTask) -> StepFacts:
     mesh = dict(partitioned.mesh.shape)
     with pretend_cudnn_for_plans():
       jaxpr = partitioned.train_step.trace().jaxpr
-    pipelines = describe_pipelines(self._task.model, partitioned.batch_size)
-    weights = parameter_table(self._task, mesh)
+    pipelines = describe_pipelines(self.task.model, partitioned.batch_size)
+    weights = parameter_table(self.task, mesh)
     return StepFacts(mesh, jaxpr, model_work(partitioned), tuple(pipelines), tuple(weights))
 
   def _mesh_alone(self) -> AbstractMesh:
@@ -316,20 +319,20 @@ class _StepPlanner(Planner[Plan]):
 
   def _devices(self) -> tuple[str, str | None]:
     """Returns the devices' platform, and JAX's name of their kind for GPUs; None for others."""
-    target = self._topology.target
+    target = self.topology.target
     return target.kind, target.cuda.name if target.cuda else None
 
   def _make(self, facts: StepFacts, notes: Sequence[str], slow: Sequence[SlowPath] = (), **found: Any) -> Plan:
     """Returns a plan with these fields; `slow` are the slow operations of the compiled program."""
-    target, memory, cost = self._topology.target, found['memory'], found['cost']
-    notes = [*notes, *doubts(cost), _accuracy(self._topology)]
+    target, memory, cost = self.topology.target, found['memory'], found['cost']
+    notes = [*notes, *doubts(cost), _accuracy(self.topology)]
     if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
       notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
-    traced = find_slow_paths(facts.jaxpr, self._task.model, target, math.prod(facts.mesh.values()))
+    traced = find_slow_paths(facts.jaxpr, self.task.model, target, math.prod(facts.mesh.values()))
     slow = [*(path for path in traced if path.seconds > _LEAST_SLOW * cost.seconds), *slow]
     return Plan(
-      name=self._task.name,
-      topology=self._topology,
+      name=self.task.name,
+      topology=self.topology,
       mesh=facts.mesh,
       work=facts.work,
       notes=tuple(notes),

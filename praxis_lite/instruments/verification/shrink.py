@@ -309,7 +309,12 @@ def replace_rows(inputs: NestedDict, rows: int) -> NestedDict:
 def _integers(config: Config) -> list[tuple[str, int]]:
   """Returns (field, integer) for all integers of at least 1 in a config tree."""
   found: list[tuple[str, int]] = []
-  _change_integers(config, lambda name, n: found.append((name, n)) or n)  # type: ignore[func-returns-value]
+
+  def note(name: str, n: int) -> int:
+    found.append((name, n))
+    return n
+
+  _change_integers(config, note)
   return found
 
 
