@@ -298,7 +298,7 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
 
 
 def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:
-  """Yields at most one problem: all arrays of a batch have the same number of rows, of which too many are padding."""
+  """Yields one problem if too many rows of a batch are padding; all its arrays have the same number of rows."""
   if e := next((e for e in inputs if e.wasted_fraction > limits.wasted_fraction), None):
     size, rows = e.dims[0].size, e.dims[0].padded
     message = (
