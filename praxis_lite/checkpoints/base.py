@@ -27,17 +27,11 @@ BASE = 'base'
 
 
 class Base(NamedTuple):
-  """The checkpoint of another run.
+  """The checkpoint of another run."""
 
-  Attributes:
-    folder: its folder, `job_log_dir/checkpoints/<step>`.
-    seal: its seal; None for checkpoints of earlier versions.
-    names: maps the names of arrays that are left out to their names in the base.
-  """
-
-  folder: Path
-  seal: str | None
-  names: Mapping[str, str]
+  folder: Path  # `job_log_dir/checkpoints/<step>`.
+  seal: str | None  # None for checkpoints of earlier versions.
+  names: Mapping[str, str]  # From the names of arrays that are left out to their names in the base.
 
   @property
   def step(self) -> int:

@@ -30,12 +30,10 @@ _GROUP = re.compile(r'^(opt_states\.(?:\w+\.)?)repeated(?:_\d+)+(?=\.)')
 
 
 class _Source(NamedTuple):
-  """Where the checkpoint has an array of the train state.
+  """Where the checkpoint has an array of the train state: its name and shape there.
 
-  Attributes:
-    name, shape: the name and shape of the array in the checkpoint.
-    stack_here, stack_there: how many leading dimensions index the layers of its stack, in the state (here) and in the
-      checkpoint (there); 0 if the array is in no stack.
+  That many leading dimensions index the layers of its stack in the state (here) and in the checkpoint (there); 0 if the
+  array is in no stack.
   """
 
   name: str

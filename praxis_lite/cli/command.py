@@ -28,30 +28,19 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-  """One command.
-
-  Attributes:
-    name, example: its name on the command line, and a valid command line.
-    summary, description: a line for the list of commands, and a paragraph for its help.
-    flags: absl flags, each with an example in its help.
-    run: takes the parsed flags and returns the exit code. Slow imports, such as JAX, happen inside it.
-    bare: name of the flag that the first positional argument sets; '' if the command takes none. If the flag is `exp`,
-      an argument that is a directory sets `job_log_dir` instead.
-    bare_rest: name of the repeatable flag that further positional arguments set.
-    stray: name of the flag that the error about an unexpected positional argument suggests.
-    usage: the arguments, as the first line of the help shows them; '' if `bare` says what they are.
-  """
+  """One command."""
 
   name: str
-  summary: str
-  description: str
-  example: str
-  flags: CommandFlags
-  run: Callable[[flags.FlagValues], int]
+  summary: str  # A line for the list of commands.
+  description: str  # A paragraph for its help.
+  example: str  # A valid command line.
+  flags: CommandFlags  # Each with an example in its help.
+  run: Callable[[flags.FlagValues], int]  # Returns the exit code. Slow imports, such as JAX, happen inside it.
+  # The flag that the first positional argument sets. If it is `exp`, a directory sets `job_log_dir` instead.
   bare: str = ''
-  bare_rest: str = ''
-  stray: str = ''
-  usage: str = ''
+  bare_rest: str = ''  # The repeatable flag that further positional arguments set.
+  stray: str = ''  # The flag that the error about an unexpected positional argument suggests.
+  usage: str = ''  # The arguments, as the first line of the help shows them; '' if `bare` says what they are.
 
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:

@@ -26,18 +26,12 @@ _VOCABULARY = 'task.model.vocab_size'
 
 
 class FinishedRuns(NamedTuple):
-  """Runs to fit a scaling law to.
-
-  Attributes:
-    metric: the metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
-    left_out: why each other run is left out, by its directory.
-    vocab_size: the size of their vocabulary as text; '' if they have none.
-  """
+  """Runs to fit a scaling law to."""
 
   runs: tuple[FinishedRun, ...]
-  metric: str
-  left_out: Mapping[str, str]
-  vocab_size: str
+  metric: str  # The metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
+  left_out: Mapping[str, str]  # Why each other run is left out, by its directory.
+  vocab_size: str  # The size of their vocabulary as text; '' if they have none.
 
 
 def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence[str] = ()) -> FinishedRuns:

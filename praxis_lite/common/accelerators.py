@@ -21,66 +21,40 @@ _TERA, _GIGA = 1e12, 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs besides those in `Accelerator`.
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs besides those in `Accelerator`."""
 
-  Attributes:
-    name: the name of the device.
-    cores: number of streaming multiprocessors.
-    clock_ghz, l2_bytes: clock in GHz, and bytes of the L2 cache.
-    shared_memory, threads, units: bytes of shared memory, most threads, and float32 units of a multiprocessor.
-  """
-
-  name: str
-  cores: int
+  name: str  # Of the device.
+  cores: int  # Streaming multiprocessors.
   clock_ghz: float
-  l2_bytes: int
-  shared_memory: int
+  l2_bytes: int  # Bytes of the L2 cache.
+  shared_memory: int  # Bytes of a multiprocessor, whose most threads and float32 units follow.
   threads: int
   units: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-  """The published figures of one kind of accelerator.
+  """The published figures of one kind of accelerator; bandwidths are in bytes per second, in one direction."""
 
-  Attributes:
-    name: the name in a topology, such as 'v5p'.
-    kind: 'tpu', 'gpu' or 'cpu'.
-    device_kinds: what to look for in `jax.Device.device_kind`, such as 'tpu v5 lite'. An entry matches if each of its
-      words begins a word there; of all chips' entries, the longest that matches counts.
-    peaks: operations per second by dtype, in the spelling of HLO.
-    memory, bandwidth: bytes, and bytes per second, of a chip.
-    link: bytes per second of one fast link (TPU), or of all fast links of a chip (GPU), in one direction.
-    domain: number of chips that fast links connect; 0 means all chips of a slice.
-    chips_per_host: chips in a host.
-    network: bytes per second of a chip's share of its host's network, in one direction.
-    torus: number of dimensions of the torus; 0 means that all chips of a domain reach each other at full speed.
-    wraps_at: a torus dimension is a ring if its size is a multiple of this, otherwise a line.
-    largest: sizes of the largest torus that is sold.
-    devices_per_chip: JAX devices in a chip.
-    capability: compute capability of a GPU of NVIDIA; None for other accelerators.
-    cuda: what the GPU compiler needs; None for other accelerators.
-    source, network_source: sources of the figures.
-  """
-
-  name: str
-  kind: str
+  name: str  # The name in a topology, such as 'v5p'.
+  kind: str  # 'tpu', 'gpu' or 'cpu'.
+  # What to look for in `jax.Device.device_kind`, such as 'tpu v5 lite'; see `_match`.
   device_kinds: tuple[str, ...] = ()
-  peaks: Mapping[str, float]
-  memory: float
-  bandwidth: float
-  link: float
-  domain: int
+  peaks: Mapping[str, float]  # Operations per second by dtype, in the spelling of HLO.
+  memory: float  # Bytes of a chip.
+  bandwidth: float  # Of the memory of a chip.
+  link: float  # Bandwidth of one fast link (TPU), or of all fast links of a chip (GPU).
+  domain: int  # Number of chips that fast links connect; 0 means all chips of a slice.
   chips_per_host: int
-  network: float
-  source: str
+  network: float  # Bandwidth of a chip's share of its host's network.
+  source: str  # Of all figures but those of the network.
   network_source: str
-  torus: int = 0
-  wraps_at: int = 0
-  largest: tuple[int, ...] = ()
-  devices_per_chip: int = 1
-  capability: tuple[int, int] | None = None
-  cuda: Cuda | None = None
+  torus: int = 0  # Dimensions of the torus; 0 means that all chips of a domain reach each other at full speed.
+  wraps_at: int = 0  # A torus dimension is a ring if its size is a multiple of this, otherwise a line.
+  largest: tuple[int, ...] = ()  # Sizes of the largest torus that is sold.
+  devices_per_chip: int = 1  # JAX devices in a chip.
+  capability: tuple[int, int] | None = None  # Compute capability of a GPU of NVIDIA.
+  cuda: Cuda | None = None  # What the compiler for GPUs of NVIDIA needs.
 
   def peak(self, dtype: str) -> float:
     """Returns a JAX device's peak for operands of a dtype, in operations per second; for unlisted dtypes, float32's."""

@@ -86,17 +86,11 @@ def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
 
 
 class OtherFields(NamedTuple):
-  """How the fields of today's classes differ from those in a record, by their paths.
+  """How the fields of today's classes differ from those in a record, by their paths."""
 
-  Attributes:
-    gone: fields whose recorded value was a default, and that the class no longer has.
-    new: fields that the class did not have when the record was written.
-    unreadable: fields whose recorded value was a default that names something that no longer exists.
-  """
-
-  gone: list[str]
-  new: list[str]
-  unreadable: list[str]
+  gone: list[str]  # Fields whose recorded value was a default, and that the class no longer has.
+  new: list[str]  # Fields that the class did not have when the record was written.
+  unreadable: list[str]  # Fields whose recorded value was a default that names something that no longer exists.
 
 
 def decode(

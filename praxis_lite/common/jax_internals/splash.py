@@ -30,35 +30,22 @@ _replacing = threading.RLock()
 
 
 class BlockTable(NamedTuple):
-  """Which blocks each block meets: int [1, I, W] for queries, or [1, W, J] for keys.
+  """Which blocks each block meets: int [1, I, W] for queries, or [1, W, J] for keys."""
 
-  Attributes:
-    met: the index of a block that is met; in unused entries, of any block.
-    used: 1 for used entries, 0 for others.
-  """
-
-  met: np.ndarray | jax.Array
-  used: np.ndarray | jax.Array
+  met: np.ndarray | jax.Array  # The index of a block that is met; in unused entries, of any block.
+  used: np.ndarray | jax.Array  # 1 for used entries, 0 for others.
 
 
 class SplashCall(NamedTuple):
-  """The arguments of the kernels that are the same for all rows.
+  """The arguments of the kernels that are the same for all rows."""
 
-  Attributes:
-    tables: one for blocks of queries, and one for blocks of keys; None if all blocks meet.
-    pairs: the number of pairs of blocks that meet, for estimates; a mean if the tables depend on the device.
-    block_sizes: lengths of a block of queries and of a block of keys, multiples of 128 that divide T and S.
-    mask_fn: (position of queries, index of keys) -> bool, which masks inside of blocks; None masks nothing.
-    soft_cap: see `Formula`.
-    interpret: whether to run the kernels as plain JAX operations.
-  """
-
-  tables: tuple[BlockTable, BlockTable] | None
-  pairs: float
-  block_sizes: tuple[int, int]
+  tables: tuple[BlockTable, BlockTable] | None  # For blocks of queries, and of keys; None if all blocks meet.
+  pairs: float  # The number of pairs of blocks that meet, for estimates; a mean if the tables depend on the device.
+  block_sizes: tuple[int, int]  # Lengths of a block of queries and of keys, multiples of 128 that divide T and S.
+  # (position of queries, index of keys) -> bool, which masks inside of blocks; None masks nothing.
   mask_fn: Callable[[jax.Array, jax.Array], jax.Array] | None
-  soft_cap: float | None
-  interpret: bool
+  soft_cap: float | None  # See `Formula`.
+  interpret: bool  # Whether to run the kernels as plain JAX operations.
 
 
 class SplashArrays(NamedTuple):

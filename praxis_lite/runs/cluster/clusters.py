@@ -27,20 +27,13 @@ COORDINATOR_PORT = 8476
 
 
 class Job(NamedTuple):
-  """The processes of a run, as one of them sees them.
+  """The processes of a run, as one of them sees them."""
 
-  Attributes:
-    found_by: where this information comes from, such as 'Slurm job 17'.
-    num_processes, process_id: the number of processes, and the index of this one; None if only JAX can find out.
-    coordinator_address: `host:port` of process 0; None if JAX finds it.
-    method: JAX's name of the cluster, which lets JAX find what is missing here.
-  """
-
-  found_by: str
-  num_processes: int | None
-  process_id: int | None
-  coordinator_address: str | None = None
-  method: str | None = None
+  found_by: str  # Where this information comes from, such as 'Slurm job 17'.
+  num_processes: int | None  # None if only JAX can find out.
+  process_id: int | None  # The index of this process; None as above.
+  coordinator_address: str | None = None  # `host:port` of process 0; None if JAX finds it.
+  method: str | None = None  # JAX's name of the cluster, which lets JAX find what is missing here.
 
 
 def find_job(

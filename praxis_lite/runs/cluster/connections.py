@@ -45,14 +45,13 @@ class Connections:
     self._received = dict.fromkeys(sockets, b'')
     self._left: set[int] = set()
     self._lock = threading.Lock()
-    self._selector = selectors.DefaultSelector() if sockets else None
+    self._selector = selectors.DefaultSelector()
     for index, connection in sockets.items():
       connection.settimeout(_SEND_S)
       connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
       for option, value in _KEEPALIVE.items():
         with contextlib.suppress(AttributeError, OSError):  # Not every system has every option.
           connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-      assert self._selector is not None
       self._selector.register(connection, selectors.EVENT_READ, index)
     if self._open and hasattr(os, 'register_at_fork'):
       os.register_at_fork(after_in_child=self._close_copies)
@@ -62,7 +61,7 @@ class Connections:
 
   def listen(self, seconds: float) -> None:
     """Waits for messages and ends of connections for at most `seconds`, and notes them."""
-    if self._selector is None or not self._open or not self._lock.acquire(blocking=False):
+    if not self._open or not self._lock.acquire(blocking=False):
       time.sleep(seconds)
       return
     try:
@@ -103,7 +102,6 @@ class Connections:
           self._left.add(index)
         self.verdict = self.verdict or printable(str(message.get('verdict', '')), one_line=True)
     if not data or len(rest) > _MOST_LINE:
-      assert self._selector is not None
       connection = self._open.pop(index)
       self._selector.unregister(connection)
       connection.close()

@@ -12,35 +12,22 @@ MOUNT_PATH = '/runs'  # Where the volume for the directories of runs is.
 
 
 class ClusterJob(NamedTuple):
-  """The processes of a run on a cluster. Each recipe uses the attributes that its system has.
-
-  Attributes:
-    name, command: the name of the job, and the command line of each process.
-    processes: the number of processes.
-    max_restarts: how often all processes are started again after a loss.
-    grace_s: seconds that the processes have to save and end.
-    image: a container image that has praxis_lite and the experiment.
-    resources: what each process needs: resources of a pod, such as 'nvidia.com/gpu=8'; options of sbatch, such as
-      'gpus-per-node=8'; or fields of SkyPilot's `resources`, such as 'accelerators=H100:8'.
-    volume: the PersistentVolumeClaim, or the volume of SkyPilot, for the directory of the run.
-    spares: how many more nodes the job asks for than its processes need.
-    processes_per_node: the number of processes of each node.
-    slices, tpu: the number of slices of TPUs; and their kind and topology as Google Cloud names them, such as
-      'tpu-v5-lite-podslice:4x8', None for other nodes.
-  """
+  """The processes of a run on a cluster. Each recipe uses the attributes that its system has."""
 
   name: str
-  command: Sequence[str]
+  command: Sequence[str]  # The command line of each process.
   processes: int
-  max_restarts: int
-  grace_s: int
-  image: str = ''
+  max_restarts: int  # How often all processes are started again after a loss.
+  grace_s: int  # Seconds that the processes have to save and end.
+  image: str = ''  # A container image that has praxis_lite and the experiment.
+  # What each process needs: resources of a pod, such as 'nvidia.com/gpu=8'; options of sbatch, such as
+  # 'gpus-per-node=8'; or fields of SkyPilot's `resources`, such as 'accelerators=H100:8'.
   resources: Sequence[str] = ()
-  volume: str | None = None
-  spares: int = 0
+  volume: str | None = None  # The PersistentVolumeClaim, or SkyPilot's volume, for the directory of the run.
+  spares: int = 0  # How many more nodes the job asks for than its processes need.
   processes_per_node: int = 1
-  slices: int = 1
-  tpu: str | None = None
+  slices: int = 1  # The number of slices of TPUs.
+  tpu: str | None = None  # Their kind and topology as Google Cloud names them: 'tpu-v5-lite-podslice:4x8'.
 
 
 def parse_resources(values: Sequence[str]) -> dict[str, str]:

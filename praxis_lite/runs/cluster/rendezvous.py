@@ -27,16 +27,11 @@ _OTHER_FILES = 1024
 
 
 class Meeting(NamedTuple):
-  """All processes of a job, as one of them knows them.
+  """All processes of a job, as one of them knows them."""
 
-  Attributes:
-    names: their names, by index. With many processes, the names of those that this one does not watch are ''; host 0
-      knows all names.
-    connections: the open connections, by index: of host 0 to all others, and of each other one to host 0. If the
-      system does not allow host 0 that many open files, there are no connections.
-  """
-
+  # By index; '' for processes that this one does not watch, if there are many. Host 0 knows all names.
   names: list[str]
+  # By index: of host 0 to all others, and of the others to host 0; none if host 0 may not open that many files.
   connections: dict[int, socket.socket]
 
 
