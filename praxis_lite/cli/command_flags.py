@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ class CommandFlags(flags.FlagValues):
   def add_number(
     self, name: str, does: str, example: str, default: float | None = None, *, least: float | None = None
   ) -> None:
-    flags.DEFINE_float(name, default, _help(name, does, example), lower_bound=least, flag_values=self)
+    parser, text = _NumberParser(least), _help(name, does, example)
+    flags.DEFINE(parser, name, default, text, self, flags.ArgumentSerializer[float]())
 
   def add_parsed(self, name: str, does: str, example: str, parser: flags.ArgumentParser[Any]) -> None:
     """Adds a flag whose value `parser` parses."""
@@ -148,6 +150,16 @@ def add_metric(values: CommandFlags) -> None:
   values.add_text('metric', metric, 'eval/validation/accuracy')
   mode = 'Whether lower (min) or higher (max) is better; by default as the configs say, or the name of the metric.'
   values.add_choice('mode', mode, ['min', 'max'], 'max')
+
+
+class _NumberParser(flags.FloatParser):
+  """Parses a number; refuses `nan` and `inf`, with which no command can compute."""
+
+  def convert(self, argument: float | int | str) -> float:
+    value = super().convert(argument)
+    if not math.isfinite(value):
+      raise ValueError('expected a finite number')
+    return value
 
 
 class _StepParser(flags.ArgumentParser[int | str]):

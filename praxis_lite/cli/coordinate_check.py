@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -54,10 +56,10 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _to_factor(text: str) -> float:
-  try:
-    return float(text)
-  except ValueError:
-    raise UserError(f'--widths: {text!r} is not a number; expected factors, as in --widths=1,2,4,8') from None
+  with contextlib.suppress(ValueError):
+    if math.isfinite(float(text)):
+      return float(text)
+  raise UserError(f'--widths: {text!r} is not a number; expected factors, as in --widths=1,2,4,8')
 
 
 def _read_batches(config: ExperimentConfig, steps: int) -> list[NestedDict]:
