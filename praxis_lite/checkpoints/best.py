@@ -42,7 +42,7 @@ class BestCheckpoint(NamedTuple):
 class BestRecord:
   """The best checkpoint, `value`, and the file that names it. It is updated only when that checkpoint is complete.
 
-  `steps` are those of the existing checkpoints: a file that names another step is ignored.
+  A file that names a step which is not in `steps`, the steps of the existing checkpoints, is ignored.
   """
 
   def __init__(self, path: Path, steps: Collection[int]):

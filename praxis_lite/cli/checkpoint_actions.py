@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -20,14 +21,27 @@ from praxis_lite.common.figures import duration, format_axes
 from praxis_lite.common.files import is_url, local_path
 from praxis_lite.common.trees import leaves_by_path, path_name
 from praxis_lite.instruments.explain.explanation import align_columns
-from praxis_lite.runs.cluster import remote
-from praxis_lite.runs.cluster.remote import RemoteCheckpoint
 from praxis_lite.runs.records.record import has_record, read_record
+
+if TYPE_CHECKING:
+  from praxis_lite.runs.cluster.remote import RemoteCheckpoint
 
 
 def _found(directory: str, step: int | None) -> Sequence[StoredCheckpoint | RemoteCheckpoint]:
   """Returns the checkpoints of a run, from a disk or an object store; with `step`, only that one."""
-  return remote.remote_checkpoints(directory, step) if is_url(directory) else stored.checkpoints_at(directory, step)
+  if is_url(directory):
+    from praxis_lite.runs.cluster.remote import remote_checkpoints
+
+    return remote_checkpoints(directory, step)
+  return stored.checkpoints_at(directory, step)
+
+
+def _best_step(directory: str) -> int | None:
+  if is_url(directory):
+    from praxis_lite.runs.cluster.remote import remote_best_step
+
+    return remote_best_step(directory)
+  return stored.best_step(directory)
 
 
 def _newest(directory: str, step: int | None) -> StoredCheckpoint:
@@ -39,7 +53,7 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 def list_checkpoints(values: flags.FlagValues) -> int:
   rows = [('step', 'age', 'size', 'mesh', 'state')]
   for directory in values.dirs:
-    best = remote.remote_best_step(directory) if is_url(directory) else stored.best_step(directory)
+    best = _best_step(directory)
     for checkpoint in _found(directory, values.step):
       name = str(checkpoint.folder) if len(values.dirs) > 1 else PurePath(checkpoint.folder).name
       try:
@@ -75,7 +89,7 @@ def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool)
   return age, _size(checkpoint.num_bytes), mesh, ', '.join(state)
 
 
-def show(values: flags.FlagValues) -> int:
+def show_checkpoint(values: flags.FlagValues) -> int:
   directory = values.dirs[0]
   checkpoint = _found(directory, values.step)[-1] if is_url(directory) else _newest(directory, values.step)
   about = checkpoint.about()
@@ -86,7 +100,7 @@ def show(values: flags.FlagValues) -> int:
   return 0
 
 
-def diff(values: flags.FlagValues) -> int:
+def compare_checkpoints(values: flags.FlagValues) -> int:
   first = _newest(values.dirs[0], values.step)
   second = _newest(values.dirs[-1], values.other_step if values.other_step is not None else values.step)
   if first.folder == second.folder:
@@ -110,7 +124,7 @@ def diff(values: flags.FlagValues) -> int:
   return 0
 
 
-def verify(values: flags.FlagValues) -> int:
+def verify_checkpoints(values: flags.FlagValues) -> int:
   is_whole = True
   for checkpoint in [c for directory in values.dirs for c in _found(directory, values.step)]:
     damage = checkpoint.damage()
@@ -123,15 +137,17 @@ def verify(values: flags.FlagValues) -> int:
   return 0 if is_whole else 1
 
 
-def copy(values: flags.FlagValues) -> int:
+def copy_checkpoint(values: flags.FlagValues) -> int:
   source, target = values.dirs
   if is_url(source):
+    from praxis_lite.runs.cluster.remote import copy_here
+
     if not values.optimizer:
       raise UserError(
         'copy --nooptimizer: first copy the checkpoint to a directory, then that copy without the optimizer'
       )
     _check_recorded_model(_found(source, values.step)[-1], local_path(target))
-    print(f'copied to {remote.copy_here(source, local_path(target), values.step)}')
+    print(f'copied to {copy_here(source, local_path(target), values.step)}')
     return 0
   checkpoint = _newest(source, values.step)
   _check_recorded_model(checkpoint, local_path(target))

@@ -28,10 +28,10 @@ def _run(values: flags.FlagValues) -> int:
 
   action = {
     'list': actions.list_checkpoints,
-    'show': actions.show,
-    'diff': actions.diff,
-    'verify': actions.verify,
-    'copy': actions.copy,
+    'show': actions.show_checkpoint,
+    'diff': actions.compare_checkpoints,
+    'verify': actions.verify_checkpoints,
+    'copy': actions.copy_checkpoint,
   }
   return action[values.action](values)
 

@@ -133,7 +133,7 @@ def _read_given(values: flags.FlagValues) -> list[GivenPrompt]:
 class _Sample:
   """A prompt, `given`, with its tokens, `ids`, and the output of its continuation.
 
-  If the model writes a new text for a prompt, which then `is_source`, only the new text is printed.
+  `is_source` says whether the model writes a new text for a prompt; then only the new text is printed.
   """
 
   def __init__(self, given: GivenPrompt, tokenizer: BaseTokenizer | None, values: flags.FlagValues, is_source: bool):

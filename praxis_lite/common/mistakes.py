@@ -128,7 +128,7 @@ def explain_error(
 
   It explains: an entry that a dict lacks, shapes and dtypes that do not fit, a dict instead of an array, values that
   Python needs while a step is traced, and calls of something that is not a layer. Call it while the exception is being
-  handled. `path` is that of the layer as messages spell it, and `weights` are the shapes of the layer's own weights.
+  handled. `path` is the layer's path as messages spell it, and `weights` has the shapes of the layer's own weights.
   """
   places = [_Place(*place) for place in traceback.walk_tb(error.__traceback__)]
   own = [place for place in places if not place.is_about_arrays]

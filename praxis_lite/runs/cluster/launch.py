@@ -94,7 +94,7 @@ class _RunDirectory:
           self._about = about
 
   def where(self) -> Path | None:
-    """Returns the path of the directory if it is identified, and has not been lost."""
+    """Returns the path of the identified directory; None if it is lost, or not identified yet."""
     return None if self._about is None or self.is_lost() else self.path
 
   def is_lost(self) -> bool:

@@ -24,7 +24,7 @@ from praxis_lite.training.task import EmergencyCopiesParams, TrainParams
 def cluster_observers(
   settings: TrainParams, directory: Path, *, grace_s: float | None, notice: str | None
 ) -> list[Observer]:
-  """Returns the observers that a run in `directory` needs; `grace_s` and `notice` are those of `preemptible`."""
+  """Returns the observers that a run in `directory` needs; see `preemptible` for `grace_s` and `notice`."""
   observers: list[Observer] = [Preemptible(directory, grace_s, notice)]
   if (watchdog := the_watchdog()) is not None:
     observers.append(WatchedByOthers(watchdog, directory))
