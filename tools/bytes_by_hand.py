@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.cli.plan import cache_of_plans, prepare
+from praxis_lite.cli.plan_flags import cache_of_plans, prepare
 from praxis_lite.instruments.plan import parse_topology, plan
 from praxis_lite.instruments.plan.cost import Cost
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.cli.plan import cache_of_plans, prepare
+from praxis_lite.cli.plan_flags import cache_of_plans, prepare
 from praxis_lite.common.config import Config
 from praxis_lite.instruments.explain.explanation import Explanation
 from praxis_lite.instruments.plan import Plan, parse_topology, plan

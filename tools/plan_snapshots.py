@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from praxis_lite.cli.plan import cache_of_plans, prepare
+from praxis_lite.cli.plan_flags import cache_of_plans, prepare
 from praxis_lite.instruments.plan import parse_topology, plan, regressions, snapshot_of
 from praxis_lite.instruments.plan.snapshot import keep, read
 from praxis_lite.training import registry

@@ -15,7 +15,6 @@ from praxis_lite.checkpoints import stored
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import RemovedError, being_read
 from praxis_lite.checkpoints.stored import StoredCheckpoint, check_same_arrays
-from praxis_lite.cli.checkpoints import DIFF_EXAMPLE
 from praxis_lite.common.errors import CheckpointError, UserError
 from praxis_lite.common.figures import duration, format_axes
 from praxis_lite.common.files import is_url, local_path
@@ -104,7 +103,7 @@ def compare_checkpoints(values: flags.FlagValues) -> int:
   first = _newest(values.dirs[0], values.step)
   second = _newest(values.dirs[-1], values.other_step if values.other_step is not None else values.step)
   if first.folder == second.folder:
-    raise UserError(f'diff: both are {first.folder}; name two runs, or two steps of one, {DIFF_EXAMPLE}')
+    raise UserError(f'diff: both are {first.folder}; name another run, or a step by --other_step=200')
   ours, theirs = first.variables(), second.variables()
   rows = []
   for name in sorted(ours.keys() | theirs.keys()):

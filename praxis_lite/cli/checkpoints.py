@@ -8,12 +8,15 @@ from praxis_lite.cli.command import Command
 from praxis_lite.cli.command_flags import CommandFlags
 from praxis_lite.common.errors import UserError, check_choice
 
-DIFF_EXAMPLE = 'as in praxis-lite checkpoints diff runs/1 --step=100 --other_step=200'
 # How many directories each action takes, at least and at most, and what they are.
 _ACTIONS = {
   'list': (1, None, 'directories of runs, as in praxis-lite checkpoints list runs/1'),
   'show': (1, 1, 'one run, as in praxis-lite checkpoints show runs/1 --step=100'),
-  'diff': (1, 2, f'two runs, or two steps of one, {DIFF_EXAMPLE}'),
+  'diff': (
+    1,
+    2,
+    'two runs, or two steps of one, as in praxis-lite checkpoints diff runs/1 --step=100 --other_step=200',
+  ),
   'verify': (1, None, 'directories of runs, as in praxis-lite checkpoints verify runs/1'),
   'copy': (2, 2, 'a run and a directory, as in praxis-lite checkpoints copy runs/1 runs/2 --nooptimizer'),
 }

@@ -14,7 +14,7 @@ from absl import flags
 
 from praxis_lite.bridges.hf.sizes import read_sizes_of, training_experiment, write_experiment
 from praxis_lite.cli.command import configured_experiment, experiment_arguments
-from praxis_lite.cli.plan import OF_DECODING
+from praxis_lite.cli.plan_flags import OF_DECODING
 from praxis_lite.cli.train_plan import predict
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.figures import duration

@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from praxis_lite.cli.command import check_devices
-from praxis_lite.cli.plan import OF_DECODING, cache_of_plans, check_flags, check_measured, prepare
+from praxis_lite.cli.plan_flags import OF_DECODING, cache_of_plans, check_flags, check_measured, prepare
 from praxis_lite.cli.plan_job import (
   PlanJob,
   figures_of,
@@ -107,8 +107,15 @@ def run_plan(values: flags.FlagValues) -> int:
 
 def _cheapest(values: flags.FlagValues) -> int:
   """Searches for the cheapest run; returns 1 if nothing reaches the goal."""
-  from praxis_lite.cli.plan_cheapest import cheapest_text, find_cheapest_run, read_offers, write_cheapest_page
+  from praxis_lite.cli.plan_cheapest import (
+    cheapest_text,
+    check_cheapest_flags,
+    find_cheapest_run,
+    read_offers,
+    write_cheapest_page,
+  )
 
+  check_cheapest_flags(values)
   offers = read_offers(values)
   topology = offers[0].topology
   prepare(*(offer.topology for offer in offers))

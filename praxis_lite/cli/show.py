@@ -10,7 +10,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, configured_shapes, say_how_config_differs
 from praxis_lite.cli.command_flags import CommandFlags, add_devices, experiment_flags
-from praxis_lite.cli.plan import import_jax, prepare
+from praxis_lite.cli.plan_flags import import_jax, prepare
 from praxis_lite.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _run(values: flags.FlagValues) -> int:
 
 def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
   """Explains how the compiler of the chips `name` split the arrays of a step. Uses a cached program if there is one."""
-  from praxis_lite.cli.plan import cache_of_plans
+  from praxis_lite.cli.plan_flags import cache_of_plans
   from praxis_lite.instruments.explain import explain_task
   from praxis_lite.instruments.plan import plan
 
