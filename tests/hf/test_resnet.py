@@ -180,6 +180,7 @@ def test_counters_of_batches_are_left_out(tmp_path):
     ('convnext', {'hidden_sizes': [8, 8]}, r'hidden_sizes = \[8, 8\]; successive stages of the same width'),
     ('convnext', {'patch_size': [4, 4]}, 'patch_size'),
     ('bit', {'num_labels': 1}, 'a head with 1 label computes a number'),
+    ('bit', {'architectures': ['BitBackbone']}, 'is not supported; of bit, only BitForImageClassification is$'),
   ],
 )
 def test_what_is_not_supported_is_named(case, change, says, tmp_path):
