@@ -76,7 +76,8 @@ def encoder_decoder(
     block.set(norm_policy='pre' if is_t5 else 'post', ff_tpl=feed_forward.clone(), norm_tpl=norm.clone())
     block.dropout_tpl = Config(Dropout, rate=dropout)
     block.ff_tpl.dropout_tpl = Config(Dropout, rate=dropout)
-    for attention in _attentions(block):
+    names = ('attention_tpl', 'cross_attention_tpl')
+    for attention in [getattr(block, name) for name in names if hasattr(block, name)]:
       attention.set(dropout_rate=dropout, use_bias=not is_t5)
       if is_t5:
         _unscale(attention, model_dims // num_heads if dims_per_head is None else dims_per_head)
@@ -114,11 +115,6 @@ def encoder_decoder(
     start_id=start_id,
     fprop_dtype=fprop_dtype,
   )
-
-
-def _attentions(block: Config) -> list[Config]:
-  """Returns the configs of the attention layers of a block."""
-  return [block.attention_tpl, *([block.cross_attention_tpl] if hasattr(block, 'cross_attention_tpl') else [])]
 
 
 def _unscale(attention: Config, dims_per_head: int) -> None:

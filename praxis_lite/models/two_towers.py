@@ -112,7 +112,8 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
     elif segments_BT is None and self.text_pooling in ('first', 'last'):
       x_BD = states_BTD[:, 0 if self.text_pooling == 'first' else -1]
     else:
-      x_BD = _pick(states_BTD, self._chosen_token(batch['ids'], segments_BT))
+      at_B = self._chosen_token(batch['ids'], segments_BT)
+      x_BD = jnp.take_along_axis(states_BTD, at_B[:, None, None], axis=1)[:, 0]
     return to_units(self.text_projection(x_BD))
 
   def _chosen_token(self, ids_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
@@ -157,8 +158,3 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   @property
   def num_ids(self) -> int | None:
     return self.text.vocab_size
-
-
-def _pick(states_BTD: jax.Array, at_B: jax.Array) -> jax.Array:
-  """Returns the state of one token of each row, [B, D]."""
-  return jnp.take_along_axis(states_BTD, at_B[:, None, None], axis=1)[:, 0]

@@ -47,7 +47,7 @@ class EquinoxLayer(ForeignLayer):
     with self._named_errors('cannot be built'):
       module, state = eqx.filter_eval_shape(lambda: self._build(jax.random.key(0)))
       self.check_module(module)
-      arrays, self._static = eqx.partition(module, _is_array)
+      arrays, self._static = eqx.partition(module, lambda x: isinstance(x, jax.ShapeDtypeStruct | jax.Array))
     # A layer holds no arrays, so it keeps only structures and shapes.
     self._of_module: Any = jax.tree.structure(arrays)
     self._of_state: Any = jax.tree.structure(state)
@@ -106,10 +106,6 @@ class EquinoxLayer(ForeignLayer):
     return eqx.nn.make_with_state(self.build_module)(key=key)
 
 
-def _is_array(x: Any) -> bool:
-  return isinstance(x, jax.ShapeDtypeStruct | jax.Array)
-
-
 def _paths_of_arrays(arrays: Any) -> list[Path]:
   """Returns the path of each array of a module: ('params', 'layers_0', 'weight')."""
   flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
@@ -120,9 +116,8 @@ def _paths_of_state(eqx: Any, module: Any, structure: Any) -> list[Path]:
   """Returns the path of each array of a state: the path of its `StateIndex` in the module, then the path below that."""
   numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
   found: dict[int, Path] = {}
-  for path, index in jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[
-    0
-  ]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))
+  for path, index in flat:
     if isinstance(index, eqx.nn.StateIndex):
       for below, number in jax.tree_util.tree_flatten_with_path(numbered.get(index))[0]:
         found[number] = (_STATE, *_our_names((*path, *below)))
