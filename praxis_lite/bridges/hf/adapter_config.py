@@ -59,8 +59,9 @@ def kind_of_network(network: Layer) -> AdapterKind:
   for layer, kind in zip(adapted, kinds):
     if kind is not kinds[0]:
       raise ConfigError(
-        f'{adapted[0].path_name} has a {kinds[0].adapter.__name__}, and {layer.path_name} a {kind.adapter.__name__}; a '
-        'folder of peft has one kind of adapters; write merged weights: write_model(folder, model, variables)'
+        f'{adapted[0].path_name} has an adapter of {kinds[0].adapter.__name__}, and {layer.path_name} one of '
+        f'{kind.adapter.__name__}; a folder of peft has one kind; write merged weights: write_model(folder, model, '
+        'variables)'
       )
   return kinds[0]
 
