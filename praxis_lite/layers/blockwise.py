@@ -148,10 +148,10 @@ def blockwise_attention(
 
 
 def largest_block(mask: AttentionMask, rows: int) -> int:
-  """Returns the largest size of a block: with a small window, large ones would be mostly empty.
+  """Returns the largest size of a block; `rows` is the product of batch size and number of heads on a device.
 
-  With many `rows`, batch size times number of heads on a device, they would take much memory. In an exported program,
-  this number may be symbolic, and then counts as large.
+  With a small window, large blocks would be mostly empty; with many rows, they would take much memory. In an exported
+  program, the number of rows may be symbolic, and then counts as large.
   """
   size, behind = _LARGEST_BLOCK, split_offsets(mask)[0].behind
   if behind is not None:
@@ -210,7 +210,7 @@ def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: In
 def compute_gradients(
   local: Callable[..., Heads], split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
-  """Returns the result of a backward pass, `local` (heads, integers, results, what else it needs, their gradients)."""
+  """Returns the gradients that `local` computes from heads, integers, results, what else it needs, and their gradients."""
   heads, integers, *results = residuals
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=True)

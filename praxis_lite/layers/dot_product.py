@@ -233,7 +233,7 @@ def _kind_without_bfloat16(kind: str) -> str:
 def _splash_obstacle(case: AttentionCase) -> str:
   """Returns why splash attention cannot compute a case, as the end of a sentence; '' if it can."""
   in_bfloat16, dtype = case.dtype == jnp.bfloat16, jnp.dtype(case.dtype).name
-  return first_of(
+  obstacle = first_of(
     (case.platform == 'gpu', "needs a TPU, and the platform is 'gpu'"),
     (not in_bfloat16 and case.dtype != jnp.float32, f'computes in bfloat16 or float32, not in {dtype}'),
     (in_bfloat16 and case.only_float32, f'computes in float32 on {case.only_float32}, not in bfloat16'),
@@ -242,8 +242,8 @@ def _splash_obstacle(case: AttentionCase) -> str:
     (case.dropout, 'has no dropout'),
     (case.splash_obstacle, case.splash_obstacle),
     (case.mesh_obstacle, case.mesh_obstacle),
-    (not has_splash(), 'has an unknown interface in this release of JAX'),
   )
+  return obstacle or ('' if has_splash() else 'has an unknown interface in this release of JAX')
 
 
 _OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {

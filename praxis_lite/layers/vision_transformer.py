@@ -209,7 +209,10 @@ class VisionTransformer(Layer):
         f"{self.path_name}.pooling: 'class_token' needs a class token; set class_token=True, or pooling to 'mean' or "
         "'attention'"
       )
-    self._check_range('image_size', 'patch_size', least=1)
+    for field in ('image_size', 'patch_size'):
+      size = getattr(self, field)
+      if min(size) < 1:
+        raise ConfigError(f'{self.path_name}.{field}: expected (height, width) of at least 1, got {size!r}')
     if 0 in self.grid:
       raise ConfigError(
         f'{self.path_name}.patch_size: a patch of {self.patch_size} is larger than the image, {self.image_size}'
