@@ -210,7 +210,7 @@ def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: In
 def compute_gradients(
   local: Callable[..., Heads], split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
-  """Returns the gradients that `local` computes from heads, integers, results, what else it needs, and their gradients."""
+  """Returns the gradients of the heads, which `local` computes from `residuals` and `do_BTNH`."""
   heads, integers, *results = residuals
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=True)
