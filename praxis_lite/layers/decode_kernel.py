@@ -191,8 +191,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
 
 @_attend.defjvp
 def _attend_jvp(formula: Formula, primals: tuple[_Arrays], tangents: tuple[_Arrays]) -> tuple[jax.Array, jax.Array]:
-  _, tangent_BKQV = jax.jvp(functools.partial(_attend_plainly, formula), primals, tangents)
-  return _attend(formula, *primals), tangent_BKQV
+  return _attend(formula, *primals), jax.jvp(functools.partial(_attend_plainly, formula), primals, tangents)[1]
 
 
 def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:

@@ -44,14 +44,9 @@ def attend_one_token(
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value, [B, N, H], in the dtype of the queries.
 
-  Plain attention computes the gradient. On CPUs, the kernel is interpreted.
-
-  Args:
-    query_BNH: queries; head n uses kv head n // (N / K).
-    key_BKSH, value_BKSH: the cache, in the dtype of the queries. H is a power of 2 and at least 16.
-    seen_BS: bool, the slots that the token of each row attends to. A row without any has the result 0.
-    formula: scale and soft cap.
-    sinks: [N], see `dot_product_attention`.
+  Keys and values are the cache, in the dtype of the queries; head n uses kv head n // (N / K). H is a power of 2 and at
+  least 16. `seen_BS` is bool, the slots that the token of each row attends to: a row without any has the result 0. For
+  `sinks`, [N], see `dot_product_attention`. Plain attention computes the gradient. On CPUs, the kernel is interpreted.
   """
   (B, N, H), K = query_BNH.shape, key_BKSH.shape[1]
   of_heads = None if sinks is None else sinks.astype(jnp.float32).reshape(K, -1)

@@ -88,16 +88,11 @@ def scan_in_chunks(
 def scan_chunks(
   read: Callable[[jax.Array, TokensT], tuple[jax.Array, jax.Array]], tokens: TokensT, state: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the outputs of all tokens, [B, T, ...], and the state after the last one.
+  """Returns the outputs of all tokens, [B, T, ...], and the state after the last one; `chunk` tokens are one chunk.
 
-  The backward pass keeps the state before each chunk, and computes the chunk again.
-
-  Args:
-    read: (state, tokens of a chunk) -> (state after them, their outputs). Tokens of zeros, which fill up the last
-      chunk, must leave the state as it is.
-    tokens: a tree of arrays [B, T, ...].
-    state: the state before the first token.
-    chunk: the number of tokens of a chunk.
+  `read` takes a state and the tokens of a chunk, and returns the state after them and their outputs. Tokens of zeros,
+  which fill up the last chunk, must leave the state as it is. The backward pass keeps the state before each chunk, and
+  computes the chunk again.
   """
   T = jax.tree.leaves(tokens)[0].shape[1]
   if chunk >= T:
