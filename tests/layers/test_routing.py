@@ -14,7 +14,6 @@ from praxis_lite.layers.dispatch import (
   capacity_plan,
   combine,
   dispatch,
-  expert_choice_plan,
   plan_of_rows,
   sorted_plan,
 )
@@ -151,7 +150,7 @@ EXPERTS = np.array([[0, 1], [0, 2], [1, 2], [3, 3], [0, 3], [2, 0]], np.int32)
 PLANS = {
   'capacity': lambda: capacity_plan(jnp.asarray(EXPERTS), 3, 2),
   'sorted': lambda: sorted_plan(jnp.asarray(EXPERTS), 3)[0],
-  'experts choose': lambda: expert_choice_plan(jnp.array([[0, 5], [2, 0], [6, 6]])),
+  'experts choose': lambda: DispatchPlan(jnp.array([0, 5, 2, 0, 6, 6]), None),
 }
 
 
