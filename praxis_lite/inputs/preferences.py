@@ -126,7 +126,7 @@ class PreferenceInput(AnswersInput):
 
   @functools.cached_property
   def _sequences(self) -> list[tuple[ChatTokens | None, ...]]:
-    """For each pair, its tokens in each part of a batch; None in the part of an answer that the pair lacks."""
+    """The tokens of each pair: for the chosen, the rejected and any mismatched answer; None for a missing one."""
     pairs = self._pairs
     if not self.mismatched:
       return [tuple(pair) for pair in pairs]

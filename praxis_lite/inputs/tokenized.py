@@ -77,7 +77,8 @@ def read_token_row(record: bytes) -> Rows:
 def tokenizer_settings(tokenizer: BaseTokenizer) -> dict[str, Any]:
   """Returns what tells a tokenizer from others, as JSON values: its class, its ids, and a hash of how it reads a text.
 
-  The hash tells apart tokenizers of different tables. For a tokenizer that cannot read the text, it is of its table.
+  The hash is of the ids of a sample text, so it differs between tokenizers with different tables. If the tokenizer
+  cannot read the sample, the hash is of its whole table.
   """
   try:
     (sample,) = tokenizer.encode_documents([_SAMPLE.encode()])

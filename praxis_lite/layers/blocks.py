@@ -192,7 +192,7 @@ def add_gradients(
   pairs: BlockPairs,
   gradients: Gradients,
 ) -> Gradients:
-  """Returns the gradients with these pairs of blocks added."""
+  """Returns `gradients` plus what these pairs of blocks add to them."""
 
   def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]

@@ -67,7 +67,7 @@ class RowSplit:
 
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
-  stage_axes: tuple[str, ...] = ()  # In a pipeline, whose stages `vmap` maps: the axes that split the stages, evenly.
+  stage_axes: tuple[str, ...] = ()  # The axes that split the stages of a pipeline, evenly. `vmap` maps the stages.
 
   def repeat_kv_heads(self, x_BSKH: jax.Array) -> jax.Array:
     """Returns [B, S, K', H], with kv heads repeated until K' is a multiple of the devices along `head_axes`."""

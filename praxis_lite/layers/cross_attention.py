@@ -36,7 +36,7 @@ class CrossAttention(MultiHeadAttention):
     self._has_bias = False
 
   def attention_mask(self, **rows: jax.Array | None) -> AttentionMask:
-    """Returns the mask: a target attends to the sources of its segment; without segments, to all but padding.
+    """Returns the mask: a target attends to the sources of its segment or, without segments, to all except padding.
 
     `rows` are arguments of `__call__`; positions and prefixes have no effect.
     """

@@ -89,7 +89,7 @@ class DecoderBlock(TransformerBlock):
     source_BSD: jax.Array | None = None,
     source_segment_ids: jax.Array | None = None,
   ) -> None:
-    """Allocates the cache of self-attention, and computes the keys and values of the sources, one in each row."""
+    """Allocates the cache of self-attention, and computes the keys and values of the sources, one source a row."""
     if source_BSD is None:
       raise ConfigError(f'{self.path_name}: a block of a decoder attends to a source; pass source_BSD')
     super().init_decode_state(batch_size, max_len)

@@ -111,9 +111,9 @@ class AdaptedLayer(Layer):
     return nest(merged)
 
   def merge_weight(self, name: str, w: jax.Array, parts: Sequence[jax.Array], sign: int = 1) -> jax.Array:
-    """Returns the weight `name`, w, with its adapter, in float32 or the wider dtype of the adapter.
+    """Returns w, the weight called `name`, with its adapter, in float32 or the wider dtype of the adapter.
 
-    `parts` are the values of the variables that `adapted_weights` names for it; for `sign`, see `merge_variables`.
+    `parts` are the values of the variables that `adapted_weights[name]` lists; for `sign`, see `merge_variables`.
     """
     if isinstance(self, LoraLayer) and self.lora.num_adapters is not None:
       raise ConfigError(f'{self.path_name}: several adapters cannot be merged into one weight; merge each by itself')

@@ -88,7 +88,7 @@ def check_pattern(
 
 
 class StackCall(NamedTuple):
-  """A call of a stack of layers: the method, the arguments besides the carry, a key or None, and what layers keep."""
+  """A call of a stack of layers: the method, the arguments besides the carry, a key or None, and rematerialisation."""
 
   method: str
   args: tuple[object, ...]

@@ -4,7 +4,8 @@
     model.mup = Config(Mup, base={'model_dims': 128, 'hidden_dims': 512, 'num_layers': 4})
 
 The learning rate, the initial scales and other hyperparameters that were tuned for the base can be used for the model.
-Their corrections are derived from the shapes of the variables of both; see `sharding/growth.py`.
+The corrections of these hyperparameters are derived from the shapes of the variables of the model and of the base; see
+`sharding/growth.py`.
 """
 
 from __future__ import annotations

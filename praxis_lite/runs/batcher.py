@@ -472,7 +472,7 @@ def check_setting(name: str, of_decode: Collection[str]) -> None:
 
 
 def _check_model(tasks: TaskOnMesh, max_length: int | None) -> tuple[Sampler, int | None, int]:
-  """Returns the sampler, the size of the vocabulary (None if it is unknown), and the largest number of tokens in a row.
+  """Returns the sampler, the size of the vocabulary (None if it is unknown), and the most tokens that one row can hold.
 
   Raises:
     ConfigError: a batcher cannot decode this model, or `max_length` is more than the model sees at once.

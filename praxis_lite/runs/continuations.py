@@ -55,7 +55,7 @@ class GrowingText:
     whole = self._whole(ids)
     end = end_of_stop(whole, self._stops)
     whole = whole[:end] if is_all or end is not None else whole.rstrip(_INCOMPLETE)
-    if not whole.startswith(self.text):  # With more tokens, the tokenizer returns other text for the first ones.
+    if not whole.startswith(self.text):  # The new tokens changed the text of the earlier ones.
       if not is_all:
         return ''
       same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.text, whole))

@@ -90,9 +90,9 @@ def run_train(
     HungInputError: no batch came for `input_timeout_s`; the state is saved.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     LossSpikeError: the loss jumped, and `task.train.loss_spike` says to raise, or the run went back too often.
-    NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or
-      `max_skipped_steps` steps in a row were not finite, or, at the end, the last steps, which are more than half of
-      all steps since the start or resumption; the last step is saved.
+    NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or too many steps
+      in a row were not finite: `max_skipped_steps` of them, or, when training ends, a series up to the last step that
+      is more than half of all steps since the start or resumption; the last step is saved.
     Exception: the error of a hook, with a note that names the hook; the state has been saved. With several processes,
       the other processes return with ended_by='SIGTERM'.
   """

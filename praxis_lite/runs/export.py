@@ -288,7 +288,7 @@ def _export(
   settings: ExportSettings,
   only_used: bool = False,
 ) -> _Program:
-  """Exports a function; with `only_used`, without the inputs that it does not depend on."""
+  """Exports a function; `only_used` drops the inputs that it does not depend on."""
   shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
   function.__name__ = name
   try:

@@ -333,7 +333,7 @@ class PartitionedTask:
     return NamedSharding(self.mesh, PartitionSpec())
 
   def _placed_shapes(self, rows: BatchRows, *replicated: object) -> tuple[object, ...]:
-    """Returns the shapes, with shardings, of a step's PRNG key, of the arguments `replicated`, and of its inputs."""
+    """Returns the shapes, with shardings, of a step's PRNG key, its replicated arguments and its inputs."""
     inputs = padded_batch_shape(self.batch_shape, rows.entering)
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)

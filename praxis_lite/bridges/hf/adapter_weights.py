@@ -46,7 +46,7 @@ class AdaptableWeight(NamedTuple):
   scales_inputs: bool = False  # Whether its adapter is an IA3 that scales its inputs, not its outputs.
 
   def path_of(self, part: str) -> Path:
-    """Returns the path below the network of the variable for `part`, one of `PARTS`."""
+    """Returns the path, relative to the network, of the variable that holds `part`, one of `PARTS`."""
     if part in _OF_LAYER:
       return (*self.layer, _OF_LAYER[part])
     return (*self.layer, f'{self.name}_lora_{part}') if self.name else (*self.layer, 'lora', part)

@@ -100,7 +100,7 @@ def vision_values(network: VisionTransformer) -> Values:
 
 
 def vision_block_pairs(theirs: str, ours: str) -> Iterator[Pair]:
-  """Yields the pairs of a stack's blocks. The prefixes `theirs`, with '{layer}', and `ours` end with a dot."""
+  """Yields the pairs of a stack's blocks. Both prefixes end with a dot; `theirs` contains '{layer}'."""
   yield from block_pairs(theirs, ours, 'attention.attention')
   yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
   yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')

@@ -270,7 +270,7 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
-  """Returns the order of sides with z slower than y or x, if the submesh allows it (see above); None otherwise."""
+  """Returns the order of sides in which z varies more slowly than y or x, if the submesh allows it; None otherwise."""
   (gx, gy, gz, gc), (mx, my, mz, mc) = whole, part
   if mc != gc:
     return None

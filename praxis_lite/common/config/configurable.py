@@ -74,7 +74,7 @@ class Configurable:
 
 
 def _problems(cls: type[Configurable]) -> Iterator[str]:
-  """Yields the mistakes in the body of a class, each as the text that follows its name."""
+  """Yields the mistakes in the body of a class, each as the text that follows the name of the class in the message."""
   if '__init__' in vars(cls):
     yield (
       ' defines __init__, which its annotated attributes make; declare each argument as an attribute, '

@@ -1,8 +1,9 @@
 """Finds how the compiler split each activation. `explain` shows this next to the declared split.
 
-An activation is found in the program by its layer and its shape. The candidates are the results of the layer and its
-children that have a shape that a part of the activation can have. If one has the declared shape, the activation is
-split as declared. Otherwise the shape with the most bytes in these results is taken.
+An activation is found in the program by its layer and its shape. The candidates are the shapes of arrays that the
+layer and its children compute in the forward pass, if a split of the activation can give such a shape. If one is the
+declared shape on each device, the activation is split as declared. Otherwise, the candidate whose arrays have the most
+bytes in total is taken.
 """
 
 from __future__ import annotations

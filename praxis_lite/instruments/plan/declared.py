@@ -111,7 +111,7 @@ class Declarations:
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def row_axes(self, activations: Iterable[Declaration]) -> set[str]:
-    """Returns the axes that split the rows of the batch or of any of these activations."""
+    """Returns the axes that split the rows of any of these activations."""
     return {axis for a in activations for axes, role in zip(a.axes, a.roles) if role == ('rows', 0) for axis in axes}
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:

@@ -48,7 +48,10 @@ class LayerNames:
     return tuple(self._path(f'{head}/{name}') for name in joined.split(')')[0].split(':'))
 
   def _path(self, text: str) -> str:
-    """Returns the path of the layer in a name's scopes: 'M/lm/while/body/ff/search/while' gives 'lm.ff'."""
+    """Returns the path of the layer in a name's scopes; scopes that are no layer are left out.
+
+    For example, 'M/lm/while/body/ff/search/while' gives 'lm.ff'.
+    """
     below, path = self._tree, list[str]()
     for part in text.split('/'):
       if part in below:

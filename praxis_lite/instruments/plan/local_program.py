@@ -133,7 +133,7 @@ class _Reader:
     self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
-    # A flag in `xla_flags.DEFAULTS` merges two iterations, so values that the first passes to the second are live, too.
+    # A flag in `xla_flags.DEFAULTS` merges two iterations, so values passed from the first to the second are live, too.
     self._merges_iterations = not on_tpu and math.prod(sizes.mesh.values()) > 1
 
   def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:

@@ -225,9 +225,10 @@ class Why:
   def find_replicated(
     self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
   ) -> list[Cause]:
-    """Returns causes for layers whose work is repeated by devices along idle mesh axes, by the FLOPs of the program.
+    """Returns causes for layers whose work devices along idle mesh axes repeat.
 
-    It skips the layers `uncounted`, because the traced step does not show all of their work.
+    To find them, it compares a layer's FLOPs on all devices in the compiled program with those in the traced step. It
+    skips the layers `uncounted`, because the traced step does not show all of their work.
     """
     whole, done = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for scope, flops in flops_by_scope(self._step.jaxpr):

@@ -58,10 +58,11 @@ class CopiesOnPeers:
     self.unsent = '; '.join(unsent)
 
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
-    """Gets this process's part of the newest copy that is whole over all hosts together; returns what did not work.
+    """Gets this process's part of the newest copy of which some host holds each part; returns what did not work.
 
-    Each process gets its own part, from its host if it has it, or else from any host that has it. `copies` are those
-    that have this process's part on this host, by step; a fetched copy is added. Copies up to `oldest` are left out.
+    Each process takes its part from its own host if the part is there, and otherwise from any host that holds it.
+    `copies`, by step, are the copies whose part for this process is on this host; a fetched copy is added. Copies of
+    steps up to `oldest` are left out.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):

@@ -334,7 +334,7 @@ _watchdogs: list[Watchdog] = []  # At most one watchdog.
 
 
 def watch_hosts(met: Meeting, index: int, timeout_s: float) -> None:
-  """Starts the watchdog of this process, which has met the others."""
+  """Starts the watchdog of this process; `met` is what `meet` returned."""
   client = unless_unknown('hosts are not watched: a run waits for a lost one', service_client, None)
   if client is not None:
     _watchdogs.append(Watchdog(client, met.names, Connections(met.connections), index, timeout_s))

@@ -62,7 +62,7 @@ def give_consent(record: str, files: Iterable[str]) -> None:
 
 
 def renew_consent(record: str) -> None:
-  """Records the present content of the files of a consent that this process imported, because the user named them."""
+  """Trusts the present content of those changed files of a consent that this process imported: the user named them."""
   if changed := [file for file, is_same in consented_files(record).items() if not is_same]:
     # Resolving the files of thousands of modules takes a while.
     loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}

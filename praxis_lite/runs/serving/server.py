@@ -125,7 +125,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
     self._end_timer()
 
   def _watch(self) -> None:
-    """Starts or stops the timer of idle time; a part of the headers does not restart the timer."""
+    """Starts the timer of idle time, or stops it in a request. Receiving a part of the headers does not restart it."""
     if not self.is_idle:
       self._end_timer()
     elif self._timer is None and not self.transport.is_closing():

@@ -14,8 +14,8 @@ Names = tuple[Sequence[str | None], ...]
 def guard_product(product: Instance) -> tuple[ArraySplit, ...]:
   """Makes a product local: each device multiplies its parts of the operands, and the partial results are summed.
 
-  For other products, XLA groups the devices by some of the axes, and orders them within a group by the other axes. That
-  order can differ from the order of the result. On a mesh r 2 x d 2 x m 2, rows come back permuted:
+  For products that are not local, XLA groups the devices by some of the axes, and orders them within a group by the
+  other axes. That order can differ from the order of the result. On a mesh r 2 x d 2 x m 2, rows come back permuted:
 
       y[b, c] = sum_v x[b, v] w[c, v]        x, y over (('r', 'd'), 'm')        w over ('d', 'm')
 

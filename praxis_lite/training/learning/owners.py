@@ -226,8 +226,8 @@ def change_batches(
     squares: square arrays by name, side and path, in the shapes of `square_shapes`, or shards by `square_specs`.
     dims: for each variable, which of its dimensions are rows and columns; the others index matrices.
     splits: how the mesh splits the variables; None if there is no mesh.
-    placement: 'owner' distributes all matrices; 'auto' those that the mesh splits, and others whose smaller side is at
-      least `LEAST_SIDE`; 'split' leaves products of split matrices to the compiler.
+    placement: 'owner' distributes all matrices; 'auto' distributes the matrices that the mesh splits, and also others
+      whose smaller side is at least `LEAST_SIDE`; 'split' leaves products of split matrices to the compiler.
     returns: names of the matrices that `fn` returns. It must return a square array for each one that it gets.
   """
   given, paths = (matrices, squares), next(iter(matrices.values()))

@@ -100,7 +100,8 @@ def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None
   """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
 
   The axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
-  dimension runs along an axis if its entries differ when the entries of the variables differ only along that axis.
+  slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary only
+  along that axis.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
   if not _acts_alike(build, weights, small):
