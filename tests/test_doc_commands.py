@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 PAGES = [*GUIDES, *sorted((ROOT / 'docs' / 'reference').glob('*.md'))]  # These have no commands.
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
-PROGRAMS = ('praxis-lite', 'python', 'make', 'pip', 'source', 'eval', 'tensorboard')
+PROGRAMS = ('praxis-lite', 'python', 'make', 'pip', 'source', 'eval', 'tensorboard', 'printf')
 IN_A_SENTENCE = re.compile(rf'(?<!`)`((?:{"|".join(PROGRAMS)})\s[^`]+)`')
 
 NOT_RUN = {
@@ -160,6 +160,8 @@ def run(command):
   program, *arguments = shlex.split(command)
   if program == 'praxis-lite':
     return main(arguments)
+  if program == 'printf':  # Into a file.
+    return os.system(command)
   assert program == 'python', f'add {command!r} to NOT_RUN, or run it'
   with contextlib.ExitStack() as restored:
     argv, sys.argv = sys.argv, arguments

@@ -1,4 +1,4 @@
-"""Draws digits that a run of `generative.DigitsDiffusion` makes, a row for each seed: docs/assets/made-digits.png.
+"""Draws digits that a run of `generative.DigitsDiffusion` or `DigitsGan` makes; docs/assets/made-digits.png is by it.
 
 python tools/draw_digits.py runs/made-digits docs/assets/made-digits.png
 """
@@ -32,7 +32,9 @@ def to_png(pixels: np.ndarray) -> bytes:
 
 def main(run: str, out: str) -> None:
   label = np.tile(np.arange(10, dtype=np.int32), _ROWS)
-  images = praxis_lite.open_run(run).load().predict({'label': label})['image'][..., 0]
+  # The first needs labels, which the second does not read.
+  rows = {'label': label, 'seed': np.arange(len(label), dtype=np.int32)}
+  images = praxis_lite.open_run(run).load().predict(rows)['image'][..., 0].clip(0, 1)
   framed = np.pad(images, ((0, 0), (1, 1), (1, 1))).reshape(_ROWS, 10, 10, 10)
   page = framed.transpose(0, 2, 1, 3).reshape(_ROWS * 10, 100)
   grey = np.uint8(np.round(255 * (1 - page))).repeat(_SCALE, 0).repeat(_SCALE, 1)
@@ -41,6 +43,6 @@ def main(run: str, out: str) -> None:
 
 if __name__ == '__main__':
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('run', help='directory of a run of generative.DigitsDiffusion')
+  parser.add_argument('run', help='directory of such a run')
   parser.add_argument('out', help='file for the picture, a PNG')
   main(**vars(parser.parse_args()))
