@@ -14,6 +14,7 @@ from praxis_lite.experiments.digits import digit_datasets
 from praxis_lite.inputs import ArrayInput, RandomFeature, SyntheticInput
 from praxis_lite.layers import DiffusionTransformer, ImageDecoder, ImageEncoder, VectorQuantizer
 from praxis_lite.models import AdversarialModel, DiffusionModel, VqVae, diffusion_transformer
+from praxis_lite.sharding.weights import WeightInit
 from praxis_lite.tasks.learners import adamw_learner
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import BaseExperiment
@@ -96,10 +97,11 @@ class DigitsGan(_DigitImages):
   """Generates digits with a convolutional GAN, whose two parts have separate losses and learners; trains in minutes."""
 
   def task(self) -> Config:
+    init = WeightInit.GaussianFanIn(1.4)  # Keeps the variance of activations; with less, all images become the mean.
     model = Config(
       AdversarialModel,
-      generator_tpl=Config(ImageDecoder, channels=(64, 32)),
-      discriminator_tpl=Config(ImageEncoder, image_channels=1, channels=(32, 64)),
+      generator_tpl=Config(ImageDecoder, channels=(64, 32), params_init=init),
+      discriminator_tpl=Config(ImageEncoder, image_channels=1, channels=(32, 64), params_init=init),
       latent_dims=8,
       image_size=(8, 8),
     )
@@ -110,9 +112,9 @@ class DigitsGan(_DigitImages):
         name=name,
         regex=rf'{name}\..*',
         loss=f'{name}_loss',
-        learner=Config(Learner, optimizer=Config(optax.adam, b1=0.0), learning_rate=5e-4),
+        learner=Config(Learner, optimizer=Config(optax.adam, b1=0.0), learning_rate=rate),
       )
-      for name in ('generator', 'discriminator')
+      for name, rate in (('generator', 5e-4), ('discriminator', 1e-3))
     ]
     rules[0].learner.ema_decay = 0.98  # Averaged weights generate better images than the last weights.
     task.train.learner = Config(MultiLearner, rules=tuple(rules))

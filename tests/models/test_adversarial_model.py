@@ -196,9 +196,9 @@ def test_killed_it_resumes_with_the_same_bits_and_a_learner_less_or_more_is_an_e
 
 @pytest.mark.slow
 def test_digits_are_made_that_are_more_like_real_ones(tmp_path: Path) -> None:
-  """The distance is 14.9 after one step, 4.3 after 300, and 0.2 between real ones of both splits."""
+  """The distance is 10.6 after one step, 1.1 after 300, 4.8 if all are the mean, and 0.1 between the real splits."""
   config = configure(DigitsGan)
   config.task.train.set(num_train_steps=300, eval_interval_steps=10**6, save_interval_steps=300)
   run_train(config, tmp_path)
   loaded, real = praxis_lite.open_run(tmp_path).load(), digits('validation')['image']
-  assert frechet_distance(np.asarray(loaded.predict({'image': real})['image']), real) < 7
+  assert frechet_distance(np.asarray(loaded.predict({'image': real})['image']), real) < 2.5
