@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from praxis_lite.common.config import Config
 from praxis_lite.experiments import moe, recurrent
+from praxis_lite.inputs import ArrayInput
 from praxis_lite.instruments.verification import format_verification, verify
 from praxis_lite.models import mamba2_lm
 from praxis_lite.runs import run_train
@@ -30,6 +33,21 @@ def test_it_learns_to_count_and_counts_on(experiment, tmp_path):
   config.task.model.decoder_tpl.max_decode_steps = 4
   expected = [[(start + i) % 37 for i in range(8, 12)] for start in (1, 33)]
   assert decode_prompts(config, tmp_path, prompts) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['Mamba2', 'Gru', 'Lstm', 'Delta', 'Ssm', 'Griffin'])
+def test_it_remembers_an_id_that_no_convolution_or_window_sees(name, tmp_path):
+  """Counting needs no state. Here each label is the first of 16 ids; the last one without it is log 5 = 1.6 nats."""
+  first = np.repeat(np.arange(5, dtype=np.int32)[:, None], 16, axis=1)
+  ids = np.where(np.arange(16) == 0, first, 36)
+  arrays = {'ids': ids, 'labels': first, 'weights': np.ones(ids.shape, np.float32)}
+  last = {**arrays, 'weights': np.float32(np.arange(16) == 15) * arrays['weights']}
+  config = configure(getattr(recurrent, f'{name}Tiny'))
+  train = Config(ArrayInput, name='train', arrays=arrays, batch_size=5, is_training=True)
+  config.datasets = [train, train.clone(name='validation', arrays=last, is_training=False)]
+  config.task.train.set(num_train_steps=100, save_interval_steps=100)
+  assert run_train(config, tmp_path).metrics['eval/validation']['loss'] < 1
 
 
 @pytest.mark.slow

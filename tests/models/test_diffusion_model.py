@@ -132,12 +132,15 @@ def test_a_mesh_that_does_not_divide_the_batch_changes_nothing():
 
 @pytest.mark.slow
 def test_a_short_run_learns_and_makes_the_same_images_on_a_mesh(tmp_path):
-  """A network that predicts zero has a loss of about 1.7. The guide says how well a whole run makes digits."""
+  """A network that predicts zero has a loss of 1.7, and one that reads each pixel alone 0.85 at best.
+
+  The guide says how well a whole run makes digits.
+  """
   config = configure(DigitsDiffusion)
   config.task.train.set(num_train_steps=250, eval_interval_steps=250, save_interval_steps=250)
   config.task.model.network_tpl.num_layers = 2
   config.task.model.num_sampling_steps = 12
-  assert run_train(config, tmp_path).metrics['eval/validation']['loss'] < 0.9
+  assert run_train(config, tmp_path).metrics['eval/validation']['loss'] < 0.8
   run, label = praxis_lite.open_run(tmp_path), np.arange(5, dtype=np.int32)
   images = run.load().predict({'label': label})['image']
   other = run.load(ema=False).predict({'label': label})['image']
