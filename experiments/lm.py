@@ -114,6 +114,29 @@ def counting_data(seq_len: int, batch_size: int) -> list[Config]:
   return [d.set(seq_len=seq_len, vocab_size=37, batch_size=batch_size) for d in (train, validation)]
 
 
+class Counting(BaseExperiment):
+  """A small model of counting sequences, which has learned them when the loss has fallen from 3.6 nats to below 0.1."""
+
+  mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
+
+  def datasets(self) -> list[Config]:
+    return counting_data(seq_len=32, batch_size=6)
+
+  def model(self) -> Config:
+    raise NotImplementedError
+
+  def task(self) -> Config:
+    model = set_sharding(self.model())
+    model.decoder_tpl.set(max_decode_steps=16, temperature=0.0)
+    task = Config(LanguageModelTask, model=model)
+    task.train.learner = adamw_learner(learning_rate=1e-2, warmup_steps=10)
+    task.train.set(num_train_steps=200, log_interval_steps=50, eval_interval_steps=100, save_interval_steps=100)
+    rows = ('replica', 'data')
+    task.train.inputs_split_mapping = {'map_1d': (rows,), 'map_2d': (rows, None)}
+    task.evaluate.max_batches = 4
+    return task
+
+
 class _Tiny(_ByteLm):
   seq_len = 32
   batch_size = 4

@@ -75,7 +75,7 @@ class LatentTiny(MoeTiny):
     return task
 
 
-class _ExpertParallel(PublishedSize):
+class ExpertParallel(PublishedSize):
   """Splits the batch over 'data' and 'expert', experts over 'expert', and all weights over 'data' and 'expert'."""
 
   mesh_axis_names = ('data', 'expert', 'mdl')
@@ -89,7 +89,7 @@ class _ExpertParallel(PublishedSize):
 
 
 @registry.register
-class Mixtral8x7B(_ExpertParallel):
+class Mixtral8x7B(ExpertParallel):
   """8 experts, 2 for each token: 46.7B parameters with the sizes of Mixtral 8x7B, on 8 x 8 devices."""
 
   ici_mesh_shape = (8, 8, 1)
@@ -111,7 +111,7 @@ class Mixtral8x7B(_ExpertParallel):
 
 
 @registry.register
-class FineGrained16B(_ExpertParallel):
+class FineGrained16B(ExpertParallel):
   """64 small experts, 6 for each token, and 2 shared ones: 16.4B parameters with the sizes of DeepSeekMoE 16B.
 
   The first layer is dense. Biases keep the load of experts equal, without an auxiliary loss. The mesh has 8 x 8

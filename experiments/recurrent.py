@@ -7,43 +7,16 @@ praxis-lite plan --exp=recurrent.Mamba2Of2B --topology=h100:1x8 --nocompile
 from __future__ import annotations
 
 from praxis_lite.common.config import Config
-from praxis_lite.experiments.lm import counting_data
+from praxis_lite.experiments.lm import Counting
 from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.layers import DiagonalSsm, FeedForward, GatedDeltaNet, Recurrent
 from praxis_lite.layers.rnn_cells import GruCell, LstmCellSimple
-from praxis_lite.models import griffin_lm, mamba2_lm, recurrent_lm, set_sharding
-from praxis_lite.tasks.language_modelling import LanguageModelTask
-from praxis_lite.tasks.learners import adamw_learner
+from praxis_lite.models import griffin_lm, mamba2_lm, recurrent_lm
 from praxis_lite.training import registry
-from praxis_lite.training.experiment import BaseExperiment
-
-_ROWS = ('replica', 'data')
-
-
-class _Counting(BaseExperiment):
-  """A small model of counting sequences, which has learned them when the loss has fallen from 3.6 nats to below 0.1."""
-
-  mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
-
-  def datasets(self) -> list[Config]:
-    return counting_data(seq_len=32, batch_size=6)
-
-  def model(self) -> Config:
-    raise NotImplementedError
-
-  def task(self) -> Config:
-    model = set_sharding(self.model())
-    model.decoder_tpl.set(max_decode_steps=16, temperature=0.0)
-    task = Config(LanguageModelTask, model=model)
-    task.train.learner = adamw_learner(learning_rate=1e-2, warmup_steps=10)
-    task.train.set(num_train_steps=200, log_interval_steps=50, eval_interval_steps=100, save_interval_steps=100)
-    task.train.inputs_split_mapping = {'map_1d': (_ROWS,), 'map_2d': (_ROWS, None)}
-    task.evaluate.max_batches = 4
-    return task
 
 
 @registry.register
-class Mamba2Tiny(_Counting):
+class Mamba2Tiny(Counting):
   """Two blocks of Mamba-2 on counting sequences, with sizes that most meshes have to pad."""
 
   def model(self) -> Config:
@@ -51,7 +24,7 @@ class Mamba2Tiny(_Counting):
 
 
 @registry.register
-class HybridTiny(_Counting):
+class HybridTiny(Counting):
   """Mamba-2 with attention in every third block, on counting sequences."""
 
   def model(self) -> Config:
@@ -62,7 +35,7 @@ class HybridTiny(_Counting):
 
 
 @registry.register
-class GruTiny(_Counting):
+class GruTiny(Counting):
   """Two blocks of a gated recurrent unit and a feed-forward layer, on counting sequences."""
 
   def model(self) -> Config:
@@ -71,7 +44,7 @@ class GruTiny(_Counting):
 
 
 @registry.register
-class LstmTiny(_Counting):
+class LstmTiny(Counting):
   """Two blocks of an LSTM, without feed-forward layers, on counting sequences."""
 
   def model(self) -> Config:
@@ -79,7 +52,7 @@ class LstmTiny(_Counting):
 
 
 @registry.register
-class DeltaTiny(_Counting):
+class DeltaTiny(Counting):
   """Two blocks of a gated delta rule and a feed-forward layer, on counting sequences."""
 
   def model(self) -> Config:
@@ -88,7 +61,7 @@ class DeltaTiny(_Counting):
 
 
 @registry.register
-class SsmTiny(_Counting):
+class SsmTiny(Counting):
   """Two blocks of a diagonal state space model (S4D) and a feed-forward layer, on counting sequences."""
 
   def model(self) -> Config:
@@ -97,7 +70,7 @@ class SsmTiny(_Counting):
 
 
 @registry.register
-class GriffinTiny(_Counting):
+class GriffinTiny(Counting):
   """Two blocks of a gated linear recurrence and one of local attention, on counting sequences."""
 
   def model(self) -> Config:

@@ -24,6 +24,11 @@ _OF_LAYERS = {
   'vision.MaeL16': 'model.network_tpl',
   'vision.SiglipB16': 'model.image_tpl',
   'generative.DitXl': 'model.network_tpl',
+  'families.Gemma3Of12B': 'model',
+  'families.SmolLm3Of3B': 'model',
+  'families.GptOssOf20B': 'model',
+  'families.Qwen3NextOf80B': 'model',
+  'families.DeepSeekV3': 'model',
 }
 _SHAPES = {
   'ids': ((2, 16), 'int32'),
@@ -47,7 +52,7 @@ def size_at(name, more_layers):
     shapes |= {'image': ((2, 32, 32, 4), 'float32'), 'label': ((2,), 'int32')}
   elif name.startswith('vision'):
     shapes |= {'label': ((2,), 'int32'), 'ids': ((2, 64), 'int32')}
-  elif name.startswith('recurrent'):
+  elif name.startswith(('recurrent', 'families')):
     shapes['weights'] = ((2, 16), 'float32')
   batch = {key: jax.ShapeDtypeStruct(*shape) for key, shape in shapes.items()}
   if 'weights' not in batch:

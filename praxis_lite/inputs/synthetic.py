@@ -115,8 +115,10 @@ class SyntheticLMInput(_Synthetic):
     seq_len: T.
     vocab_size: V; ids are 1, ..., V - 1, because 0 is padding.
     pattern: with 'count', each token is the previous one plus 1, wrapping around, from a random start, and the loss can
-      reach 0 without attention. With 'copy', the second half repeats the first, and with attention the loss can reach
-      half of ln(V - 1). With 'random', nothing can be learned, and the loss stays at ln(V - 1).
+      reach 0 without attention. With 'sum', each token is the sum of the two before it, modulo V - 1; without attention
+      to an earlier token, the loss stays at ln(V - 1). With 'copy', the second half repeats the first, and with
+      attention the loss can reach half of ln(V - 1). With 'random', nothing can be learned, and the loss stays at
+      ln(V - 1).
   """
 
   seq_len: int = REQUIRED
@@ -125,7 +127,7 @@ class SyntheticLMInput(_Synthetic):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_choice(f'{self.label}.pattern', self.pattern, ('count', 'copy', 'random'))
+    check_choice(f'{self.label}.pattern', self.pattern, ('count', 'sum', 'copy', 'random'))
     self.check_at_least(vocab_size=2, seq_len=1)
 
   def example_struct(self) -> Struct:
@@ -137,6 +139,9 @@ class SyntheticLMInput(_Synthetic):
     tokens = np.floor(u * (self.vocab_size - 1)).astype(np.int32)
     if self.pattern == 'count':
       tokens = (tokens[:, :1] + np.arange(length, dtype=np.int32)) % (self.vocab_size - 1)
+    elif self.pattern == 'sum':
+      for i in range(2, length):
+        tokens[:, i] = (tokens[:, i - 1] + tokens[:, i - 2]) % (self.vocab_size - 1)
     elif self.pattern == 'copy':
       tokens = np.tile(tokens[:, : -(-length // 2)], 2)[:, :length]
     tokens += 1

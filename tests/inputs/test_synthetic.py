@@ -73,6 +73,12 @@ def test_count_goes_up_by_one_and_wraps_around():
   np.testing.assert_array_equal(tokens[:, 1:], tokens[:, :-1] % 6 + 1)
 
 
+def test_sum_adds_the_two_tokens_before():
+  digits = _tokens('sum') - 1
+  np.testing.assert_array_equal(digits[:, 2:], (digits[:, 1:-1] + digits[:, :-2]) % 6)
+  assert len(np.unique(digits[:, :2], axis=0)) > 25
+
+
 def test_copy_repeats_the_first_half():
   tokens = _tokens('copy')
   np.testing.assert_array_equal(tokens[:, 6:], tokens[:, :5])
@@ -108,7 +114,7 @@ def test_bad_features_are_named(features, message):
 
 
 def test_bad_fields_are_named():
-  with pytest.raises(ConfigError, match="pattern: expected 'count', 'copy' or 'random', got 'counts'"):
+  with pytest.raises(ConfigError, match="pattern: expected 'count', 'sum', 'copy' or 'random', got 'counts'"):
     SyntheticLMInput(seq_len=4, vocab_size=9, pattern='counts', batch_size=2)
   with pytest.raises(ConfigError, match='vocab_size: expected an integer of at least 2, got 1'):
     SyntheticLMInput(seq_len=4, vocab_size=1, batch_size=2)
