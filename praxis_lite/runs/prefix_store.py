@@ -1,7 +1,7 @@
 """PrefixStore: keeps caches of a batcher's rows that are overwritten, for later prompts with the same prefix.
 
 It has slots for a number of rows. A row that is about to be overwritten is kept, unless a slot already has its tokens.
-Then it replaces a slot whose tokens are a prefix of the row's tokens, or else the least recently used slot.
+A row that is kept replaces a slot whose tokens are a prefix of the row's tokens, or else the least recently used slot.
 """
 
 from __future__ import annotations

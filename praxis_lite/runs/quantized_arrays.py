@@ -1,4 +1,4 @@
-"""Lazy arrays: weights in few bits, and plain weights computed from them, that are computed when they are read."""
+"""Lazy arrays, computed when they are read: weights in few bits, and the plain weights that follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `praxis-lite predict --what` computes for the rows of a batch of many.
+"""What `praxis-lite predict --what=...` computes for the rows of files.
 
 predict, evaluate    arrays by name, as `TrainedModel.predict` and `evaluate_examples` take them; or, if a dataset of
                      the run reads texts or images, {"text": ...} and {"file": "a.png"}
@@ -6,7 +6,8 @@ score                {"context": ..., "continuation": ...}, or {"text": ...}, or
 teach                {"text": ...}, or {"ids": ...}: its tokens, and for each position the most probable next tokens
 generate             {"prompt": ...}, {"prompt_ids": ...} or {"messages": ...}; {"text": ...} is a prompt, too
 
-If the model has several adapters, `adapter` of a row is the name of the one that it uses; without it, it uses none.
+If the model has several adapters, the value `adapter` of a row names the adapter that the row uses; a row without it
+uses none.
 """
 
 from __future__ import annotations

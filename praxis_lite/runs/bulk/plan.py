@@ -1,4 +1,4 @@
-"""ShardPlan: the work of `predict` or `tokenize` on many rows, cut into shards. Made once, with a checksum."""
+"""ShardPlan: the work of `predict` or `tokenize` on many rows, cut into shards. It is made once, with a checksum."""
 
 from __future__ import annotations
 

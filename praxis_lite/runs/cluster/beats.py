@@ -7,7 +7,7 @@ are in different groups. A process reads:
     own group        all beats, so a lost process is noticed by the others in its group
     next group       the beat of the process at the same place, so the loss of a whole group is noticed
     anyone           the beat of a random process, for `idle_anywhere`
-    verdict          the reason written by the first process that noticed a loss, which ends all others
+    verdict          the reason, written by the first process that noticed a loss; it ends all others
 
 The time between beats grows with the number of processes, so the rate of requests to the service is bounded.
 """

@@ -10,8 +10,8 @@ Before a copy begins, all processes agree on whether the previous one is complet
 removed. So one copy is always complete on all hosts, and a host has at most two.
 
 With `peers`, each process also sends its part to other processes, which keep it in the first of their directories, and
-gets a missing part from one: see `copies_on_peers.py`. The last copy that is on all peers is kept until a newer one is,
-so a host has at most three.
+gets a missing part from such a process: see `copies_on_peers.py`. The last copy that is on all peers is kept until a
+newer copy is on all peers, so a host has at most three.
 
 A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
 begins, and the copies of the old one are never read.

@@ -5,8 +5,8 @@
     2, a mistake                   the JobSet fails: another attempt would make the mistake again
     any other, or a lost node      all pods are restarted, at most `max_restarts` times, from the last checkpoint
 
-With `spares`, as many more pods hold nodes, and do nothing. Kubernetes evicts one, whose priority is lower, when a pod
-of the run needs its node after a restart. So a lost node costs no wait for a new one.
+With `spares`, this number of further pods hold nodes, and do nothing. Their priority is lower than that of the run, so
+Kubernetes evicts one when a pod of the run needs a node after a restart. So a lost node costs no wait for a new one.
 
 The pods, and their hosts in the network, are named NAME-hosts-0-0, NAME-hosts-0-1, ...; the first has process 0.
 The directory of the run must be on a volume that all of them see.

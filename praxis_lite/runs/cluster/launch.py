@@ -13,7 +13,7 @@ After the exit code of CorruptionError, the job is restarted only if a place was
 quarantined and the command has `--elastic`, which leaves the device out.
 
 SIGINT and SIGTERM are passed on, followed by SIGCONT, because a stopped process does not handle signals. All hosts then
-have `stop_s` to save and end; after a second signal, a few seconds.
+have `stop_s` to save and end; after a second signal, they have a few seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The log of a training run: chooses the steps that the console and the curves on disk show, and reads their metrics.
 
 The log reads the metrics of a step after a few more steps have been dispatched, so that the devices always have work.
-Reading them also bounds how far the host runs ahead.
+Reading the metrics also bounds how far the host runs ahead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of JSON lines in a run's directory. Damaged lines are skipped, and long files lose old ones."""
+"""Files of JSON lines in a run's directory. Damaged lines are skipped, and long files lose old lines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Compares the defaults of today's code with those of the code that recorded a run.
 
 A record contains every value, so a run computes the same as it did then. Records of the first versions lack the
-defaults, which are only in `config.txt`; defaults that are numbers, strings, None or tuples of these are taken from it.
+defaults, which are only in `config.txt`; defaults that are numbers, strings, None or tuples of these are taken from
+this file.
 """
 
 from __future__ import annotations

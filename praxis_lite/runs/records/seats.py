@@ -1,4 +1,4 @@
-"""Seat: identifies where a process of a run is placed, which, unlike its index, stays the same after a restart."""
+"""Seat: the place of a process of a run. Unlike the index of the process, it stays the same after a restart."""
 
 from __future__ import annotations
 

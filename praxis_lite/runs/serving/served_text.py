@@ -1,4 +1,4 @@
-"""ServedText: the text of a continuation, as in OpenAI's API without its stop text and its end token."""
+"""ServedText: the text of a continuation, which, as in OpenAI's API, lacks its stop text and its end token."""
 
 from __future__ import annotations
 
