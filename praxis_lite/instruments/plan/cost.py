@@ -11,8 +11,8 @@ The cost of an instruction is multiplied by the trip counts of the loops that co
     collectives  see `links.py`
 
 Instructions run in the order of the schedule. A collective overlaps with the instructions between its start and its
-end; its time beyond theirs is exposed. Collectives wait for each other, except shifts in opposite
-directions on a torus, which use separate links.
+end; its time beyond theirs is exposed. Collectives wait for each other, except shifts in opposite directions on a
+torus: these use separate links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds what changes of an experiment save, and which changes make a step fit, without compiling each of them.
+"""Finds what can be saved by changing an experiment, and which changes make a step fit, without compiling each one.
 
     state           moments in other dtypes, moving averages, offloading: exact
     batch, length   the largest that fits, by estimates that are extrapolated linearly; then compiled, at most twice
