@@ -2,7 +2,7 @@
 
 The same layer code runs with and without a mesh: without one, a constraint returns its argument. The ambient mesh is
 set by `jax.set_mesh` or `jax.sharding.use_abstract_mesh`. Logical names are resolved by the current rules
-(`axis_rules`), which inside the steps of a task are the task's.
+(`axis_rules`); inside the steps of a task, these are the rules of the task.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The device mesh of an experiment, from its ICI and DCN shapes.
 
 `ici_mesh_shape` is the shape of the mesh within one slice, whose devices are connected by fast links; `dcn_mesh_shape`
-is the number of slices along each axis, connected by the data-centre network. The size of an axis is the product of the
-two, and the devices of a slice are contiguous along each axis.
+is the number of slices along each axis; the data-centre network connects the slices. The size of an axis is the product
+of the two, and the devices of a slice are contiguous along each axis.
 """
 
 from __future__ import annotations
