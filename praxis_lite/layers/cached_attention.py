@@ -4,8 +4,8 @@ The cost depends on the number of cached tokens, not on the size of the cache, f
 page by page, up to the last page with a token, with the online softmax of `blocks.py`. And a prompt longer than a page
 is read in steps of a page, so that no array has the size prompt length x cache length.
 
-Where it is supported, a kernel computes attention of one token: on TPUs that of `decode_kernel.py`, which also takes a
-few tokens, and on a single GPU that of `gpu_decode_kernel.py`.
+A kernel computes attention of one token, where it is supported: on TPUs, the kernel in `decode_kernel.py`, which also
+takes a few tokens; on a single GPU, the kernel in `gpu_decode_kernel.py`.
 
 B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """

@@ -3,7 +3,7 @@
     block       y = x + scale * ff(norm(depthwise(x)))
     network     norm of the mean over the image, after the blocks of all stages
 
-Patches of 4 x 4 begin the first stage; a norm and a convolution of 2 x 2 that halves the image begin the others.
+Patches of 4 x 4 begin the first stage; a norm and a convolution of 2 x 2 that halves the image begin each other stage.
 
 B batch, H height, W width, C channels, D dims, F features.
 """

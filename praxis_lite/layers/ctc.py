@@ -1,8 +1,8 @@
 """Connectionist temporal classification: learns labels without the times at which they occur (Graves, 2006).
 
-A path has a symbol in each frame: a label or the blank. Repeated symbols are merged, and then blanks removed, so the
-paths a a - b, a - - b and - a b b all read "ab". The probability of labels is the sum over all of their paths, and an
-alignment is the most probable of these paths.
+A path has a symbol in each frame: a label or the blank. Repeated symbols are merged, and then blanks are removed, so
+the paths a a - b, a - - b and - a b b all read "ab". The probability of labels is the sum over all of their paths, and
+an alignment is the most probable of these paths.
 
 B batch, T frames, U labels, V symbols, S = 2 U + 1 states of a path: a blank, label 0, a blank, label 1, ..., a blank.
 """

@@ -11,7 +11,7 @@ token i of a chunk. What token i writes, w_i, depends on what earlier tokens hav
 
 which is a triangular system for all w of a chunk. It is solved for both parts of the right side, so w = a - b state,
 where a and b do not depend on the state. They are computed for several chunks at once, and then the state passes
-through these. Then
+through the chunks. Then
 
     out_i  = exp(total_i) state^T query_i + sum over j <= i of  (query_i . key_j) exp(total_i - total_j) w_j
     state' = exp(total_L) state + sum over j of  exp(total_L - total_j) key_j w_j^T

@@ -3,7 +3,7 @@
     dense       all logits at once, [B, N, T, S]: JAX's function, or our own for soft caps, sinks and dropout
     blockwise   memory linear in the length; see `blockwise.py`
     cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
-    tokamax     fused kernels for NVIDIA GPUs, for cases that cuDNN's does not support; see `tokamax_attention.py`
+    tokamax     fused kernels for NVIDIA GPUs, where cuDNN's kernel does not apply; see `tokamax_attention.py`
     splash      a fused kernel for TPUs; see `splash.py`
     auto        one of these, by platform, length and masks; `choose_attention` says which and why
 

@@ -6,8 +6,8 @@ tokens to their experts and results back.
     with_capacity   slots [E, n, D]; all-to-all: [E / P, P n, D]; one product for all experts
     dropless        rows [M, D] sorted by expert, with the size of each group; `grouped_matmul`
 
-An all-to-all has a fixed size. With capacities, this is the number of slots. Without, the number of rows for each
-device is bounded, and rows above the bound are dropped. If the bound is the number of rows, all rows are kept.
+An all-to-all has a fixed size. With capacities, this is the number of slots. Without capacities, the number of rows for
+each device is bounded, and rows above the bound are dropped. If the bound is the number of rows, all rows are kept.
 
 Outputs are multiplied by the weights of their choices before they are sent back. The gradients of the weights then need
 only outputs of the same device, so that a backward pass that recomputes the layer does not send them again.

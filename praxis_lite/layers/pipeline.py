@@ -13,17 +13,17 @@ the next device (Xu et al., 2021, GSPMD, section 3.3).
 
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
-All stages run the same program, so of a pattern of several layers a stage has whole repetitions. The first layers, and
-those that are left over, run before and after the loop, on the whole batch.
+All stages run the same program, so each stage has whole repetitions of a pattern of several layers. The first layers,
+and those that are left over, run before and after the loop, on the whole batch.
 
 A bubble is a stage without a microbatch in a tick, or a layer that only pads the group of a later stage. It computes
 on `BUBBLE`, and its results reach no output, gradient, variable or cache. A select replaces the inputs of a bubble
 and, in the backward pass, the gradients of everything that the bubble read: weights, side inputs, and weights of
 layers outside of the pipeline. A multiplication by 0 would let NaNs pass.
 
-Weights are stored as `Repeat` stores them, so a checkpoint depends neither on stages nor on microbatches. Inside a
-step they have the shape [S, R, c, ...]. If the repetitions do not fill all stages, some of zeros are added, which are
-computed and dropped.
+Weights are stored as `Repeat` stores them, so a checkpoint depends neither on stages nor on microbatches. Inside a step
+they have the shape [S, R, c, ...]. If the repetitions do not fill all stages, repetitions with weights of zeros are
+added, whose results are dropped.
 
 The gradient of a weight is a sum over rows, so devices that share the batch have to sum their gradients, and the
 compiler does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its

@@ -6,7 +6,7 @@ with the device that is as far from the other end of the sequence:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 2 and 5     device 2: 4 and 3     device 3: 6 and 1
 
-A sliding window that reaches fewer devices than there are needs no such exchange.
+If a sliding window reaches fewer devices than there are, this exchange is not needed.
 
 B batch, T length of the queries, S length of the keys, L length on one device, P devices of the axis, N heads, K kv
 heads, H dims per head; for blocks see `blocks.py`.

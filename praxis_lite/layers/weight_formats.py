@@ -5,10 +5,10 @@
     NF4         w ~ s c[q]         c: 16 quantiles of a normal distribution, s = max |w|      (Dettmers et al., 2023)
 
 A scale belongs to an output, or to an output and a group of inputs. It is stored rounded up. Rounding is off by at most
-0.51 s, for NF4 by 0.152 s, and at the ends of a range that is not symmetric by s. The term 0.49 keeps the largest
-|w| / s away from the middle between two integers, where the result would depend on the device. Values of fewer than 8
-bits are packed into bytes, along the last input dimension, the first value in the lowest bits. Bits that fill up the
-last byte are zero.
+0.51 s; for NF4, by at most 0.152 s; at the ends of a range that is not symmetric, by at most s. The term 0.49 keeps the
+largest |w| / s away from the middle between two integers, where the result would depend on the device. Values of fewer
+than 8 bits are packed into bytes, along the last input dimension, with the first value in the lowest bits. Bits that
+fill up the last byte are zero.
 
 With `kept=(n, m)`, of each m neighbouring inputs of an output, the n with the largest |w| are kept, and the others are
 set to 0 before rounding (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group

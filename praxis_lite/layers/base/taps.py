@@ -1,7 +1,7 @@
 """Taps read the values between the layers of a call, and edits change them.
 
 A *point* is a value that one layer gives to another. Its name is the path of the layer, and the name of the method if
-it is not `__call__` or `extend_step`, which is `__call__` in decoding:
+it is not `__call__` or `extend_step`, which takes the place of `__call__` in decoding:
 
     lm.transformer.layers.attention         the result of the attention; one point for all layers of a stack
     lm.transformer.layers.attention.in      its first argument
@@ -10,7 +10,7 @@ it is not `__call__` or `extend_step`, which is `__call__` in decoding:
     lm.transformer.layers.attention.grad    the gradient of the loss with respect to the first of these, in training
 
 If a result is a tree, the point is its first floating array. `run_in_scope` calls `edit_and_tap` for each point.
-Without taps and edits, they add nothing to the program.
+Without taps and edits, these calls add nothing to the program.
 
 An edit replaces x by `(x or 0) + add`. Its arrays are entries of the variables, below the path of the layer, so the
 scan of a stack of layers gives each layer its own:
