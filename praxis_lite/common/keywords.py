@@ -18,14 +18,18 @@ class UnknownKeywordError(ConfigError, TypeError):
 
 
 def name_unknown_keywords(
-  function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = ()
+  function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = (), settings: Iterable[str] = ()
 ) -> Callable[P, R]:
   """Returns `function` with a check of its keywords: an unknown one raises `UnknownKeywordError`.
 
   The error suggests the nearest known name. If the unknown one is in `of_elsewhere`, the error instead says that it is
-  set for all calls, by `<elsewhere>(name=...)`.
+  set for all calls, by `<elsewhere>(name=...)`. `settings` are the names of the keywords that the function takes as
+  `**settings`; help and completion show them.
   """
-  known = [name for name in inspect.signature(function).parameters if name != 'self']
+  signature = inspect.signature(function)
+  own = [p for p in signature.parameters.values() if not (settings and p.kind is p.VAR_KEYWORD)]
+  own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in settings]
+  known = [parameter.name for parameter in own if parameter.name != 'self']
 
   @functools.wraps(function)
   def call_checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -35,6 +39,7 @@ def name_unknown_keywords(
     check_keywords(function.__name__, kwargs, known)
     return function(*args, **kwargs)
 
+  call_checked.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
   return call_checked
 
 

@@ -224,6 +224,7 @@ class TrainedModel:
   @overload
   def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
+  @functools.partial(name_unknown_keywords, settings=SamplerSettings.__annotations__)
   def decode(
     self, prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any], **settings: Unpack[SamplerSettings]
   ) -> list[str] | list[list[int]] | NestedDict:
@@ -263,7 +264,6 @@ class TrainedModel:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty or has an id outside of
         the vocabulary of the model.
     """
-    check_keywords('decode', settings, ['prompts', *_hints()])
     sampling: Any = {name: settings.get(name) for name in Sampling.__annotations__}
     for name in (*sampling, 'seed', 'stream', 'batch_size'):
       with prefix_errors(f'decode: {name}'):
@@ -273,7 +273,8 @@ class TrainedModel:
     seed, draft, statistics = settings.get('seed'), settings.get('draft'), settings.get('statistics')
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     model = self if draft is None else self._add_draft(draft, settings)
-    stop, others = settings.get('stop', ()), {name: settings.get(name) for name in ('stream', 'batch_size', 'adapters')}
+    stop = () if (given := settings.get('stop')) is None else given
+    others = {name: settings.get(name) for name in ('stream', 'batch_size', 'adapters')}
     if not isinstance(prompts, Mapping):
       others = {**others, 'stop': stop, 'statistics': statistics}
       return model._prompts.decode(prompts, sampling, key, **cast(Any, others))

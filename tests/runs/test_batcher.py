@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 
 import jax
@@ -326,6 +327,7 @@ def test_unknown_keywords_are_named_with_the_nearest_one():
     (lambda: own.submit([1], temperture=0.5), "^submit: there is no setting 'temperture'. Did you mean 'temperature'"),
     (lambda: own.submit([1], max_new_tokens=5), "^submit: .* 'max_new_tokens'. Did you mean 'max_tokens'"),
     (lambda: made().decode([[1]], tempratur=1), "^decode: there is no setting 'tempratur'. Did you mean 'temperature'"),
+    (lambda: made().decode(prompt=[[1]]), "^decode: there is no setting 'prompt'. Did you mean 'prompts'"),
     (lambda: made().decode([[1]], zzz=1), "^decode: there is no setting 'zzz'. There are: prompts, max_tokens, "),
     (lambda: made().score([[1]], [[2]], batch=1), "^score: there is no setting 'batch'. Did you mean 'batch_size'"),
     (lambda: made().export('out', format=('x',)), "^export: there is no setting 'format'. Did you mean 'formats'"),
@@ -335,6 +337,7 @@ def test_unknown_keywords_are_named_with_the_nearest_one():
     assert isinstance(raised.value, TypeError)
   with pytest.raises(TypeError, match='missing 1 required positional argument'):
     own.submit()
+  assert {'prompts', 'temperature', 'seed'} < {*inspect.signature(made().decode).parameters}  # For help and completion.
 
 
 @pytest.mark.parametrize(
