@@ -331,7 +331,9 @@ class SentencePieceTokenizer(BaseTokenizer):
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
     """The number of bytes of each piece; 1 for the unknown piece."""
-    return np.array([self._model.is_unknown(i) or len(b) for i, b in enumerate(self.token_bytes())], np.int64)
+    model = self._model
+    pieces = ['' if model.is_control(i) else model.id_to_piece(i) for i in range(self.vocab_size)]
+    return np.array([model.is_unknown(i) or len(piece_bytes(piece)) for i, piece in enumerate(pieces)], np.int64)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,21 @@ def test_sentencepiece_knows_where_words_begin_and_what_is_no_text(model_path):
   assert tokenizer.mask_id is None
 
 
+def test_a_piece_of_text_has_bytes_even_if_its_id_stands_for_padding_or_a_mask(tmp_path):
+  """With no padding of its own, id 0 is the padding; here it is an ordinary piece of text, and so is a mask."""
+  sentencepiece = pytest.importorskip('sentencepiece')
+  model = io.BytesIO()
+  special = {'unk_id': 3, 'bos_id': 1, 'eos_id': 2, 'pad_id': -1, 'user_defined_symbols': ['cat', '[MASK]']}
+  sentences = iter(['the cat sat on the mat'] * 20)
+  train = sentencepiece.SentencePieceTrainer.train
+  train(sentence_iterator=sentences, model_writer=model, vocab_size=24, model_type='bpe', minloglevel=2, **special)
+  path = tmp_path / 'tiny.model'
+  path.write_bytes(model.getvalue())
+  tokenizer = SentencePieceTokenizer(model_path=str(path))
+  assert tokenizer.special_ids == (1, 2, 0) and tokenizer.mask_id == 4
+  assert tokenizer._piece_bytes[:5].tolist() == [len('cat'), 0, 0, 1, len('[MASK]')]
+
+
 def test_sentencepiece_bytes_of_plain_words_are_those_of_the_pieces(model_path):
   tokenizer = SentencePieceTokenizer(model_path=model_path)
   [tokens] = tokenizer.encode_documents([b' the cat'])  # the model puts a space in front; here is one
