@@ -138,10 +138,11 @@ class ObjectStore:
 
   def write(self, name: str, data: bytes) -> None:
     with self._one_line_errors(f'writing {name}'):
-      path, part = self._path(name), '.part' * self._is_local
-      self._fs.pipe_file(path + part, data)
-      if part:
-        os.replace(path + part, path)
+      path = self._path(name)
+      written = f'{path}.part' if self._is_local else path
+      self._fs.pipe_file(written, data)
+      if self._is_local:
+        os.replace(written, path)
 
   def put(self, path: Path, name: str) -> None:
     """Copies a local file, which must not change, to an object. In a file system, readers may see it half written."""

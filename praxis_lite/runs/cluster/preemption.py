@@ -65,7 +65,8 @@ def preemptible(
 
 
 def _notice_time(stop: StopSignals) -> float | None:
-  times = stop.since, getattr(the_watchdog(), 'preempted_since', None)
+  watchdog = the_watchdog()
+  times = stop.since, None if watchdog is None else watchdog.preempted_since
   return min((t for t in times if t is not None), default=None)
 
 
