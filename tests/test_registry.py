@@ -221,6 +221,10 @@ def test_a_file_that_is_not_there(workspace):
       'from praxis_lite.config import Config\n',
       r"ModuleNotFoundError: No module named 'praxis_lite.config'. It is praxis_lite.common.config now \(my_run.py:1\)",
     ),
+    (
+      'from praxis_lite.training.preferences import train_rewards\n',
+      r"ModuleNotFoundError: .* It is praxis_lite.training.post_training now \(my_run.py:1\)",
+    ),
     *(
       (
         f'from praxis_lite.{module} import {name}\n',

@@ -61,6 +61,8 @@ _MOVED = {
   't5x': 'bridges.t5x',
   'task': 'training.task',
   'testing': 'instruments.testing',
+  'training.distillation': 'training.post_training',
+  'training.preferences': 'training.post_training',
   'trees': 'common.trees',
   'verification': 'instruments.verification',
   'weighted': 'common.weighted',

@@ -202,7 +202,7 @@ def _masked_crc32c(data: bytes) -> int:
 
 @functools.cache
 def _table() -> list[int]:
-  """Returns the checksum of each byte. Without this table, checking compressed small records takes three times as long."""
+  """Returns the checksum of each byte, without which checking compressed files takes three times as long."""
   table = []
   for byte in range(256):
     for _ in range(8):
