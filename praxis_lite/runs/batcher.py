@@ -148,10 +148,12 @@ class Batcher:
   """Continues prompts that come and go. `TrainedModel.batcher` makes it, and describes the arguments.
 
   Attributes:
+    statistics: counts of what it has done so far.
     max_length: the largest number of tokens in a prompt and its continuation, not counting the last token; or in a
       source.
     sampler: the default settings of requests.
     prompts_are_sources: whether prompts are sources of an encoder-decoder, such as texts to translate.
+    adapter_names: names of the adapters that requests choose from.
   """
 
   def __init__(
@@ -322,6 +324,7 @@ class Batcher:
 
   @property
   def num_waiting(self) -> int:
+    """How many requests wait for a row."""
     return len(self._waiting)
 
   @property

@@ -203,6 +203,7 @@ class InputProgram(Generic[Out]):
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def metric_names(self) -> list[str]:
+    """Returns the names of the metrics that are scalars."""
     out = self._step.trace().out_info
     return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
 

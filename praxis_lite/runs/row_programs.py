@@ -80,6 +80,7 @@ class RowPrograms:
     return of_rows + of_rows * self._num_kept // self._num_rows
 
   def start(self) -> _State:
+    """Returns the state of empty rows."""
     return self._make_program(self._start, ())(self._variables)
 
   def read(self, state: _State, row: int, ids: Sequence[int], start: int, length: int, adapter: int = -1) -> _State:

@@ -90,6 +90,7 @@ class SavedRun:
 
   @property
   def checkpoints(self) -> Checkpoints:
+    """The complete checkpoints."""
     with contextlib.closing(Checkpointer(self.directory, read_only=True)) as checkpointer:
       return Checkpoints(checkpointer.steps(), checkpointer.best())
 

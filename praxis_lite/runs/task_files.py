@@ -63,6 +63,7 @@ class TaskFile(Configurable):
 
   @property
   def label(self) -> str:
+    """The name of its results."""
     return self.name or Path(self.path).stem
 
 

@@ -95,6 +95,7 @@ def _parse(data: dict[str, Any]) -> Trouble:
 
 
 def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
+  """Returns the states of the input before the batches to skip."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
 
 

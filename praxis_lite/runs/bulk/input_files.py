@@ -139,6 +139,7 @@ def stamp_of(file: str) -> tuple[str, int]:
 
 
 def sum_of_input(file: str) -> str:
+  """Reads a file, and returns its SHA-256."""
   with open_input(file) as opened, _one_line_errors(file):
     return _sum(opened)
 

@@ -39,6 +39,7 @@ class FileSum(NamedTuple):
 
 
 def sum_of_file(path: Path) -> FileSum:
+  """Returns the size and SHA-256 of a local file."""
   with open(path, 'rb') as file:
     return _sum_of(file)
 

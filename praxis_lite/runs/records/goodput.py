@@ -85,6 +85,7 @@ class Goodput:
       del marks[old]
 
   def seconds(self) -> dict[str, float]:
+    """Returns the seconds by activity until now."""
     with self._lock:
       now = {**self._seconds}
       now[self._activities[-1]] += self._clock() - self._since

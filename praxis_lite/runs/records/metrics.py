@@ -61,6 +61,7 @@ class MetricsAverage:
       return {name: _plain(self._sums[name] / self._weights[name]) for name in self._sums}
 
   def weights(self) -> HostMetrics:
+    """Returns the total weight of each metric."""
     return {name: _plain(weight) for name, weight in self._weights.items()}
 
 

@@ -67,6 +67,7 @@ class RunRecord:
 
   @property
   def seed(self) -> int:
+    """The seed of the run's last launch."""
     return self.launches[-1].seed if self.launches else 0
 
   @property

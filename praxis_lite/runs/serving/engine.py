@@ -113,6 +113,7 @@ class Engine:
 
   @property
   def num_open(self) -> int:
+    """The number of requests that wait or run."""
     return len(self._tickets)
 
   def warm_up(self) -> None:
