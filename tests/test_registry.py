@@ -223,7 +223,7 @@ def test_a_file_that_is_not_there(workspace):
     ),
     (
       'from praxis_lite.training.preferences import train_rewards\n',
-      r"ModuleNotFoundError: .* It is praxis_lite.training.post_training now \(my_run.py:1\)",
+      r'ModuleNotFoundError: .* It is praxis_lite.training.post_training now \(my_run.py:1\)',
     ),
     *(
       (

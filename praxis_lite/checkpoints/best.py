@@ -40,7 +40,7 @@ class BestCheckpoint(NamedTuple):
 
 
 class BestRecord:
-  """The best checkpoint, `value`, and the file that names it. It is updated only when that checkpoint is complete.
+  """The best checkpoint, `value`, and the file that names it, updated only when that checkpoint is complete.
 
   A file that names a step which is not in `steps`, the steps of the existing checkpoints, is ignored.
   """

@@ -391,7 +391,7 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns the checkpoint of another run with the arrays that a step's leaves out; None if it leaves out none."""
+    """Returns the other run's checkpoint with the arrays that a checkpoint leaves out; None if it leaves out none."""
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 

@@ -79,7 +79,10 @@ class Regrouping:
     return nest({to_path(s.name) if s else path: _source_struct(x, s) if s else x for path, x, s in pairs})
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
-    """Converts arrays that were read to the names and grouping of the train state, whose shapes are padded and true."""
+    """Converts arrays that were read to the names and grouping of the train state.
+
+    `shapes` and `true_shapes` are the shapes of the train state, padded and true.
+    """
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: dict[Path, Any] = {}
     for path, x in leaves_by_path(shapes).items():

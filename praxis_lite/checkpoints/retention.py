@@ -45,7 +45,10 @@ def step_folder(job_log_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps of the complete checkpoints in a folder, in order, by their names; [] if it cannot be read."""
+  """Returns the steps of the complete checkpoints in a folder, in order; [] if the folder cannot be read.
+
+  This reads only the names of the folders in it.
+  """
   try:
     return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdecimal())
   except OSError:
@@ -254,7 +257,7 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
 
 
 def lock_holder(about: os.stat_result) -> str:
-  """Returns the process of this machine that has locked the file with `about`; '' if the system does not say."""
+  """Returns the process of this machine that has locked a file, given its `os.stat`; '' if the system does not say."""
   wanted = f'{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}'
   with contextlib.suppress(OSError, ValueError):
     for line in Path('/proc/locks').read_text().splitlines():

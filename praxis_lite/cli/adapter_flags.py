@@ -41,9 +41,9 @@ def folders_of_adapters(given: Sequence[str]) -> dict[str, str]:
 def read_adapters(
   folders: Mapping[str, str], model: TrainedModel, trusted: Sequence[str], identities: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Config, NestedDict]]:
-  """Returns (model config, variables) of each adapter for a model, by name; a folder is a run, or peft has written it.
+  """Returns (model config, variables) of each adapter for `model`, by name. A folder is a run, or was written by peft.
 
-  The result of `identities_of_adapters` names the step to read of each run; None reads the newest.
+  `identities`, which `identities_of_adapters` returns, names the step to read of each run; None reads the newest.
   """
   from praxis_lite.bridges.hf import read_adapter
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder

@@ -200,7 +200,10 @@ class RowPrograms:
 
   @functools.cached_property
   def _copy(self) -> Callable[..., _State]:
-    return self._make_program(lambda state, source, row: self._move_row(state, state, source, row), (0,))
+    def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:  # Its name is that of the program.
+      return self._move_row(state, state, source, row)
+
+    return self._make_program(copy, (0,))
 
   @functools.cached_property
   def _keep(self) -> Callable[..., _State]:

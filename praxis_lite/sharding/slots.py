@@ -64,7 +64,7 @@ def opt_state_specs(
 
 
 class SlotOrigin(NamedTuple):
-  """The parameter that an array of an optimizer's state belongs to, its rank, and how dimensions correspond."""
+  """The parameter that an array of an optimizer's state belongs to, its rank, and the origin of each dimension."""
 
   owner: Path
   rank: int
@@ -174,7 +174,10 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
 
 def _are_valid(dims: SlotDims, slot_shape: Sequence[int], shape: tuple[int, ...]) -> bool:
-  """Whether `dims`, found with other sizes, which may be treated differently, agree with the true shape of a slot."""
+  """Whether `dims` agree with the true shape of a slot.
+
+  They may not: they were found with other sizes, which an optimizer may treat differently.
+  """
   used = [dim for dim in dims if dim is not None]
   sizes_agree = all(dim is None or shape[dim] == size for dim, size in zip(dims, slot_shape))
   return len(dims) == len(slot_shape) and bool(used) and len({*used}) == len(used) and sizes_agree

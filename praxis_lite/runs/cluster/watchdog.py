@@ -91,7 +91,8 @@ class _Host:
 class Watchdog:
   """Watches the processes of this run, in two threads, until the process ends.
 
-  Messages call the hosts by `names`. This host has the index `index`. See `HANG_TIMEOUT_S` for `timeout_s`.
+  `names` are the names of the hosts in messages, by index; `index` is that of this host. See `HANG_TIMEOUT_S` for
+  `timeout_s`.
   """
 
   def __init__(self, client: Client, names: list[str], connections: Connections, index: int, timeout_s: float):

@@ -185,7 +185,10 @@ class RunSaver:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run whose directory was lost where it was moved to, or where `make` makes one; returns a message."""
+    """Saves a run whose directory was lost; returns a message that says where, and how to continue.
+
+    If the directory was moved, the run is saved in its new place; otherwise, `make` makes a directory for it.
+    """
     self.saving.abandon(self.directory.path)
     lost = self.directory.why_lost() or lost  # `lost` may be about a folder that the save has created.
     unwritten = ''

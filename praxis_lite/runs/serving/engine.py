@@ -132,7 +132,7 @@ class Engine:
     return not self._thread.is_alive()
 
   def submit(self, asked: Asked, send: Callable[[Event], object]) -> Ticket:
-    """Adds a request; `send` is called with each event in the thread of the engine, returns at once, and never raises.
+    """Adds a request; `send`, which the engine's thread calls with each event, must return at once and raise no error.
 
     Raises:
       BusyError: there are already as many requests as the engine accepts.
