@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from praxis_lite.inputs import tensorflow as tf
+from praxis_lite.inputs.tensorflow import tf
 
 
 def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:

@@ -18,11 +18,12 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED
 from praxis_lite.common.errors import ConfigError, DataError, check_range
-from praxis_lite.inputs import image_ops, tensorflow as tf
+from praxis_lite.inputs import image_ops
 from praxis_lite.inputs.bad_records import BadRecord
 from praxis_lite.inputs.rand_augment import rand_augment
 from praxis_lite.inputs.record_files import is_tfrecord, read_examples
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.inputs.tensorflow import tf
 from praxis_lite.inputs.tfdata import TFRecordInput
 from praxis_lite.inputs.tfrecord_files import tensorflow_reason
 

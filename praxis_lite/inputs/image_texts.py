@@ -15,9 +15,9 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config, build_at, template
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.inputs.tensorflow import tf
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 

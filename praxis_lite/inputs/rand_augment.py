@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from praxis_lite.inputs import tensorflow as tf
+from praxis_lite.inputs.tensorflow import tf
 
 _FILL = 128
 _MOST = 10.0

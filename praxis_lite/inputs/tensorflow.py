@@ -1,13 +1,15 @@
-"""TensorFlow, imported when one of its names is first used: `from praxis_lite.inputs import tensorflow as tf`."""
+"""TensorFlow, imported when one of its names is first used: `from praxis_lite.inputs.tensorflow import tf`."""
 
 from __future__ import annotations
 
 import functools
 import os
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from praxis_lite.common.errors import ConfigError
+
+__all__ = ['import_tensorflow', 'tf']
 
 
 @functools.cache
@@ -19,18 +21,25 @@ def import_tensorflow(instead: str = 'use another input') -> ModuleType:
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN would print a notice, and nothing here needs oneDNN.
   try:
-    import tensorflow as tf
+    import tensorflow
   except ImportError:
     raise ConfigError(f'TensorFlow is not installed; pip install tensorflow-cpu, or {instead}') from None
   for kind in ('GPU', 'TPU'):
     try:
-      tf.config.set_visible_devices([], kind)
+      tensorflow.config.set_visible_devices([], kind)
     except RuntimeError:  # The program already uses TensorFlow, so the choice of devices stays with the program.
       break
-  return tf
+  return tensorflow
 
 
-def __getattr__(name: str) -> Any:
-  if name.startswith('__'):
-    raise AttributeError(name)
-  return getattr(import_tensorflow(), name)
+if TYPE_CHECKING:
+  import tensorflow as tf
+else:
+
+  class _LazyTensorFlow:  # Not a module with a `__getattr__`: pickle looks up names in all modules.
+    def __getattr__(self, name: str) -> Any:
+      if name.startswith('__'):
+        raise AttributeError(name)
+      return getattr(import_tensorflow(), name)
+
+  tf = _LazyTensorFlow()

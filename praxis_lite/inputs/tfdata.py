@@ -18,12 +18,12 @@ import numpy as np
 
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError, DataError, check_choice
-from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, resolve_source
 from praxis_lite.inputs.streamed import RowGroups, StreamedInput
+from praxis_lite.inputs.tensorflow import import_tensorflow, tf
 from praxis_lite.inputs.tf_example import serialized_examples
 from praxis_lite.inputs.tfrecord_files import (
   CANNOT_PARSE,
@@ -319,7 +319,7 @@ def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], c
 
   Raises DataError if a column has other values.
   """
-  tf.import_tensorflow('write another format')
+  import_tensorflow('write another format')
   with tf.io.TFRecordWriter(path, options=compression) as writer:
     for record in serialized_examples(rows):
       writer.write(record)

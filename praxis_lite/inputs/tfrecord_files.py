@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import numpy as np
 
 from praxis_lite.common.errors import DataError
-from praxis_lite.inputs import tensorflow as tf
 from praxis_lite.inputs.bad_records import BadRecord
+from praxis_lite.inputs.tensorflow import tf
 
 _AT_ONCE = 256
 # Bytes to read at the end of a file to find the last record, and bytes to read at once from a compressed file.

@@ -38,7 +38,7 @@ from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.lowering import used_inputs
 from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, path_name, to_path
 from praxis_lite.common.versions import package_version
-from praxis_lite.inputs import tensorflow as tf
+from praxis_lite.inputs.tensorflow import import_tensorflow, tf
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runs import exported
 from praxis_lite.runs.exported import Arrays
@@ -132,7 +132,7 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
     raise UserError(f'out: {path} exists and is not an empty directory; name another one, or remove it')
   if 'saved_model' in settings.formats:
     with prefix_errors('format saved_model'):
-      tf.import_tensorflow("export only StableHLO: formats=('stablehlo',), or --format=stablehlo")
+      import_tensorflow("export only StableHLO: formats=('stablehlo',), or --format=stablehlo")
 
 
 def _check_source_and_target(model: Any, settings: ExportSettings, positions: int | None) -> None:
