@@ -200,7 +200,7 @@ class RowPrograms:
 
   @functools.cached_property
   def _copy(self) -> Callable[..., _State]:
-    def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:  # Its name is that of the program.
+    def copy(state: _State, source: jax.Array, row: jax.Array) -> _State:  # Profiles show this name.
       return self._move_row(state, state, source, row)
 
     return self._make_program(copy, (0,))

@@ -91,8 +91,8 @@ class _Host:
 class Watchdog:
   """Watches the processes of this run, in two threads, until the process ends.
 
-  `names` are the names of the hosts in messages, by index; `index` is that of this host. See `HANG_TIMEOUT_S` for
-  `timeout_s`.
+  Messages name the hosts by `names`, in the order of their indices; `index` is the index of this host. For `timeout_s`,
+  see `HANG_TIMEOUT_S`.
   """
 
   def __init__(self, client: Client, names: list[str], connections: Connections, index: int, timeout_s: float):
