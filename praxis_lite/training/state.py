@@ -216,7 +216,7 @@ def state_initializer(
 def initialize_partitioned_model_states(
   jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
 ) -> PartitionedModelStates:
-  """Creates the train state of a task, sharded and padded on a mesh, by default its own; never whole on one device."""
+  """Creates the train state of a task, sharded and padded on `mesh`, or the task's, never whole on one device."""
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

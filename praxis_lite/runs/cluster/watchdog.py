@@ -91,8 +91,7 @@ class _Host:
 class Watchdog:
   """Watches the processes of this run, in two threads, until the process ends.
 
-  Messages name the hosts by `names`, in the order of their indices; `index` is the index of this host. For `timeout_s`,
-  see `HANG_TIMEOUT_S`.
+  Messages call the hosts by `names`. This host has the index `index`. See `HANG_TIMEOUT_S` for `timeout_s`.
   """
 
   def __init__(self, client: Client, names: list[str], connections: Connections, index: int, timeout_s: float):
