@@ -65,3 +65,8 @@ def test_published_sizes_have_as_many_weights(sizes, published):
   text = str(mamba2_lm(vocab_size=50_288, model_dims=model_dims, num_layers=num_layers).instantiate())
   count = int(text.splitlines()[0].split(', ')[1].split()[0].replace(',', ''))
   assert count == pytest.approx(published, rel=0.005)
+
+
+def test_a_misspelt_size_is_refused_by_the_function_that_was_called():
+  with pytest.raises(TypeError, match=r"mamba2_lm\(\) got an unexpected keyword argument 'tie_embedding'"):
+    mamba2_lm(vocab_size=37, model_dims=64, num_layers=1, tie_embedding=True)

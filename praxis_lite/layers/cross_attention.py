@@ -35,15 +35,21 @@ class CrossAttention(MultiHeadAttention):
     super().setup()
     self._has_bias = False
 
-  def attention_mask(self, **rows: jax.Array | None) -> AttentionMask:
+  def attention_mask(
+    self,
+    *,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+  ) -> AttentionMask:
     """Returns the mask: a target attends to the sources of its segment or, without segments, to all except padding.
 
-    `rows` are arguments of `__call__`; positions and prefixes have no effect.
+    The arguments are the same as for `__call__`; positions and prefixes have no effect.
     """
-    ids_BT, ids_BS = rows.get('segment_ids'), rows.get('kv_segment_ids')
-    if ids_BT is None and ids_BS is not None:
-      return Paddings((ids_BS == 0).astype(jnp.int32))
-    return super().attention_mask(segment_ids=ids_BT, kv_segment_ids=ids_BS)
+    if segment_ids is None and kv_segment_ids is not None:
+      return Paddings((kv_segment_ids == 0).astype(jnp.int32))
+    return super().attention_mask(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
 
   def read_source(self, kv_BSD: jax.Array, kv_segment_ids: jax.Array | None = None) -> None:
     """Computes keys and values of the sources, and keeps them for `attend_to_source`.

@@ -173,8 +173,9 @@ def mel_filters(
 ) -> np.ndarray:
   """Returns triangles over the frequencies of a transform, [F, M] float64, whose corners are equidistant in mels.
 
-  The arguments are fields of `LogMel`.
+  The arguments are fields of `LogMel`. Raises ConfigError if there is no such scale.
   """
+  check_choice('mel_scale', mel_scale, MEL_SCALES)
   to_mel, to_hz = _SCALES[mel_scale]
   high_hz = sample_rate / 2 if high_hz is None else high_hz
   corners = to_hz(np.linspace(to_mel(np.asarray(low_hz)), to_mel(np.asarray(high_hz)), num_mels + 2))

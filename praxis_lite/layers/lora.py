@@ -63,9 +63,13 @@ class Adapter(LayerPatterns):
       return kind not in self.only_if_named
     return self.matches(name)
 
-  def adapt_at(self, name: str, config: Config) -> Config:
-    """Returns the config of the layer at the path `name` below the model with this adapter, given one without it."""
+  def adapt(self, config: Config) -> Config:
+    """Returns the config of a layer with this adapter, given its config without one."""
     raise NotImplementedError
+
+  def adapt_at(self, name: str, config: Config) -> Config:
+    """Returns the result of `adapt`; override it if the adapter depends on `name`, the layer's path below the model."""
+    return self.adapt(config)
 
   def _change_class(self, config: Config, **fields: object) -> Config:
     copied = config.clone()
@@ -305,7 +309,7 @@ class Lora(Adapter):
     """The factor of an update."""
     return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-  def adapt_at(self, name: str, config: Config) -> Config:
+  def adapt(self, config: Config) -> Config:
     if self.names is not None and target(config) not in (Linear, Projection):
       raise ConfigError('Lora.names: several adapters are for linear layers and projections')
     if target(config) is MoeFeedForward:

@@ -140,7 +140,8 @@ def split_update(
 ) -> Config[LowRankUpdate]:
   """Gives A and B of an update the entries of `wt`, the mapping of the weight [*I, *O] that it is added to.
 
-  None leaves A and B to the task's strategy, like the weight. The layer of the weight is at `path`.
+  Without a mapping, the task's strategy splits A and B, like the weight, which is in the layer at `path`. `rank_in` is
+  the number of dimensions I.
   """
   if wt is not None:
     whole = DeclaredSplit((None,), (f'derived from the weight of {path}: the rank of an update is not split',))

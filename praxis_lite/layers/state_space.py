@@ -106,10 +106,10 @@ def scan_chunks(
 class ChunkDecay(NamedTuple):
   """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments."""
 
-  between_BNLM: jax.Array  # At token L, of what token M has written; 0 if M is later than L.
-  from_before_BLN: jax.Array  # At each token, of the state before the chunk.
-  to_after_BMN: jax.Array  # After the chunk, of what each token has written.
-  kept_BN: jax.Array  # After the chunk, of the state before it.
+  between_BNLM: jax.Array  # The factor at token L of what token M has written; 0 if M is later than L.
+  from_before_BLN: jax.Array  # The factor at each token of the state before the chunk.
+  to_after_BMN: jax.Array  # The factor after the chunk of what each token has written.
+  kept_BN: jax.Array  # The factor after the chunk of the state before it.
 
   @classmethod
   def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,26 +30,30 @@ from praxis_lite.sharding.weights import WeightInit
 
 def mamba2_lm(
   *,
+  vocab_size: int,
   model_dims: int,
+  num_layers: int,
   dims_per_head: int = 64,
   expand: int = 2,
   state_dims: int = 128,
   num_groups: int = 1,
   kernel_size: int = 4,
   chunk_size: int = 256,
+  attention_every: int | None = None,
   num_attention_heads: int | None = None,
+  tie_embeddings: bool = True,
   epsilon: float = 1e-5,
-  **lm: Any,
+  remat: str = 'auto',
+  fprop_dtype: DTypeLike | None = None,
 ) -> Config[LanguageModel]:
   """Returns the config of a language model of Mamba-2 blocks (Dao and Gu, 2024).
 
   Args:
-    model_dims: see `TransformerLm`.
+    vocab_size, model_dims, num_layers: see `TransformerLm`.
     dims_per_head, state_dims, num_groups, kernel_size, chunk_size: see `Mamba2`.
     expand: the number of dims of all heads of a mixer together, divided by the model dims.
     num_attention_heads: heads of attention; None means one for each 64 model dims, at least one.
-    epsilon: `epsilon` of all norms.
-    **lm: other arguments of `recurrent_lm`; `vocab_size` and `num_layers` are required.
+    attention_every, tie_embeddings, epsilon, remat, fprop_dtype: see `recurrent_lm`.
 
   Raises:
     ConfigError: `dims_per_head` does not divide `expand` times the model dims, or `attention_every` is less than 2.
@@ -63,8 +66,18 @@ def mamba2_lm(
   mixer = Config(Mamba2, num_heads=num_heads, dims_per_head=dims_per_head, state_dims=state_dims)
   mixer.set(num_groups=num_groups, kernel_size=kernel_size, chunk_size=chunk_size)
   mixer.norm_tpl.epsilon = epsilon
-  num_attention_heads = num_attention_heads or max(1, model_dims // 64)
-  return recurrent_lm(mixer, model_dims=model_dims, num_attention_heads=num_attention_heads, epsilon=epsilon, **lm)
+  return recurrent_lm(
+    mixer,
+    vocab_size=vocab_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    attention_every=attention_every,
+    num_attention_heads=num_attention_heads or max(1, model_dims // 64),
+    tie_embeddings=tie_embeddings,
+    epsilon=epsilon,
+    remat=remat,
+    fprop_dtype=fprop_dtype,
+  )
 
 
 def recurrent_lm(

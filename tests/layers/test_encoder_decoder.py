@@ -372,3 +372,9 @@ def test_experts_know_the_padding_of_both_sides():
     return np.asarray(out)[of_targets > 0]
 
   np.testing.assert_array_equal(run(0), run(V - 1))
+
+
+def test_the_mask_of_cross_attention_refuses_a_misspelt_argument():
+  layer = Config(CrossAttention, input_dims=D, num_heads=N, dims_per_head=H).instantiate(name='x')
+  with pytest.raises(TypeError, match='kv_segments'):
+    layer.attention_mask(kv_segments=jnp.ones((B, S), jnp.int32))

@@ -79,6 +79,8 @@ def test_filters_of_equal_area_and_of_equal_height():
     np.testing.assert_allclose(areas.sum(0) * 16_000 / 4096, 1, rtol=0.02)
     assert heights.shape == (2049, 20) and heights.max() <= 1 and (heights.max(0) > 0.9).all()
     assert heights[: int(50 * 4096 / 16_000)].max() < 1e-9 and heights[7000 * 4096 // 16_000 :].max() < 1e-9
+  with pytest.raises(ConfigError, match=r"mel_scale: .*'mel'"):
+    mel_filters(20, 4096, 16_000, mel_scale='mel')
 
 
 @pytest.mark.parametrize('centered', [False, True])

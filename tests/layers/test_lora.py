@@ -48,7 +48,7 @@ def logits(model, variables):
 
 def adapted(config, adapter):
   """The layer of a config, with an adapter, and drawn variables."""
-  layer = adapter.instantiate().adapt_at('x', config).instantiate(name='x')
+  layer = adapter.instantiate().adapt(config).instantiate(name='x')
   return layer, drawn_variables(layer.abstract_init())
 
 

@@ -11,6 +11,7 @@ from praxis_lite.instruments.plan.cost import cost_of
 from praxis_lite.instruments.plan.hlo import device_groups, parse
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.instruments.plan.links import Links
+from praxis_lite.instruments.plan.memory import live_memory
 from praxis_lite.instruments.plan.targets import find_target
 from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.instruments.plan.work import CountedProduct, operation_seconds
@@ -518,3 +519,24 @@ def test_names_and_links_do_not_outlive_their_plan():
   del names, links
   gc.collect()
   assert [reference() for reference in references] == [None, None]
+
+
+_COPIED = """HloModule step, is_scheduled=true
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %a = f32[8]{0} multiply(%p, %p)
+  %start = (f32[8]{0:S(1)}, f32[8]{0}, u32[]) copy-start(%a)
+  %b = f32[8]{0} add(%p, %p)
+  %done = f32[8]{0:S(1)} copy-done(%start)
+  %c = f32[8]{0} multiply(%b, %done)
+  %d = f32[8]{0} add(%c, %done)
+  %e = f32[8]{0} add(%d, %d)
+  ROOT %r = f32[8]{0} add(%e, %e)
+}
+"""
+
+
+def test_an_array_and_its_asynchronous_copy_are_both_live_until_the_last_use_of_the_copy():
+  live, _ = live_memory(parse(_COPIED), LayerNames(()))
+  assert sum(found.bytes for found in live) == 4 * 32 + 4  # a, its copy, c and d; and the context of the copy.

@@ -20,9 +20,8 @@ from praxis_lite.bridges.hf.files import DerivedTensor, StoredTensor, Tensor
 from praxis_lite.common.errors import CheckpointError
 
 _SCALE = '_scale_inv'
-_DTYPE = np.dtype(
-  ml_dtypes.bfloat16
-)  # Weights are read in this dtype, to which the authors of DeepSeek-V3 convert them.
+# Weights are read in this dtype, to which the authors of DeepSeek-V3 convert them.
+_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
 def block_of(quantization: object) -> tuple[int, int] | None:

@@ -208,7 +208,7 @@ class _Buffer:
 _Held = _Buffer | tuple['_Held', ...]
 # The kind of the buffers that a loop over layers fills, by the loop's phase. A recomputing loop keeps nothing.
 FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
-_SAME = ('bitcast', 'optimization-barrier', 'while')
+_SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
 def live_memory(program: CompiledProgram, names: LayerNames) -> tuple[tuple[Live, ...], dict[str, int]]:
@@ -302,10 +302,10 @@ class _Liveness:
       return used[0][int(instruction.attribute('index'))]
     if opcode == 'while' and used:
       self._tell_loop(instruction, used[0])
-    if opcode.endswith('-done') and used and isinstance(used[0], tuple) and len(used[0]) > 1:
-      return used[0][1]
-    if (opcode in _SAME or opcode.endswith('-done')) and used:
+    if opcode in _SAME and used:
       return used[0]
+    if opcode.endswith('-done') and used:
+      return used[0][1] if isinstance(used[0], tuple) and len(used[0]) > 1 else used[0]
     if (position := _updated_in_place(instruction, self._program)) is not None and position < len(used):
       return used[position]
 
