@@ -128,7 +128,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(implementation: str, case: AttentionCase, path: str = 'implementation') -> AttentionChoice:
-  """Returns an implementation other than 'auto', and the reason; `path` is the config path of `implementation`.
+  """Returns an implementation other than 'auto', and the reason. Messages begin with `path`.
 
   Raises:
     ConfigError: there is no such implementation, or it cannot compute this case.

@@ -42,7 +42,7 @@ def kl_divergence(p_BTV: jax.Array, q_BTV: jax.Array) -> jax.Array:
 
 
 def stored_divergence(q_BTV: jax.Array, ids_BTK: jax.Array, p_BTK: jax.Array) -> jax.Array:
-  """Returns KL(p || q), [B, T], in nats, of log-probabilities; p has K different tokens; the others count as one."""
+  """Returns KL(p || q), [B, T], in nats, from log-probabilities. p has K different tokens; all others count as one."""
   own_BTK = jnp.take_along_axis(q_BTV, ids_BTK, axis=-1)
   rest_BT = 1 - jnp.sum(jnp.exp(p_BTK), axis=-1)
   others_BTV = jnp.put_along_axis(q_BTV, ids_BTK, -jnp.inf, axis=-1, inplace=False)

@@ -17,13 +17,14 @@ from test_depth_of_programs import size_of_program
 from praxis_lite.bridges.hf import writer
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
 from praxis_lite.bridges.hf.files import StoredTensor
-from praxis_lite.bridges.hf.hf_config import HfConfig
+from praxis_lite.bridges.hf.hf_config import HfConfig, rope_values
 from praxis_lite.bridges.hf.reader import open_checkpoint
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.positions import RotaryPositions, YarnRotaryScaling
 from praxis_lite.models import transformer_lm
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -357,3 +358,12 @@ def test_the_guide_names_all_families_and_the_scalings_of_positions_that_are_imp
   with pytest.raises(ConfigError, match=r"'dynamic' is not supported; only default, linear, llama3, yarn and longro"):
     FAMILIES['llama'].model(HfConfig(CASES['llama'] | {'rope_parameters': {'rope_type': 'dynamic'}}))
   assert all(kind in paragraph.lower() for kind in ('linear', 'llama3', 'yarn', 'longrope'))
+
+
+def test_exports_write_null_for_a_factor_of_yarn_that_the_model_computes():
+  scaling = Config(YarnRotaryScaling, factor=4.0, original_max_len=16)
+  rotary = Config(RotaryPositions, dims=8, scaling_tpl=scaling).instantiate()
+  assert rope_values(rotary)['rope_scaling'] == {
+    **{'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16},
+    **{'beta_fast': 32.0, 'beta_slow': 1.0, 'attention_factor': None, 'truncate': True},
+  }

@@ -250,12 +250,13 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
   elif isinstance(scaling, YarnRotaryScaling):
     scaled |= {'rope_type': 'yarn', **{name: getattr(scaling, name) for name in _YARN_FIELDS}}
   elif isinstance(scaling, LongRotaryScaling):
-    scaled |= {'rope_type': 'longrope', 'short_factor': [*scaling.short_factors]}
-    scaled |= {'long_factor': [*scaling.long_factors], 'attention_factor': scaling.attention_factor}
+    factors = {'short_factor': [*scaling.short_factors], 'long_factor': [*scaling.long_factors]}
+    magnitude = {} if scaling.attention_factor is None else {'attention_factor': scaling.attention_factor}
+    scaled |= {'rope_type': 'longrope', **factors, **magnitude}
     values[_ORIGINAL_LENGTH] = scaling.original_max_len
     values['max_position_embeddings'] = round(scaling.factor * scaling.original_max_len)
     values |= {IS_LONG: True} if scaling.is_long else {}
-  return values | {'rope_scaling': {name: value for name, value in scaled.items() if value is not None}}
+  return values | {'rope_scaling': scaled}
 
 
 def activation_name(ours: str, field: str) -> str:

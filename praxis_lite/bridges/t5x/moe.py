@@ -51,7 +51,7 @@ def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisN
   """Returns a tree of names in which 'expert' precedes the names of each array that the filter accepts.
 
   Optimizer state that is factored per expert has one more axis than its rules name. AxisNames and PartitionSpecs keep
-  their type, and names of type `kind` replace None.
+  their type, and names of type `kind` replace None. A filter of None accepts no array.
   """
   accepts = _to_predicate(state_filter)
 
