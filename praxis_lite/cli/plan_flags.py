@@ -156,7 +156,11 @@ def _add_flags_of_changes(values: CommandFlags) -> None:
     ('failures_per_chip_day', 'failures per chip and day; by default those of Llama 3 405B. 0 for none.', '0.0005'),
     ('restart_seconds', 'seconds from a failure to the next step; 300 by default.', '600'),
     ('save_seconds', 'seconds that a save stalls the run; by default they follow from the size of the state.', '3'),
-    ('input_wait_share', 'time that a run waits for inputs, as a share of the time of its steps; 0 by default.', '0.02'),
+    (
+      'input_wait_share',
+      'time that a run waits for inputs, as a share of the time of its steps; 0 by default.',
+      '0.02',
+    ),
   ):
     values.add_number(name, f'For the cost of training: {does}', example, least=0)
   gigabits = 'Gigabits per second of all network adapters of a host, such as 8 x 400; by default the published figure.'
