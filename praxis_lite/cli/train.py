@@ -30,10 +30,14 @@ def _run(values: flags.FlagValues) -> int:
   config.task.train.loggers = add_tracked(config.task.train.loggers, values.track)
 
   from praxis_lite.checkpoints import saved_steps
+  from praxis_lite.runs.records.record import has_record
 
+  is_new = not saved_steps(job_log_dir)
+  if is_new and values.exp and has_record(values.exp) and config.task.train.init_from.path is None:
+    print(f'weights begin from the seed; to begin with those of the run: --set task.train.init_from.path={values.exp}')
   hosts = values.coordinator_address, values.num_processes, values.process_id
   job = _find_job(*hosts)
-  if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task, is_alone=job is None):
+  if values.verify and is_new and is_worth_verifying(config.task, is_alone=job is None):
     if job is None and not values.elastic:
       config.task.instantiate().create_mesh()  # Reports missing devices before the verification takes time.
     startup.mark('import')

@@ -27,15 +27,26 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
 
 
 def describe_untypical_training(task: SingleTask) -> str:
-  """Returns a warning, which says what to set, if a task trains all weights of a model with adapters; otherwise ''."""
+  """Returns a warning, which says what to set, or ''.
+
+  It is for tasks whose weights that are not trained keep random initial values, and for tasks that train all weights of
+  a model with adapters.
+  """
   learner, start = task.train.learner, task.train.init_from
-  narrowed = [getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion')]
-  if not task.model.adapters or any(narrowed) or getattr(learner, 'rules', None):
-    return ''
+  narrowed = any(getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion'))
   begins, more = '', ''
   if start.path is None:
     begins = ', and begins from the seed, so weights of an imported run are not used'
-    more = ' --set task.train.init_from.path=RUN --set "task.train.init_from.rules=((\'.*lora.*\',None),)"'
+    more = ' --set task.train.init_from.path=RUN'
+    if task.model.adapters:
+      more += ' --set "task.train.init_from.rules=((\'.*lora.*\',None),)"'
+  if narrowed and start.path is None:
+    return (
+      'warning: task.train.init_from.path: it is not set, so weights that are not trained keep random initial values; '
+      f'to begin with the weights of a run:{more}'
+    )
+  if not task.model.adapters or narrowed or getattr(learner, 'rules', None):
+    return ''
   return (
     f'warning: task.model.adapters: training changes all weights, not only the adapters{begins}; to train only '
     f"adapters: --set 'task.train.learner.bprop_variable_inclusion=.*lora.*'{more}"

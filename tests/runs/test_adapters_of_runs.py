@@ -99,6 +99,16 @@ def test_adapters_whose_base_is_trained_too_are_warned_of():
   assert "--set 'task.train.learner.bprop_variable_inclusion=.*lora.*' --set task.train.init_from.path=RUN" in told
   task.train.init_from.path = 'runs/base'
   assert 'seed' not in describe_untypical_training(task.instantiate())
-  assert not describe_untypical_training(
-    train_adapters(task.set(model=remove_adapters(task.model)), Config(Lora)).instantiate()
-  )
+  train_adapters(task.set(model=remove_adapters(task.model)), Config(Lora))
+  assert not describe_untypical_training(task.instantiate())
+
+
+@pytest.mark.parametrize('adapters', [None, Config(Lora, rank=2)])
+def test_weights_that_stay_random_are_warned_of(adapters):
+  task = configure(SyntheticLmTiny).task
+  task.model.adapters, task.train.learner.bprop_variable_inclusion = adapters, '.*lora.*' if adapters else '.*softmax.*'
+  told = describe_untypical_training(task.instantiate())
+  assert 'weights that are not trained keep random initial values' in told
+  assert '--set task.train.init_from.path=RUN' in told and ('.rules=' in told) == (adapters is not None)
+  task.train.init_from.path = 'runs/base'
+  assert not describe_untypical_training(task.instantiate())
