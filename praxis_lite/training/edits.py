@@ -2,7 +2,7 @@
 
     add(vector)              x + vector
     replace(value)           value in place of x
-    zero(units=(3, 8))       zeros in place of these entries of the last dimension; zero() of all of them
+    zero(units=(3, 8))       zeros in place of these entries of the last dimension; zero() replaces all entries
 
 `layers=(2, -1)` edits these layers of a stack, counted from 0, and leaves the others as they are. The values are
 constants of the compiled program. `layers/base/taps.py` applies them.
@@ -28,7 +28,7 @@ from praxis_lite.layers.base.taps import edit_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Edit:
-  """A change of a value x to x + add, or to `add` if `drops` is True, in `units` and `layers`; None means in all."""
+  """A change of a value x to x + add, or to `add` if `drops` is True, in these `units` and `layers`; None means all."""
 
   add: ArrayLike = 0.0
   drops: bool = False
@@ -61,7 +61,7 @@ def _integers(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None
 
 
 class Edits:
-  """All edits of the values of a model: one or several for each path of a layer, applied after those in `before`.
+  """All edits of the values of a model: one or several for each path of a layer, applied after the edits in `before`.
 
   Raises ConfigError if a path names no layer, or a layer index is not in the layer's stack.
   """

@@ -7,8 +7,9 @@
 Under `shard_map` the state has the same layout, so checkpoints, evaluation and decoding are not affected:
 
     batch axes      all mesh axes except those of tensor-parallel layers; each device takes its own rows
-    split weights   gathered by the layer that uses them, in the dtype it computes in, and gathered again in the
-                    backward pass; inside a scan over layers, layer by layer; their gradients are mean-reduce-scattered
+    split weights   gathered by the layer that uses them, in the dtype in which the layer computes, and again in the
+                    backward pass; a scan over layers gathers one layer at a time; their gradients are
+                    mean-reduce-scattered
     whole weights   their gradients are averaged once per step, after all microbatches
     KEEP_SPLIT      the layer uses this device's shard; the weight is neither gathered nor averaged over that axis
     optimizer       updates each device's shard; norms are sums over all shards
@@ -83,11 +84,11 @@ class Execution:
     return loss, weight
 
   def combine(self, loss: Losses, out: LossOutput, gradients: NestedDict) -> tuple[Losses, LossOutput, NestedDict]:
-    """Returns losses, outputs and gradients of the whole batch; gradients and updates only for this device's shards."""
+    """Returns loss, output and gradients of the whole batch; gradients and `out.updates` are this device's shards."""
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Returns sums over whole variables, given sums over this device's shards: scalars, or [layers, 1, ...]."""
+    """Returns sums over whole variables, given sums over this device's shards; each is a scalar or [layers, 1, ...]."""
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:

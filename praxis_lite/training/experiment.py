@@ -117,7 +117,7 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
 
 
 def _check_spelling(experiment_class: type[BaseExperiment], unset: Sequence[str]) -> None:
-  """Raises ConfigError if the class sets an attribute that seems to be a misspelled attribute in `unset`."""
+  """Raises ConfigError if the class sets an attribute whose name seems to misspell one of the names in `unset`."""
   for cls in experiment_class.__mro__:
     for name in () if cls in (BaseExperiment, object) else vars(cls):
       close = difflib.get_close_matches(name.lower(), unset, n=1, cutoff=0.9)

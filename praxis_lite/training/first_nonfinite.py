@@ -27,7 +27,7 @@ class Origin:
 
   where: str  # The path of the layer, with indices of repeated layers, as in 'lm.transformer[3].layers.mlp'.
   is_backward: bool  # Whether the operation belongs to the backward pass.
-  operation: str  # Its name in JAX, such as 'exp'.
+  operation: str  # The operation's name in JAX, such as 'exp'.
   found: str  # The non-finite value in its result: 'nan' or 'inf'.
   inputs: list[str]  # A text for each input, with its shape and range.
 
@@ -38,7 +38,7 @@ class Origin:
 
 @dataclasses.dataclass
 class Statistics:
-  """Statistics of a layer's last result: root mean square, largest magnitude, and number of non-finite values."""
+  """Statistics of a layer's last result: root mean square, largest magnitude, number of non-finite values, and size."""
 
   rms: float
   largest: float

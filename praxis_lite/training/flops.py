@@ -45,8 +45,8 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   """Returns the FLOPs of one call of a program.
 
   For a `cond`, the most expensive branch counts; for a `while`, the largest possible number of iterations, or one if
-  the program shows no limit. So blockwise attention counts as if each row were one segment, because segment ids are
-  data that decide which blocks are skipped, and ring attention counts as if there were no mask.
+  the program shows no limit. So blockwise attention counts as if each row were one segment, because the segment ids,
+  which decide what blocks are skipped, are data. Ring attention counts as if there were no mask.
   """
   return _flops(jaxpr, [])
 
@@ -54,7 +54,7 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
 def flops_by_scope(
   jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
 ) -> Iterator[tuple[str, float]]:
-  """Yields the scopes, such as 'jvp(lm)/ff', and the FLOPs in one call of each product; see `count_flops`."""
+  """Yields each product's scope, such as 'jvp(lm)/ff', and its FLOPs in one call of the program; see `count_flops`."""
   bounds = LoopBounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
@@ -98,7 +98,8 @@ def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
-  # In the gradient of a scan, parts of these functions without operands or products are moved before the scan.
+  # In the gradient of a scan, JAX moves parts of these functions before the scan. These parts have the same name, but
+  # no operands or no products.
   if name in _JIT and params['name'] == 'grouped_product' and len(shapes) == 3:
     return 2.0 * elements * shapes[0][-1]
   if name in _JIT and params['name'] == 'grouped_sum' and len(shapes) == 3:

@@ -28,9 +28,9 @@ class Probes(NamedTuple):
 
 
 def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_losses: int = 1) -> Probes:
-  """Returns the probes of a step, given the shapes of the outputs of the loss function, called without probes.
+  """Returns the probes of a step, given the shapes of what the loss function returns in a call without probes.
 
-  `probed` is what this call has collected, see `Taps`; `root` is the path of the model, and `num_losses` the number of
+  `probed` is what that call has collected, see `Taps`; `root` is the path of the model, and `num_losses` the number of
   devices whose losses are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()

@@ -92,7 +92,7 @@ class _Norms:
 def _reference(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> tuple[str, Norms]:
-  """Computes the norms on one device, or with the other partitioning; returns a text that says which, and the norms."""
+  """Computes the norms on one device or with the other partitioning; returns a text that says which, and the norms."""
   task, own = partitioned.jax_task, partitioned.jax_task.partitioning
   problem = 'there are several hosts'
   if jax.process_count() == 1:
@@ -126,6 +126,6 @@ def _drop_slots(tree: TrainState) -> TrainState:
 
 
 def _refuse_random_numbers(one_key: Norms, another: Norms) -> None:
-  """Raises a ConfigError if norms for two PRNG keys differ, because under `shard_map` devices draw other numbers."""
+  """Raises a ConfigError if norms for two PRNG keys differ: under `shard_map`, each device draws its own numbers."""
   if not all(np.allclose(one_key[name], another[name], rtol=_EXACT) for name in one_key):
     raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')

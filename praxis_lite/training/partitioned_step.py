@@ -73,8 +73,8 @@ class PartitionedStep(Generic[_OutT]):
   def put_inputs(self, batch: NestedDict) -> NestedDict:
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
 
-    It is the global batch, or with several processes this process's share of it. Raises DataError if its arrays differ
-    from those for which the step was built.
+    The batch is the global one, or with several processes, this process's share of it. Raises DataError if the arrays
+    of the batch differ from those for which the step was built.
     """
     expected = self.arguments[-1]
     padded = pad_batch(batch, batch_size(expected) // jax.process_count())

@@ -25,7 +25,8 @@ def train_preferences(task: Config[TaskT], loss: Config | None = None) -> Config
       train_preferences(task, Config(Dpo, beta=0.1))
 
   If the loss needs a reference and the model has no adapters, the model gets a frozen copy of its network, `reference`,
-  which the learner does not train. If `task.train.init_from` names another run, both get the variables of that run.
+  which the learner does not train. If `task.train.init_from` names another run, both the network and the copy get the
+  variables of that run.
 
   Args:
     task: the config of a task of a `LanguageModel`; call `train_adapters` before this.
@@ -71,8 +72,9 @@ def _keep_reference(task: Config[TaskT]) -> None:
 def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
   """Makes the model of a task a `RewardModel`, in place, and returns the task.
 
-  The head gets random initial values, and the network the variables that `task.train.init_from` names. The learner does
-  not train the softmax, unless it shares its table with the embedding. Call `train_adapters` before this.
+  The head gets random initial values, and the network gets the variables of the run that `task.train.init_from` names.
+  The learner does not train the softmax, unless the softmax shares its table with the embedding. Call `train_adapters`
+  before this.
   """
   model = to_class(task.model, RewardModel, without=(*SIZES_OF_NETWORK, 'tokens_are_bytes', 'decoder_tpl'))
   task.model = model.set(lm_tpl=sized_network(task.model, 'task.model').set(mtp_tpl=None))
@@ -87,8 +89,8 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
 def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
   """Returns the config of a model of another class, with all fields that both classes have.
 
-  Raises ConfigError if the model is not a language model, or a field that is not at its default, except those named by
-  `without`, would be lost.
+  Raises ConfigError if the model is not a language model, or if the other class lacks a field that is not at its
+  default. Fields named by `without` may be lost.
   """
   check_is_language_model('task.model', model)
   known = set(field_names(Config(kind)) or ())
@@ -141,8 +143,8 @@ def train_on_policy(task: Config[TaskT], teacher: Config, sampler: Config | None
   """Makes the model of a task an `OnPolicyModel`, which learns from a teacher on its own answers; returns the task.
 
   The config is changed in place. The training input must be a `RewardedInput`. `task.train.init_from` should name a run
-  of `train_distillation` with the same teacher, which contains the variables of both. For the arguments and errors, see
-  `train_distillation` and `train_policy`.
+  of `train_distillation` with the same teacher; that run contains the variables of model and teacher. For the arguments
+  and errors, see `train_distillation` and `train_policy`.
   """
   network = _teacher_network(teacher)
   train_policy(task, sampler=sampler)

@@ -77,8 +77,8 @@ def get(name: str) -> type[BaseExperiment]:
       `path/to/file.py:Class`. After a colon, the class may be left out if the module has only one experiment.
 
   Raises:
-    UserError: no experiment has this name, or several have it, and the message lists similar names; or importing the
-      module fails, and the message says what was raised, and where.
+    UserError: no experiment has this name, and the message lists similar names; several have it, and the message lists
+      them; or importing the module fails, and the message says what was raised, and where.
   """
   if name in _entries:
     return _entries[name].experiment

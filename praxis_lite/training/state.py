@@ -29,8 +29,8 @@ from praxis_lite.training.task import SingleTask
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')
 
-# With fewer parameters, compiling the program that draws them with optimizations takes a CPU longer than running it
-# without.
+# With fewer parameters, a CPU takes longer to optimize the program that draws them than to run the program without
+# optimizations.
 _FEW = 1 << 23
 
 
@@ -145,7 +145,7 @@ def state_layout(
 def _slot_specs(
   unpadded: TrainState, specs_of_vars: NestedDict, learner: BoundLearner, mesh: Mesh | AbstractMesh
 ) -> Any:
-  """Returns the specs of the optimizer's slots, which it or their variables determine; None without optimizer state."""
+  """Returns the specs of slots, which the optimizer or their variables determine; None without optimizer state."""
   if unpadded.opt_states is None:
     return None
   specs = opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes)
@@ -216,7 +216,7 @@ def state_initializer(
 def initialize_partitioned_model_states(
   jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
 ) -> PartitionedModelStates:
-  """Creates the train state of a task, sharded and padded on `mesh`, or the task's, never whole on one device."""
+  """Creates a task's train state, sharded and padded on `mesh`, by default the task's; never whole on one device."""
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

@@ -40,7 +40,7 @@ class EarlyStoppingParams(Configurable):
   """Early stopping: ends a run when a metric of its evaluations no longer improves.
 
   Attributes:
-    patience: number of evaluations in a row without an improvement after which the run stops; None disables it.
+    patience: the run stops after this many evaluations in a row without an improvement; None disables early stopping.
     metric: name of the metric, or `eval/<input>/<metric>` if several inputs are evaluated. If this has its default
       value and the run has a `best_metric`, that metric is used.
     mode: 'min', 'max' or 'auto', see `best_metric_mode` of the training. If `best_metric` is used, so is its mode.
@@ -91,7 +91,7 @@ class EmergencyCopiesParams(Configurable):
   Attributes:
     every_n_steps: steps between copies; None disables them. A killed process loses less than twice this many steps.
     directories: where each host keeps its copies: on a RAM disk or a disk. Each directory gets all copies. The first
-      directory with a complete copy is read, so one of them may be on another host.
+      directory with a complete copy is read, so one of the directories may be on another host.
     peers: the number of other hosts to which each process sends its shards, so that a copy survives the loss of a host.
       Each peer is in another failure domain.
     failure_domain: the number of successive processes that may be lost together, such as those of a host, a rack or a
@@ -173,8 +173,8 @@ class TrainParams(Configurable):
     mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
       checkpoint that is kept, and the other files of its directory. If the mirror is newer than the directory, the run
       resumes from it. None disables it.
-    max_skipped_steps: number of steps in a row without a finite loss and gradient after which the run ends with an
-      error; 0 and None set no limit.
+    max_skipped_steps: the run ends with an error after this many steps in a row without a finite loss and gradient; 0
+      and None set no limit.
     slow_step_factor: a step that takes more than this times the median of the previous steps is reported; None disables
       the reports.
     max_rollbacks: how many times a run may go back because of a step that is not finite, or a spike of the loss.

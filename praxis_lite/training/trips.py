@@ -105,7 +105,7 @@ def _bound_of_value(value: object) -> Bound:
 
 
 def _counts_up(body: core.Jaxpr, invar: int, outvar: int) -> bool:
-  """Whether the body of a loop adds 1 to a carried value, which is its input `invar` and its output `outvar`."""
+  """Whether a loop's body adds 1 to a carried value, which is the body's input `invar` and its output `outvar`."""
   counter, result = body.invars[invar], body.outvars[outvar]
   for equation in body.eqns:
     if equation.outvars[0] is result and equation.primitive.name == 'add':

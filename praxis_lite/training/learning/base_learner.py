@@ -109,7 +109,7 @@ class GivenGradients(NamedTuple):
   gradients: NestedDict  # Of the trained variables.
   squares: NestedDict  # The squared norm of each gradient, a scalar.
   norm: jax.Array  # The norm of all gradients together.
-  losses: Mapping[str, jax.Array]  # By name; see `BoundLearner.paths_by_loss`.
+  losses: Mapping[str, jax.Array]  # The losses by name; see `BoundLearner.paths_by_loss`.
   variables: NestedDict
   step: jax.Array
   sum_parts: SumParts
@@ -187,7 +187,7 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
+    """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs.
 
     The axis is None for a dimension that runs along no single axis.
     """
@@ -281,7 +281,7 @@ class BoundLearner:
     return jax.tree.map(jnp.sqrt, squares_of_layers(gradients, self._declared, sum_parts))
 
   def _prepare(self, gradients: NestedDict, step: jax.Array) -> NestedDict:
-    """Returns the gradients after the factors of rules, and zeros for rules that do not train in the step."""
+    """Returns the gradients times the factors of their rules; zeros for rules that do not train in the step."""
     return gradients
 
   def _losses_that_count(self, losses: Mapping[str, jax.Array], step: jax.Array) -> Mapping[str, jax.Array]:
@@ -355,6 +355,6 @@ def squares_of_layers(gradients: NestedDict, weights: NestedDict, sum_parts: Sum
 
 
 def clip_to_norm(gradients: T, norm: jax.Array, limit: float | jax.Array) -> T:
-  """Returns the arrays of a tree, of norm `norm`; scaled down to the norm `limit` > 0 if it exceeds this."""
+  """Returns the arrays of a tree whose norm is `norm`, scaled down to the norm `limit` > 0 if `norm` is larger."""
   scale = limit / jnp.maximum(norm, limit)
   return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

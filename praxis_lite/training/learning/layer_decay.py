@@ -7,7 +7,8 @@ With a factor d and L layers, an update is multiplied by
     all others      1                such as the last norm and the head
 
 (Clark et al., 2020; Bao et al., 2021). Layers may be separate in the tree of variables, with an index in the path;
-stacked in one array [layers, ...]; or a stack of groups of layers, in which the stack index counts before the path.
+stacked in one array [layers, ...]; or a stack of groups of layers, in which the stack index counts before the index in
+the path.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class LayerDecay(Configurable):
 
   Attributes:
     factor: above 0, at most 1; 0.65 to 0.9 is usual for fine-tuning.
-    layers: regex that matches the whole paths of the variables of layers. If layers are separate in the tree, its first
-      group is their index, as in `encoder\.layers_(\d+)\..*`. Several regexes stand for several parts of the network,
-      the lowest part first.
+    layers: regex that matches the whole paths of the variables of layers. If layers are separate in the tree, the
+      regex's first group is the index of the layer, as in `encoder\.layers_(\d+)\..*`. Several regexes stand for
+      several parts of the network, the lowest part first.
     embeddings: regexes that match the whole paths of the variables below the first layer.
   """
 

@@ -32,8 +32,8 @@ PLACEMENTS = ('auto', 'owner', 'split')
 class MatrixOptimizer(optax.GradientTransformationExtraArgs):
   """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
 
-  Both functions take variables or their shapes. `exchanges` returns the exchange of each group of matrices, and
-  `square_specs` the specs of the square arrays of each variable, by path.
+  `exchanges` returns the exchange of each group of matrices, and `square_specs` returns the specs of the square arrays
+  of each variable, by path. Both functions take variables or the shapes of variables.
   """
 
   name: str  # For reports.

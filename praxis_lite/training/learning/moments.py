@@ -10,8 +10,9 @@ A state array x with the shape of its variable is stored as codes c of the same 
 
 For more dimensions, the scale is the minimum over all of them (rank-1 normalization; Li et al., 2023). So an entry that
 is much larger than the others does not make their codes coarser. If a dimension is split over devices, its maxima only
-need small reductions. So codes are split like their variable, and a state does not depend on the mesh. With blocks of a
-fixed number of entries it would, because blocks would cross the borders between devices. Codes are denser near zero:
+need small reductions. So codes are split like their variable, and a state does not depend on the mesh. With a scale for
+each block of a fixed number of entries, a state would depend on the mesh, because blocks would cross the borders
+between devices. Codes are denser near zero:
 
     x = sign(c) scale (c / 127)^2      of any sign
     x = scale (c / 255)^4              second moments (named nu), which are not negative, and stay above zero
@@ -124,7 +125,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
   low, high = (below / most) ** power, ((below + 1) / most) ** power
   uniform = (_random_bits(x, count) >> 8).astype(jnp.float32) * 2.0**-24
   code = below + (uniform < (relative - low) / (high - low))
-  if power == 4:  # Steps are divided by the root of a second moment, so a positive one is not rounded to zero.
+  if power == 4:  # Steps are divided by the root, so a positive second moment is not rounded to zero.
     code = jnp.maximum(code, jnp.where(size > 0, 1.0, 0.0))
   code = jnp.minimum(code, float(most))
   return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)

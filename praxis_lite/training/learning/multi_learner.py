@@ -227,7 +227,7 @@ class _Part:
       self._factors = rule.factors(trained, weights)
 
   def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a method of the rule's learner; its errors then begin with the path of the rule's config."""
+    """Calls a method of the rule's learner; errors of the method then begin with the path of the rule's config."""
     with prefix_errors(self._where, 'learner'):
       return method(*args, **kwargs)
 

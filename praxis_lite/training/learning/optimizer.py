@@ -167,7 +167,7 @@ class GroupedOptimizer:
     return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along."""
+    """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -199,7 +199,7 @@ class GroupedOptimizer:
     return found
 
   def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
-    """Returns the matrix optimizers in the config, each with the shapes of the variables that are not mapped over."""
+    """Returns the matrix optimizers in the config, each with the shapes of the variables updated without a map."""
     if not self._treats_stacks:
       return []
     not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
@@ -209,7 +209,7 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """The groups by name: the variables of a group, and over how many leading dimensions the optimizer is mapped."""
+    """Groups by name: the variables of each, and how many leading dimensions the optimizer is mapped over."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer

@@ -32,10 +32,10 @@ class MatrixExchange:
   columns: int
   matrices: int  # The number of matrices in the group.
   computed: int  # The number of matrices that each device computes.
-  devices: int  # Owners over which matrices are distributed; 1 if each device computes all matrices that it has.
+  devices: int  # The number of owners over which matrices are distributed; 1 if each device computes all that it has.
   all_to_all: int  # The number of entries in the results of all-to-alls on a device.
-  all_gather: int  # The same for all-gathers.
-  flops: int  # Of a device.
+  all_gather: int  # The number of entries in the results of all-gathers on a device.
+  flops: int  # FLOPs of each device.
   why: str  # The reason why the matrices are distributed or not.
 
   def describe(self, itemsize: int) -> str:

@@ -88,8 +88,8 @@ class Splits(NamedTuple):
   """How a mesh splits the variables of a step."""
 
   shapes: Mapping[Path, tuple[int, ...]]  # The true shape of each variable.
-  specs: Mapping[Path, PartitionSpec]  # Its spec, of full rank.
-  sizes: Mapping[str, int]  # Of the mesh axes.
+  specs: Mapping[Path, PartitionSpec]  # The spec of each variable, of full rank.
+  sizes: Mapping[str, int]  # The sizes of the mesh axes.
   inside: bool = False  # Whether the step runs inside `shard_map`, on this device's shards.
 
 
@@ -169,7 +169,7 @@ class SplitMatrix:
     return self.turn(PerSide(*((*self.batch.sizes, side.size, side.size) for side in (self.rows, self.columns))))
 
   def count(self, sizes: Mapping[str, int]) -> int:
-    """Returns the number of matrices, with padding, on each device; `batch` may be split over devices."""
+    """Returns the number of matrices on each device, including padding if devices split the batch."""
     return math.prod(-(-size // axes_size(axes, sizes)) for size, axes in zip(self.batch.sizes, self.batch.axes))
 
 
@@ -186,7 +186,7 @@ class MatrixGroup(NamedTuple):
     return [(i, axes) for i, axes in enumerate((*self.rows.axes, *self.columns.axes), start=1) if axes]
 
   def spread(self, sizes: Mapping[str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the mesh axes that split neither matrices nor batch and have several devices; () unless `whole`."""
+    """Returns the mesh axes of several devices that split neither matrices nor batch; () unless `whole`."""
     used = {*self.dealt, *(a for _, axes in self.split for a in axes)}
     return tuple(a for a, size in sizes.items() if whole and size > 1 and a not in used)
 
@@ -343,7 +343,7 @@ class OwnerExchange(NamedTuple):
 
   @property
   def spread(self) -> tuple[str, ...]:
-    """The axes of the owners that do not split the matrices."""
+    """The part of `owner_axes` that does not split the matrices."""
     return self.owner_axes[: len(self.owner_axes) - sum(len(axes) for _, axes in self.group.split)]
 
   def gather(self, x: jax.Array) -> jax.Array:

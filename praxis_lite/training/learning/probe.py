@@ -97,7 +97,7 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns, for each slot by path, the axis of its variable that each of the slot's dimensions runs along.
+  """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs.
 
   The axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
   slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary only
@@ -275,7 +275,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether updates of a view of the variables equal the view of updates of whole variables; False if a run is None."""
+  """Whether the updates of a view equal the view of the updates of whole variables; False if a run is None."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]

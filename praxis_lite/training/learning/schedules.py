@@ -294,7 +294,7 @@ class _Warmup(BaseSchedule):
 
 
 class _WarmupThenDecay(_Warmup):
-  """Linear warm-up to 1, 1 up to step `decay_start`, then a decay to `final_value` at step `total_steps`."""
+  """Linear warm-up to 1, constant up to step `decay_start`, then a decay to `final_value` at step `total_steps`."""
 
   total_steps: int = REQUIRED
   final_value: float = 0.01

@@ -166,7 +166,7 @@ def _matrices(config: Config, weights: NestedDict) -> set[Path]:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns, for each variable, the first one that the optimizer treats like it; if paths may matter, itself."""
+  """Returns, for each variable, the first variable that is treated alike; if paths may matter, the variable itself."""
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
