@@ -109,7 +109,7 @@ def pair_of_fields(values: Mapping[str, Any], fields: tuple[str, str, str]) -> A
 
 
 def _has_answers_only(messages: ChatMessages) -> bool:
-  """Whether messages are an answer, not a whole chat: they begin with the assistant, without user or system."""
+  """Whether messages are an answer, not a whole chat: the first is the assistant's, and no role is user or system."""
   roles = [message['role'] for message in messages]
   return roles[:1] == ['assistant'] and not {'user', 'system'} & set(roles)
 

@@ -119,7 +119,7 @@ class BaseInput(Configurable, Iterator[Rows]):
   def longest_segments(self) -> dict[str, int]:
     """Returns the length of the longest segment, by the name of the array of its positions, such as `segment_pos`.
 
-    A name is missing if its length is not known without reading all data.
+    An array is missing if the length of its segments is not known without reading all data.
     """
     found: dict[str, int] = {}
     for name, length in (item for source in self._sources for item in source.longest_segments().items()):

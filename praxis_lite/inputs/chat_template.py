@@ -92,7 +92,7 @@ class ChatTemplate:
     """Returns the text of a whole chat, with the answers that the template marks.
 
     If it marks none, an answer is the text that an assistant's message adds to the text of the messages before it.
-    `first` is the number of the first message, from 0, whose answers are returned.
+    Only the answers in message `first`, counted from 0, and in later messages are returned.
 
     Raises:
       DataError: the template fails; or it marks no answers and changes the text of earlier messages.

@@ -80,7 +80,7 @@ def check_utf8(data: bytes, file: str, where: str) -> None:
 
 
 def walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
-  """Yields the files below `root`, without the files and directories for whose names `left_out` returns True."""
+  """Yields the files below `root`; leaves out files and directories if `left_out` returns True for their names."""
   for directory, subdirectories, names in os.walk(root):
     subdirectories[:] = [d for d in subdirectories if not left_out(d)]
     yield from (os.path.join(directory, name) for name in names if not left_out(name))

@@ -99,7 +99,7 @@ class GrainInput(RecordsInput, StreamedInput, CountedInput):
     return self.files
 
   def leave_out_file(self, file: str, reason: str, endings: tuple[str, ...]) -> None:
-    """Counts a file that cannot be read, like `leave_out`. `endings` are the usual endings of files with data."""
+    """Counts an unreadable file as a bad record, see `leave_out`. Files with data usually end in one of `endings`."""
     other = next((f for f in self.files if f.endswith(endings)), None)
     if other and not file.endswith(endings):
       pattern = os.path.join(os.path.dirname(other), f'*{os.path.splitext(other)[1]}')
@@ -120,7 +120,7 @@ class GrainInput(RecordsInput, StreamedInput, CountedInput):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.first_example())
 
   def last_epoch(self, epoch: int) -> int:
-    """Returns the epoch before which a pipeline that begins in `epoch` ends."""
+    """Returns the first epoch that a pipeline does not read if it begins in `epoch`."""
     return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
@@ -419,7 +419,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Makes a worker print where it crashes. On Linux, also makes it end when its parent dies, even if killed."""
+  """Makes a worker print where it crashes. On Linux, also makes it end when its parent dies or is killed."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

@@ -148,9 +148,9 @@ class HfTokenizer(BaseTokenizer):
   def chat_tokens(self, messages: Messages, first: int = 0) -> ChatTokens:
     """Returns the tokens of a whole chat, to train on, and which of them are answers.
 
-    An answer is text that the template marks by `{% generation %}`; without that tag, the text that each message of the
-    role 'assistant' adds. `first` is the number of the first message, from 0, whose answers count. Raises DataError if
-    there is no template, it fails, or does not show where answers are.
+    An answer is text that the template marks by `{% generation %}`; without that tag, it is the text that a message of
+    the role 'assistant' adds. Only answers in message `first`, counted from 0, and later messages count. Raises
+    DataError if there is no template, or if the template fails or does not show where answers are.
     """
     text, answers = self._template.answers(messages, first)
     encoded = self._model.encode(text, add_special_tokens=False)
@@ -218,7 +218,7 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _characters_of_bytes() -> dict[str, int]:
-  """Returns the byte of each character in byte-level BPE: printable bytes are themselves, others U+0100 and above."""
+  """Returns the byte for each character of byte-level BPE: a printable byte is itself, others are U+0100 and above."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -22,7 +22,8 @@ def read_lines(
   """Yields the file, the place in it, and the parsed text of each line that is not blank.
 
   Args:
-    data, path: the input, which counts lines that cannot be parsed as bad records, and its field, see `find_files`.
+    data: the input; it counts each line that cannot be parsed as a bad record.
+    path: the value of the input's field `path`; see `find_files`.
     fields: the names of the values in a line.
     parsers: for each ending of a file name, such as '.tsv', a function of a line and `fields` that returns the
       values; its ValueError says what is wrong with the line.

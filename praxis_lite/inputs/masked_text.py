@@ -34,7 +34,8 @@ class MaskedTextInput(TextInput):
     mask_rate: the share of the tokens that are chosen.
     mask_share, random_share: the shares of the chosen tokens that become the mask, and that become a random token; the
       others stay.
-    whole_words: choose whole words. Words that would exceed the number of tokens are not chosen, unless no word fits.
+    whole_words: choose whole words. A word with more tokens than are still to be chosen is left out, unless no word
+      fits.
     mask_id: the id of the mask; None uses the tokenizer's mask. If the tokenizer has none, the mask gets the id after
       the tokenizer's ids, so `vocab_size` is larger by 1.
   """

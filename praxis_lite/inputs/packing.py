@@ -223,7 +223,7 @@ def _join(
 ) -> tuple[np.ndarray, np.ndarray | None]:
   """Joins documents to one stream of tokens, [N]: `first`, then each document between `before` and `after`.
 
-  Returns the stream, and the number of bytes of each token, [N]; None if the documents have no numbers of bytes.
+  Returns the stream, and the numbers of bytes of its tokens, [N], or None if the documents do not have such numbers.
   """
 
   def join(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """RandAugment: several operations in sequence, each drawn from a list, all of one strength (Cubuk et al., 2020).
 
-An operation changes an image, uint8 [height, width, channels], by an amount. If the operation has a direction, it is
-drawn too. The list, with the amounts at a magnitude of 10, the largest in the paper, is:
+An operation changes an image, uint8 [height, width, channels], by an amount. If an operation has a direction, the
+direction is drawn too. The list, with the amounts at a magnitude of 10, the largest in the paper, is:
 
     none, auto contrast, equalize, invert    no amount
     rotate                                   30 degrees

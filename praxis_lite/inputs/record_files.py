@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 def is_tfrecord(file: str) -> bool:
-  """Whether the name of a file has neither the ending of ArrayRecord nor of Parquet files."""
+  """Whether a file's name has neither an ending of ArrayRecord files nor the ending of Parquet files."""
   return not file.endswith((*_ARRAY_RECORD, _PARQUET))
 
 

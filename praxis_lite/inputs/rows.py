@@ -122,7 +122,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
 
 
 def to_batch_struct(struct: Struct, count: int) -> Struct:
-  """Returns the struct of a batch of `count` examples, given that of one."""
+  """Returns the struct of a batch of `count` examples, given the struct of one example."""
   return jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), struct)
 
 

@@ -188,8 +188,10 @@ def pack_pairs(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], most: in
   The pairs are taken in order. A pair goes to the fullest open row that has room for all of its sides, or else to a new
   row. At most `_OPEN_ROWS` rows are open: the rows with the least room are closed.
 
-  `sizes` has for each pair the number of tokens of each side, at most `room`, the number of tokens of each side of a
-  row. `most` is the largest number of pairs in a row; None sets no limit.
+  Args:
+    sizes: for each pair, the number of tokens of each side; none exceeds the side's `room`.
+    room: the number of tokens for which each side of a row has room.
+    most: the largest number of pairs in a row; None sets no limit.
   """
   rows: list[list[int]] = []
   open_rows: list[tuple[tuple[int, ...], int]] = []  # The free tokens of each side of a row, and the row's number.

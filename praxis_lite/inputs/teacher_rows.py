@@ -65,7 +65,7 @@ def read_teacher_rows(path: str, seq_len: int) -> Rows:
 
 
 def _read_part(file: Path) -> list[dict[str, np.ndarray]]:
-  """Returns the arrays of each example in a file, without failed examples and those of fewer than 2 tokens."""
+  """Returns the arrays of each example in a file; leaves out failed examples, and those of fewer than 2 tokens."""
   found = []
   for number, line in enumerate(read_file(str(file), str(file.parent)).splitlines(), 1):
     where = f'{file}, line {number}'

@@ -53,8 +53,8 @@ class TextInput(RecordsInput, RandomAccessInput):
     seq_len: T, tokens in a row.
     tokenizer_tpl: config of the tokenizer, which is built as `tokenizer`.
     packing: 'concat' cuts one stream of all documents into rows. 'packed' gives each document its own segments, which
-      do not attend to each other. 'windows' draws each row from a random position of the stream, without end, or in
-      each of `num_epochs` epochs as many rows as 'concat' has; without shuffling, it is the same as 'concat'.
+      do not attend to each other. 'windows' begins each row at a random position of the stream. It draws rows
+      without end, or if `num_epochs` is set, as many per epoch as 'concat' has. Without shuffling, it is like 'concat'.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all text.
@@ -297,8 +297,8 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 def _cut(data: bytes, fraction: float, reach: float) -> int:
   """Returns the index at which to cut `data`: after the last line end in a range of `reach * len(data)` bytes.
 
-  The range ends at `fraction * len(data)`. Without a line end, the cut is there, or at the beginning of the UTF-8
-  character that it would fall into.
+  The range ends at `fraction * len(data)`. Without a line end in it, the cut is at the end of the range, or at the
+  beginning of the UTF-8 character that this would split.
   """
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)

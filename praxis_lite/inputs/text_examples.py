@@ -20,7 +20,7 @@ Parsers = Mapping[str, Callable[[str, FieldsT], Any]]
 
 
 class TextExamplesInput(RecordsInput, RandomAccessInput):
-  """Base of the inputs of texts. The field that `_given` names, such as `examples`, has examples without files.
+  """Base of the inputs of texts. The field that `_given` names, such as `examples`, may be set in place of `path`.
 
   Attributes:
     path: files `*.tsv`, with texts separated by tabs in each line; or `*.jsonl`, with an object in each line. It takes
@@ -71,7 +71,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
       names, parsers: see `read_lines`.
       encode: a function of an example, as a parser returned it or the field has it. Its UserError or ValueError says
         what is wrong with the example.
-      what: the plural for examples in the error message that there are none.
+      what: what the error about missing examples calls them, in the plural.
     """
     field = self._given if self.path is None else 'path'
     kept = []
@@ -88,7 +88,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return kept
 
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
-    """Yields the file of each example, its place in the file, and its values; without files, the name of the field."""
+    """Yields each example's file, its place there, and its values; without files, the field's name replaces the file."""
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return
