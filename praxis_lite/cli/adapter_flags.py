@@ -43,7 +43,8 @@ def read_adapters(
 ) -> dict[str, tuple[Config, NestedDict]]:
   """Returns (model config, variables) of each adapter for `model`, by name. A folder is a run, or was written by peft.
 
-  `identities`, which `identities_of_adapters` returns, names the step to read of each run; None reads the newest.
+  `identities`, a result of `identities_of_adapters`, has the step of the checkpoint to read from each run; None reads
+  the newest checkpoints.
   """
   from praxis_lite.bridges.hf import read_adapter
   from praxis_lite.bridges.hf.adapter_config import CONFIG_FILE, kind_in_folder
@@ -68,7 +69,7 @@ def read_adapters(
 
 
 def identities_of_adapters(folders: Mapping[str, str]) -> dict[str, Any]:
-  """Returns what tells the content of each folder from others, by `adapters.NAME`: the seal of a checkpoint, or a hash.
+  """Returns what identifies the content of each folder, by `adapters.NAME`: the seal of a checkpoint, or a hash.
 
   For a run, `steps_of_adapters.NAME` is the step of its newest checkpoint.
 

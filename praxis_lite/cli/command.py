@@ -75,7 +75,7 @@ def say_how_config_differs(values: flags.FlagValues, config: ExperimentConfig) -
 
 
 def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
-  """Returns the configs of --exp (an experiment or a recorded run), or else of the run in --job_log_dir, overridden.
+  """Returns the configs of --exp (an experiment or a recorded run) or else of the run in --job_log_dir, with overrides.
 
   It does not set up the devices of --devices; `configured_run` does. A command that uses no accelerator calls
   `leave_accelerators_alone` first, so that it can run while a training run holds the accelerators.
@@ -149,7 +149,7 @@ def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
 def check_devices(values: flags.FlagValues, config: ExperimentConfig) -> int:
   """Returns the smallest number of devices for the mesh of a config; raises UserError if --devices is smaller.
 
-  --devices is not checked if a size of the mesh is -1, because it then decides that size.
+  If a size of the mesh is -1, --devices is not checked, because it decides that size.
   """
   shape = config.task.ici_mesh_shape or ()
   smallest = abs(math.prod(shape)) * math.prod(config.task.dcn_mesh_shape or ())

@@ -68,7 +68,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _check_flags(values: flags.FlagValues, recipe: str) -> None:
-  """Raises UserError for a flag that has no effect with a recipe, or with '' on this machine."""
+  """Raises UserError for a flag that has no effect with a recipe; the recipe '' stands for this machine."""
   taken = _RECIPES.get(recipe, _ON_THIS_MACHINE)
   where = f'with --{recipe}' if recipe else 'on this machine'
   for name in dict.fromkeys((*_ON_THIS_MACHINE, *itertools.chain(*_RECIPES.values()))):

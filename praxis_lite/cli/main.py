@@ -145,7 +145,7 @@ def run() -> None:
   """Runs the console script and exits the process with its exit code."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
-  # Imports and tracing make many long-lived objects. Garbage collection of these takes a tenth of a short command.
+  # Imports and tracing make many long-lived objects. Collecting them takes a tenth of the time of a short command.
   gc.set_threshold(20_000, 20, 100)
   end_on_interrupt()
   try:

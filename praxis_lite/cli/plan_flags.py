@@ -28,7 +28,10 @@ _NOT_OF_CHEAPEST = (
 
 
 def check_measured(values: flags.FlagValues) -> None:
-  """Raises UserError if --measured has no run to compare. Alone, --measured is valid."""
+  """Raises UserError if --measured has no run to compare, or is combined with flags that change the recorded run.
+
+  Without flags that name something to plan, --measured needs no run: it prints the corrections from earlier runs.
+  """
   if not values.measured:
     return
   if not values.job_log_dir and any(values[name].value for name in ('exp', 'hf', 'topology', 'set')):

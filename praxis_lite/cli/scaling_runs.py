@@ -29,17 +29,17 @@ class FinishedRuns(NamedTuple):
   """Runs to fit a scaling law to."""
 
   runs: tuple[FinishedRun, ...]
-  metric: str  # The metric that is their loss; a pattern such as `eval/*/loss` if each run has another input.
+  metric: str  # The metric that is the loss of the runs; a pattern such as `eval/*/loss` if each run has another input.
   left_out: Mapping[str, str]  # Why each other run is left out, by its directory.
-  vocab_size: str  # The size of their vocabulary as text; '' if they have none.
+  vocab_size: str  # The size of the runs' vocabulary as text; '' if they have none.
 
 
 def read_finished_runs(folder: str, metric: str | None = None, trusted: Sequence[str] = ()) -> FinishedRuns:
   """Returns the finished runs at or below a folder.
 
   Args:
-    metric: the metric to take as the loss, as in `praxis-lite runs`; by default the loss on evaluation data, and the
-      mean training loss at the end for runs that have none.
+    metric: the metric to take as the loss, as in `praxis-lite runs`. The default is the loss on evaluation data, or if
+      no run has that, the mean training loss at the end.
     trusted: modules or files whose code the configs may name.
 
   Raises:
@@ -104,7 +104,8 @@ def _finished_run(state: RunState, metric: str, trusted: Sequence[str]) -> Finis
 def _last_loss(state: RunState, metric: str) -> tuple[int, float]:
   """Returns the last step with a metric, and its value there; for the training loss, the mean of the last steps.
 
-  Raises UserError if the run lacks the metric, its value is not finite, or was last written long before the end.
+  Raises UserError if the run lacks the metric, if its value is not finite, or if it was last written long before the
+  end of the run.
   """
   assert state.num_steps is not None
   names = [metric] if metric in state.metrics else fnmatch.filter(state.metrics, metric)

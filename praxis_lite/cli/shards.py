@@ -61,7 +61,7 @@ def compute_shards(
     uses_gpus: whether each process or actor needs a GPU of its own, if there are GPUs.
 
   Returns:
-    True if this command was to finish all shards; False in a process with an index, which computes only its part.
+    False if --process_index is set, because this process then computes only its part of the shards; otherwise True.
   """
   from praxis_lite.runs.bulk.processes import end_without_parent, run_processes
 

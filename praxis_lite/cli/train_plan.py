@@ -1,8 +1,8 @@
 """What `praxis-lite train` does about plans: it records a prediction in the run, and ends with what was measured.
 
-A run does not know `instruments/`, so an observer of this package joins the two. On chips with known figures, it makes
-the plan by formulas after the last step is saved, so the first step need not wait for it. Later plans for the chip
-learn from the run. On a CPU there is nothing to predict.
+The code of runs does not import `instruments/`, so an observer in this file joins the two. On chips with known figures,
+it makes the plan by formulas after the last step is saved, so the first step need not wait for the plan. Later plans
+for the chip learn from the run. On a CPU there is nothing to predict.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NORMAL_ENDS = ('done', 'data', 'stopped')  # After a signal there is no time fo
 
 
 class PlanOfRun(Observer):
-  """Records the prediction of a run, and prints at its end how it compares with what was measured.
+  """Records the prediction of a run; at the end of the run, prints the prediction next to what was measured.
 
   The prediction is in a file that `plan --figures` wrote; without a file, it is made by formulas. Raises UserError if
   the file holds no prediction.

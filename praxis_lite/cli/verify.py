@@ -39,7 +39,7 @@ def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
 
 
 def _assumed_sizes(config: Config[SingleTask], most: int) -> dict[str, int]:
-  """Returns the mesh sizes of an experiment; if one is -1, the mesh has about 8 devices, at least 2 along this axis."""
+  """Returns the mesh sizes of an experiment; a size of -1 becomes at least 2, so that there are about 8 devices."""
   others = -math.prod(config.ici_mesh_shape or ()) * math.prod(config.dcn_mesh_shape or ())
   return config.instantiate().mesh_sizes(max(min(8, most) // others, 2) * others if others > 0 else None)
 

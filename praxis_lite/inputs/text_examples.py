@@ -88,7 +88,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return kept
 
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each example's file, its place there, and its values; without files, the field's name replaces the file."""
+    """Yields each example's file, its place there, and its values; without files, the field's name stands for one."""
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return
