@@ -27,9 +27,9 @@ class Cuda:
   cores: int  # Streaming multiprocessors.
   clock_ghz: float
   l2_bytes: int  # Bytes of the L2 cache.
-  shared_memory: int  # Bytes of a multiprocessor, whose most threads and float32 units follow.
-  threads: int
-  units: int
+  shared_memory: int  # Bytes of shared memory in a multiprocessor.
+  threads: int  # The most threads in a multiprocessor.
+  units: int  # Float32 units of a multiprocessor.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

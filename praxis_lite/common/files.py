@@ -33,7 +33,7 @@ def is_url(path: object) -> bool:
 def user_path(path: str | os.PathLike[str]) -> Path:
   """Returns a path that a user gave, with `~` replaced by the home directory, and without `..`.
 
-  In `~name/...`, `~name` stays if no user has this name. A `..` after a symbolic link is resolved like by the system.
+  In `~name/...`, `~name` stays if no user has this name. A `..` after a symbolic link is resolved as the system does.
   """
   path = Path(os.path.expanduser(path))
   return Path(os.path.realpath(path)) if '..' in path.parts else path

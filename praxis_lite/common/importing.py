@@ -123,7 +123,7 @@ def _perhaps_meant(error: Exception) -> str:
 def _where_defined(wanted: str, module: str | None) -> str:
   """Returns a sentence with the one or two modules of this package that define a function or class.
 
-  Returns '' if none or more define it, or if `module`, from which it was imported, is not in this package.
+  Returns '' if no module or more than two define it, or if `module`, from which it was imported, is in another package.
   """
   package = __name__.partition('.')[0]
   if module is None or module.partition('.')[0] != package:

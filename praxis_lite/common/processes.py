@@ -46,7 +46,7 @@ def gather_texts(text: str, most: int = _TEXT_BYTES) -> list[str]:
 
 
 def join_by_host(texts: list[str]) -> str:
-  """Joins the non-empty texts from `gather_texts` into one line; with several hosts, adds each text's host number."""
+  """Joins the non-empty texts from `gather_texts` into one line; with several hosts, each text follows its hosts."""
   if len(texts) == 1:
     return texts[0]
   hosts: dict[str, list[str]] = {}

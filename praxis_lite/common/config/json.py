@@ -116,11 +116,11 @@ def decode(
 
 # -------------------------------------------------------------------- writing
 
-_MOST_ARRAY_BYTES = 1 << 20  # Larger arrays are left out by `encode_readable`.
+_MOST_ARRAY_BYTES = 1 << 20  # `encode_readable` replaces larger arrays by REQUIRED.
 
 
 class _Writer:
-  """Writes values. A field that cannot be written raises an error; with `lost`, it is left out and listed in `lost`."""
+  """Writes values. A field that cannot be written raises an error; with `lost`, it becomes REQUIRED and is listed there."""
 
   def __init__(self, lost: dict[str, str] | None = None):
     self._lost = lost

@@ -76,7 +76,7 @@ def flag_names(flags: str) -> set[str]:
 
 
 def known_flags(wanted: Mapping[str, _FlagT]) -> dict[str, _FlagT]:
-  """Returns the flags, with their values, that this XLA knows."""
+  """Returns the wanted flags that this XLA knows, with their values."""
   release = _release()
   in_table = {name for name in wanted if name in _UNTIL and _FIRST <= release <= _LAST}
   unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}

@@ -29,7 +29,7 @@ class ScanSizes(NamedTuple):
 
 
 class WhileSizes(NamedTuple):
-  """The operands of a while, in order: constants of the condition, constants of the body, and carried values."""
+  """How many operands of a while are constants of its condition, constants of its body, and carried, in this order."""
 
   cond_consts: int
   body_consts: int

@@ -52,7 +52,8 @@ class SplashArrays(NamedTuple):
   """The arrays of a row: queries [N, T, H], keys and values [K, S, H], and integers.
 
   `query_pos`, int32 [T], is passed to `mask_fn`; None without a `mask_fn`. `ids` are int32 [T] and [S]: a query
-  attends only to keys with its id; None masks nothing. `sinks`, [N], are logits of keys with the value 0; None without.
+  attends only to keys with its id; None masks nothing. `sinks`, [N], are logits of keys with the value 0; None if there
+  are none.
   """
 
   query: jax.Array
