@@ -56,7 +56,7 @@ def mean_of_means(means: jax.Array, weights: jax.Array) -> WeightedScalar:
 def mean_over_devices(metrics: Mapping[str, WeightedScalar], axes: Sequence[str]) -> WeightedScalars:
   """Inside `shard_map`: returns each pair combined over the devices along `axes`, by one all-reduce.
 
-  Means may be arrays; the shape of their weights is the same, or its leading dimensions.
+  Means may be arrays. The weights of an array have its shape, or the first dimensions of its shape.
   """
   if not axes:
     return dict(metrics)

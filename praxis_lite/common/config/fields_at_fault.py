@@ -61,10 +61,10 @@ def name_config(error: UserError, config: fdl.Config, where: str) -> None:
 
 
 def name_settable_fields(error: UserError, config: fdl.Config, where: str) -> None:
-  """Writes fields of layers, such as `lm.softmax.epsilon`, in a message as `--set` takes them, below `where`.
+  """Replaces paths of layers' fields in a message, such as `lm.softmax.epsilon`, by the paths that `--set` takes.
 
-  `config`, at the path `where`, is the config of the outermost layer. Fields of layers that have no config of their
-  own, because a `setup` makes their config, do not change.
+  `config`, at the path `where`, is the config of the outermost layer. Paths of layers whose config is made by a `setup`
+  do not change, because `--set` does not reach such a config.
   """
   kind = getattr(config.__fn_or_cls__, '__qualname__', '')
 

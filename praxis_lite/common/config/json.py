@@ -120,10 +120,10 @@ _MOST_ARRAY_BYTES = 1 << 20  # `encode_readable` replaces larger arrays by REQUI
 
 
 class _Writer:
-  """Writes values. A field that cannot be written raises an error; with `lost`, it becomes REQUIRED and is listed there."""
+  """Writes values. A field that cannot be written raises an error; with `lost`, REQUIRED replaces it."""
 
   def __init__(self, lost: dict[str, str] | None = None):
-    self._lost = lost
+    self._lost = lost  # See `encode_readable`.
 
   def write_roots(self, roots: Mapping[str, object]) -> Json:
     written: dict[str, Json] = {}

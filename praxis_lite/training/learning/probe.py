@@ -82,10 +82,10 @@ def is_elementwise(build: _Build, weights: NestedDict) -> bool:
 def looks_at_all(build: _Build, weights: NestedDict) -> bool:
   """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers.
 
-  This is found with small variables, even if the optimizer runs another program for large ones. That is safe, because
-  no layout depends on it: it only refuses an optimizer whose statistics of all variables would become statistics of
-  each layer. So a global norm before an Adafactor is found; only an optimizer that mixes large variables, but no small
-  ones, is missed.
+  The answer is found with small variables, even if the optimizer runs another program for large ones; it is False if
+  the optimizer cannot be traced. That is safe, because no layout depends on the answer. It only serves to refuse an
+  optimizer whose statistics of all variables would become statistics of each layer. So a global norm before an
+  Adafactor is found; only an optimizer that mixes large variables, but no small ones, is missed.
   """
   small = _shrink(weights)
   runs = [_train(build, small, _deal, changed) for changed in (None, 0, 1)]
