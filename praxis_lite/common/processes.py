@@ -46,7 +46,7 @@ def gather_texts(text: str, most: int = _TEXT_BYTES) -> list[str]:
 
 
 def join_by_host(texts: list[str]) -> str:
-  """Joins the non-empty texts from `gather_texts` into one line; with several hosts, each text follows its hosts."""
+  """Joins the non-empty texts of `gather_texts` in one line; with several hosts, the hosts' numbers precede a text."""
   if len(texts) == 1:
     return texts[0]
   hosts: dict[str, list[str]] = {}
@@ -60,7 +60,7 @@ def meet_others() -> None:
   """Waits until all processes have called this as often as this process has; with one process, returns immediately.
 
   The first collective of a program connects the processes, and XLA waits only some seconds for it. Processes may need
-  different times to compile or read, so they meet before it. A watchdog notices a process that does not come.
+  different times to compile or read, so they meet before that collective. A watchdog notices a process that is missing.
   """
   client = unless_unknown('processes do not wait for each other before they communicate', service_client, None)
   if client is not None:

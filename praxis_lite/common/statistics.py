@@ -36,7 +36,7 @@ class PartKind(enum.StrEnum):
   SUM = 'sum'
   MAX = 'max'
   MIN = 'min'
-  MOMENTS = 'moments'  # [..., 3]: the number of entries, their mean, and the sum of squared distances to it.
+  MOMENTS = 'moments'  # [..., 3]: the number of entries, their mean, and the sum of squared distances to the mean.
 
   def combine(self, x: jax.Array) -> jax.Array:
     """Returns parts combined over the first axis; sums keep their dtype."""
@@ -117,8 +117,8 @@ def compute_parts(
     real: bool, broadcast to x: False for entries that do not count, whose values are arbitrary; None means that all
       count.
     statistics: names in `STATISTICS`.
-    first: number of leading dimensions with a statistic for each of their entries, such as layers; the parts begin
-      with them.
+    first: how many leading dimensions, such as layers, have a statistic for each of their indices; the shapes of the
+      parts begin with these dimensions.
   """
   if x.ndim == first:
     x = x[..., None]

@@ -75,7 +75,7 @@ class TableInput(GrainInput):
   """Rows of Parquet files, and of Arrow files in the file format (Feather) or the stream format.
 
   The path may be a folder that `save_to_disk` of the package `datasets` wrote for one split. Each host reads all
-  groups, and keeps only its own rows. From Parquet it reads only the columns it needs.
+  groups, and keeps only its own rows. Of Parquet files, only the needed columns are read.
 
   Attributes: those of `GrainInput`, and
     features: arrays of an example by name, as configs of `Feature` or `Column`.

@@ -58,9 +58,9 @@ class TextInput(RecordsInput, RandomAccessInput):
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all text.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, which is the
-      same on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
-      means 'file' for 20 files or more, otherwise 'position'.
+    split_by: 'file' assigns whole files, on every machine the same ones, by a hash of each path relative to the
+      directory that the files share. 'position' cuts each file into training, validation and test text, in that order.
+      'auto' means 'file' for 20 files or more, otherwise 'position'.
     heldout_fraction: fraction of the files, or of each file, for validation.
     test_fraction: the fraction for test; 0 means no test text; None uses `heldout_fraction`.
 

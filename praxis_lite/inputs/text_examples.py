@@ -69,8 +69,8 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
 
     Args:
       names, parsers: see `read_lines`.
-      encode: a function of an example, as a parser returned it or the field has it. Its UserError or ValueError says
-        what is wrong with the example.
+      encode: a function of an example in the form that a parser returns or the field holds. A UserError or ValueError
+        of the function says what is wrong with the example.
       what: what the error about missing examples calls them, in the plural.
     """
     field = self._given if self.path is None else 'path'

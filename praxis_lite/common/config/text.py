@@ -51,7 +51,8 @@ def to_text(config: object, name: str = '') -> str:
 def to_text_of_changes(config: object, name: str = '') -> str:
   """Returns the lines of `to_text` that differ from the defaults of the classes in it.
 
-  A config whose class is not the default one has a line with its class, and lines that differ from its own defaults.
+  A config whose class is not the default one has a line with its class, and lines that differ from that class's
+  defaults.
   """
   return '\n'.join(_line(path, entry) for path, entry, _ in _changes(config, name, is_root=True))
 

@@ -254,7 +254,7 @@ class PiecewiseConstant(BaseSchedule):
 class Transformer(BaseSchedule):
   """model_dims^-1/2 * min((step + 1) * warmup_steps^-3/2, (step + 1)^-1/2) (Vaswani et al., 2017).
 
-  From step `decay_end` on, it is constant; None lets it decay forever.
+  From step `decay_end` on, the factor is constant; None lets it decay forever.
   """
 
   model_dims: int = REQUIRED
