@@ -156,6 +156,11 @@ def test_what_could_not_be_recorded_is_told(run, capsys):
   assert capsys.readouterr().err == 'not recorded: datasets[0].arrays: an array of 2.0 MiB\n'
 
 
+def test_a_new_run_with_an_old_config_says_that_its_weights_begin_from_the_seed(run, tmp_path, capsys):
+  told = call(capsys, 'train', tmp_path / 'new', f'--exp={run}', '--set=task.train.num_train_steps=1')
+  assert f'weights begin from the seed; to begin with those of the run: --set task.train.init_from.path={run}' in told
+
+
 def test_a_directory_that_records_nothing(tmp_path, capsys):
   for command in ('show', 'check', 'train', 'verify'):
     assert re.search('--exp is missing: .*nothing records none', call(capsys, command, tmp_path / 'nothing', code=2))
