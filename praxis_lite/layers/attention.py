@@ -72,8 +72,8 @@ class MultiHeadAttention(AttentionHeads):
       in packed rows, chunks begin where sequences begin. None does not cut them.
     use_bias: whether queries, keys and values have biases.
     use_out_bias: whether the output has a bias; None means the same as `use_bias`.
-    use_key_bias: whether keys have a bias; None means the same as `use_bias`. Without rotary positions and norms of
-      keys, it cancels in the softmax.
+    use_key_bias: whether keys have a bias; None means the same as `use_bias`. Without rotary positions and without
+      norms of keys, this bias cancels in the softmax.
     combine_qkv: whether one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
     proj_tpl: template of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: template of the child `out`.
@@ -345,7 +345,7 @@ class MultiHeadAttention(AttentionHeads):
     return self.dims_per_head**-0.5 if self.scale is None else self.scale
 
   def _grow_logits(self) -> None:
-    """Sets `scale` to the smaller model's scale over the growth of H, unless the two models set different scales."""
+    """Sets `scale` to the smaller model's scale divided by the growth of H, unless the models set different scales."""
     growth = self.growth_of('dims_per_head')
     if growth != 1 and self._counterpart is not None:
       smaller: Any = self._counterpart.layer

@@ -123,7 +123,7 @@ class AttentionHeads(Layer):
     return D, N, K, H
 
   def _create_projections(self, D: int, N: int, K: int, H: int) -> tuple[int, int]:
-    """Creates the children that compute queries, keys and values; returns the heads and dims of attention's results."""
+    """Creates the children that compute queries, keys and values; returns the number and dims of the results' heads."""
     wt = self.weight_split_dims_mapping.wt
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)

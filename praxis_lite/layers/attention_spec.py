@@ -130,7 +130,7 @@ def sort_arguments(
   spec: AttentionSpec,
   sinks: jax.Array | None = None,
 ) -> tuple[Formula, Heads, Integers]:
-  """Returns the arguments of attention in three groups: static ones, arrays with gradients, and arrays without."""
+  """Returns the arguments of attention in three groups: static ones, arrays with gradients, and other arrays."""
   formula = Formula(
     scale=heads[0].shape[-1] ** -0.5 if spec.scale is None else spec.scale,
     soft_cap=spec.logit_soft_cap,

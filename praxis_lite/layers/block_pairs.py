@@ -26,11 +26,11 @@ _NO_KEY = 2**30
 class BlockPairs(NamedTuple):
   """Pairs of blocks to compute."""
 
-  table: jax.Array  # [P, 2], pairs (i, j); only the first `used` count.
+  table: jax.Array  # [P, 2], P pairs (i, j); only the first `used` count.
   used: int | jax.Array
   flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if no pair can be.
   masked: bool = True  # Whether a pair may be partly masked.
-  expected: float | None = None  # The mean of `used` over the devices, if it is traced; see `expected_trips`.
+  expected: float | None = None  # If `used` is traced, its mean over the devices; see `expected_trips`.
 
 
 def needed_pairs(

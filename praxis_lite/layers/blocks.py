@@ -153,9 +153,9 @@ def group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | Non
 
 
 def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-  """Returns the gradient of each head's sink, [N]; None without sinks, whose logits broadcast to `lse`.
+  """Returns the gradient of each head's sink, [N]; None without sinks. The logits `sinks` broadcast to `lse`.
 
-  `lse` includes the sinks, and `delta`, of the same shape, is the product of each query's result and its gradient.
+  `lse` includes the sinks. `delta`, of the shape of `lse`, is the product of each query's result and its gradient.
   """
   if sinks is None:
     return None

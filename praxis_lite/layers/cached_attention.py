@@ -89,7 +89,7 @@ class CachedAttention:
     """Appends tokens to the cache; returns the results of attention, [B, T, N, H], and the cache.
 
     Args:
-      query_BTNH, key_BTKH, value_BTKH: those of the new tokens; values are only used if `has_values`.
+      query_BTNH, key_BTKH, value_BTKH: projections of the new tokens; values are only used if `has_values`.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: a cache with room for T tokens; a full growing cache overwrites its last slots.
       mask: which positions each token attends to, among the cached and the new tokens.

@@ -48,8 +48,8 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
 # 'auto' cuts the classes into `_AUTO_CHUNKS` chunks of at least `_AUTO_LEAST` classes, if the logits of a device have
 # at least `_AUTO_BYTES` bytes. A single GPU holds whole logits up to `_SHARE_OF_GPU` of its memory: on an H100, a step
-# of 1.3B parameters was 4 % faster with them, and needed three quarters of their size more memory; see
-# docs/benchmarks.md.
+# of 1.3B parameters was 4 % faster with them, and the further memory that it needed was three quarters of their size;
+# see docs/benchmarks.md.
 _AUTO_BYTES = 2**28
 _SHARE_OF_GPU = 1 / 12
 _AUTO_CHUNKS = 16
@@ -333,7 +333,7 @@ def _add_up(parts: jax.Array, rank: int) -> jax.Array:
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Returns each chunk's first class, and its first class that no earlier chunk has, counted from the part's start."""
+  """Returns the first class of each chunk, and the first that no earlier chunk has, counted from the part's start."""
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 
@@ -386,7 +386,7 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns the logit of the label, [..., 1, 1], in each part [..., S]; 0 if no new class of the chunk is the label."""
+  """Returns, for each part [..., S], the logit of `label`, [..., 1, 1]; 0 if it is no new class of the part's chunk."""
   if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, a lookup might gather logits.
     return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)
   # A lookup reads one logit of each row; a sum would read all of them.

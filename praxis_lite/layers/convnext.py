@@ -28,7 +28,7 @@ from praxis_lite.sharding.weights import WeightInit
 
 
 class ConvNeXtBlock(Layer):
-  """A residual branch of a depthwise convolution, a norm and a feed-forward layer, see above.
+  """A residual branch of a depthwise convolution, a norm and a feed-forward layer. See the top of this file.
 
   Attributes:
     dims: D.
@@ -86,7 +86,7 @@ class ConvNeXtBlock(Layer):
 
 
 class ConvNeXt(Layer):
-  """A ConvNeXt that computes features of images, see above.
+  """A ConvNeXt that computes features of images. See the top of this file.
 
   Attributes:
     channels: channels of the images.

@@ -121,7 +121,7 @@ class DiffusionTransformer(Layer):
     patch_tpl, out_tpl: templates of the children `patch`, from P^2 C to D, and `out`, which begins at zero.
     position_tpl: template of the child `position`, called with the row and the column of each patch.
     time_tpl, class_tpl: templates of the children `time` and `classes`.
-    blocks_tpl: template of the child `blocks`, a stack of `ModulatedBlock`s, also with rematerialisation.
+    blocks_tpl: template of the child `blocks`, a stack of `ModulatedBlock`s; its field `remat` may be set.
     modulation_tpl: template of the child `modulation`, from D to 2 D: shift and scale before `out`.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """

@@ -170,7 +170,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
 
 
 def many_logits(platform: str) -> int:
-  """Returns from how many logits of a head 'auto' prefers other methods to dense attention."""
+  """Returns the number of logits of a head from which on 'auto' prefers other methods to dense attention."""
   return _MANY_LOGITS_ON_CPU if platform == 'cpu' else _MANY_LOGITS
 
 
@@ -222,7 +222,7 @@ def _gpu_obstacle(case: AttentionCase) -> str:
 
 
 def first_of(*obstacles: tuple[object, str]) -> str:
-  """Returns the text of the first obstacle that there is; '' if there is none."""
+  """Returns the text of the first of these (condition, text) pairs whose condition holds; '' if none holds."""
   return next((text for is_there, text in obstacles if is_there), '')
 
 

@@ -61,7 +61,7 @@ class StochasticResidual(Layer):
     self._check_range('rate', least=0, below=1)
 
   def __call__(self, x: jax.Array, branch: jax.Array) -> jax.Array:
-    """Returns an array of the shape of x, [B, ...], the residual stream, to which `branch`, [B, ...], is added."""
+    """Returns the residual stream x, [B, ...], with `branch`, [B, ...], added to it."""
     if self.rate and not self.do_eval:
       kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, (branch.shape[0], *(1,) * (branch.ndim - 1)))
       branch = jnp.where(kept, branch / (1 - self.rate), 0)

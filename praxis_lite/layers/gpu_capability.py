@@ -15,7 +15,7 @@ LARGE_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0)})
 def compute_capability() -> tuple[int, int] | None:
   """Returns the compute capability of the ambient mesh's GPUs, or of this machine's; None if they are not NVIDIA's.
 
-  On a machine without GPUs, and if the chip of the mesh is not known, the result is `OLDEST_CAPABILITY`.
+  If the chip of the mesh is not known and this machine has no GPU, the result is `OLDEST_CAPABILITY`.
   """
   known = ask_device(_capability_of)
   if known is not None:

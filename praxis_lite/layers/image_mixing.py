@@ -80,7 +80,7 @@ class ImageMixing(Layer):
 def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
   """Returns for each row of x, [B, ...], the row that it is mixed with: the one before it.
 
-  For the first row, it is the last row whose weight is not 0, so that filler rows at the end of a batch change nothing.
+  The first row is mixed with the last row of nonzero weight, so that filler rows at the end of a batch change nothing.
   """
   at_B = jnp.arange(len(x_B)).reshape(-1, *[1] * (x_B.ndim - 1))
   last = jnp.max(jnp.where(weights_B != 0, jnp.arange(len(x_B)), 0))

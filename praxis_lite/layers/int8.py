@@ -25,7 +25,7 @@ T = TypeVar('T')
 
 
 class Int8Rows(NamedTuple):
-  """Arrays in int8, and the scales of their rows, of size 1 along the dimensions whose entries share a scale."""
+  """An array in int8, and the scales of its rows: the scales have size 1 along dimensions whose entries share one."""
 
   values: jax.Array
   scale: jax.Array

@@ -88,8 +88,8 @@ def bias_weight(
 def draw_bias(layer: Layer, fan_in: int) -> None:
   """In `setup` of a layer's parent: initializes the layer's bias `b` uniformly within 1 / sqrt(fan_in), not to zero.
 
-  So inputs of zeros do not give vectors of zeros, through which a norm would multiply gradients by 1 / sqrt(epsilon). A
-  layer without a bias is left as it is.
+  So inputs of zeros do not become vectors of zeros, for which the gradient of a norm has the factor 1 / sqrt(epsilon).
+  A layer without a bias is left as it is.
   """
   if (bias := layer._weights.get('b')) is not None:
     layer._weights['b'] = dataclasses.replace(bias, init=WeightInit.Uniform(fan_in**-0.5))

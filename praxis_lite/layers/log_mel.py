@@ -39,7 +39,7 @@ class LogMel(Layer):
     power: exponent of the absolute values of the spectrum: 2 for power, 1 for magnitude.
     preemphasis: the share of the previous sample that is subtracted from each sample of a frame; 0 disables it.
     num_mels: M.
-    low_hz, high_hz: where the first band begins and the last one ends; None means half of the sample rate.
+    low_hz, high_hz: where the first band begins and the last one ends; `high_hz` None means half of the sample rate.
     mel_scale: 'htk' is 2595 log10(1 + f / 700); 'slaney' is linear up to 1 kHz and logarithmic above.
     unit_area: whether all bands have the same area (Slaney's norm) instead of the same height, 1.
     centered: whether frame t is around sample t * frame_step, with the sound reflected at both of its ends, as in
@@ -94,7 +94,7 @@ class LogMel(Layer):
       paddings: [B, N], nonzero for padding after the samples, which may hold any values; None means no padding.
 
     Raises:
-      ConfigError: there are fewer than L samples, and not `centered`.
+      ConfigError: there are fewer than L samples, and frames are not `centered`.
     """
     B, N = x_BN.shape
     if not self.centered and self.frame_length > N:

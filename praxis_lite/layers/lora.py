@@ -64,7 +64,7 @@ class Adapter(LayerPatterns):
     return self.matches(name)
 
   def adapt(self, config: Config) -> Config:
-    """Returns the config of a layer with this adapter, given its config without one."""
+    """Returns a copy of the config of a layer, with this adapter added."""
     raise NotImplementedError
 
   def adapt_at(self, name: str, config: Config) -> Config:

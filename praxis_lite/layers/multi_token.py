@@ -139,7 +139,7 @@ class MultiTokenPrediction(Layer):
     segment_ids: jax.Array | None,
     softmax: FullSoftmax,
   ) -> None:
-    """In a call: adds the losses, given the result of `__call__`; for the next arguments, see `TransformerLm`."""
+    """In a call: adds the losses; `hidden` is the result of `__call__`. See `TransformerLm` for the other arguments."""
     weights_BT = jnp.ones(labels_BT.shape, jnp.float32) if weights_BT is None else weights_BT
     for k, hidden_BTD in enumerate(hidden, start=1):
       xent_BT = softmax.compute_xent(hidden_BTD, _shift(labels_BT, -k))

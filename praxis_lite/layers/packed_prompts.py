@@ -21,9 +21,9 @@ class PackedPrompts(NamedTuple):
 
   @classmethod
   def make(cls, packing_RT: jax.Array, lengths_RS: jax.Array, num_places: int) -> PackedPrompts:
-    """Returns the packed prompts of a packing: s P + p where the row holds token p of its prompt s, -1 for padding.
+    """Returns the packed prompts that `packing_RT` describes.
 
-    `num_places` is S P.
+    An entry is s P + p where the row holds token p of its prompt s, and -1 for padding; `num_places` is S P.
     """
     R, S = lengths_RS.shape
     P, T = num_places // S, packing_RT.shape[1]

@@ -452,7 +452,7 @@ class Pipelined(Repeat):
     return x[0] if R == 1 else x
 
   def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
-    """Returns a summary with an entry for each repetition, given one for all ticks, [ticks, S, c, ...]."""
+    """Returns a summary with an entry for each repetition, from the summary of all ticks, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     if (kind := part_kind(summary)) is not None:
       return Summary(self._combine_parts(kind, x, places.real, places.round), summary.kind)
@@ -468,7 +468,7 @@ class Pipelined(Repeat):
     return Summary(stacked.reshape(self._repetitions, *x.shape[3:]), summary.kind)
 
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
-    """Combines the parts of statistics of ticks and stages, [ticks, S, c, ...], to those of layers, [repetitions, ...].
+    """Combines parts of statistics of ticks and stages, [ticks, S, c, ...], into those of layers, [repetitions, ...].
 
     `real` and `round_`, [ticks, S], say whether a stage has a microbatch in a tick, and its round.
     """

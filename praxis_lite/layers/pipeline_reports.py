@@ -36,7 +36,7 @@ class Reported(NamedTuple):
   aux_losses: dict[str, tuple[jax.Array, jax.Array]]
 
   def combine_over_devices(self, axes: tuple[str, ...]) -> Reported:
-    """Inside `shard_map`: returns the reports of all rows, if each device along `axes` has those of its own rows."""
+    """Inside `shard_map`: returns the reports of all rows; each device along `axes` has the reports of its own rows."""
     aux = {name: _mean_over_devices(*aux, axes) for name, aux in self.aux_losses.items()}
     return Reported({name: summary_over_devices(summary, axes) for name, summary in self.summaries.items()}, aux)
 

@@ -64,14 +64,14 @@ class Ticks:
   """The loop over ticks of one call."""
 
   name: str  # Path of the pipeline, for messages.
-  layers: Mapping[str, Layer]  # Those that it repeats in turn; trees of variables, caches and reports have their names.
+  layers: Mapping[str, Layer]  # The layers repeated in turn, by the names in trees of variables, caches and reports.
   method: str  # The method of the layers to call.
   num_first: int  # The number of layers before the repeated ones, from which layers are counted.
   repetitions: int
   in_group: int  # c
   schedule: PipelineSchedule
   side: SideInputs
-  surroundings: Surroundings  # Of each layer.
+  surroundings: Surroundings  # The surroundings of each layer.
   bubble: float  # The value that fills the input of stages without a microbatch.
   folds_microbatch: bool  # Whether the key of a layer depends on the microbatch.
   unroll: int  # How many repetitions of a group the inner loop runs in one iteration.

@@ -165,7 +165,7 @@ class QuantizedWeight:
     return {self._name_of(kind): part for kind, part in declared.items()}
 
   def input_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a weight's input scales: its shape, with 1 in place of each dimension of outputs."""
+    """Returns the shape of a weight's input scales: the weight's shape with 1 for each dimension of outputs."""
     num_outputs = self.format.num_outputs
     return (*shape[: len(shape) - num_outputs], *(1,) * num_outputs)
 

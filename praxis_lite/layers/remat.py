@@ -156,7 +156,7 @@ class Remat(NamedTuple):
     """Returns `fn`, a pure function of arrays, layer number `kind` of the pattern, with rematerialisation.
 
     Unless `fn` is the body of a scan, XLA must be prevented from merging the recomputation with the first pass.
-    `regathers` says whether the backward pass gathers the weights that `fn` gathers again, instead of keeping them.
+    `regathers` says whether the backward pass gathers weights again, instead of keeping those that `fn` has gathered.
     """
     policy = self.policies[kind]
     if policy == 'auto':

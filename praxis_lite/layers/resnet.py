@@ -4,7 +4,7 @@
     v2    y = shortcut(a) + branch(a)      a = f(norm(x)); branch: the same, with norms and f only between convolutions
 
 The shortcut is a 1 x 1 convolution if the block changes the size or the channels, with a norm in v1.5. Otherwise the
-shortcut is x itself, in v2 too, where it is not a (He et al., 2015 and 2016).
+shortcut is x itself, and in v2, too, it is x and not a (He et al., 2015 and 2016).
 
 B batch, H height, W width, C input channels, O output channels, F features.
 """
@@ -29,7 +29,7 @@ BLOCK_KINDS = ('bottleneck', 'basic')
 
 
 class ResNetBlock(Layer):
-  """A residual block, see above: 1 x 1, 3 x 3 and 1 x 1 convolutions, or two of 3 x 3. The first 3 x 3 has the stride.
+  """A residual block: 1 x 1, 3 x 3 and 1 x 1 convolutions, or two of 3 x 3. The first of 3 x 3 has the stride.
 
   Attributes:
     input_dims: C.

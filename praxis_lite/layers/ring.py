@@ -104,8 +104,8 @@ def go_round(
   """Sends the arrays of keys around the ring; returns what `add` has computed from them, and the gradients.
 
   In each step, each device runs `sums, dkv = add(sums, dkv, arrays, offset)`, where `arrays` come from the device
-  `offset` before it in the ring; offsets go from `plan.first` to `plan.last`. `dkv`, the gradients of keys and values,
-  travels with the arrays, and returns to its device at the end; in the forward pass it is None.
+  `offset` places before it in the ring; offsets go from `plan.first` to `plan.last`. `dkv`, the gradients of keys and
+  values, travels with the arrays, and returns to its device at the end; in the forward pass it is None.
   """
 
   def step(carry: tuple[A, D, T], offset: jax.Array) -> tuple[tuple[A, D, T], None]:
@@ -131,14 +131,14 @@ def _pack_keys(keys: Keys, mask: AttentionMask) -> _KeyArrays:
 def _unpack_keys(
   plan: SequencePlan, arrays: _KeyArrays, mask: AttentionMask, offset: jax.Array
 ) -> tuple[Keys, AttentionMask]:
-  """Returns the keys of the device `offset` before this one in the ring, and the mask for these keys."""
+  """Returns the keys of the device `offset` places before this one in the ring, and the mask for these keys."""
   kv, of_mask, pos = arrays
   at = plan.indices(plan.key_len, (plan.device - offset) % plan.devices)
   return Keys(kv[0], kv[1], at, pos), mask.replace_arrays('key', of_mask)
 
 
 def _send(plan: SequencePlan, tree: T, by: int) -> T:
-  """Returns the arrays of the device `by` before this one in the ring; each device sends its own, `tree`."""
+  """Returns the arrays of the device `by` places before this one in the ring; each device sends its own, `tree`."""
   if by % plan.devices == 0:
     return tree
   pairs = [(d, (d + by) % plan.devices) for d in range(plan.devices)]

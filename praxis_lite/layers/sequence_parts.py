@@ -125,7 +125,7 @@ class SequencePlan:
     return sum(count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
   def exchange(self, half: jax.Array) -> jax.Array:
-    """Returns the `half` of the device that is as far from the sequence's end as this device is from its beginning."""
+    """Returns the `half` of the device that is as far from the end of the sequence as this one is from the start."""
     return jax.lax.ppermute(half, self.split.axis, [(d, self.devices - 1 - d) for d in range(self.devices)])
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:

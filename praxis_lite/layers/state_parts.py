@@ -4,10 +4,10 @@
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
     out_t += contribution of before_p at token t
 
-where kept_p maps the state before part p to its contribution to the state after it: a factor, or for the gated delta
-rule a matrix [S, S], which the scan computes by starting from a unit matrix too. So the devices exchange one state per
-part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler inserts the
-gather of states.
+where kept_p maps the state before part p to what it contributes to the state after part p: a factor, or for the gated
+delta rule a matrix [S, S], which the scan computes by starting from a unit matrix too. So the devices exchange one
+state per part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler
+inserts the gather of states.
 
 B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state,
 C = H + S columns.

@@ -61,7 +61,7 @@ def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool)
 
 
 def kernel_flops(name: str) -> tuple[float, int] | None:
-  """Returns the FLOPs of a kernel call and the number of calls, from a name by `_jit_with_flops`; None for others."""
+  """Returns the FLOPs of each kernel call and the number of calls, from a name that `_jit_with_flops` gave, or None."""
   if not name.startswith(ATTENTION_KERNEL):
     return None
   flops, calls = name.removeprefix(ATTENTION_KERNEL).split('_')
@@ -118,7 +118,7 @@ def _add_sinks(sinks: jax.Array | None, out_BTNH: jax.Array, stats: jax.Array) -
 
 
 def _jit_with_flops(fn: Callable[..., Any], flops: float, calls: int) -> Callable[..., Any]:
-  """Returns `fn` jitted, under a name that tells its kernel calls and the FLOPs of each; see `kernel_flops`."""
+  """Returns `fn` jitted, under a name that tells the number of its kernel calls and the FLOPs of each."""
 
   def call(*arrays: jax.Array) -> Any:
     return fn(*arrays)

@@ -134,9 +134,9 @@ class RepeatedTransformer(Repeat):
     return super().extend_step(x, *args, **kwargs, **self._first_values(x))
 
   def _make_first(self) -> None:
-    """Makes the first block not mix its values; if there is none outside of the scan, adds one.
+    """Makes the first block not mix its values; without a `first_tpl`, takes the first block out of the scan.
 
-    Raises ConfigError if there is none to add, because blocks alternate in a pattern.
+    Raises ConfigError if there is no `first_tpl`, and the blocks alternate in a pattern.
     """
     if not self.first_tpl:
       if not isinstance(self.layers_tpl, Config):

@@ -17,7 +17,7 @@ may be smaller. The format 'float' only does this: kept weights are not rounded.
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
             [*stack, *1, 1, *O]                 for a whole output
-    zero    as scale, uint8                     if not symmetric
+    zero    shaped like scale, uint8            if not symmetric
 
 I the last dimension of the inputs, J their other dimensions, O outputs, g inputs of a group, b bits.
 """

@@ -273,7 +273,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       check_range(f'{self.path_name}.{field}', getattr(self, field), **limits)
 
   def _claim(self, name: str, by: str) -> None:
-    """Reserves a name for a variable or child that the method `by` declares; raises ConfigError if it is not valid."""
+    """Reserves a name that the method `by` gives to a variable or child; raises ConfigError if this is not allowed."""
     if not (isinstance(name, str) and name.isidentifier()):
       raise ConfigError(f'{self.path_name}.{by}: a name is a Python identifier, such as head or layer_0, not {name!r}')
     if '_ready' in self.__dict__:

@@ -26,12 +26,12 @@ def expected_trips(trips: float) -> AbstractContextManager[None]:
 
 
 def find_expected_trips(program: str) -> list[str]:
-  """Returns the numbers that `expected_trips` gave the loops of a program, given its text with names of operations."""
+  """Returns the numbers that `expected_trips` gave the loops of a program; its text must have names of operations."""
   return sorted(re.findall(rf'{_SCOPE}([^/()"]+)', program))
 
 
 def read_expected_trips(op_name: str) -> float | None:
-  """Returns the number that `expected_trips` gave the loop of this name; None if it gave none."""
+  """Returns the number that `expected_trips` gave the loop of this name; None if the loop has no such number."""
   number, *inside = op_name.rpartition(_SCOPE)[2].split('/')
   found = re.match(r'\d+(\.\d+)?(e[+-]\d+)?', number)
   # A second loop is in the body of the first, and has its own number of iterations.

@@ -51,11 +51,11 @@ class LayerProblem(NamedTuple):
 class PipelineStages(NamedTuple):
   """How a layer cuts its stack of layers into the stages of a pipeline."""
 
-  number: int  # Of the stages.
+  number: int  # The number of stages.
   field: str  # The field of the layer that sets this number.
   axes: tuple[str, ...]  # The mesh axes that split the stages.
   rounds: int = 1  # The number of groups of layers in each stage.
-  period: int = 1  # The number of layers of the pattern that is repeated, which are in the same group.
+  period: int = 1  # The number of layers in the repeated pattern, all of them in the same group.
 
 
 class PositionGrid(NamedTuple):
@@ -117,7 +117,7 @@ class Facts:
     return {}
 
   def implementation_of(self, length: int, packed: bool) -> str:
-    """Returns how this layer computes sequences of this length, and why, in one line; '' if it can only do it one way.
+    """Returns how this layer computes sequences of this length, and why, in one line; '' if there is only one way.
 
     `packed` says whether a row has several sequences.
     """

@@ -21,7 +21,7 @@ class Counterpart:
   """The counterpart of a layer in the smaller model."""
 
   layer: GrownLayer
-  depth: float = 1.0  # The ratio of the number of layers in the stacks around it to that in the smaller model.
+  depth: float = 1.0  # The number of layers in the stacks around the layer, divided by that in the smaller model.
   depth_exponent: float = 0.5  # Residual branches are multiplied by depth^-depth_exponent.
 
 
@@ -62,11 +62,11 @@ class GrownLayer:
     return branch if self.branch_factor == 1 else branch * self.branch_factor
 
   def growth_multipliers(self) -> dict[str, float]:
-    """Returns the factors that the layer applies because the smaller model has other sizes, by what they multiply."""
+    """Returns factors that the layer applies because the smaller model has other sizes; keys say what they multiply."""
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:
-    """Returns the counterpart of a layer that has its own smaller model; None uses a child of the parent's."""
+    """Returns the counterpart of a layer that has a smaller model of its own, by the field `mup`; None for others."""
     return None
 
   def _find_counterpart(self, parent: GrownLayer | None, name: str) -> Counterpart | None:

@@ -35,7 +35,7 @@ class InCall:
 
   @property
   def path(self) -> Path:
-    """Names from the root layer to this one; also the path of its variables."""
+    """The names from the root layer down to this one. The variables of this layer have the same path."""
     return self._path
 
   @property
@@ -164,7 +164,7 @@ class InCall:
   def add_tap(self, name: str, make: Callable[[], jax.Array]) -> None:
     """In a call: offers the value that `make` returns, [B, T, ...], to taps as `<path>.<name>`.
 
-    `make` is called only if a tap names the value; a '*' at the end of a pattern does not match it.
+    `make` is called only if a tap names the value; a '*' at the end of a tap's pattern does not match this name.
     """
     tap_value(self._frame(), self.path, name, make)
 

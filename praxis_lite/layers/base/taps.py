@@ -117,7 +117,7 @@ class Taps:
     return _watch(x, frame.variable((*path, probe_name(call))), real, self.share, tuple(wanted))
 
   def _check(self, frame: TappedCall, wanted: Sequence[str], name: str, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Notes that a point was seen; returns a mask of its entries that count, or None; and what prevents taps, or ''."""
+    """Notes that a point was seen. Returns a mask of its entries that count, or None; and what prevents taps, or ''."""
     problem, real = self._problem(frame, x), None
     if not problem:
       real, problem = self._entries_that_count(x)
