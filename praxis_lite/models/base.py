@@ -51,8 +51,8 @@ class ScoreLimits(NamedTuple):
   vocab_size: int  # V; labels are from 0 to V - 1.
   max_positions: int | None  # The largest number of tokens in a row; None means any number.
   takes_prefixes: bool  # Whether a batch has `prefix_lengths`, [B] int32.
-  # The token before a continuation in `ids`, if contexts are sources of an encoder-decoder, [B, S] arrays `source_ids`
-  # and `source_segment_ids` of S tokens. None means that a row of `ids` is a context and its continuation.
+  # If contexts are sources of an encoder-decoder, in arrays `source_ids` and `source_segment_ids`, [B, S]: the token
+  # before a continuation in `ids`. None means that a row of `ids` is a context and its continuation.
   start_id: int | None = None
   source_end_id: int | None = None  # The token that ends a source; None means that there is no such token.
 
@@ -170,7 +170,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
   def id_limits(self) -> dict[str, IdLimit]:
     """Returns the valid integers of arrays of a batch that index a table of the model, by the name of the array.
 
-    A trained model checks them before it computes a batch. It checks `ids` by `num_ids` instead.
+    A trained model checks these arrays before it computes a batch. It checks `ids` by `num_ids` instead.
     """
     return {}
 
@@ -187,7 +187,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return None
 
   def most_prompt_tokens(self) -> int | None:
-    """Returns the largest prompt, in tokens, of a model that overrides `decode`; None if there is no limit."""
+    """Returns the most tokens that a prompt may have, for a model with its own `decode`; None if there is no limit."""
     return None
 
   def prompt_limits(self) -> PromptLimits | None:

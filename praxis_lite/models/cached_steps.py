@@ -108,7 +108,7 @@ class CachedSteps:
 
 
 class PackedSteps(CachedSteps):
-  """Steps that read packed prompts, which are several in one row; `packed` says where they are."""
+  """Steps that read packed prompts: a row holds several of them, and `packed` says where each is."""
 
   def __init__(self, lm: Layer, packed: PackedPrompts, can_go_back: bool = False):
     super().__init__(lm, (), can_go_back)

@@ -60,7 +60,7 @@ SIZES_OF_NETWORK = (*_SIZES, 'use_bias')
 
 
 def sized_network(model: LanguageModel | Config, where: str) -> Config[TransformerLm]:
-  """Returns a copy of `lm_tpl` of a `LanguageModel` or its config, with the sizes that are set in the model.
+  """Returns a copy of `lm_tpl`, of a `LanguageModel` or of its config, with the sizes that are set in the model.
 
   Raises:
     ConfigError: a size is set differently in `lm_tpl`; the message begins with `where`, the path of the model.
@@ -134,8 +134,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if this model cannot learn from a batch.
 
-    That is a batch of pairs of answers, or of prompts without answers; one with prefixes or segments that the model
-    does not support; or one with ids, labels or positions out of range.
+    This is so if the batch has pairs of answers, prompts without answers, prefixes or segments that the model does not
+    support, or ids, labels or positions out of range.
     """
     if has_pairs(batch):
       raise ConfigError(
@@ -206,7 +206,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return {'log_probs': log_probs_BT, 'is_greedy': jnp.argmax(logits_BTV, axis=-1) == batch['labels']}
 
   def _call_network(self, batch: NestedDict, method: str, *arguments: jax.Array) -> Any:
-    """Calls a method of the network on a batch, whose rows use the adapters that `adapters` names."""
+    """Calls a method of the network on a batch; the batch's `adapters` says which adapter each row uses."""
     visible: dict[str, Any] = {**self._visible(batch)}
     adapters_B = self._adapters_of(batch)
     if adapters_B is None:

@@ -110,7 +110,7 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
     """Returns metrics and per-example outputs.
 
     Metrics: `loss`, nats per predicted token; `accuracy`, the fraction of labels that are the most probable token; and
-    with `max_places`, `left_out`, the fraction of positions to predict that exceed it.
+    with `max_places`, `left_out`, the share of the weights that is at positions which the head leaves out.
     Per example: `loss`, the mean over the tokens of a row, and `weights`, the sum of their weights.
     """
     weights_BT = all_BT = weights_of_places(batch)

@@ -25,7 +25,7 @@ RuleT = TypeVar('RuleT', bound=LayerPatterns)
 
 
 class ModelEdits:
-  """Edits of the layers below the model at `path`, or `name` in messages; see `ChildEdits`.
+  """Edits of the layers below the model at `path`, which messages call `name`; see `ChildEdits`.
 
   A rule of `quantized` without regexes does not apply to `plain_children` of the model.
 
@@ -132,7 +132,7 @@ class _Rules(Generic[RuleT]):
     return i
 
   def check(self, i: int, why: str) -> None:
-    """Raises ConfigError if a regex of rule `i` matches no layer, or one that got no rule, with `why` as the reason."""
+    """Raises ConfigError if a regex of rule `i` matches no layer, or a layer that got no rule, for the reason `why`."""
     for pattern in self.rules[i].patterns:
       field = f'{self.field}[{i}].layers'
       matched = [name for name in self._kinds if re.fullmatch(pattern, name)]

@@ -133,7 +133,7 @@ class TwoTowerModel(BaseModel[ContrastiveOutput]):
   def compute_loss(self, predictions: ContrastiveOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns the metrics `loss` and `accuracy`, and each pair's `loss`.
 
-    `accuracy` is the fraction of images that no other text fits better than their own.
+    `accuracy` is the fraction of images for which no other text fits better than their own.
     """
     metrics = {
       'loss': weighted_mean(predictions.loss, batch['weights']),

@@ -5,8 +5,8 @@ scan over layers begin with the dimension of layers.
 
 Reordering copies the state for each token. On a CPU this may take as long as the model itself. So on a CPU, KV caches
 are copied in place, page by page. Only slots that were filled after the prompts had been read are copied, because the
-beams of a prompt agree in all others, and only to rows whose parent is another row. Keys and values of the sources of
-an encoder-decoder are not copied.
+beams of a prompt agree in all other slots. A row whose parent is the row itself is not written. Keys and values of the
+sources of an encoder-decoder are not copied.
 
 B prompts, K beams, S slots; the row of beam k of prompt b is b K + k, so the beams of a prompt are on one device.
 """
@@ -83,7 +83,7 @@ class _Pages(NamedTuple):
     return jnp.where(most == 0, self.num_slots, jnp.minimum(most, self.num_slots))
 
   def num_equal(self, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns the largest n such that the first n slots are taken in all rows of all caches; 0 if one keeps no count.
+    """Returns the largest n such that the first n slots are taken in all rows of all caches; 0 if a cache has no count.
 
     While beams have read only prompts, these slots are equal in all rows of a prompt.
     """

@@ -74,7 +74,7 @@ class LookupDrafter:
       rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
-    # Whether the tokens up to each index, except the last index of the row, equal the last tokens of the row.
+    # Whether the tokens that end at each index equal the last tokens of the row; False at the last index of the row.
     matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
     for i in range(self.size):
       wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from praxis_lite.common.errors import ConfigError
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # Lower temperatures count as 0.
-MOST_TEMPERATURE = 1e30  # The limit in `sample_rows`: for larger ones, 1 / temperature is not a normal float32.
+MOST_TEMPERATURE = 1e30  # The limit in `sample_rows`, above which 1 / temperature is not a normal float32.
 NO_TOP_P = math.inf  # Stands for a top_p of None in an array.
 # Arguments of `sample_tokens` that restrict which tokens may be drawn.
 CANDIDATE_SETTINGS = ('top_k', 'top_p', 'min_p', 'typical_p', 'top_n_sigma')

@@ -36,9 +36,9 @@ class SpeculativeSampler(DrawingDecoder):
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.
     lookup: the largest number of last tokens that a `LookupDrafter` compares with earlier ones of the row, in order to
-      guess what follows. None means that a draft model, passed to `decode`, or own heads guess.
-    own_heads: whether the heads of the model itself, a `MultiTokenPrediction`, guess; `draft_tokens` is at most their
-      number.
+      guess what follows. None means that guesses come from a draft model, an argument of `decode`, or from own heads.
+    own_heads: whether guesses come from the heads of the model itself, a `MultiTokenPrediction`; `draft_tokens` is at
+      most their number.
   """
 
   draft_tokens: int = 4
