@@ -99,8 +99,8 @@ class MultiHeadAttention(AttentionHeads):
     implementation: 'dense' computes all logits at once; 'blockwise' needs memory linear in the length; 'cudnn' and
       'tokamax' are fused kernels for NVIDIA GPUs, and 'splash' is one for TPUs; 'auto' chooses one of these, see
       `choose_attention`.
-      Decoding is dense, or page by page; on TPUs, 'auto' and 'splash' use the kernel of `decode_kernel.py` for one or a
-      few tokens where it is supported.
+      Decoding is dense, or page by page; with 'auto' and 'splash', a kernel computes one token, and on TPUs also a few
+      tokens, where it is supported, see `cached_attention.py`.
     context_axis: mesh axis that splits the length in training and evaluation (context parallelism), evenly or not; None
       does not split it. The mappings `blnh` and `blkh` say how batch and heads are split.
     context_method: 'ring' sends keys and values around a ring of devices; 'all_to_all' gives each device some of the

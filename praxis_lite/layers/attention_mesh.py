@@ -119,7 +119,7 @@ class AttentionMesh:
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns the result of `kernel_split`; if the length is split, None, and an obstacle unless `blnh` is set."""
+    """Returns the result of `kernel_split`. If the length is split, it is None and an obstacle, '' if `blnh` is set."""
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
     undeclared = f'needs {self.path}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'

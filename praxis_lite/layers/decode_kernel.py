@@ -72,8 +72,8 @@ def attend_by_kernel(
 
   Args:
     query_BTNH: queries; head n uses kv head n // (N / K).
-    cache: a cache in bfloat16, float32 or int8, or the stacked caches of layers, whose `turn` selects one. Its
-      positions are not used.
+    cache: a cache in bfloat16, float32, int8 or 8-bit floats; or the stacked caches of layers, whose `turn` selects
+      one. Its positions are not used.
     seen_BTS: bool, the slots that each token attends to. A token without any has the result 0.
     formula: scale and soft cap.
     bias: added to the logits, [B or 1, N, T, S]; None adds nothing.

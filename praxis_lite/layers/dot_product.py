@@ -65,7 +65,7 @@ class AttentionCase(NamedTuple):
   """The properties of a call that decide how attention is computed."""
 
   platform: str  # 'cpu', 'gpu' or 'tpu'.
-  dtype: jnp.dtype  # Of the queries.
+  dtype: jnp.dtype  # The dtype of the queries.
   query_len: int  # T.
   key_len: int  # S.
   dims_per_head: int  # H.

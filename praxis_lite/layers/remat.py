@@ -14,10 +14,11 @@ A rematerialisation policy says which results of a layer's forward pass are kept
     save_names                         values tagged with one of the given names
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
-layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward, also
-of experts); router_logits (experts). Policies other than 'save_names' keep the named values in addition. Values with
-names to offload are moved to host memory after the forward pass, and back in the backward pass, if the devices can
-address host memory (`sharding/host_memory.py`).
+layers: query_proj, key_proj, value_proj, context, out_proj (attention, and some mixers); ffn_gate, ffn_up, ffn_out
+(feed-forward, also of experts); router_logits (experts). 'auto' and 'none' take no names; other policies than
+'save_names' keep the named values in addition to their own. Values with names to offload are moved to host memory
+after the forward pass, and back in the backward pass, if the devices can address host memory
+(`sharding/host_memory.py`).
 
 Layers that rematerialise other layers have the fields `remat`, `remat_save_names` and `remat_offload_names`:
 

@@ -65,7 +65,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of a stack's first layers and of its pattern, and of those of stacks that it repeats.
+  """Returns the configs of a stack's first layers and of its pattern; a stack among these counts as its own layers.
 
   A stack is a `Repeat`, or another layer or config with such fields.
   """
@@ -199,20 +199,20 @@ class Repeat(Layer):
     return weight.repeat(self._repetitions, (self._stack_mapping or (None,))[0], self._stack_field)
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Returns the result of the last repetition.
+    """Returns the result of the last layer.
 
     Args:
-      x: input of the first repetition, an array or a tree of arrays.
-      *args, **kwargs: passed to each repetition unchanged.
+      x: input of the first layer, an array or a tree of arrays.
+      *args, **kwargs: passed to each layer unchanged.
     """
     return self._run('__call__', x, *args, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all repetitions; the arguments are the same as for the repeated layer."""
+    """Allocates the caches of all layers; the arguments are the same as for one of them."""
     (self._decode_unrolled if self._decodes_unrolled else self._run)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
-    """Runs the `extend_step` of each repetition on the next tokens, with its own caches; returns the last result."""
+    """Runs the `extend_step` of each layer on the next tokens, with its own caches; returns the last result."""
     return (self._decode_unrolled if self._decodes_unrolled else self._run)('extend_step', x, *args, **kwargs)
 
   @property
@@ -242,7 +242,7 @@ class Repeat(Layer):
     return {**variables, **by_turn}
 
   def _decode_unrolled(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
-    """Returns the last carry after running the repetitions one by one, each with its own decode state."""
+    """Runs all layers one by one, each repetition with its own decode state; returns the last carry."""
     key = self.next_prng_key() if self.has_prng_key() else None
     sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self.first, *self._blocks, *self.rest)}
     for number, layer in enumerate(self.layers_by_turn()):

@@ -143,7 +143,7 @@ class ConvolutionModule(Layer):
 
 
 class ConvSubsampling(Layer):
-  """Subsamples frames, by 4 with two 3 x 3 convolutions of stride 2 over time and frequency; then a linear layer.
+  """3 x 3 convolutions of stride 2 over time and frequency, then a linear layer; two convolutions reduce T by 4.
 
   Biases are initially uniform in +-1 / sqrt(fan in), so that frames that SpecAugment sets to 0 do not reach later norms
   as zeros.
