@@ -253,7 +253,8 @@ class MultiHeadAttention(AttentionHeads):
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
       prefix_lengths: [B] int32, the length of the prefix of each row to which all tokens of the row attend. The call
         that reads the prompt must contain the whole prefix. None disables it.
-      logit_bias: a function of positions, added to the logits, whose `query_pos` and `key_pos` are ignored; or None.
+      logit_bias: a function of positions, added to the logits; its `query_pos` and `key_pos` are ignored. None adds
+        nothing.
       first_values: see `__call__`; the cache stores the values after mixing.
       packed: where the tokens of each prompt are in packed rows; the cache must be empty, with a row for each prompt.
         None means that row b of `x_BTD` belongs to row b of the cache.

@@ -43,7 +43,7 @@ class LogMel(Layer):
     mel_scale: 'htk' is 2595 log10(1 + f / 700); 'slaney' is linear up to 1 kHz and logarithmic above.
     unit_area: whether all bands have the same area (Slaney's norm) instead of the same height, 1.
     centered: whether frame t is around sample t * frame_step, with the sound reflected at both of its ends, as in
-      librosa; otherwise it begins there, and lies inside the sound.
+      librosa; otherwise the frame begins there, and lies inside the sound.
     floor: the smallest energy; smaller ones are raised to it before the logarithm.
     normalize: whether each band has mean 0 and variance 1 over the frames of its row.
     activation_split_dims_mapping: `out`, [B, T, M].

@@ -76,7 +76,7 @@ class Ticks:
   folds_microbatch: bool  # Whether the key of a layer depends on the microbatch.
   unroll: int  # How many repetitions of a group the inner loop runs in one iteration.
   constrain: Callable[[jax.Array], jax.Array]  # Splits dimension 0 of an array [S, ...] over the stage axis.
-  # These add rematerialisation to the function of a layer, given also its number in `layers`, and to that of a stage.
+  # Both add rematerialisation: to the function of a layer, with its number in `layers`, and to the function of a stage.
   remat_layer: Callable[[Callable[..., Any], int], Callable[..., Any]]
   remat_stage: Callable[[Callable[..., Any]], Callable[..., Any]]
   changed: set[Path] = dataclasses.field(default_factory=set)  # Receives the paths of variables that layers update.

@@ -25,7 +25,7 @@ T = TypeVar('T')
 
 
 def size_stack(stack: Config, model: Any, num_layers: int, *, causal: bool) -> Config:
-  """Returns the config of a stack of `num_layers` blocks, whose attention is causal or not, with the sizes of a model.
+  """Returns the config of a stack of `num_layers` blocks with the sizes of a model; `causal` sets their attention.
 
   `model` is the layer with `model_dims`, `hidden_dims` (None means 4 D), `use_bias`, and the fields of `HEADS`.
   """

@@ -137,7 +137,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return self.compute_predictions(batch)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
+    """Raises a `UserError` if this model cannot use the input `data`; `batch` is its first batch, in NumPy arrays.
 
     Called on the host before anything is compiled. It finds errors that shapes do not show, such as ids out of bounds,
     for which JAX silently reads another entry. If the arrays of an input are in memory, `batch` contains all its rows.
