@@ -2,7 +2,7 @@
 
 A ladder of models, each wider than the one before, is trained for a few steps. If the activations of a layer grow or
 shrink with a power of the width, a learning rate of a small model is wrong for a large one. With `Mup`, the exponents
-are near zero (Yang et al., 2022, appendix D.1).
+of these powers are near zero (Yang et al., 2022, appendix D.1).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Ladder:
   model: Config
 
   def widen_model(self, factor: float) -> Config:
-    """Returns the config with `factor` times the widths in `fields`; raises ConfigError if one is not an integer."""
+    """Returns the config with `factor` times the widths in `fields`; raises ConfigError if a product is no integer."""
     model = self.model.clone()
     for path, width in self.fields.items():
       wide = width * factor
@@ -221,7 +221,7 @@ def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tu
   def look(variables: NestedDict, batch: NestedDict) -> dict[str, jax.Array]:
     seen = Activations('' if model.name else type(model).__name__)
     seen.run(lambda v, b: model.apply(v, b, key=train_key, do_eval=True)[0][0]['loss'], variables, batch)
-    # Products inside layers that have other shapes than the results, such as logits, are named apart.
+    # A product inside a layer, such as logits, gets its own name if its shape differs from the layer's result.
     others = {f'{path} (product)': x for path, x in seen.products.items() if x.shape != seen.results[path].shape}
     return {path: result for path, result in {**seen.results, **others}.items() if result.ndim > 1}
 

@@ -38,7 +38,7 @@ def assert_plan_matches(
   limits: GrowthLimits | None = None,
   cache: Path | None = None,
 ) -> None:
-  """Raises AssertionError if a train step is worse than a snapshot of its plan, for example uses more memory.
+  """Raises AssertionError if a train step is worse than a snapshot of its plan, for example if it uses more memory.
 
   Args:
     task, topology, inputs, compile, cache: see `plan`. 'cpu:8' needs 8 simulated devices but no other compiler.

@@ -1,4 +1,4 @@
-"""Explains how and why arrays are split over a mesh, what that costs, and what is wrong with it. Needs only shapes."""
+"""Explains how and why arrays are split over a mesh, what the split costs, and its faults. Needs only shapes."""
 
 from praxis_lite.instruments.explain.check import Problem, Severity, WarningLimits, check, format_problems, has_errors
 from praxis_lite.instruments.explain.explanation import (

@@ -150,7 +150,7 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def _error(error: UserError, path: str = 'task') -> Problem:
-  """Converts an exception to a problem. Its path is the start of the message, up to ': ', or else `path`."""
+  """Converts an exception to a problem. The path is the first word of the message if ': ' follows, or else `path`."""
   head, separator, text = str(error).partition(': ')
   path, text = (head, text) if separator and ' ' not in head else (path, str(error))
   kind = str(error.fault) if isinstance(error, ShardingError) else 'error in the step'
@@ -160,7 +160,7 @@ def _error(error: UserError, path: str = 'task') -> Problem:
 def _placing_errors(
   jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
 ) -> list[Problem]:
-  """Returns a problem for every variable and input that cannot be placed; each message occurs once."""
+  """Returns a problem for every variable and input that cannot be placed, without repeated messages."""
   rules, strategy, mapping = jax_task.logical_axis_rules, jax_task.strategy, jax_task.train.inputs_split_mapping
   variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
   found: dict[str, Problem] = {}

@@ -33,7 +33,7 @@ _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """The known split of an array: the axes of each dimension, its name, and whether it is a weight."""
+  """An array with a known split: the axes that split each dimension, the array's name, and whether it is a weight."""
 
   axes: tuple[DimAxes, ...]
   label: str
@@ -52,7 +52,7 @@ class Mismatch(NamedTuple):
   size: int  # Of the summed dimension.
   left_axes: DimAxes
   right_axes: DimAxes
-  shared: str  # An axis that splits this dimension of one operand and another dimension of the other; '' if none does.
+  shared: str  # An axis that splits it in one operand and splits another dimension of the other operand, or ''.
 
 
 def find_mismatches(
@@ -60,7 +60,7 @@ def find_mismatches(
 ) -> list[Mismatch]:
   """Returns the mismatches in the forward pass of a traced program, without duplicates.
 
-  `splits` has the split of each of its arguments; None if it is not known.
+  `splits` has the split of each argument of the program, or None where the split is not known.
   """
   walker = _Walker(mesh_sizes)
   walker.walk(jaxpr.jaxpr, list(splits), '')
@@ -154,8 +154,8 @@ class _Walker:
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
-      # If more axes split dimension i of one operand, each device slices the other operand. But it cannot do this if an
-      # extra axis splits another dimension of that operand.
+      # If more axes split the summed dimension of one operand, each device slices the other operand. It cannot do this
+      # if one of the extra axes already splits another dimension of that other operand.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:

@@ -185,7 +185,7 @@ class Explanation:
 
   @property
   def why(self) -> str:
-    """What decided the split dimensions, or, if there are none, the last dimension; for a scalar, its first remark."""
+    """What decided the dimensions that are split, or the last dimension if none is; for a scalar, its first remark."""
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
@@ -216,7 +216,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task, in tree order; of activations, in the order of the train step.
+  """An `Explanation` of every array of a task: activations in the order of the train step, the rest in tree order.
 
   Activations and inputs are empty if the shapes of a batch are not known. `exchanges` maps the path of a
   field to the communication that its layer declares there.
@@ -235,8 +235,9 @@ class ShardingReport:
   def find(self, path: str) -> Explanation:
     """Returns the explanation of the array with this path. Raises ConfigError if there is no such array.
 
-    Paths are 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; for an
-    activation, 'lm.softmax.out' or the field that splits it.
+    The path of a variable is 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'. The path of a slot begins with 'opt_states',
+    that of a moving average with 'ema_vars', and that of an input with 'inputs'. The path of an activation is
+    'lm.softmax.out' or the path of the field that splits it.
     """
     wanted = path.replace('/', '.').removeprefix('mdl_vars.').replace('.activation_split_dims_mapping.', '.')
     known = {e.path: e for e in reversed(self.arrays())}

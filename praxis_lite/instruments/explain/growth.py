@@ -1,4 +1,4 @@
-"""The factors between the variables of a model with `Mup` and of its base, and the reasons."""
+"""The factors that `Mup` gives to the variables of a model in relation to its base, and the reasons for them."""
 
 from __future__ import annotations
 

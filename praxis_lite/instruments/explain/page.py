@@ -23,7 +23,7 @@ def write_page(path: str, report: ShardingReport, title: str, problems: Sequence
 
 
 def write_file(path: str, page: str) -> pathlib.Path:
-  """Writes a page to the file `path`, whose missing parent directories it creates, and returns the path.
+  """Writes a page to the file `path`, creates missing parent directories, and returns the path.
 
   Raises:
     UserError: the file cannot be written.
@@ -39,7 +39,7 @@ def write_file(path: str, page: str) -> pathlib.Path:
 
 
 def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> str:
-  """Returns the page as HTML. `title` says what the report describes; the page lists `problems` of `check` above it."""
+  """Returns the page as HTML. `title` says what the report describes; `problems` of `check` stand above the report."""
   data = {
     'title': title,
     'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
@@ -56,7 +56,8 @@ def fill_page(package: str, title: str, data: Mapping[str, object], name: str, s
   """Returns a self-contained HTML page: a package's content, style and scripts, with the data filled in.
 
   The package has the page's content `assets/{name}.html`, its style `assets/{name}.css`, and its own `scripts`, which
-  come after those that all pages share. They read `data`, which must be serializable as JSON, from the element `data`.
+  come after those that all pages share. All scripts read `data`, which must be serializable as JSON, from the element
+  `data`.
   """
   # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')

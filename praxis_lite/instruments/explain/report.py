@@ -169,7 +169,7 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
-  """Returns explanations of all arrays of a task whose state has this layout; if `step` is None, only of the state."""
+  """Returns explanations of all arrays of a task whose state has this layout; only of its state if `step` is None."""
   sizes, exchanges = dict(layout.mesh.shape), declared_exchanges(jax_task.model)
   state = parameter_table(jax_task, sizes), _slots(layout, sizes)
   if step is None:

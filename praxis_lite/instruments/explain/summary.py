@@ -99,7 +99,7 @@ def _multipliers(task: SingleTask) -> list[str]:
 
 
 def _sequence_length(dataset: Config) -> int | None:
-  """Returns the tokens in an example; None if the dataset sets no `seq_len`, or inputs of a mixture set several."""
+  """Returns the tokens in an example: the dataset's `seq_len`; None if it has none, or several that differ."""
   lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
   return lengths.pop() if len(lengths) == 1 else None
 

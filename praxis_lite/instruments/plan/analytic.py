@@ -50,8 +50,8 @@ def analytic_memory(
 ) -> Memory:
   """Returns the estimated memory of a step on each device.
 
-  `needs` are the bytes that the step needs, as a compiler that refused it says; None if not known. `state` are the
-  arrays among its arguments.
+  `needs` are the bytes that the step needs, according to a compiler that refused it; None if they are not known.
+  `state` are the arrays among the arguments of the step.
   """
   kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]
   buffers = [LiveBuffer(kind, b.name, b.shape, b.bytes) for kind, b in zip(kinds, program.peak.buffers)]
@@ -86,7 +86,7 @@ def _set_exposed(
     work[local.loop] += op.count * op.seconds
   for found, c in zip(program.collectives, collectives):
     waiting[found.loop] += c.count * c.seconds * found.is_beside_work
-  # A loop that runs zero times, such as that over later tokens if only one token is drawn, waits for nothing.
+  # A loop that runs zero times waits for nothing, such as the loop over later tokens if only one token is drawn.
   exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
   return [
     dataclasses.replace(c, exposed=c.seconds * exposed.get(found.loop, 0.0)) if found.is_beside_work else c

@@ -49,7 +49,7 @@ def calibration_file() -> Path:
 
 
 def apply_calibration(topology: Topology, file: Path) -> Topology:
-  """Returns the topology with the measured efficiency of its target; unchanged if `file` has none for it.
+  """Returns the topology with the measured efficiency of its target; unchanged if `file` has no entry for it.
 
   Raises:
     UserError: `file` does not have the format that `calibrate` writes.
@@ -72,7 +72,7 @@ def calibrate(
   """Measures the efficiency that programs reach on devices, and returns a target with that efficiency.
 
   Args:
-    file: the file in which to store the efficiency; it keeps those of other targets. None stores nothing.
+    file: the file in which to store the efficiency, next to the entries of other targets; None stores nothing.
     devices: devices of one kind; None uses the local devices of this process.
     matrix: number of rows and of columns of the matrices that are multiplied.
     megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.

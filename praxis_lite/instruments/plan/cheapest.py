@@ -5,8 +5,8 @@
                  mesh that fits; then a search on each of the most promising offers
     compiled     the most promising offers, one after the other; each corrects the estimates of its kind of chip
 
-The batch size does not change, because another one trains another model. So a batch of few rows limits the number of
-chips.
+The batch size stays the same, because changing it would change the trained model. So a batch of few rows limits the
+number of chips.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class Option:
     topology: the chips.
     overrides: overrides that apply the setting.
     plan: plan of the step, compiled or by formulas.
-    step_seconds, peak: seconds of a step and peak bytes of a device; compiled steps have corrected estimates.
+    step_seconds, peak: seconds of a step and peak bytes of a device. If the step was not compiled, they are estimates
+      that the compiled steps on this kind of chip have corrected.
     price: time and money of the run.
-    failure: why compiling failed, except for lack of memory; '' if it did not fail or was not tried.
+    failure: why compiling failed, if not for lack of memory; '' if it did not fail or was not tried.
     tokens_range: the least and the largest number of tokens that may be needed to reach the goal's loss, divided by the
       number in `price`.
   """
@@ -118,7 +119,7 @@ class Option:
     return value * (self.factors.largest if self.factors else 1.0)
 
   def is_beaten_by(self, other: Option) -> bool:
-    """Whether another option is at most as slow and as expensive, and better in time or money."""
+    """Whether another option is faster or cheaper, and is neither slower nor more expensive."""
     mine, theirs = (self.seconds, self.money), (other.seconds, other.money)
     return theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]
 
@@ -146,7 +147,7 @@ class CheapestRun:
 
   @property
   def best(self) -> Option | None:
-    """The option to take, or, if none reaches the goal, the nearest one; None if no setting fits on any offer."""
+    """The option to take, or, if none reaches the goal, the one nearest to it; None if no setting fits on any offer."""
     return next(iter(order_options(self.options, self.goal)), None)
 
   @property
@@ -211,7 +212,8 @@ def find_cheapest(
 
   Args:
     task, inputs, cache, report: see `plan`.
-    offers, goal: chips and their prices, and what the run has to reach, whose limits decide what is compiled first.
+    offers: chips and their prices.
+    goal: what the run has to reach. Its limits decide which settings are compiled first.
     interruptions: how often the run stops, and for how long.
     verify: number of steps to compile; 0 compiles nothing.
     seconds: approximate time limit; half of it is for estimates.
@@ -269,7 +271,7 @@ class _Search:
   # ---------------------------------------------------------------- estimates
 
   def _estimate_all(self, offers: Sequence[Offer]) -> None:
-    """Estimates a setting for each offer, in ascending order of chips; more settings if that one does not fit."""
+    """Estimates a setting for each offer, in ascending order of chips, and more settings if that one does not fit."""
     least, before = self._state_bytes(), dict[str, tuple[str, ...]]()
     given_up: dict[str, str] = {}
     first_error: UserError | None = None
@@ -318,9 +320,9 @@ class _Search:
       self._estimate(setting.offer, setting.overrides, _MOST_ESTIMATES)
 
   def _estimate(self, offer: Offer, before: tuple[str, ...], number: int) -> bool:
-    """Estimates `number` settings on an offer, starting with the overrides `before`.
+    """Estimates `number` settings on an offer; the first one has the overrides `before`.
 
-    Returns whether any of them fits; True also if their times are not known.
+    Returns whether any of them fits. Returns True as well if their times are not known.
     """
     name, config = offer.topology.name, self.config.change(before)
     self.report(f'estimating {name}, {self._estimates} settings so far')

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.5  # How often a child checks that its parent still exists.
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
-  """Runs `command`, which makes the same plan in a child process, and stores its compiled program in `cache`.
+  """Runs `command` in a child process, where it makes the same plan and stores the compiled program in `cache`.
 
   Raises:
     CompileError: the compiler refused the step, the process ended early, or it exceeded the time limit.

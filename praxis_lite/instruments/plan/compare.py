@@ -86,7 +86,7 @@ _LIMITS = {
 
 
 def _most_waiting(won: Plan, lost: Plan) -> str:
-  """Returns the kind of collective whose waits the better plan shortens most, with both times; '' if none differ."""
+  """Returns text: the collectives whose waits the better plan shortens most, with both times; '' if none differ."""
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
   times = [format_seconds(seconds.get(most, 0.0)) for seconds in (before, after)]

@@ -160,7 +160,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
   kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
-  # A host has 2 x 2 chips, but only one in a dimension in which the slice has an odd number of chips.
+  # A host has 2 chips in each dimension, or 1 in a dimension in which the slice has an odd number of chips.
   if any(size % 2 for size in topology.shape[:2]):
     options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
   name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
@@ -194,7 +194,7 @@ def compile_step(
 
   Args:
     step, topology: a step on a mesh of the devices of the topology.
-    layers: paths of the layers of the model, which the program names.
+    layers: paths of the layers of the model, which are part of the key in the cache.
     flags: compiler flags; None means those of the step.
     cache, elsewhere, report: see `plan`.
 

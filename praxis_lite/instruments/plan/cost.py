@@ -3,7 +3,7 @@
 The cost of an instruction is multiplied by the trip counts of the loops that contain it:
 
     FLOPs        counted for dot, ragged-dot, convolution, and library calls for products and attention: two for each
-                 pair of elements that are multiplied; other instructions are limited by memory and count none
+                 pair of elements that are multiplied; other instructions are limited by memory and count 0
     bytes        operands and results in main memory; slices and in-place updates, inside fusions too, count only
                  the part that they touch
     seconds      the longer of compute time and memory time, at the efficiency of the target, but at least

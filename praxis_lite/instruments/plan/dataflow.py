@@ -1,7 +1,7 @@
 """Traces values of a program back to its arguments, through casts, slices, transposes, fusions and loops.
 
 Only operations that move, select or cast elements are followed. The result of any other operation, such as a product,
-comes from no argument. So a gathered weight can be told from a gathered activation, however XLA transforms them.
+comes from no argument. So gathered weights can be distinguished from gathered activations, however XLA transforms them.
 """
 
 from __future__ import annotations

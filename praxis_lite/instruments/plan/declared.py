@@ -39,7 +39,7 @@ class Declaration:
 
   @property
   def field(self) -> str:
-    """The config field that declares the split of its last dimension, even if that field is not set."""
+    """The config field that declares the split of the array's last dimension, even if that field is not set."""
     return self.sources[-1].removesuffix(' is not set') if self.sources else self.path
 
   @property
@@ -132,10 +132,10 @@ class Declarations:
   # ---------------------------------------------------------------- what disagrees
 
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
-    """Returns the declaration nearest to `layers` that contradicts others about `axes`, and a list of the others.
+    """Returns the suspect, the declaration nearest to `layers` that contradicts others about `axes`, and those others.
 
-    Of equally near declarations, it is the one that most others contradict. The others declare the same role; the
-    nearest come first. If all declarations agree, the result is None and an empty list.
+    Of equally near declarations, the suspect is the one that is outvoted for most roles and axes. The list begins with
+    the declarations nearest to the suspect. If all declarations agree, the result is None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):

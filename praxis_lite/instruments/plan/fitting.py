@@ -30,7 +30,8 @@ from praxis_lite.sharding.specs import all_axes
 def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence about the change.
 
-  Both are empty if the mesh already has the right number of devices. The sentence is empty if a size was -1.
+  Both are empty if the mesh already has the right number of devices, or if its shape does not match its axes. The
+  sentence is also empty if a size was -1.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)

@@ -21,7 +21,7 @@ _TO_HOST = 12e9
 # The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
-# Another interval between saves is advised if the current one loses at least 1 % of the useful work of the best one.
+# The best interval between saves is advised if the current one gives at least 1 % less useful work.
 _FAR = 0.01
 
 

@@ -327,7 +327,7 @@ def _integers(text: str) -> list[int]:
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
-  """Returns the groups of a collective (one of all devices if it names none), or pairs (from, to) of a permute."""
+  """Returns the groups of a collective (one of all devices if it names no groups), or pairs (from, to) of a permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = _integers(iota[1]), _integers(iota[2])
     return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))

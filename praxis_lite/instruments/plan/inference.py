@@ -126,7 +126,7 @@ def plan_inference(
 
 
 def _task_for(task: Config, requests: Requests) -> tuple[SingleTask, PromptLimits]:
-  """Returns the task with a sampler for these requests, and its limits; raises ConfigError if it cannot decode them."""
+  """Returns the task, set to decode these requests, and its limits; raises ConfigError if it cannot decode them."""
   task = task.clone()
   if not hasattr(task.model, 'decoder_tpl'):
     raise ConfigError('task.model: plans of inference are for language models, and this model has no decoder_tpl')
@@ -182,7 +182,7 @@ class _InferencePlanner(Planner[InferencePlan]):
     return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
 
   def _largest_rows(self, memory: Memory) -> int:
-    """Returns about how many rows fit, by estimates that are corrected by the plan's memory."""
+    """Returns about how many rows fit: `memory` of the plan corrects the estimates for other numbers of rows."""
     requested, at_once = self.requests.rows, math.prod(self._mesh.values())  # Rows are padded to a multiple of this.
     missing = memory.peak - self._estimate(requested, None)[0].peak
     few = -(-requested // at_once) * at_once

@@ -25,7 +25,7 @@ def is_attention_kernel(target: str, op_name: str) -> bool:
 def estimated_cost(config: object) -> tuple[float, float]:
   """Returns the FLOPs, and the bytes read and written, that the author of a Pallas kernel estimates; 0 if unknown.
 
-  As below, `config` is the decoded `backend_config` of its custom call.
+  Here and below, `config` is the decoded `backend_config` of the custom call.
   """
   estimate = value_in(config, 'cost_estimate')
   numbers = estimate if isinstance(estimate, dict) else {}

@@ -88,7 +88,7 @@ _NOTHING = Peak()
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """The buffers that must stay in memory until a value is read, and the arrays and bytes that computing it reads."""
+  """The buffers that must stay in memory until a value is read, and the arrays and bytes that its computation reads."""
 
   held: tuple[Buffer, ...] = ()
   read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
@@ -203,7 +203,7 @@ class BlockMemory:
     return _Value((made,), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
-    """Returns the bytes that computing a result reads; 0 if XLA fuses it with a result that reads the same arrays."""
+    """Returns the bytes that a result's computation reads; 0 if XLA fuses it with one that reads the same arrays."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:
       return 0

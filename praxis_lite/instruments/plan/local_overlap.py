@@ -41,7 +41,7 @@ def changing_state(body: ir.Block) -> list[tuple[ir.Value, ir.Value]]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, but not the last. XLA reduces the sum instead."""
+  """Whether a collective is an all-reduce in a sum of all-reduces, except the last. XLA reduces the sum instead."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])
@@ -56,7 +56,7 @@ def is_joined(op: ir.Operation) -> bool:
 
 
 def _is_reduced(value: ir.Value, axes: str) -> bool:
-  """Whether a value is an all-reduce over some axes or a sum of such all-reduces, and has only one user."""
+  """Whether a value has only one user and is an all-reduce over `axes` or a sum of such all-reduces."""
   if isinstance(value.owner, ir.Block):
     return False
   op = value.owner.operation
@@ -82,7 +82,10 @@ def _collectives(block: ir.Block) -> Iterator[ir.Operation]:
 
 
 def _spread(block: ir.Block, reached: set[ir.Value], *, backward: bool = False) -> None:
-  """Adds the results of work, and what is computed from values in `reached`; backward, what work and they need."""
+  """Adds to `reached` the results of work and of operations that read values in it.
+
+  If `backward`, adds the operands of work and of operations whose results are in `reached`.
+  """
   operations = [op.operation for op in block.operations]
   for op in reversed(operations) if backward else operations:
     if op.name == MAPPED:

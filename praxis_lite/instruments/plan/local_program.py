@@ -107,8 +107,8 @@ def local_program(
   """Reads a program that was lowered for a mesh, with or without devices.
 
   `hidden` tells what layers say about work that the program does not show. The compiler of TPUs (`on_tpu`) has a kernel
-  for `jax.lax.ragged_dot`, but other compilers multiply every row by the weights of every group. Its products read a
-  layer's weights directly from their stack, but other compilers copy them first.
+  for `jax.lax.ragged_dot`, and its products read a layer's weights directly from their stack. Other compilers multiply
+  every row by the weights of every group, and copy the weights from the stack first.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None

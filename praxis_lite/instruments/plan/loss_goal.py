@@ -13,7 +13,7 @@ _FARTHER = 1.05  # A size counts as extrapolated only if it exceeds those of the
 
 
 class LossGoal(NamedTuple):
-  """A loss to reach, and the number of tokens after which it is reached by the law."""
+  """A loss to reach, and the number of tokens after which, by the law, the model reaches it."""
 
   loss: float
   tokens: float
@@ -26,7 +26,7 @@ def tokens_to_reach(loss: float, parameters: float, fitted: FittedLaw) -> LossGo
   """Returns the number of tokens after which a model with this many active parameters reaches a loss.
 
   Raises:
-    UserError: no model reaches the loss, or this one does not.
+    UserError: by the law, no model reaches the loss, or no model of this size does.
   """
   law = fitted.law
   if loss <= law.irreducible:

@@ -17,7 +17,7 @@ from praxis_lite.sharding.mesh import have_same_answers
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-  """The traced step on a mesh, and what does not depend on the kind of chip; `pipelines` and `weights` as in `Plan`."""
+  """The traced step on a mesh, and facts that hold for all kinds of chips; see `Plan` for `pipelines` and `weights`."""
 
   mesh: Mapping[str, int]
   jaxpr: Any
@@ -47,7 +47,7 @@ class StepKey:
   kind: str
 
   def is_same_step(self, other: StepKey) -> bool:
-    """Whether both keys are of the same program: kinds of devices may differ in facts that tracing never asked for."""
+    """Whether both keys give the same program: their kinds of devices may differ in facts that tracing does not use."""
     if (self.platform, [*self.mesh.items()]) != (other.platform, [*other.mesh.items()]):
       return False
     try:

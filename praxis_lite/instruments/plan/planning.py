@@ -101,7 +101,7 @@ class ProgramPlan:
 
   @property
   def factors(self) -> TimeFactors | None:
-    """The range of real time, divided by planned time, by the errors of earlier plans; None if they are not known."""
+    """The range of the ratio of real to planned time, from the errors of earlier plans; None if these are not known."""
     return time_factors(self.topology, self.mode == 'compiled') if self.is_time_known else None
 
 
@@ -248,7 +248,7 @@ class Planner(abc.ABC, Generic[P]):
     elsewhere: Callable[[], None] | None,
     flags: XlaFlags | None = None,
   ) -> tuple[CompiledStep, CompiledProgram, dict[str, Any]]:
-    """Returns a step as `compile_step` does, its program, and the fields of its plan that both determine."""
+    """Returns the result of `compile_step`, the program in it, and the fields of the plan that follow from them."""
     topology, paths = self.topology, [path_name(layer.path) for layer in self._layers]
     compiled = compile_step(
       step, topology, layers=paths, flags=flags, cache=cache, elsewhere=elsewhere, report=self.report

@@ -80,7 +80,7 @@ class ScalingLaw(NamedTuple):
 
   @property
   def growth_of_parameters(self) -> float:
-    """The exponent a of compute in the best number of parameters; in the best number of tokens, it is 1 - a."""
+    """The exponent a: for compute C, the best number of parameters grows as C^a, and that of tokens as C^(1 - a)."""
     return self.beta / (self.alpha + self.beta)
 
   def best_size(self, flops: float) -> tuple[float, float, float]:
@@ -199,7 +199,7 @@ def _distinct_sizes(values: Sequence[float]) -> list[float]:
 
 
 def _check_losses_fall(law: ScalingLaw, runs: Sequence[FinishedRun], error: float) -> None:
-  """Raises UserError if the fitted loss falls with one of the sizes by less than the losses scatter."""
+  """Raises UserError if one of the sizes lowers the fitted loss by no more than the scatter of the losses."""
   scatter = 2 * error * min(run.loss for run in runs)
   for what, factor, exponent in (('parameters', law.a, law.alpha), ('tokens', law.b, law.beta)):
     sizes = [getattr(run, what) for run in runs]

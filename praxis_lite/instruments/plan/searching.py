@@ -3,7 +3,7 @@
     estimates       start at the experiment's own setting, then take the neighbours of the best setting so far, and so
                     on; an estimate reads a lowered program and takes a second or two
     verification    compiles the experiment's own setting, and then, one by one, the setting that may be the fastest if
-                    its estimate is as wrong as those of compiled settings; ends when none may beat the best compiled
+                    its estimate is as wrong as those of compiled settings; ends when no other may beat these
 
 A setting is better if a token takes less time. Any setting that fits is better than one that does not. The search keeps
 the experiment's batch size unless the caller gives others, because the batch size changes what the experiment learns.
@@ -53,10 +53,10 @@ class Ranked:
     verified: plan from the compiled program; None if it was not compiled.
     seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate, which
       expects that XLA recomputes more if memory is nearly full.
-    least: the shortest time of a step in seconds, if its estimate is as much too long as others were; `seconds` if it
-      was compiled.
+    least: the shortest time of a step in seconds, if its estimate is too long by the largest known error; equal to
+      `seconds` if the setting was compiled.
     is_own: whether this is the experiment's own setting, with a fitted mesh.
-    failure: why compiling failed, except for lack of memory; '' if it did not fail or was not tried.
+    failure: why compiling failed, if not for lack of memory; '' if it did not fail or was not tried.
   """
 
   overrides: tuple[str, ...]
@@ -168,7 +168,7 @@ class _Search:
     return [ranked for _, ranked in self._rank()]
 
   def _most_promising(self) -> Setting | None:
-    """Returns the setting to compile next; None if no other may take less time than the best that is compiled."""
+    """Returns the setting to compile next; None if no other may take less time than the best compiled one."""
     ranked = self._rank()
     left = [pair for pair in ranked if pair[0] not in self._verified and pair[0] not in self._failed]
 
@@ -198,9 +198,9 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting; None if another setting gives the same program, such as the choice of 'auto'.
+    """Returns an estimate of a setting; None if it gives the same program as an earlier one, such as one with 'auto'.
 
-    For an invalid setting, returns None; with `must`, raises the error.
+    If a setting is not valid, returns None, or, with `must`, raises the error.
     """
     self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:

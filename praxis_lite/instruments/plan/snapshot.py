@@ -157,7 +157,7 @@ def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:
 
 
 def keep(snapshot: Snapshot, path: Path) -> None:
-  """Writes a snapshot to `path`. If it replaces one, it keeps that one's limits, which users may have edited."""
+  """Writes a snapshot to `path`. If there was one, its limits are kept, because users may have edited them."""
   if path.exists():
     snapshot = dataclasses.replace(snapshot, limits=read(path).limits)
   path.parent.mkdir(parents=True, exist_ok=True)

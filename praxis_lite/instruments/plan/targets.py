@@ -50,8 +50,8 @@ _COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'b200': 0.70, 'gb200': 0.70, 'v6e': 0
 # The developers of praxis_lite measured one H100 SXM of 700 W (docs/benchmarks.md): a product of matrices of 16,384
 # rows and columns; attention of 128 dims per head, by the difference of steps of 16,384 and of 2,048 tokens; and x + 1.
 # Links and network were not measured. Small operations in a row took 0.9 us each, but the assumed 3 us predict steps
-# with many small operations better. An H200 has the same processor; there, 12 steps were measured, and predicted well
-# with these shares, except for that of products.
+# with many small operations better. An H200 has the same processor; 12 steps were measured on it, and these
+# shares predicted them well, except for the share of products.
 _H100 = dataclasses.replace(_GPU, compute=0.69, attention=0.56, memory=0.87)
 _H200 = dataclasses.replace(_H100, compute=0.66)
 # The speed of our kernels for grouped products, relative to plain products, measured with 8 and 64 groups.

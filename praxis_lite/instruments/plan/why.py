@@ -225,7 +225,7 @@ class Why:
   def find_replicated(
     self, operations: Iterable[Operation], num_devices: int, uncounted: Collection[str] = ()
   ) -> list[Cause]:
-    """Returns causes for layers whose work devices along idle mesh axes repeat.
+    """Returns a cause for each group of idle mesh axes along which devices repeat the work of layers.
 
     To find them, it compares a layer's FLOPs on all devices in the compiled program with those in the traced step. It
     skips the layers `uncounted`, because the traced step does not show all of their work.

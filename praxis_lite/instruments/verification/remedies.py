@@ -61,7 +61,8 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     if causes and right_without(causes):
       return _text(causes, mappings)
     rest = [choice for choice in choices if choice not in causes]
-    # Bisection: without the causes and the first `low` of the rest, results are wrong; without the first `high`, right.
+    # Bisection: results are wrong without the causes and the first `low` of the rest, and right without the causes and
+    # the first `high`.
     low, high = 0, len(rest)
     while high - low > 1 and time.monotonic() < end:
       middle = (low + high) // 2

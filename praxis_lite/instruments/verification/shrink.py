@@ -8,7 +8,7 @@ The properties that decide how an array is split do not change:
     evenness         whether the mesh axes that split a dimension divide it evenly; if they do not, whether they have a
                      common factor, and whether the dimension is smaller than their number of parts
     products         the size of a flattened input stays the product of its dimensions
-    specs            the specs of the real sizes, because a strategy with a threshold would not split small weights
+    specs            variables keep the specs of their real sizes: a strategy with a threshold splits no small ones
 
 A mesh that is small enough stays the same; otherwise `small_mesh.py` chooses a similar one.
 """

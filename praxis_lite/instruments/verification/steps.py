@@ -309,7 +309,7 @@ def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _store_on_mesh(tree: object, layout: StateLayout) -> object:
-  """Pads host arrays and copies them to the mesh. They must not alias, because a step donates its state."""
+  """Pads host arrays and copies them to the mesh. The copies get their own memory, because a step donates its state."""
   return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
 
 

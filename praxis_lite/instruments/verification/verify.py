@@ -274,7 +274,7 @@ class _Comparison:
     self._compare(case)
 
   def compare_merged(self, rows: int) -> None:
-    """Compares an evaluation with merged adapters on the mesh, and with adapters on one device, if there are some."""
+    """In an evaluation, compares merged adapters, if there are any, on the mesh with separate ones on one device."""
     model = self.task.model
     if not model.adapters or names_of_adapters(model):
       return
