@@ -95,7 +95,7 @@ class RunLM(LM):
     return self._score([context for context, _ in pairs], [more for _, more in pairs])
 
   def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-    """Returns the log-probability of each whole text, in nats, in windows that do not overlap."""
+    """Returns the log-probability of each whole text, in nats: a sum over windows that do not overlap."""
     windows: list[tuple[list[int], list[int]]] = []
     counts = []
     for request in requests:
@@ -134,7 +134,7 @@ class RunLM(LM):
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """Returns a chat as text, in the tokenizer's template, up to where the model's answer begins.
 
-    Raises UserError if the tokenizer has no chat template, or without `add_generation_prompt`.
+    Raises UserError if the tokenizer has no chat template, or if `add_generation_prompt` is False.
     """
     if not isinstance(self.tokenizer, HfTokenizer) or not add_generation_prompt:
       raise UserError(

@@ -113,7 +113,7 @@ def _paths_of_arrays(arrays: Any) -> list[Path]:
 
 
 def _paths_of_state(eqx: Any, module: Any, structure: Any) -> list[Path]:
-  """Returns the path of each array of a state: the path of its `StateIndex` in the module, then the path below that."""
+  """Returns the path of each array of a state: that of its `StateIndex` in the module, then the path below it."""
   numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
   found: dict[int, Path] = {}
   flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))

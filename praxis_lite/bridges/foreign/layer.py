@@ -109,9 +109,9 @@ class ForeignLayer(Layer):
   Attributes:
     module_tpl: config of the module's class, or of a function that returns the module, with its arguments, as in
       `Config(nn.Dense, features=6)`.
-    variable_splits: pairs (pattern, mapping). The first pattern, a regular expression, that matches the whole path of
-      a variable, such as 'params.dense.kernel', says how it is split. A mapping has a mesh axis, a logical axis or
-      None for each dimension.
+    variable_splits: pairs (pattern, mapping). A pattern is a regular expression for the whole path of a variable, such
+      as 'params.dense.kernel'; the mapping of the first pattern that matches says how the variable is split. A mapping
+      has a mesh axis, a logical axis or None for each dimension.
     use_own_splits: whether variables that no pattern matches are split as the module's own metadata says.
   """
 

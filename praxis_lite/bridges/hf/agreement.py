@@ -1,4 +1,4 @@
-"""Compares a model with its export, as praxis_lite computes it after reading it again, and as transformers does.
+"""Compares a model with its export, which both praxis_lite and transformers read and compute.
 
 PyTorch may be installed for another Python, so transformers runs in a separate process, whose script
 (`transformers_process.py`) does not import this package. Everything is computed in float32; transformers runs on the
@@ -42,7 +42,7 @@ def agree(
   python: str = sys.executable,
   progress: Callable[[str], object] = lambda line: None,
 ) -> list[WayResult]:
-  """Compares the log-probabilities of known texts in training, evaluation, decoding, and after an export.
+  """Compares the log-probabilities of known texts: in training, in evaluation, in decoding, and after an export.
 
   Args:
     model: a language model, on any mesh.

@@ -76,7 +76,7 @@ def compress_tensors(
     parts[kind] = tensors_to_write(tree, {path: found[path] for path in leaves(tree)})[1]
   forms = _forms_of_tensors(spread['integers'], found)
   declared: dict[str, Declared] = {}
-  sources: dict[str, tuple[str, str]] = {}  # The weight, and the kind of its part, of each tensor that is no weight.
+  sources: dict[str, tuple[str, str]] = {}  # Which weight each stored part belongs to, and the kind of part, by name.
   for name, as_plain in plain.items():
     form = forms.get(name)
     if form is None:
@@ -159,7 +159,7 @@ def _check_form(form: WeightFormat, shape: tuple[int, ...], name: str) -> None:
 
 
 def _one_of_group(spread_OI: np.ndarray, count: int, name: str) -> np.ndarray:
-  """Returns the value of each of `count` groups of inputs, [O, count], which `spread_OI` repeats for each input."""
+  """Returns the value of each of `count` groups of inputs, [O, count]; `spread_OI` has it once for each input."""
   groups = spread_OI.reshape(len(spread_OI), count, -1)
   if (groups != groups[..., :1]).any():
     raise ConfigError(f'task.model.quantized: the inputs of a group of {name} are not adjacent in that tensor')

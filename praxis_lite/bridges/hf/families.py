@@ -166,7 +166,7 @@ def describe_model(model: BaseModel, preferred: str | None = None) -> tuple[Fami
 
 
 def _layers_in_common(ours: Layer, theirs: Layer) -> int:
-  """Returns how many layers of two trees have the same position and class."""
+  """Returns the number of layers that have the same position and class in both trees."""
   if class_without_adapter(ours) is not class_without_adapter(theirs):
     return 0
   return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs))
@@ -218,7 +218,7 @@ def _class_name(value: object) -> str:
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
-  """Yields the differences between two layers, and the layers below them, that change what the layers compute."""
+  """Yields the differences that change what two layers compute: their own, and those of the layers below them."""
   if isinstance(ours, Dropout):
     return
   if class_without_adapter(ours) is not class_without_adapter(theirs):

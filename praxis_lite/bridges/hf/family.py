@@ -32,7 +32,7 @@ class Family:
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
   table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
   stores_inputs_first: ClassVar[bool] = False  # Whether tensors of linear layers are [in, out].
-  own_heads: ClassVar[frozenset[str]] = frozenset()  # First parts of names of tensors of heads that only it has.
+  own_heads: ClassVar[frozenset[str]] = frozenset()  # How tensor names of heads that only this family has begin.
 
   @property
   def head(self) -> str:

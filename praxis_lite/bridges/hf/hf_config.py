@@ -235,7 +235,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def rope_values(rotary: RotaryPositions) -> dict[str, object]:
-  """Returns the fields of config.json for rotary positions, in the form of transformers 4, which 5 reads too."""
+  """Returns the fields of config.json for rotary positions, in the form of transformers 4; version 5 reads it too."""
   scaling = rotary.scaling
   values: dict[str, object] = {'rope_theta': rotary.max_timescale}
   if isinstance(rotary, PartialRotaryPositions):

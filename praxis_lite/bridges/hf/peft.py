@@ -114,7 +114,7 @@ def write_adapter(
 def read_adapter(
   folder: str | os.PathLike[str], model: Config[BaseModel], variables: NestedDict | None = None
 ) -> ImportedAdapter:
-  """Reads adapters that peft has written: of LoRA, DoRA or IA3.
+  """Reads adapters of LoRA, DoRA or IA3 that peft has written.
 
   Args:
     folder: a folder with adapter_config.json and adapter_model.safetensors.

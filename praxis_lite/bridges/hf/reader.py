@@ -158,7 +158,7 @@ def streamed_variables(
 def read_variables(
   checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], layout: StateLayout, block_bytes: int = BLOCK_BYTES
 ) -> NestedDict:
-  """Returns the variables on the mesh of `layout`, padded, in its dtypes, with about `block_bytes` in host memory."""
+  """Returns the variables as `layout` stores them on its mesh; holds about `block_bytes` at a time in host memory."""
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
   return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
 
@@ -189,7 +189,7 @@ class _Variable(StreamedArray):
     return part
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns a shape whose parts are contiguous in the files: cut along the outermost dimension of a tensor."""
+    """Returns a shape for parts that are contiguous in the files: cut along the outermost dimension of a tensor."""
     stacked = len(self._first.at)
     if len(sizes) == stacked:  # A scalar variable, or one scalar for each layer.
       return super().part_shape(sizes, part_bytes)

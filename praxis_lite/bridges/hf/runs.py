@@ -277,9 +277,9 @@ def export_run(
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads.
 
-  The export includes the files of the tokenizer, which was imported with the model or is the `HfTokenizer` of a
-  dataset, and the settings of the sampler. Adapters are merged into the weights, and quantized weights become plain
-  ones, unless `adapter` or `quantized` says otherwise.
+  The export includes the settings of the sampler and the files of the tokenizer, which was imported with the model or
+  is the `HfTokenizer` of a dataset. Adapters are merged into the weights, and quantized weights become plain ones,
+  unless `adapter` or `quantized` says otherwise.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
@@ -359,7 +359,7 @@ def _base_of(config: ExperimentConfig, directory: Path) -> str | None:
 def _tokenizer_folder(config: ExperimentConfig, kept: Path) -> str | Path:
   """Returns the folder with the tokenizer's files: that of the first `HfTokenizer` among the datasets.
 
-  If `kept` has a tokenizer, or no dataset has an `HfTokenizer`, it is `kept`.
+  If `kept` has a tokenizer, or no dataset has an `HfTokenizer`, returns `kept`.
   """
   templates = [getattr(dataset, 'tokenizer_tpl', None) for dataset in config.datasets]
   tokenizers = [t for t in templates if isinstance(t, Config) and target(t) is HfTokenizer and t.path is not REQUIRED]

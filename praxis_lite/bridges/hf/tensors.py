@@ -41,7 +41,7 @@ class Extent(NamedTuple):
   # The dimension of the variable; None if the variable has only one entry here, and no dimension for it.
   axis: int | None
   before: int = 0  # How many entries before those of the variable belong to other variables.
-  after: int = 0  # How many after them do.
+  after: int = 0  # How many entries after those of the variable do.
 
 
 class Pair(NamedTuple):
@@ -223,7 +223,7 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dict[Path, list[Piece]]:
-  """Returns the pieces to write, with those of each original tensor again for its copies, {copy: original}."""
+  """Returns the pieces to write: `found`, and for `copies`, {copy: original}, the pieces of the originals once more."""
   again = {
     path: [p._replace(name=c) for p in of for c, o in copies.items() if p.name == o] for path, of in found.items()
   }

@@ -11,7 +11,7 @@ import sys
 
 
 def missing_package(line: str) -> str:
-  """Returns 'torch' or 'transformers' if `line`, the last line of an error, says that it is missing; '' otherwise."""
+  """Returns the missing package, 'torch' or 'transformers', that the last line of an error names; '' if neither."""
   found = re.match(r"ModuleNotFoundError: No module named '(torch|transformers)", line)
   return found[1] if found else ''
 

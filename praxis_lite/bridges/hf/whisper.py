@@ -91,9 +91,9 @@ class Whisper(Family):
 def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str, Any]) -> None:
   """Sets how a transcript begins, what is never generated, and how long it may be, from generation_config.json.
 
-  A transcript begins with the tokens for the language, English, and the task, transcription, which models of one
-  language lack. The last token turns timestamps off. With these and the start token, a transcript has at most
-  `max_length` tokens; if the file has no `max_length`, the limit is the number of the decoder's positions.
+  After the start token, a transcript of a multilingual model begins with a token for the language, English, and one for
+  the task, transcription. Then comes a token that turns timestamps off. The transcript, including these tokens, has at
+  most `max_length` tokens, and never more than the decoder has positions.
   """
   language, task = ((generation.get(f'{name}_to_id') or {}).get(of) for name, of in _GIVEN.items())
   given = () if generation.get('is_multilingual') is False else (language, task)

@@ -64,7 +64,7 @@ def tensors_to_write(
 ) -> tuple[dict[str, Declared], Callable[[str], np.ndarray]]:
   """Returns the dtypes and shapes of the tensors to write, by name, and a function that returns a tensor by its name.
 
-  It takes the arguments of `write_checkpoint`, and writes only variables in `found`.
+  The arguments are as for `write_checkpoint`; there are no tensors for variables that are not in `found`.
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')

@@ -112,9 +112,9 @@ def state_axis_names(
 ) -> TrainState[AxisNames]:
   """Returns the train state with the `AxisNames` of each array in its place.
 
-  The train state has declarations in `mdl_vars`, shapes elsewhere; for inference it lacks optimizer state and averages.
-  `params` are overrides for `mdl_vars`, which slots and averages inherit; `state` those for other paths, such as
-  'opt_states/0/v_row/.*'.
+  The train state has declarations in `mdl_vars` and shapes elsewhere; for inference, it lacks optimizer state and
+  averages. The overrides `params` apply to `mdl_vars`, and slots and averages inherit them; the overrides `state` apply
+  to paths in `opt_states`, such as 'opt_states/0/v_row/.*'.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)

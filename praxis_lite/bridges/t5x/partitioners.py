@@ -1,4 +1,4 @@
-"""Partitioners: objects that know the mesh, the data layout and the logical axis rules, and jit functions accordingly.
+"""Partitioners: objects that know the mesh, the data layout and the logical axis rules, and apply `jax.jit` with them.
 
     partitioner = PjitPartitioner(num_partitions=2)
     state = TrainState(step=..., mdl_vars=model.abstract_init(), opt_states=...)     # declarations and shapes
@@ -74,7 +74,7 @@ _NOT_GIVEN = object()  # The default of arguments for which None has a meaning.
 
 
 class PjittedFnWithContext(Generic[T]):
-  """A partitioned function, which is traced with its mesh as the ambient mesh and its logical axis rules as current.
+  """A partitioned function, traced with its mesh as the ambient mesh and its logical axis rules as the current rules.
 
   `PjittedFnWithContext(fn, mesh)` and `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as in T5X, accept a
   function that is already jitted, or that needs no specs: its arguments are passed on unchanged.
