@@ -26,7 +26,7 @@ def batch_size(batch: object) -> int:
   """Returns the size of dimension 0, which all leaves share.
 
   Raises:
-    DataError: a leaf is a scalar or differs from the others, or there are no leaves.
+    DataError: a leaf is a scalar, leaves differ in this size, or there are no leaves.
   """
   shapes = {name: x.shape for name, x in _arrays_by_name(batch).items()}
   if not shapes:
@@ -97,7 +97,8 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
 
   Args:
     batch: NumPy arrays: the whole global batch, or with several processes this process's share of it.
-    mesh, specs: the mesh, None for the default device; and a spec for each leaf, or a prefix of the tree.
+    mesh: the mesh; None means the default device.
+    specs: a spec for each leaf, or a prefix of the tree.
   """
   if mesh is None:
     return jax.device_put(batch)

@@ -106,7 +106,7 @@ def gather_array_with_mean_grads(
     x: this device's part.
     axis, dim: the mesh axis, or several, and the dimension that is split over them.
     size: the true size of the dimension, if the parts add up to more.
-    dtype: the part is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
+    dtype: the dtype to which the part is cast before it is sent. The gradient is averaged in the dtype of `x`.
     axis_name: the mesh axis, or several, if `axis` is the dimension.
 
   Raises:
@@ -170,10 +170,10 @@ class ShardedParam:
     return cast(jax.Array, self.gather_over(None, dtype))
 
   def gather_over(self, over: MeshAxes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
-    """Gathers the parameter over some axes, for None over all; gradients are averaged over these, and scattered.
+    """Gathers the parameter over the axes `over` (None: all); gradients are averaged over these axes, and scattered.
 
-    If other axes split it too, a `ShardedParam` is returned. If `dtype` is given, the part is cast to it before it is
-    sent. Raises ShardingError if a dimension is split over one of `over` and, within its parts, over another axis.
+    If other axes split the parameter too, returns a `ShardedParam`. `dtype` is the dtype to which the part is cast
+    before it is sent. Raises ShardingError if an axis in `over` splits a dimension, and another axis its parts.
     """
     x, left = self.value, list(self.axes)
     for i, (axes, size) in enumerate(zip(self.axes, self.shape)):
@@ -209,8 +209,8 @@ def shard_params(params: T, axis: str | Sequence[str], min_size: int = 2**18) ->
   """Inside `shard_map`: returns a tree with only this device's part of each parameter of more than `min_size` elements.
 
   A parameter is split along its largest dimension that the number of devices divides, the last one if several are
-  equally large. If there is none, it is split along its largest dimension, which is padded. A parameter that is already
-  split over another axis is split along a free dimension.
+  equally large. If there is none, the parameter is split along its largest dimension, which is padded. A parameter that
+  is already split over another axis is split along a dimension that is still whole, and unchanged if it has none.
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.

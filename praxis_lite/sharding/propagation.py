@@ -139,11 +139,11 @@ class Site:
 
 
 class Instance(NamedTuple):
-  """An operation with its splits in one call of its function. If the function is called twice, it has two instances."""
+  """An operation with its splits in one call of its function; two calls of the function give two instances."""
 
   site: Site
   splits: tuple[ArraySplit, ...]  # Of each array: the operands, then the results.
-  compatible: tuple[ArraySplit, ...]  # If the operation were local to each device, except for sums.
+  compatible: tuple[ArraySplit, ...]  # With these, it would be local to each device, except for sums.
   sources: tuple[ArraySplit, ...]  # Of operands, before Shardy reshards them; () without `with_sources`.
 
 
@@ -393,7 +393,7 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
 
 
 def _manual_axes(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> set[str]:
-  """Returns the mesh axes that a `shard_map` around `op`, or around a call of the function with `op`, maps."""
+  """Returns the mesh axes mapped by each `shard_map` around `op`, or around a call of the function with `op`."""
   axes: set[str] = set()
   for outer in _enclosing(op, callers):
     if outer.name == 'sdy.manual_computation':

@@ -162,7 +162,7 @@ def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[s
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
-  """Returns indices (rule, earlier rule) for each rule that never has an effect, because the earlier one applies."""
+  """Returns indices (rule, earlier rule) for each rule without effect: the earlier rule always applies instead."""
   # A rule is shadowed by an earlier rule of the same name that needs only mesh axes that the later rule needs too.
   found: dict[int, int] = {}
   for later, (name, axes) in enumerate(rules):

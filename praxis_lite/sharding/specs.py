@@ -172,7 +172,7 @@ def infer_partition_spec_based_on_rank_fn(
 def place_by_rank(
   mapping_dict: MappingsByRank, mesh_names: Sequence[str], x: HasShape, path: str = 'inputs_split_mapping'
 ) -> Placement | None:
-  """Returns how `mapping_dict`, of the config path `path`, splits `x`; None if `x` is a scalar or is not constrained.
+  """Returns how `mapping_dict`, at the config path `path`, splits `x`; None if `x` is a scalar or is not constrained.
 
   Raises ShardingError if there is no mapping for this rank, it is not valid, or a key does not have the form `map_Nd`.
   """

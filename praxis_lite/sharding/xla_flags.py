@@ -6,7 +6,8 @@ of the following set a flag, the first one counts:
 
     XLA_FLAGS                          the environment variable
     task.xla_flags                     the field; None leaves a flag to XLA
-    DEFAULTS[platform]                 unless task.default_xla_flags is False; flags that XLA does not know are ignored
+    DEFAULTS[platform]                 on several devices, unless task.default_xla_flags is False; flags that XLA does
+                                       not know are ignored
 
 Optimizations that XLA does by default need no flag here. In jaxlib 0.10.2 these are latency hiding (the schedule is the
 same with xla_gpu_enable_latency_hiding_scheduler), the choice between Triton and cuBLAS, and command buffers.
@@ -81,7 +82,8 @@ def xla_flags(
 ) -> XlaFlags:
   """Returns the flags of programs for a mesh of `num_devices` on a platform: 'cpu', 'gpu' or 'tpu'.
 
-  A config sets the flags `given`, in which None leaves a flag to XLA; `use_defaults` adds the flags in `DEFAULTS`.
+  `given` are the flags that a config sets; None leaves a flag to XLA. On a mesh of several devices, `use_defaults` adds
+  the flags in `DEFAULTS`.
   """
   given = given or {}
   own = flag_names(' '.join(split_flags(os.environ.get('XLA_FLAGS', ''))))

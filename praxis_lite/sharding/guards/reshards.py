@@ -72,7 +72,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
 
 
 def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
-  """If a reshard of an operand may abort XLA, does all its reshards in two steps: a gather over axes that move first.
+  """If one reshard of an operand may abort XLA, does all reshards of the operand in two steps, first a gather.
 
   `reshards` has the splits before and after, for each call of the function of the operation.
   """

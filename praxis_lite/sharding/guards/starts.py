@@ -46,7 +46,7 @@ def clamp_starts(slices: Iterable[ir.Operation]) -> list[ir.Operation]:
 
 
 def _is_inside_another(op: ir.Operation) -> bool:
-  """Whether a slice reads the result of a slice, or an update changes that of an update; reshapes may be between."""
+  """Whether a slice reads a slice's result, or another update writes an update's result; reshapes may be between."""
   if op.name == UPDATE:
     return any(use.owner.name == UPDATE and use.operand_number == 1 for use in _uses(op.results[0]))
   value = op.operands[0]
