@@ -39,7 +39,8 @@ class RunLM(LM):
   """A language model of a run.
 
   Args:
-    path: the run's directory, or the `TrainedModel` that `open_run(...).load()` returns.
+    path: the run's directory, or the `TrainedModel` that `open_run(...).load()` returns, with which `mesh` and `step`
+      have no effect.
     mesh: the size along each mesh axis of the run, as in '1x8x1' or (1, 8, 1); None uses one device.
     step: step of the checkpoint, 'best' or 'newest'; None uses the newest.
     batch_size: how many requests are computed at a time; 'auto' means 8.

@@ -97,13 +97,13 @@ def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] =
 
   Args:
     model: the config. If it has `mup`, the base of `mup` has factor 1, and the fields in which model and base differ
-      are the widths.
+      are widths, except `num_layers`.
     factors: see `Ladder`.
-    fields: paths of further fields that are widths. Without `mup`, () means all integers named `*_dims` except
-      `input_dims`, which usually depends on the data.
+    fields: with `mup`, paths of further fields that are widths; without `mup`, paths of all widths, where () means all
+      integers named `*_dims` except `input_dims`, which usually depends on the data.
 
   Raises:
-    ConfigError: there are fewer than two factors, or no widths.
+    ConfigError: there are fewer than two different factors, a factor is not positive, or there are no widths.
   """
   if len(set(factors)) < 2 or min(factors, default=0) <= 0:
     raise ConfigError(f'--widths: expected two or more different factors above 0, got {tuple(factors)}')

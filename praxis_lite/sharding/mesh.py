@@ -120,7 +120,7 @@ def fill_mesh_shape(
   """Returns an ICI mesh shape; a size of -1 is replaced by the number of devices that the other sizes leave.
 
   `num_devices` of None means all devices, for which JAX is started if there is a -1. Raises ShardingError if there are
-  several -1, or the number of devices is not a multiple of the other sizes.
+  several -1, the number of devices is not a multiple of the product of the other sizes, or a size or name is invalid.
   """
   shape = tuple(ici_mesh_shape)
   if -1 not in shape:

@@ -208,7 +208,7 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
   Args:
     axis: mesh axis, or several, over which to split.
     min_size_to_shard_mb: variables of up to this many MiB are not split.
-    allow_padding: if no free dimension divides evenly, split and pad the largest; otherwise split none.
+    allow_padding: if no free dimension divides evenly, True splits and pads the largest, and False splits none.
   """
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | OpResult:

@@ -81,8 +81,8 @@ def write_adapter(
 
   Raises:
     ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because the family
-      joins several weights with adapters, such as queries, keys and values, in one tensor, or because adapters are of
-      several kinds.
+      stores a weight with an adapter in a tensor that peft cannot adapt, or joins several such weights, for example
+      queries, keys and values, in one tensor, or because adapters are of several kinds.
   """
   family, values = describe_model(model)
   network = family.network_in(model)

@@ -277,9 +277,9 @@ def export_run(
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads.
 
-  The export includes the settings of the sampler and the files of the tokenizer, which was imported with the model or
-  is the `HfTokenizer` of a dataset. Adapters are merged into the weights, and quantized weights become plain ones,
-  unless `adapter` or `quantized` says otherwise.
+  The export includes the settings of the sampler, the imported preprocessor_config.json, and the tokenizer's files; the
+  tokenizer was imported with the model or is the `HfTokenizer` of a dataset. Adapters are merged into the weights, and
+  quantized weights become plain ones, unless `adapter` or `quantized` says otherwise.
 
   Args:
     config: configs of the run. The run need not have been imported: its model only has to belong to a family.
@@ -295,7 +295,8 @@ def export_run(
     The names of the files.
 
   Raises:
-    UserError: the model belongs to no family, the checkpoint does not exist, or `out` is not usable.
+    UserError: the model belongs to no family, or does not fit `adapter` or `quantized`; or the checkpoint does not
+      exist; or `out` is not usable.
   """
   directory, target_folder = user_path(job_log_dir), user_path(out)
   if target_folder.exists() and (not target_folder.is_dir() or any(target_folder.iterdir())):

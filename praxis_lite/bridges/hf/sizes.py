@@ -35,9 +35,9 @@ def read_sizes_of(path: str | os.PathLike[str]) -> HfConfig:
 def training_experiment(config: HfConfig | Mapping[str, Any]) -> ExperimentConfig:
   """Returns the configs of an experiment that trains a model of the sizes in a config.json.
 
-  The model computes in bfloat16, recomputes activations in the backward pass, and splits weights over all devices. Each
-  device of the mesh (1, -1, 1) has one sequence of at most 8,192 tokens. The datasets lack a path and a tokenizer. The
-  learner has the settings for fine-tuning.
+  The model computes in bfloat16, recomputes activations in the backward pass, and splits weights over all devices, on
+  the mesh (1, -1, 1). Rows of text have at most 8,192 tokens. The datasets lack a path and a tokenizer. The learner and
+  the batch size are those for fine-tuning.
 
   Args:
     config: the content of config.json.

@@ -142,7 +142,7 @@ class DataLayout(NamedTuple):
   Attributes:
     batch_size: size of the global batch.
     shard_id, num_shards: the share that this host reads, and the number of shares.
-    is_first_host_in_replica_set: whether no host with a smaller index reads the same share.
+    is_first_host_in_replica_set: whether the host is the first, in the order of the mesh, that reads this share.
   """
 
   batch_size: int

@@ -136,8 +136,8 @@ class MoePjitPartitioner(PjitPartitioner):
     num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
 
   Raises:
-    ShardingError: neither or both of num_experts and num_expert_partitions are given, or both filters; or as in
-      `PjitPartitioner`.
+    ShardingError: neither or both of num_experts and num_expert_partitions are given, or both filters; or
+      num_expert_partitions with ici_mesh_shape; or as in `PjitPartitioner`.
   """
 
   def __init__(

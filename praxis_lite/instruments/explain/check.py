@@ -94,7 +94,9 @@ def check(
   limits: WarningLimits | None = None,
   layout: StateLayout | None = None,
 ) -> list[Problem]:
-  """Returns the problems in a task's shardings, errors first. Uses no device and compiles nothing.
+  """Returns the problems in a task's shardings. Uses no device and compiles nothing.
+
+  If there are errors, only some of the warnings are found.
 
   Args:
     task_or_experiment, inputs_struct, mesh_sizes: see `explain`. Activations are checked only if

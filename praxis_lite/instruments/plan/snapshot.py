@@ -226,7 +226,8 @@ def _limits(text: str) -> GrowthLimits:
 def regressions(kept: Snapshot, new: Snapshot, limits: GrowthLimits | None = None) -> list[str]:
   """Returns a text for each regression, and an empty list if everything is within the limits.
 
-  If the modes of the snapshots differ, it compares only the splits of weights and the memory of the state.
+  If the topology or the mesh differs, the list says only this. If only the modes differ, it compares the splits of
+  weights and the memory of the state.
 
   Args:
     kept, new: snapshots on the same topology and mesh.

@@ -4,7 +4,7 @@
     batch, length   the largest that fits, by estimates that are extrapolated linearly; then compiled, at most twice
     ways out        if the step does not fit, the nearest settings that fit; estimated from their lowered programs
     less waiting    if communication is exposed, the neighbouring mesh with the least time
-    more chips      if no such setting fits, twice as many chips, then twice as many again
+    more chips      if no such setting fits, twice as many chips, doubled again until the step fits
 
 The difference between the compiled program of the plan and its estimate corrects all estimates. If the compiler refused
 the step, the memory in its error message corrects them.
