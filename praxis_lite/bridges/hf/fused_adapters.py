@@ -33,7 +33,7 @@ def are_of_experts(parameters: object) -> bool:
 def split_experts(
   stored: Mapping[str, StoredTensor], modules: Mapping[AdaptableWeight, Sequence[str]], declared: NestedDict
 ) -> dict[str, Tensor]:
-  """Returns tensors by name. One that serves all experts gives way to one for each, named as in a separate adapter.
+  """Returns tensors by name; splits each one that serves all experts into one for each, named like separate adapters.
 
   `modules` has the names of the modules with each weight; `declared` are the declarations of the network's variables.
   """

@@ -185,7 +185,7 @@ class Explanation:
 
   @property
   def why(self) -> str:
-    """What decided the dimensions that are split, or the last dimension if none is; for a scalar, its first remark."""
+    """What decided the dimensions that are split, or else the last dimension; for a scalar, its first remark."""
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
