@@ -111,7 +111,7 @@ class ForeignLayer(Layer):
       `Config(nn.Dense, features=6)`.
     variable_splits: pairs (pattern, mapping). A pattern is a regular expression for the whole path of a variable, such
       as 'params.dense.kernel'; the mapping of the first pattern that matches says how the variable is split. A mapping
-      has a mesh axis, a logical axis or None for each dimension.
+      has a mesh axis, a logical axis or None for each dimension; a mapping None declares no split.
     use_own_splits: whether variables that no pattern matches are split as the module's own metadata says.
   """
 

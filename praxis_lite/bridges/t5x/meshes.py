@@ -111,8 +111,8 @@ def default_mesh(
     devices, backend: the devices; by default all of the JAX backend.
 
   Raises:
-    ShardingError: neither num_partitions nor model_parallel_submesh is given, or they do not agree, or a size does not
-      divide.
+    ShardingError: neither num_partitions nor model_parallel_submesh is given, or they do not agree; or a size does not
+      divide; or there is no default submesh for num_partitions.
   """
   devices = _devices_or_default(devices, backend)
   if ici_mesh_shape is not None:
@@ -200,7 +200,8 @@ def get_mesh(
 def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -> Mesh:
   """Returns a mesh ('data', 'model') of devices without coordinates; 'model' fills one host's devices first.
 
-  Raises ShardingError if num_partitions neither divides the number of devices of a host nor is a multiple of it.
+  Raises ShardingError unless num_partitions divides the number of devices of a host, or is a multiple of it that
+  divides the number of all devices.
   """
   devices = _devices_or_default(devices)
   num_hosts, per_host = _hosts(devices)

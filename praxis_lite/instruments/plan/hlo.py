@@ -216,8 +216,8 @@ class CompiledProgram:
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
     """Returns how often the body of a `while` runs; None if the program does not say.
 
-    XLA records the count on GPU and CPU. On TPU, it follows from the condition `counter < constant`, the initial value
-    of the counter, and what the body adds to it.
+    XLA records the count on GPU and CPU. On TPU, it follows from a condition such as `counter < constant`, the initial
+    value of the counter, and what the body adds to it.
     """
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
@@ -380,7 +380,7 @@ def _shape(text: str) -> ResultShape:
 
 
 def _comparison(program: CompiledProgram, condition: Computation) -> tuple[int, int] | None:
-  """Returns (index, bound) for a condition `state[index] < bound`; None for other conditions."""
+  """Returns (index, bound) for a condition `state[index] < bound`, or one with <= or != instead; None for others."""
   root, compared = condition.root, condition
   given = condition.operands(root)
   if root.opcode == 'fusion' and (called := program.called_computations(root)):

@@ -38,7 +38,8 @@ class Choice(NamedTuple):
 def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
   """Returns lines that say which axes to remove from which fields to make the results of a case right on the mesh.
 
-  `wrong` names the wrong results, and `seconds` limits the search.
+  `wrong` names the wrong results, and `seconds` limits the search. If there are no such axes, or the search does not
+  find them in time, a line says so.
   """
   end = time.monotonic() + seconds
   mappings = _mappings(small, case.task)

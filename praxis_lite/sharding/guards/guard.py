@@ -79,7 +79,7 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   """Changes a lowered program where XLA would compute it wrongly, and returns the changes.
 
   If this release of JAX lowers programs in an unknown way, the program stays unchanged and the user is warned once.
-  Raises ShardingError if Shardy, JAX's default, is turned off.
+  Raises ShardingError if the program is for several devices and Shardy, JAX's default, is turned off.
   """
 
   def change() -> list[Guarded]:
@@ -226,7 +226,7 @@ def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[ArraySp
 
 
 def _keep(instances: Sequence[Instance]) -> None:
-  """Constrains arrays to the splits that they have, which XLA computes correctly.
+  """Constrains arrays that XLA might split in another, wrong way to the splits that they have, which are right.
 
   XLA simplifies the program and propagates splits again. Without constraints, it could choose splits that it computes
   wrongly.
