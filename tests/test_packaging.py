@@ -82,7 +82,7 @@ def python(*arguments, cwd, path):
 
 def test_readme_lists_all_dependencies_of_the_small_installation():
   readme = (ROOT / 'README.md').read_text()
-  command = re.search(r'leaves it out: `pip install (.*?) && pip\s+install --no-deps', readme, re.DOTALL)
+  command = re.search(r'without TensorFlow: `pip install (.*?) && pip\s+install --no-deps', readme, re.DOTALL)
   named = {re.match(r'[\w-]+', word)[0] for word in shlex.split(command[1])}
   declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['dependencies']
   needed = {re.match(r'[\w-]+', text)[0] for text in declared} - {'tensorflow', 'tensorflow-cpu', 'jaxlib'}
@@ -90,7 +90,7 @@ def test_readme_lists_all_dependencies_of_the_small_installation():
 
 
 def test_readme_names_what_needs_tensorflow():
-  (sentence,) = re.findall(r'is TensorFlow, which only (.*?) need;', (ROOT / 'README.md').read_text(), re.DOTALL)
+  (sentence,) = re.findall(r'is TensorFlow, which only (.*?) need\.', (ROOT / 'README.md').read_text(), re.DOTALL)
   exported = [name for name in inputs.__all__ if isinstance(getattr(inputs, name), type)]
   of_tensorflow = {name for name in exported if issubclass(getattr(inputs, name), BaseTFInput)}
   assert {*re.findall(r'`(\w+)`', sentence)} == of_tensorflow and sentence.endswith('SavedModels')

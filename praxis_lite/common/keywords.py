@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
 from praxis_lite.common.errors import ConfigError, did_you_mean
@@ -18,17 +18,20 @@ class UnknownKeywordError(ConfigError, TypeError):
 
 
 def name_unknown_keywords(
-  function: Callable[P, R], elsewhere: str = '', of_elsewhere: Iterable[str] = (), settings: Iterable[str] = ()
+  function: Callable[P, R],
+  elsewhere: str = '',
+  of_elsewhere: Iterable[str] = (),
+  settings: Mapping[str, object] | None = None,
 ) -> Callable[P, R]:
   """Returns `function` with a check of its keywords: an unknown one raises `UnknownKeywordError`.
 
   The error suggests the nearest known name. If the unknown one is in `of_elsewhere`, the error instead says that it is
-  set for all calls, by `<elsewhere>(name=...)`. `settings` are the names of the keywords that the function takes as
-  `**settings`; help and completion show them.
+  set for all calls, by `<elsewhere>(name=...)`. `settings` are the keywords that the function takes as `**settings`,
+  with their defaults; help and completion show them.
   """
   signature = inspect.signature(function)
   own = [p for p in signature.parameters.values() if not (settings and p.kind is p.VAR_KEYWORD)]
-  own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in settings]
+  own += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in (settings or {}).items()]
   known = [parameter.name for parameter in own if parameter.name != 'self']
 
   @functools.wraps(function)

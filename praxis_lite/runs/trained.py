@@ -224,7 +224,7 @@ class TrainedModel:
   @overload
   def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
-  @functools.partial(name_unknown_keywords, settings=SamplerSettings.__annotations__)
+  @functools.partial(name_unknown_keywords, settings=dict.fromkeys(SamplerSettings.__annotations__) | {'stop': ()})
   def decode(
     self, prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any], **settings: Unpack[SamplerSettings]
   ) -> list[str] | list[list[int]] | NestedDict:
@@ -273,8 +273,7 @@ class TrainedModel:
     seed, draft, statistics = settings.get('seed'), settings.get('draft'), settings.get('statistics')
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     model = self if draft is None else self._add_draft(draft, settings)
-    stop = () if (given := settings.get('stop')) is None else given
-    others = {name: settings.get(name) for name in ('stream', 'batch_size', 'adapters')}
+    stop, others = settings.get('stop', ()), {name: settings.get(name) for name in ('stream', 'batch_size', 'adapters')}
     if not isinstance(prompts, Mapping):
       others = {**others, 'stop': stop, 'statistics': statistics}
       return model._prompts.decode(prompts, sampling, key, **cast(Any, others))
