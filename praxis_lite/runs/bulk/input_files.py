@@ -99,7 +99,7 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
 
 
 def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
-  """Returns what identifies a file, whose first row has the number `first`, and its parts of at most `most` rows."""
+  """Returns what identifies a file, and its parts of at most `most` rows; the number of its first row is `first`."""
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines
   with open_input(file) as opened, _one_line_errors(file):
@@ -242,7 +242,7 @@ def _read_group(file: str, stamp: tuple[str, int], group: int, table: Any) -> An
 
 @contextlib.contextmanager
 def _table_errors(where: str) -> Iterator[None]:
-  """Turns Arrow's errors about a damaged file, which do not name the file, into a DataError that does."""
+  """Turns Arrow's errors about a damaged file, which do not name the file, into a DataError that names it."""
   try:
     yield
   except (import_pyarrow().ArrowException, OSError) as error:

@@ -135,7 +135,7 @@ class _Predict:
     return fit_rows(batch, self._structs)
 
   def _texts_to_arrays(self, rows: Sequence[RowValues]) -> Rows:
-    """Returns the arrays into which the first dataset of the run with texts and classes turns the texts of rows."""
+    """Returns the arrays that the run's first dataset of texts with classes makes from the texts of rows."""
     config = next((c for c in datasets_by_use(self._model) if is_of(c, LabelledTextInput)), None)
     if config is None:
       raise ConfigError('the datasets of the run read no single texts; give arrays by name, such as {"ids": ...}')

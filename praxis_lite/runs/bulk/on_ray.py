@@ -30,7 +30,7 @@ def run_on_ray(make: Callable[[], Worker], shards: Sequence[int], num_actors: in
     uses_gpus: whether each actor needs a GPU of its own, if the cluster has GPUs.
 
   Raises:
-    ConfigError: Ray is not installed, or the cluster has GPUs, but fewer than actors.
+    ConfigError: Ray is not installed, or the cluster has GPUs, but fewer GPUs than actors.
   """
   try:
     import ray
