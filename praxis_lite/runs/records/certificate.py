@@ -202,7 +202,7 @@ def format_certificate(certificate: Certificate) -> str:
 
 
 def format_communication(predicted: Prediction) -> str:
-  """Returns the planned share of waits for communication, and the bytes that a device sends; '' if there are none."""
+  """Returns the planned share of waits for communication, and the bytes that each device sends; '' if it sends none."""
   if not (sent := predicted.fast_bytes + predicted.network_bytes):
     return ''
   share = predicted.waiting_seconds / predicted.step_seconds if predicted.step_seconds else None

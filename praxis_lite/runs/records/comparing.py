@@ -15,7 +15,7 @@ from praxis_lite.runs.records.runs import RunState, format_number
 
 
 class RunGroup(NamedTuple):
-  """The runs of one experiment and one class of models; or all runs that are the only ones of their kind.
+  """The runs of one experiment and one class of models; or all runs that share these with no other run.
 
   Attributes:
     title: the experiment and the class of the model.
@@ -86,7 +86,7 @@ def group_runs(
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs. An experiment recorded only by its file gets its full name if `runs` has just one in that file."""
+  """Yields the runs. A run that recorded only its experiment's file takes the full name from other runs, if unique."""
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
@@ -144,7 +144,7 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
 
 
 def value_shared_by_all(runs: Sequence[RunState], sort: str) -> str | None:
-  """Returns the value of the field to sort by if it does not differ, so that it gives no order; otherwise None."""
+  """Returns the value of the field to sort by if all runs have the same value, which gives no order; otherwise None."""
   name = sort.removeprefix('-')
   if name in _ORDERS or len(runs) < 2 or not all(run.fields and _paths(run, name) for run in runs):
     return None
@@ -184,7 +184,7 @@ def _check_column(runs: Sequence[RunState], name: str) -> None:
 
 
 def _list_differences(runs: Sequence[RunState]) -> str:
-  """Returns sentences that name the fields in which runs differ and their metrics, as the end of a message."""
+  """Returns sentences for the end of a message, which name the fields that differ between runs, and all metrics."""
   lists = {'Fields that differ': differing_fields(runs)[0], 'Metrics': _metrics_of_all(runs)}
   return ''.join(f' {what}: {", ".join(first_lines(names, _MOST_NAMED))}.' for what, names in lists.items() if names)
 
@@ -203,7 +203,7 @@ def _add_ends(metrics: Sequence[str]) -> list[str]:
 
 
 def _metrics(run: RunState, name: str) -> list[str]:
-  """Returns the metrics of a run whose name is or ends with `name`; only evaluation metrics if there are some."""
+  """Returns a run's metric `name`, or else those that end with `/name`: only evaluation metrics if there are some."""
   found = [name] if name in run.metrics else [metric for metric in run.metrics if metric.endswith(f'/{name}')]
   return sorted([metric for metric in found if metric.startswith('eval/')] or found)
 
@@ -221,8 +221,8 @@ def _paths(run: RunState, name: str) -> list[str]:
 def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
   """Returns the columns for a name.
 
-  If the fields that it matches have different values in some run, these are one for each of the fields that a run sets;
-  otherwise one, the name itself.
+  If some run has different values in the fields that the name matches, each of these fields that any run sets gets a
+  column. Otherwise the only column is the name itself.
   """
   if name == 'loss':  # Each table has a column of this name, for the training.
     whole = {tuple(_metrics(run, name)) for run in runs if _metrics(run, name)}
@@ -375,7 +375,7 @@ def _importance(path: str) -> tuple[int, int]:
 
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  """Returns the path to show for each path: `datasets[*].path` if in each run all datasets have the same value."""
+  """Returns the path to show for each path: `datasets[*].path` if the datasets of each run have equal values there."""
   groups = defaultdict[str, list[str]](list)
   for path in paths:
     groups[re.sub(r'\[\d+\]', '[*]', path)].append(path)

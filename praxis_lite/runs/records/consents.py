@@ -2,12 +2,13 @@
 
     $XDG_STATE_HOME/praxis_lite/consents/<SHA-256 of run.json>.json    {"files": {"/home/me/mine.py": ["<SHA-256>"]}}
 
-The first digest of a file is of the content with which the run was trained; the others are of contents trusted since.
+The first digest of a file identifies the content with which the run was trained; further digests identify contents that
+the user has trusted since.
 
 The default of XDG_STATE_HOME is ~/.local/state. After `train --exp=mine.py:Mine`, later commands on that run need no
---trust. A consent is for one content of `run.json`, written by a process of this user, and for some contents of each
-file. So it does not hold for a record that somebody else wrote, or for a changed file. A consent that cannot be read,
-or that others could have written, is ignored.
+--trust. A consent holds for one content of `run.json`, which a process of this user has written, and for the listed
+contents of each file. So it does not hold for a record that somebody else wrote, or for a changed file. A consent that
+cannot be read, or that others could have written, is ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def give_consent(record: str, files: Iterable[str]) -> None:
 
 
 def renew_consent(record: str) -> None:
-  """Trusts the present content of those changed files of a consent that this process imported: the user named them."""
+  """Trusts the present content of the changed files that this process has imported, because the user named them."""
   if changed := [file for file, is_same in consented_files(record).items() if not is_same]:
     # Resolving the files of thousands of modules takes a while.
     loaded = {os.path.realpath(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())}

@@ -17,7 +17,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> list[str]:
-  """Returns a line about how a config differs from the recorded one; [] if they are equal or there is no record."""
+  """Returns one line, which says how a config differs from the recorded one; [] if it does not, or without a record."""
   with contextlib.suppress(UserError):
     if changes := diff_texts(read_record(job_log_dir).text, to_text(config.roots()) + '\n', folded=True):
       return [f'the config differs from the recorded one: {"; ".join(first_lines(changes, most=4))}']
@@ -26,7 +26,7 @@ def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentCo
 
 @contextlib.contextmanager
 def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Adds to an OtherModelError how the config or, if the config is the recorded one, the code differs."""
+  """Adds to an OtherModelError what differs from the record: the config or, if it equals the recorded one, the code."""
   try:
     yield
   except OtherModelError as error:

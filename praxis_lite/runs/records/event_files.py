@@ -111,7 +111,7 @@ def _bins() -> np.ndarray:
 
 
 class _PatientFiles:
-  """Opens the files whose path begins with `_PATIENT` for tensorboardX; `opened` is the file opened last."""
+  """Opens, for tensorboardX, the files whose path begins with `_PATIENT`; `opened` is the file opened last."""
 
   opened: PatientFile
 
@@ -121,7 +121,7 @@ class _PatientFiles:
 
 
 def _later_than_others(file: Path) -> Path:
-  """Returns a name for an event file with a later time than all other files, because TensorBoard reads them by time.
+  """Returns a name whose time is later than those of all other event files, because TensorBoard reads them by time.
 
   The clock may have been set back since the others were written.
   """

@@ -74,7 +74,7 @@ def place_of(device: jax.Device) -> int:
 def leave_out_quarantined(
   devices: Sequence[jax.Device], directory: Path, seats: Sequence[Seat]
 ) -> tuple[list[jax.Device], list[str]]:
-  """Returns the healthy devices, and the names of the others; all processes call this, with the seats of all."""
+  """Returns the healthy devices, and the names of the quarantined ones; all processes call this, with all seats."""
   quarantined = [known for known in read_faulty_devices(directory) if known.is_quarantined]
 
   def is_out(device: jax.Device) -> bool:

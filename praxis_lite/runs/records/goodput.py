@@ -65,7 +65,7 @@ class Goodput:
       self._marks = marks
 
   def train(self) -> None:
-    """From now on, counts as productive the time that no activity claims."""
+    """Begins training: from now on, time that no activity claims counts as productive."""
     self._change(lambda: self._activities.__setitem__(0, 'productive'))
 
   @contextlib.contextmanager

@@ -13,7 +13,7 @@ def read_id2label(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def names_of_classes(values: Mapping[str, Any]) -> list[str] | None:
-  """Returns the name of each class, in the order of their numbers; None unless config.json names exactly these."""
+  """Returns the names of classes, in the order of their numbers; None if one is missing, or all are default names."""
   labels = read_id2label(values) or {}
   found = (labels.get(str(number)) for number in range(len(labels)))
   names = [name for name in found if isinstance(name, str)]

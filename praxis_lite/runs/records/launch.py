@@ -48,7 +48,7 @@ class Launch:
 def this_launch(
   *, seed: int, command: str | None, mesh: Mapping[str, int] | None, step: int, changes: tuple[str, ...]
 ) -> Launch:
-  """Returns the launch of this process; for the arguments see `Launch`. `command=None` uses its command line."""
+  """Returns the launch of this process; for the arguments see `Launch`. `command=None` uses this process's own."""
   return Launch(
     started=round(time.time(), 3),
     command=_command_line() if command is None else command,

@@ -311,7 +311,7 @@ def _is_record(record: object) -> bool:
 
 
 def _truncate_jsonl(path: Path, step: int) -> set[tuple[int, str]]:
-  """Drops the lines of steps after `step` and incomplete lines; returns the (step, split) of the others."""
+  """Drops the lines of steps after `step` and incomplete lines; returns the (step, split) of the lines that stay."""
   if not path.exists():
     return set()
   records = list(metric_lines(path))

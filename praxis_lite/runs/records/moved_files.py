@@ -1,6 +1,6 @@
-"""Finds the files of an imported checkpoint that a run keeps in its directory, after the directory was moved.
+"""Finds the files of a tokenizer that a run keeps in its directory, after the directory was moved.
 
-The config of an import names the tokenizer's files by their path at the time, in the folder `hugging_face` of the run.
+The config of an import names these files by the paths that they had at the time, in the run's folder `hugging_face`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PATH_FIELDS: dict[object, str] = {HfTokenizer: 'path', SentencePieceTokenizer: 
 
 
 def find_moved_files(config: ExperimentConfig, directory: Path) -> None:
-  """Changes, in a recorded config, the paths of tokenizers whose files are gone to the files that the run keeps."""
+  """In a recorded config, replaces each path of tokenizer files that are gone by the path of those in `directory`."""
   for top in (*config.datasets, *config.decode_datasets):
     for tokenizer in nested_configs(top):
       field = _PATH_FIELDS.get(target(tokenizer), '')

@@ -64,7 +64,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
 
 
 def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
-  """Yields a line about how the hosts differ; nothing with one process, or if the heartbeats lack the numbers."""
+  """Yields a line about how the hosts differ; nothing unless two heartbeats have times of steps and test products."""
   known = [beat for beat in beats if all(number_in(beat.speed, name) > 0 for name in ('median', 'product'))]
   if len(known) < 2:
     return
