@@ -7,7 +7,7 @@ are in different groups. A process reads:
     own group        all beats, so a lost process is noticed by the others in its group
     next group       the beat of the process at the same place, so the loss of a whole group is noticed
     anyone           the beat of a random process, for `idle_anywhere`
-    verdict          the reason, written by the first process that noticed a loss; it ends all others
+    verdict          the reason of the first process that noticed a loss; each process that reads it ends
 
 The time between beats grows with the number of processes, so the rate of requests to the service is bounded.
 """
@@ -100,7 +100,7 @@ class Beats:
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:
-    """Returns why another process has given up; '' if none has, if there is only one group, or without an answer."""
+    """Returns why another process has given up; '' if none has, there is only one group, or the service is silent."""
     with contextlib.suppress(Exception):
       return '' if self._is_all else self._client.key_value_try_get(_VERDICT)
     return ''

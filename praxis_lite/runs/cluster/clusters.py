@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
   found_by: str  # Where this information comes from, such as 'Slurm job 17'.
   num_processes: int | None  # None if only JAX can find out.
-  process_id: int | None  # The index of this process; None as above.
+  process_id: int | None  # The index of this process; None if only JAX can find out.
   coordinator_address: str | None = None  # `host:port` of process 0; None if JAX finds it.
   method: str | None = None  # JAX's name of the cluster, which lets JAX find what is missing here.
 

@@ -31,7 +31,7 @@ _MOST_LINE = 1 << 16
 
 
 class Connections:
-  """Connections to other processes of the run: `sockets`, which are connected, by the index of the other process.
+  """Connections to other processes of the run. `sockets` has the connected sockets, by the index of the other process.
 
   Attributes:
     closed: the times, by `time.monotonic`, at which connections were closed without {"left": true}, by index.

@@ -58,7 +58,7 @@ class CopiesOnPeers:
     self.unsent = '; '.join(unsent)
 
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
-    """Gets this process's part of the newest copy of which some host holds each part; returns what did not work.
+    """Gets this process's part of the newest copy whose parts all exist, each on some host; returns what failed.
 
     Each process takes its part from its own host if the part is there, and otherwise from any host that holds it.
     `copies`, by step, are the copies whose part for this process is on this host; a fetched copy is added. Copies of
@@ -170,7 +170,7 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
   """Returns a number for each process, equal for processes that may be lost together.
 
-  Those are `size` successive processes, and all that share a folder, see `folders_of_all`, with one of them.
+  These are `size` successive processes, and all others that share a folder with one of them; see `folders_of_all`.
   """
   found: list[int] = []
   of_folder: dict[str, int] = {}

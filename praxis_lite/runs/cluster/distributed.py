@@ -33,7 +33,7 @@ def initialize_distributed(
     hang_timeout_s: seconds to wait for the others to join, and later for a sign of life from each of them.
 
   Returns:
-    The job of this process; None, with nothing done, if this is the only process.
+    The job of this process; None if this is the only process, and then nothing is done.
 
   Raises:
     ConfigError: only some of these values are known, a value is invalid, or JAX has already started.

@@ -116,7 +116,7 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes, and why newer ones are not used ('' without any).
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used; '' if there are none.
 
     Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
     Removes all copies except the returned one, which is None if there is none.
@@ -162,7 +162,7 @@ class EmergencyCopies:
     """
     said = self.settle()
     if self._process == 0 and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # The next copy tries again. Restarts need the file to find copies.
+      with contextlib.suppress(OSError):  # If it fails, the next copy tries again. Restarts find copies by this file.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     record = {**self._about, **snapshot._asdict(), 'start': self._start}
     shards = shards_of(record.pop('state'))
@@ -280,7 +280,7 @@ def _make(folder: Path, needed: int) -> None:
 
 
 def _check_room(folder: Path, needed: int, what: str) -> None:
-  """Raises UserError if the disk of a folder of a lineage is smaller than `needed` bytes, which `what` takes."""
+  """Raises UserError if the disk of a folder of a lineage is smaller than `needed` bytes, the size of `what`."""
   try:
     total = shutil.disk_usage(folder).total
   except OSError:

@@ -40,12 +40,13 @@ _PRIORITY_OF_SPARES: JsonObject = {
 
 
 def jobset(job: ClusterJob) -> JsonObject:
-  """Returns the manifest, for `kubectl apply`, which reads it as JSON; with spare pods, a list with their priority.
+  """Returns the manifest, which `kubectl apply` reads as JSON; with spare pods, a list of it and of their priority.
 
   The name has at most `MOST_NAME` lower-case letters, digits and hyphens, and begins with a letter.
 
   Raises:
-    UserError: the processes cannot be divided by the slices, or the name of the TPU or a resource is not valid.
+    UserError: the number of processes is no multiple of the slices, several slices have no TPU, TPUs have spares, or
+      the name of the TPU or a resource is not valid.
   """
   slices, tpu, spares = job.slices, job.tpu, job.spares
   if job.processes % slices or (slices > 1 and tpu is None):
@@ -116,7 +117,7 @@ def _job(pod: JsonObject, pods: int) -> JsonObject:
 
 
 def _spare_job(image: str, spares: int, resources: Mapping[str, str]) -> JsonObject:
-  """Returns a job of pods that do nothing until they are evicted; then others wait for a node in their place."""
+  """Returns a job of pods that do nothing. When one is evicted, another takes its place, and waits for a node."""
   container = {'name': _SPARES, 'image': image, 'command': ['sleep', 'infinity'], 'resources': {'limits': resources}}
   evicted = {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
   pod = {

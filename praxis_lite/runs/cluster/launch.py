@@ -64,7 +64,7 @@ class Ended(NamedTuple):
 
 
 class _Limit(NamedTuple):
-  """A time limit for processes to end, and for a message its length and the event that started it."""
+  """The time at which processes must have ended; and for a message, how long they had, and after which event."""
 
   at: float = math.inf  # By `time.monotonic`.
   seconds: float = 0.0

@@ -75,7 +75,7 @@ class Mirror(Observer):
         directory; 'fail' raises.
 
     Raises:
-      ConfigError: the URL cannot be used, or has another run than the directory.
+      ConfigError: the URL cannot be used, or holds another run than the directory does.
       CheckpointError: the store cannot be read; or all its checkpoints are damaged, and the directory has none.
     """
     error: UserError | None = None

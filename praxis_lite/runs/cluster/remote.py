@@ -50,7 +50,7 @@ class RemoteCheckpoint:
   """A complete checkpoint in an object store: the part of `StoredCheckpoint` that needs no arrays.
 
   Attributes:
-    url, folder: the URL of its folder.
+    url, folder: both are the URL of its folder.
     files: the size and SHA-256 of each file, by name.
     rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
   """

@@ -1,7 +1,7 @@
 """Waits for the other processes of a run before JAX does, and names those that are missing. JAX would abort instead.
 
     host 0     listens on the port that JAX's service will use    | when all have connected, sends each the names of
-    others     connect, send their index and name                 | processes that it watches (`beats.py`)
+    others     connect, send their index and name                 | the processes that this one watches (`beats.py`)
 
 Each message is one line of JSON. Host 0 closes its port after it has answered, so that JAX can use it. The connections
 stay open: see `connections.py`.
@@ -31,7 +31,8 @@ class Meeting(NamedTuple):
 
   # By index; '' for processes that this one does not watch, if there are many. Host 0 knows all names.
   names: list[str]
-  # By index: of host 0 to all others, and of the others to host 0; none if host 0 may not open that many files.
+  # By index: host 0 has one to each other host, or none at all if it may not open that many files; the others have one
+  # to host 0.
   connections: dict[int, socket.socket]
 
 

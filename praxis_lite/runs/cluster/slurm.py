@@ -57,7 +57,8 @@ def slurm_script(job: ClusterJob) -> str:
   """Returns a script for `sbatch`.
 
   Raises:
-    UserError: the processes cannot be divided by those of a node, or an option is not of the form NAME=VALUE.
+    UserError: the number of processes is no multiple of the number on a node, or an option is not of the form
+      NAME=VALUE.
   """
   nodes, rest = divmod(job.processes, job.processes_per_node)
   if rest:

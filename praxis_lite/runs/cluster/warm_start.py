@@ -72,7 +72,7 @@ class WarmProcess:
 
 
 class WarmStarter:
-  """Starts processes that run one module, as with `python -m`, with the same arguments.
+  """Starts processes that all run the same module with the same arguments, as `python -m` would.
 
   The modules `imports`, which are imported beforehand, must not start a device or a thread.
   """
