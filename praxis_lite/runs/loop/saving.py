@@ -76,7 +76,7 @@ class Saving(Observer):
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
 
   def abandon(self, directory: Path) -> None:
-    """Waits for the current save in the directory of a run that was lost, and removes the files that it has written."""
+    """Waits for the current save in a run's directory that was lost, and removes the files that this save has made."""
     try:
       self._checkpointer.wait_until_complete()
     except CheckpointError:

@@ -112,8 +112,9 @@ def _base_of_checkpoints(
 
 
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
-  """Returns the base of the newest checkpoint, without arrays that this run may change, or whose shape or dtype differ.
+  """Returns the base of the newest checkpoint, and a line if checkpoints now store more of its arrays, otherwise ''.
 
+  These are arrays that this run may change, or has in another shape or dtype. The base is None if no others remain.
   This never takes a newer checkpoint of the other run as the base.
   """
   base = checkpointer.base_of() if checkpointer.steps() else None

@@ -71,8 +71,7 @@ class TrainingLoop:
 
     Raises:
       NumericsError, CorruptionError: see `TrainOptions.verify_numerics`, `check_determinism` and `check_replicas`.
-      NonFiniteError: too many steps in a row, or all steps, were not finite, and the state is saved; or see
-        `debug_nans`.
+      NonFiniteError: see `run_train`; or a step was not finite, and `TrainOptions.debug_nans` is set.
     """
     for observer in self.observers:
       observer.on_ready(run)
