@@ -34,8 +34,8 @@ def build_loggers(entries: Sequence[str | Config]) -> list[Logger]:
   """Returns the loggers of `task.train.loggers`, which are names in `LOGGERS` or configs.
 
   Raises:
-    ConfigError: an entry is neither, a field of a logger is not valid, the package of a logger is not installed, or
-      `checkpoints` is set for a logger that cannot take them.
+    ConfigError: an entry is neither such a name nor a config, a field of a logger is not valid, the package of a logger
+      is not installed, or `checkpoints` is set for a logger that cannot take them.
   """
   loggers = []
   for i, entry in enumerate(entries):

@@ -93,8 +93,8 @@ class AimLogger(Logger):
   """Sends metrics to Aim.
 
   Attributes, besides those of `Logger`:
-    repo: the repository, which is a directory or the address of a server; None uses the nearest one, or that of
-      AIM_REPO.
+    repo: the repository, which is a directory or the address of a server; None uses the nearest one, or the one that
+      AIM_REPO names.
     experiment: the name of the experiment; None uses the name of the directory that contains the run.
     artifacts_uri: where checkpoints go, such as 's3://bucket/aim'; None uses a folder `aim-artifacts` in the run's
       directory.
