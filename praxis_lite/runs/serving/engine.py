@@ -132,7 +132,7 @@ class Engine:
     return not self._thread.is_alive()
 
   def submit(self, asked: Asked, send: Callable[[Event], object]) -> Ticket:
-    """Adds a request; `send`, which the engine's thread calls with each event, must return at once and raise no error.
+    """Adds a request. The engine's thread calls `send` with each event; `send` must return at once and never raise.
 
     Raises:
       BusyError: there are already as many requests as the engine accepts.

@@ -27,7 +27,7 @@ def read_run_adapter(run: SavedRun, served: TrainedModel, step: int | None = Non
   """Returns the config of a run's model, and the variables of its adapters in their true shapes.
 
   Like `decode`, it reads the moving averages if `task.decode.use_ema` says so. Weights in few bits are compared only if
-  both models store them in the same way; a note on stderr counts the others.
+  both models store them in the same way; a note on stderr says how many are not compared.
 
   Args:
     run: a run that has trained adapters.

@@ -125,7 +125,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
     self._end_timer()
 
   def _watch(self) -> None:
-    """Starts the timer of idle time, or stops it in a request. Receiving a part of the headers does not restart it."""
+    """Starts the timer of idle time, which parts of headers do not restart, or stops it if a request is in progress."""
     if not self.is_idle:
       self._end_timer()
     elif self._timer is None and not self.transport.is_closing():
@@ -139,7 +139,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc, unused-ignore]
-  """Uvicorn's server, which after a signal has ended it does not raise the signal again."""
+  """Uvicorn's server, but when a signal has ended the server, it does not raise this signal again."""
 
   def end(self) -> None:
     """Ends the server, as a signal would."""
