@@ -273,7 +273,7 @@ def _first_token(expected: LogProbs, found: LogProbs, tolerance: float) -> tuple
 
 
 def _differences(expected: LogProbs, found: LogProbs) -> Iterator[np.ndarray]:
-  """Yields the differences of the n tokens of each text, [n]: infinity if one is not finite, NaN for masked tokens."""
+  """Yields the differences of each text, [n] for n tokens: infinity if not finite, and NaN for masked tokens."""
   for a, b in zip(expected, found, strict=True):
     with np.errstate(invalid='ignore'):
       difference = np.abs(np.ma.getdata(a) - np.ma.getdata(b))
@@ -364,7 +364,7 @@ def move_to_one_device(model: TrainedModel) -> TrainedModel:
 
 
 def format_result(agreement: Agreement, compared: WayResult | None = None) -> str:
-  """Returns the line of the table for a comparison, or by default the lines of its head and of the reference."""
+  """Returns the table's line for a comparison; without one, the head of the table and the line of the reference."""
   if compared is None:
     texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')
     mesh = f'{agreement.dtype}, mesh {format_axes(agreement.model.tasks.mesh.shape)}'

@@ -41,7 +41,7 @@ class Alerts(Observer):
   It lives as long as the call that trains, and observes each attempt of this call.
 
   Args:
-    line: prints a line, until an attempt starts, which prints with its own console.
+    line: prints a line; once an attempt has started, the console of this attempt prints lines instead.
     limit_s: seconds after which a command is killed. The end of the run waits for about two commands.
   """
 

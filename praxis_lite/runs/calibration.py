@@ -219,7 +219,7 @@ class _SummingTaps(Taps):
 
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
-  """Returns a line about the weights in few bits that met no data and are rounded to nearest; '' if there are none."""
+  """Returns a line about weights in few bits that are rounded to nearest, because they met no data; '' without any."""
   stored = {
     (*layer.path[len(model.path) :], name): kind
     for layer in model.descendants()

@@ -22,7 +22,7 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
     return None
   found = [getattr(config, 'classes', None) for config in model.config.datasets]
   if model.directory is not None:
-    # The run may not be imported, and a file that is not that of a checkpoint names nothing.
+    # The run may not be an imported one, and a file that is not a checkpoint's config.json names nothing.
     with contextlib.suppress(OSError, ValueError, AttributeError):
       values = parse_json(read_plain(user_path(model.directory) / FOLDER / 'config.json'))
       found.append(names_of_classes(values))
@@ -30,7 +30,7 @@ def find_class_names(model: TrainedModel) -> Sequence[str] | None:
 
 
 def add_class_names(examples: Iterable[dict[str, Any]], names: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-  """Yields examples, as JSON values, with the name of the class whose number is their `prediction` as `class`."""
+  """Yields examples, as JSON values, with a value `class`: the name of the class whose number is `prediction`."""
   for example in examples:
     number = example.get('prediction')
     if names and type(number) is int and 0 <= number < len(names):

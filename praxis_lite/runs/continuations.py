@@ -23,7 +23,7 @@ from praxis_lite.inputs import BaseTokenizer
 _LEAST_SEGMENT, _PART_OF_READ = 8, 8
 _INCOMPLETE = '\ufffd'  # What a tokenizer returns for a character whose last bytes are in a later token.
 
-# (tokens of each row, most tokens to add to each row, number that earlier calls added) -> new tokens of each row.
+# (tokens of each row, most tokens to add to each row, number of tokens that earlier calls added) -> new tokens by row.
 Decode = Callable[[list[list[int]], list[int], int], list[list[int]]]
 
 

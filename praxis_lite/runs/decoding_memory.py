@@ -25,7 +25,7 @@ def check_memory(
   """Raises ConfigError if the caches and tokens of a batch need more memory than the devices of a mesh have together.
 
   Args:
-    bucket_of: returns the sizes of the program for a largest number of tokens after a prompt.
+    bucket_of: returns the sizes of the program, given the largest number of tokens after a prompt.
   """
   there = memory_of(mesh.devices.flat)
 

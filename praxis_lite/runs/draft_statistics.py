@@ -36,7 +36,7 @@ class DraftStatistics:
     return self.tokens / max(self.passes, 1)
 
   def add(self, decoded: Mapping[str, Any]) -> None:
-    """Adds the counts of decoded rows, arrays by name; without `num_passes`, each token took a pass."""
+    """Adds the counts of decoded rows, which are arrays by name; without `num_passes`, each token counts as a pass."""
     self.tokens += int(np.sum(decoded['lengths']))
     self.passes += int(np.sum(decoded.get('num_passes', decoded['lengths'])))
     self.drafted += int(np.sum(decoded.get('num_drafted', 0)))

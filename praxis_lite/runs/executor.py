@@ -91,8 +91,8 @@ def run_train(
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     LossSpikeError: the loss jumped, and `task.train.loss_spike` says to raise, or the run went back too often.
     NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or too many steps
-      in a row were not finite: `max_skipped_steps` of them, or, when training ends, a series up to the last step that
-      is more than half of all steps since the start or resumption; the last step is saved.
+      in a row were not finite; the last step is saved. Too many are `max_skipped_steps`, or, when training ends with
+      such steps, more than half of all steps since the start or resumption.
     Exception: the error of a hook, with a note that names the hook; the state has been saved. With several processes,
       the other processes return with ended_by='SIGTERM'.
   """
@@ -185,7 +185,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     try:
       loop.train(run)
     except (LostDirectoryError, OSError) as error:
-      # With several processes, one that cannot write, for example decoded outputs, ends the run, and nothing is saved.
+      # If one of several processes cannot write, for example decoded outputs, the run ends and nothing is saved.
       is_alone = jax.process_count() == 1
       loss = error if isinstance(error, LostDirectoryError) else directory.why_lost() if is_alone else None
       if loss is None:

@@ -15,7 +15,7 @@ ReaderT = TypeVar('ReaderT', bound=BaseInput)
 
 
 def make_reader(model: TrainedModel, kind: type[ReaderT], field: str, file: str, what: str) -> ReaderT:
-  """Returns an input that reads a file like a dataset of the run: the first of a kind, if possible one for evaluation.
+  """Returns an input that reads a file like the run's first dataset of a kind; one for evaluation takes precedence.
 
   Args:
     field: the name of the dataset's field for files, which is set to `file`.

@@ -45,7 +45,7 @@ class KnownTexts(NamedTuple):
 
 
 def texts_of_tokens(rows: Sequence[Sequence[int]], most_tokens: int) -> KnownTexts:
-  """Returns the texts of at least `LEAST_TOKENS`, cut to different lengths, the longest to `most_tokens`.
+  """Returns the texts of at least `LEAST_TOKENS` tokens, cut to different lengths, the longest to `most_tokens`.
 
   The context of a text is about a third of it, and its continuation is the rest.
 

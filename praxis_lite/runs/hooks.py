@@ -41,7 +41,7 @@ class Hook:
     """
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
-    """Called after each pass over an input; `split` is 'eval/<input>' or 'decode/<input>', `metrics` has numbers."""
+    """Called after each pass over an input; `split` is 'eval/<input>' or 'decode/<input>', `metrics` are numbers."""
 
   def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
     """Called once the checkpoint of `step` is complete in the folder `path`, some steps after that step."""
@@ -62,7 +62,7 @@ def check_hooks(hooks: object) -> None:
 
 
 class Hooks(Observer):
-  """Calls hooks, and names the one that raises; then `stop_all`, if there are several processes, stops all of them."""
+  """Calls hooks, and names one that raises an error; with several processes, `stop_all` then stops every process."""
 
   def __init__(
     self,

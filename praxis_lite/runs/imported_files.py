@@ -1,4 +1,4 @@
-"""The files that a run imported from a Hugging Face checkpoint keeps.
+"""The files that a run keeps of the Hugging Face checkpoint from which it was imported.
 
     job_log_dir/hugging_face/      config.json and the files of the tokenizer, for chats and exports
 
@@ -39,7 +39,7 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
 
 
 def keep_files_of(source: str | os.PathLike[str], directory: Path) -> None:
-  """Copies the Hugging Face files that the run in `source` keeps to a new run, unless it has some already."""
+  """Copies the Hugging Face files of the run in `source` to a new run, unless the new run has some already."""
   kept, target = user_path(source) / FOLDER, directory / FOLDER
   if not kept.is_dir() or target.exists():
     return

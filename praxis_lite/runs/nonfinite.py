@@ -31,8 +31,8 @@ _LIMIT = 'task.train.max_skipped_steps'
 class NonFiniteError(UserError):
   """The loss or a gradient was not finite.
 
-  If the learner is set to raise, one such step suffices. Otherwise, this is raised for too many such steps in a row, or
-  at the end of a run if such steps, the last ones, are more than half of all steps of this process.
+  If the learner is set to raise, one such step suffices. Otherwise, this is raised after too many such steps in a row,
+  or at the end of a run that ends with such steps, if these are more than half of all steps of this process.
   """
 
 
@@ -124,7 +124,7 @@ class SkippedSteps:
 
   @property
   def _since(self) -> int:
-    """The number of the first step of those skipped in a row."""
+    """The number of the first of the steps skipped in a row."""
     return self._step - self.in_a_row + 1
 
   def error(self, hints: Hints) -> NonFiniteError:

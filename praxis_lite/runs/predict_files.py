@@ -127,7 +127,7 @@ def shapes_in_data(model: TrainedModel) -> dict[str, Any]:
 
 
 def name_outputs(model: TrainedModel, out: Any) -> dict[str, Any]:
-  """Returns what a model has computed for examples, by name; raises ConfigError if it is nothing."""
+  """Returns what a model has computed for examples, by name; raises ConfigError if it has computed nothing."""
   named = dict(out) if isinstance(out, Mapping) else {'prediction': out}
   if not named:
     raise ConfigError(
@@ -146,7 +146,7 @@ def fit_rows(rows: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, A
 def check_shapes(
   rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[tuple[int, ...]], object]
 ) -> None:
-  """Raises DataError if `compared` differs between the shape of an example and that of an example of the run's data."""
+  """Raises DataError if `compared` of an example's shape differs from `compared` of the shape in the run's data."""
   for name in structs.keys() & rows.keys() - {'weights'}:
     expected, shape = structs[name].shape[1:], np.shape(rows[name])[1:]
     if compared(shape) != compared(expected):

@@ -82,7 +82,7 @@ class TaskOnMesh:
 
   @property
   def untapped(self) -> TaskOnMesh:
-    """The same task without taps; if it has taps, the result compiles its own steps."""
+    """The same task without taps; if this task has taps, the returned one compiles its own steps."""
     return self if self.taps is None else TaskOnMesh(self.jax_task, self.mesh, self.layout, edits=self.edits)
 
   def taking(self, data: BaseInput) -> PartitionedTask:
@@ -117,7 +117,7 @@ class TaskOnMesh:
     return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
-    """Returns the task partitioned for the number of `rows`, or for the next larger compiled number if that is close.
+    """Returns the task partitioned for as many rows as `rows`, or for the next larger compiled number if it is close.
 
     The caller, or a step of the task, adds rows of zero weight.
     """

@@ -78,7 +78,7 @@ class _DecodeCall(NamedTuple):
 
     Args:
       prompts, max_tokens, num_drawn: see `fit_to_bucket`.
-      lengths: the lengths of sources; None if prompts are only sources.
+      lengths: how many tokens at the start of each prompt are its source; None if prompts are only sources.
       adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
     """
     if lengths is not None and self.sources:

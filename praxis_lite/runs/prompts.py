@@ -307,7 +307,7 @@ def is_decoder(task: Config, kind: type[Decoder]) -> bool:
 
 
 def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Config:
-  """Returns a config of `cls` that takes the fields of `common` from `decoder`; others have their defaults."""
+  """Returns a config of `cls` that takes the fields of `common` from `decoder`; other fields have their defaults."""
   names = field_names(Config(common)) or ()
   return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
 

@@ -55,8 +55,8 @@ def quantize_run(
     calibration: how the values are chosen by data; None rounds to nearest.
 
   Raises:
-    UserError: a rule is not valid, the run already has rules, its checkpoint does not exist or has NaN, or `out` cannot
-      be used.
+    UserError: a rule is not valid, rules are given although the run has some already, its checkpoint does not exist or
+      has NaN, or `out` cannot be used.
   """
   quantized = dataclasses.replace(config, task=config.task.clone())
   given, rules = rules, rules or _rules_of_training(config.task.model)
@@ -106,7 +106,7 @@ def quantize_run(
 
 
 def describe_unquantized(model: Layer) -> list[str]:
-  """Returns a line about the matrices of a user's own layers, which no rule can quantize; nothing if there are none."""
+  """Returns one line about the matrices of a user's own layers, which no rule can quantize; [] if there are none."""
   own = {layer.path for layer in model.descendants() if not type(layer).__module__.startswith('praxis_lite.')}
   weights = leaves(model.abstract_init())
   scaled = {path for path in weights if (*path[:-1], f'{path[-1]}_quantized_scale') in weights}

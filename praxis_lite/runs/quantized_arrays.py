@@ -158,7 +158,7 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the part of the array that belongs to `parts`, the parts of variables with all inputs of some outputs."""
+    """Returns the part of the array that `parts` stores: parts of the variables, with all inputs of some outputs."""
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -227,7 +227,7 @@ def _outputs_within(
 ) -> tuple[int, ...]:
   """Returns a shape to read: all inputs of one layer, and as many outputs as `part_bytes` allow.
 
-  `weight` is the shape of the plain weight, and `sizes` that of the array that is read.
+  `weight` is the shape of the plain weight, and `sizes` the shape of the array to read.
   """
   first, last = _dims_of_inputs(form, len(weight))
   shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]

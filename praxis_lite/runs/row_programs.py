@@ -185,7 +185,7 @@ class RowPrograms:
     return jax.tree.map(to_even, self.state_shapes, compiled.output_shardings)
 
   def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
-    """Returns a jitted form of `fn`, which returns the state and further results with the shardings `others`."""
+    """Returns a jitted form of `fn`, given the shardings `others` of the results that `fn` returns after the state."""
     outputs = (self._shardings, *others) if others else self._shardings
     return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
 
@@ -244,7 +244,7 @@ class RowPrograms:
     return self._make_program(extend, (1,), self._whole)
 
   def _map_rows(self, change: Callable[..., jax.Array], state: _State, *others: _State) -> _State:
-    """Returns the state, each array with rows replaced by `change(array, its dimension of rows, *arrays of others)`."""
+    """Returns the state with each array that has rows replaced by `change(array, dimension of rows, *its others)`."""
 
     def change_rows(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
       return x if axis == NO_ROWS else change(x, axis, *others)

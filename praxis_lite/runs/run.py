@@ -171,7 +171,7 @@ def open_run(
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
-  """Returns the mesh of a loaded model, whose axes are Auto axes with the task's names."""
+  """Returns the mesh for a model to load. The axes of the mesh are Auto axes with the task's names."""
   names = task.mesh_axis_names or ('data',)
   if isinstance(mesh, int):
     fits = (mesh, *(1 for _ in names[1:]))

@@ -182,6 +182,6 @@ def _batch(rows: Sequence[_Row], limits: ScoreLimits) -> Rows:
 
 
 def padded_length(lengths: Iterable[int], most: int | None = None) -> int:
-  """Returns the length to which to pad rows: a power of two, so that only a few are compiled; or `most`, if less."""
+  """Returns the length to which to pad rows: a power of two, so that few lengths are compiled; or `most`, if less."""
   length = max(_LEAST_LENGTH, 1 << (max(lengths) - 1).bit_length())
   return length if most is None else min(length, most)

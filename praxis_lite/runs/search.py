@@ -4,8 +4,8 @@
            search.json                   ranges and settings of all trials; for each trial, its values, its state and
                                          its result
 
-`search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed can go on. It begins
-with its unfinished trials, which resume from their checkpoints.
+`search.json` is replaced as a whole whenever a trial begins or ends, so a search that was killed can go on. The search
+then begins with its unfinished trials, which resume from their checkpoints.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ class Search:
   def end(self, point: Point, code: int) -> Trial:
     """Records that the run of a trial has ended with an exit code; returns the trial.
 
-    This is not called for a trial that a signal stopped, unless it was pruned: it stays 'running', and will resume.
+    This is called for a pruned trial, but not for any other trial that a signal stopped: that one stays 'running', and
+    will resume.
 
     Raises:
       UserError: the run has trained to its end and does not have the metric. The search is then over; the trial stays

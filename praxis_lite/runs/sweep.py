@@ -78,7 +78,7 @@ def grid(overrides: Sequence[str]) -> list[Point]:
 
 
 def directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
-  """Returns the name of the directory of a point: its values, with `names` for their paths."""
+  """Returns the name of the directory of a point, such as 'lr=0.1,depth=2'; `names` has a short name for each path."""
   shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
   name, plain = (','.join(f'{names[path]}={value}' for path, value in each.items()) for each in (values, shown))
   plain = re.sub(r'[^\w.,=+-]+', '_', plain)[:_MOST_NAME]

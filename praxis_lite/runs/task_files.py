@@ -45,8 +45,8 @@ class TaskFile(Configurable):
   Attributes:
     path: the path of the file.
     name: the name of its results; None uses the name of the file.
-    metrics: the metrics of questions with a target: names in `text_metrics.py`, or functions of this form. Answers are
-      decoded greedily: of the model's decoder, only `stop_ids` and `max_context` have an effect.
+    metrics: the metrics of questions with a target: names in `text_metrics.py`, or functions like the ones there.
+      Answers are decoded greedily: of the model's decoder, only `stop_ids` and `max_context` have an effect.
     max_tokens: the largest number of tokens in an answer.
     stop: texts that end an answer, and are not part of it.
     batch_size: how many questions are computed at a time.
@@ -153,7 +153,7 @@ def evaluate_questions(
 
 
 def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
-  """Yields, for each question, whether the choice of the largest log-probability is right, and of that per byte.
+  """Yields for each question whether its most probable choice is right, and whether its most probable one per byte is.
 
   Each is 1 or 0; both are NaN if a log-probability is NaN.
   """

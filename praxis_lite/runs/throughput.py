@@ -100,7 +100,7 @@ class Throughput:
   def rates(self, step: int) -> Rates | None:
     """Returns the speeds of the steps up to `step` since the last call or restart.
 
-    None if this is the first call, without a restart before, or if no step was taken.
+    Returns None at the first call, unless there was a restart before it, or if no step was taken.
     """
     now = self._clock()
     before, self._mark = self._mark, (step, now)

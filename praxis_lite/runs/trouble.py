@@ -39,7 +39,7 @@ from praxis_lite.training.steps import TrainStepOutput
 from praxis_lite.training.task import LossSpikeParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
-# Once this many troubles are recorded, only those for which the run went back are added, because it needs all of these.
+# Once this many troubles are recorded, only those for which the run went back are added: the run needs all of these.
 _MOST_RECORDED = 1000
 # The batches of this many steps, in addition to a jump's, are remembered, because metrics are read some steps later.
 _IN_FLIGHT = 16
