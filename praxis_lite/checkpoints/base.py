@@ -1,11 +1,11 @@
-"""Base: the checkpoint of another run that has the variables which a checkpoint leaves out because they are unchanged.
+"""Base: a checkpoint of another run, with the variables that a checkpoint leaves out because they are unchanged.
 
     runs/base/checkpoints/100      mdl_vars.lm.w, mdl_vars.lm.emb, ...
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; `about` names the base and the arrays left out
 
 The seal of the base, a random number drawn when it was saved, shows whether another checkpoint has replaced it. An
-array that is left out has the same true shape in both records. If the two floating dtypes differ, the base's values are
-cast.
+array that is left out has the same true shape in both records. If its floating dtypes in them differ, the values of the
+base are cast.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
 
 
 def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -> None:
-  """Raises CheckpointError unless the base of a checkpoint is the one that it was saved with, and has its arrays.
+  """Raises CheckpointError unless a checkpoint still has the base with which it was saved, and this has its arrays.
 
-  `variables` is the record of the arrays of the checkpoint, which is in `folder`, including those in the base.
+  `variables` is the record of all arrays of the checkpoint in `folder`, including those in the base.
   """
   needed = f'{folder} has only what training has changed, and needs {base.folder}'
   if not base.folder.exists():

@@ -40,7 +40,7 @@ class BestCheckpoint(NamedTuple):
 
 
 class BestRecord:
-  """The best checkpoint, `value`, and the file that names it, updated only when that checkpoint is complete.
+  """The best checkpoint, `value`, and the file that names it. The file is updated only when the checkpoint is complete.
 
   A file that names a step which is not in `steps`, the steps of the existing checkpoints, is ignored.
   """
@@ -70,5 +70,5 @@ class BestRecord:
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps of checkpoints to keep: the best one and, until the file is updated, the one that it names."""
+    """Returns the steps to keep: that of the best checkpoint and, until the file is updated, the one in the file."""
     return {best.step for best in (self.value, self._written) if best is not None}

@@ -87,8 +87,8 @@ class Checkpointer:
       the folder of the damaged one; 'fail' raises an error.
 
   Attributes:
-    base: the checkpoint of another run whose arrays are left out of those that are saved; None saves all. It may be set
-      at any time.
+    base: a checkpoint of another run; the checkpoints saved here leave out the arrays that it has. None saves all
+      arrays. It may be set at any time.
     notes: a line for each damaged checkpoint that was skipped.
 
   Raises:
@@ -192,7 +192,7 @@ class Checkpointer:
     return [(step, folder) for step, folder in folders if folder.exists()]
 
   def wait_until_complete(self) -> None:
-    """Waits until all saves are on disk, and starts to remove old ones; raises CheckpointError if saving failed."""
+    """Waits until all saves are on disk, and starts to remove old steps; raises CheckpointError if saving failed."""
     if not self._is_broken:
       with self._saving():
         self._store.wait()
@@ -361,7 +361,7 @@ class Checkpointer:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        # The training process may have removed it before this one locked it, or the file system has no locks.
+        # The training process may have removed the step before this one locked it, or the file system has no locks.
         is_gone = step is None and number not in steps_in(self.directory)
         error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
       of_all = gather_texts(said)
@@ -391,7 +391,7 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns the other run's checkpoint with the arrays that a checkpoint leaves out; None if it leaves out none."""
+    """Returns another run's checkpoint that has the arrays which a step leaves out; None if the step has all."""
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 
@@ -406,7 +406,7 @@ class Checkpointer:
       variables = self._read_json(step, 'about')['variables']
       check_base(base, Path(self.folder(step)), variables)
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
-        while left_out:  # Several arrays may have one name there: a pass reads each name once.
+        while left_out:  # Several arrays may have one name in the base: a pass reads each name once.
           wanted = {path: left_out.pop(path) for path in {name: path for path, (name, _) in left_out.items()}.values()}
           # Cast to the dtypes of this checkpoint first, as if it had stored the arrays itself.
           structs = {name: _cast(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}

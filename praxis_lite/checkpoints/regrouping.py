@@ -32,8 +32,8 @@ _GROUP = re.compile(r'^(opt_states\.(?:\w+\.)?)repeated(?:_\d+)+(?=\.)')
 class _Source(NamedTuple):
   """Where the checkpoint has an array of the train state: its name and shape there.
 
-  That many leading dimensions index the layers of its stack in the state (here) and in the checkpoint (there); 0 if the
-  array is in no stack.
+  The numbers of leading dimensions that index the layers of its stack are `stack_here` in the state, and `stack_there`
+  in the checkpoint; 0 if the array is in no stack.
   """
 
   name: str

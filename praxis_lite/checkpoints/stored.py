@@ -157,7 +157,7 @@ class StoredCheckpoint:
     return target
 
   def _name_base_from(self, copy: Path, target: Path) -> None:
-    """Writes the path of the base, relative to `target`, into the record of a copy that will be moved there."""
+    """Writes the path of the base, relative to `target`, into the record of a copy that will be moved to `target`."""
     about = read_checkpoint_record(copy, 'about')
     base = base_of(self.folder, about)
     if base is not None:
@@ -173,9 +173,9 @@ class StoredCheckpoint:
 
 
 def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
-  """Raises CheckpointError if the checkpoints of a run belong to another model than the checkpoint to copy there.
+  """Raises CheckpointError if the checkpoints in a directory belong to another model than the one to copy there.
 
-  `variables` are the arrays to copy. The directory may not exist. Without `optimizer`, its state may differ.
+  `variables` are the arrays to copy. The directory need not exist. Without `optimizer`, the optimizer state may differ.
   """
   for step in reversed(saved_steps(job_log_dir)):
     with contextlib.suppress(DamagedError):
@@ -186,7 +186,7 @@ def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, o
 def check_same_arrays(
   copied: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRecord], job_log_dir: Path, optimizer: bool
 ) -> None:
-  """Raises CheckpointError if the arrays of a checkpoint differ from `wanted`, the arrays of the run to copy to."""
+  """Raises CheckpointError if the arrays to copy differ from `wanted`, the arrays of the run that gets the copy."""
   ours, theirs = (
     {name: record for name, record in of.items() if optimizer or not name.startswith('opt_states.')}
     for of in (copied, wanted)

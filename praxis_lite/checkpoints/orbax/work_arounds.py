@@ -63,7 +63,8 @@ def _silence_repeated_errors() -> None:
 def _let_the_process_end() -> None:
   """Makes the threads of a save daemons, so that a process whose save has failed can end.
 
-  If a save fails before its folder exists, these threads wait ten minutes for it. `Checkpointer.close` awaits others.
+  If a save fails before its folder exists, these threads wait ten minutes for the folder. `Checkpointer.close` waits
+  for all other saves.
   """
   from orbax.checkpoint._src.futures import future
 
