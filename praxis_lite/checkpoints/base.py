@@ -61,7 +61,7 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Base | None:
 
 
 def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -> None:
-  """Raises CheckpointError unless a checkpoint still has the base with which it was saved, and this has its arrays.
+  """Raises CheckpointError unless a checkpoint's base is the one with which it was saved, and has the arrays left out.
 
   `variables` is the record of all arrays of the checkpoint in `folder`, including those in the base.
   """

@@ -87,7 +87,7 @@ class Checkpointer:
       the folder of the damaged one; 'fail' raises an error.
 
   Attributes:
-    base: a checkpoint of another run; the checkpoints saved here leave out the arrays that it has. None saves all
+    base: a checkpoint of another run; the checkpoints saved here leave out the arrays in `base.names`. None saves all
       arrays. It may be set at any time.
     notes: a line for each damaged checkpoint that was skipped.
 

@@ -2,7 +2,8 @@
 
 Wrong values are found in two ways. `ReplicaWatch` compares the replicas of the state, `determinism.py` compares a step
 with its repetition. Then the run ends with exit code 76, or goes back to its last checkpoint and repeats the steps. A
-device that is outvoted twice, or that ends the run, is quarantined: with `elastic`, the run goes on without it.
+device is quarantined when it is outvoted for the second time, or already for the first time if `on_corruption` is
+'fail'. With `elastic`, the run goes on without it.
 """
 
 from __future__ import annotations

@@ -103,10 +103,10 @@ class WarmStart:
     return self._partitioned.init_state_from(init_key, GivenVariables(nest(values), known))
 
   def base(self, learner: BoundLearner) -> Base:
-    """Returns the base of a run that starts from the checkpoint: the variables that training does not change.
+    """Returns the base of a run that starts from the checkpoint: the variables in it that training does not change.
 
     Raises:
-      ConfigError: training changes all variables.
+      ConfigError: training changes all variables that come from the checkpoint.
     """
     constant = constant_variables(self._partitioned.jax_task.model, learner)
     unchanged = {

@@ -77,7 +77,7 @@ class TaskOnMesh:
 
   @classmethod
   def make_for_inference(cls, jax_task: SingleTask, mesh: Mesh, taps: StepTaps | None = None) -> TaskOnMesh:
-    """Returns a task on a mesh whose layout has no `opt_states`."""
+    """Returns a task on a mesh, with a layout that has no `opt_states`."""
     return cls(jax_task, mesh, state_layout(jax_task, mesh, optimizer=False), taps)
 
   @property

@@ -71,7 +71,7 @@ class Connections:
       self._lock.release()
 
   def tell(self, verdict: str) -> bool:
-    """Sends a verdict to the other processes; returns whether it has been sent to all that are connected."""
+    """Sends a verdict to the other processes; returns whether it has been sent to all connected ones."""
     return self._send({'verdict': verdict})
 
   def leave(self) -> None:

@@ -158,7 +158,7 @@ class EmergencyCopies:
   def write(self, snapshot: StateToCopy) -> str:
     """Copies the arrays to the host, then writes them in the background; the state may be donated when this returns.
 
-    Returns a line to print if the previous copy failed, or is the first to succeed after a failure; otherwise ''.
+    Returns a line to print about the previous copy, or '', as `settle` does.
     """
     said = self.settle()
     if self._process == 0 and not self._lineage_file.exists():
@@ -172,9 +172,10 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy; then removes older copies, or an incomplete last one.
+    """Waits until all processes have written the last copy; then removes it if it is incomplete, otherwise older ones.
 
-    Returns a line to print if problems have begun, changed or ended; otherwise ''.
+    The last copy that is on all peers stays. Returns a line to print if problems have begun, changed or ended;
+    otherwise ''.
     """
     if self._writing is None:
       return ''

@@ -155,9 +155,10 @@ class Launcher:
     self._signals: list[int] = []
 
   def run(self) -> int:
-    """Runs the job to its end; returns the exit code of the first process that failed in the last attempt.
+    """Runs the job to its end; returns the exit code that `the_verdict` chooses for the last attempt.
 
-    For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell.
+    For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell. If the run's
+    directory was lost, the code is that of a UserError.
     """
     count, restarts, lost = self._processes, 0, -1  # `lost` is the place that was lost last.
     directory = self._directory.path
@@ -384,7 +385,7 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is restarted after this exit code: a process was killed by a signal, or raised LostHostError."""
+  """Whether a job is restarted after this exit code: LostHostError's, or a signal's other than SIGINT and SIGTERM."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 

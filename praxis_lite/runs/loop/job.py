@@ -141,7 +141,7 @@ def _trace_programs(
   startup: StartupTimes,
   taps: StepTaps | None = None,
 ) -> RunPrograms:
-  """Traces the train step, and the steps that evaluate and decode inputs, whose PRNG key is `key`.
+  """Traces the train step, and the steps that evaluate and decode inputs; `key` is the PRNG key of these steps.
 
   The mesh needs no devices. Raises UserError if a step, a task file, or the name of a metric in the config is wrong.
   """

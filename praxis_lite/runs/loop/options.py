@@ -49,7 +49,8 @@ class TrainOptions:
     check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
       before each save; see `praxis_lite.runs.corruption`.
     on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes
-      back to the last checkpoint and repeats the steps; it ends the run when a device is at fault for the second time.
+      back to the last checkpoint and repeats the steps. Without `elastic`, 'repeat' ends the run when a device is at
+      fault for the second time.
     grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.

@@ -99,7 +99,7 @@ class Saving(Observer):
     return {'speed/save_stall_seconds': stalled} if stalled else {}
 
   def _tolerate(self, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns; if it raises CheckpointError, reports the error and returns None."""
+    """Returns what `call` returns; if it raises CheckpointError, but not PartedError, reports it and returns None."""
     try:
       return call()
     except PartedError:

@@ -355,7 +355,7 @@ def differing_fields(runs: Sequence[RunState]) -> tuple[list[str], Sequence[Mapp
 
 
 def _class_paths(fields: Mapping[str, str]) -> set[str]:
-  """Returns the paths of configs, whose entries are classes; the fields below such a path belong to the class."""
+  """Returns the paths of configs. The value at such a path is a class, to which the fields below the path belong."""
   return {path[:end] for path in fields for end, character in enumerate(path) if character == '.'}
 
 
