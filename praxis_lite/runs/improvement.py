@@ -48,6 +48,7 @@ def watched_metric(field: str, metric: str, modes: Mapping[str, str], splits: di
     field: path of the field, for messages.
     metric: a name, or `eval/<input>/<name>`.
     modes: 'min', 'max' or 'auto', by the path of the field that sets it. If all are 'auto', the metric's name decides.
+    splits: the names of the metrics of each evaluation, by split, such as 'eval/valid'.
 
   Raises:
     ConfigError: there is no such metric, or its input or mode is ambiguous.

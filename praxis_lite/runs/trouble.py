@@ -225,13 +225,13 @@ class TroubleWatch(Observer):
 
 
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
-  """Removes all emergency copies, and checkpoints from the first bad step on; records the batches to skip.
+  """Makes emergency copies invalid, removes checkpoints from the first bad step on, and records the trouble.
 
   All processes call this, once nothing is being saved or read. If the run is killed after the removal and before the
   record is written, it resumes from the earlier checkpoint, meets the same trouble and calls this again.
 
   Raises:
-    LossSpikeError: the run has already gone back `max_rollbacks` times.
+    LossSpikeError: the action is 'rollback', and the run has already gone back `max_rollbacks` times in this way.
   """
   steps = saved_steps(directory)
   back_to = max((step for step in steps if step < trouble.first), default=0)
