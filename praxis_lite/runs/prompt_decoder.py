@@ -77,7 +77,8 @@ class _DecodeCall(NamedTuple):
     """Returns a batch for the program.
 
     Args:
-      prompts, max_tokens, num_drawn: see `fit_to_bucket`.
+      prompts: tokens; in further calls, they end with the tokens that earlier calls added.
+      max_tokens, num_drawn, row: see `fit_to_bucket`, which calls the last one `first_row`.
       lengths: how many tokens at the start of each prompt are its source; None if prompts are only sources.
       adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
     """

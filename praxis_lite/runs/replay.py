@@ -84,8 +84,14 @@ def replay(
 
   It restores the last checkpoint before the step, and reads the same batches as the run did.
 
+  Args:
+    config, job_log_dir, seed: the configs, the directory and the seed of the run.
+    step: the number of the step, from 1.
+    line: prints a line.
+
   Raises:
-    UserError: the step cannot be reached: there is no checkpoint before it, and the run did not begin from its seed.
+    UserError: the step cannot be reached: the run has not taken it; or there is no checkpoint before it, and the run
+      did not begin from its seed.
   """
   partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line)
   trace = trace_on_one_device(partitioned, state, prng_key, batch)

@@ -27,6 +27,7 @@ class Launch:
 
   Attributes:
     started: seconds since 1970.
+    seed, step: the seed of the run, and the number of steps taken before this launch.
     mesh: the size of each mesh axis; None if it is unknown.
     devices: the number and kind of the devices, such as '8 cpu'.
     versions: the versions of Python and of the relevant packages, by name.
