@@ -52,7 +52,7 @@ def serve(
 
   Raises:
     UserError: the address cannot be used.
-    RuntimeError: the engine has failed.
+    RuntimeError: the engine has failed, or did not end in time.
   """
   listener = _bind(host, port)
   is_local, name = is_loopback(host), f'[{host}]' if ':' in host else host
@@ -88,7 +88,7 @@ def serve(
 class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
   """A connection, which is closed if the headers of a request do not arrive in time.
 
-  There are at most `limit_concurrency` connections; for a further one, the connection that is idle longest is closed.
+  If there are more than `limit_concurrency` connections, the one that has been idle for the longest time is closed.
   """
 
   def __init__(self, *args: Any, **named: Any):
