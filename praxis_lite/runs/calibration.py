@@ -54,7 +54,8 @@ class Calibration:
   Attributes:
     method: one of `METHODS`.
     num_batches: how many batches are evaluated.
-    dataset: the name or number of the run's dataset to read, in its order; None reads the first one for training.
+    dataset: the name or number of the run's dataset to read, in its order; None reads the first one for training, or
+      else the first one.
   """
 
   method: str

@@ -21,7 +21,8 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   """Returns the config of a task with a mesh for `num_devices`, and a line about what changed ('' if nothing did).
 
   Raises:
-    ConfigError: the mesh needs more devices even if the axes that may shrink have size 1.
+    ConfigError: the mesh needs more devices even if the axes that may shrink have size 1; or it needs more, and
+      `dcn_mesh_shape` is set.
   """
   sizes = task.instantiate().mesh_sizes(num_devices)
   if (needed := math.prod(sizes.values())) <= num_devices:

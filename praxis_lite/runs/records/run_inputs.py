@@ -186,7 +186,7 @@ def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
 def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
   """Returns the config, with the vocabulary that the run in `job_log_dir` keeps in each tokenizer without a vocabulary.
 
-  Returns the config itself if there is no such tokenizer, or no such run.
+  Returns the config itself if there is no such tokenizer, or if the run has no checkpoint or keeps no vocabulary.
 
   Raises:
     CheckpointError: the file cannot be read, or the config sets another vocabulary.
