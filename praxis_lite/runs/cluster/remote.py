@@ -106,7 +106,7 @@ class RemoteCheckpoint:
 
     Raises:
       DamagedError: a file has changed since it was uploaded.
-      StoreError: the checkpoint cannot be read, or cannot be written to the disk.
+      CheckpointError: the checkpoint cannot be read, or cannot be written to the disk.
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
@@ -138,7 +138,7 @@ class RemoteCheckpoint:
 
 
 class RemoteRun:
-  """A run in an object store. `between` is called before each file is copied; an error that it raises stops copying.
+  """A run in an object store. `between` is called before each file is uploaded; an error that it raises stops uploads.
 
   Attributes:
     incomplete: the steps that had files but no `.complete` when `checkpoints` was last called.

@@ -189,7 +189,8 @@ def write_record(
     UserError: the files cannot be written.
 
   Returns:
-    Lines to print: how the config and the seed differ from the recorded ones; empty if they do not.
+    Lines to print: how the config and the seed differ from the recorded ones, or that a damaged record was replaced;
+    empty if neither is the case.
   """
   directory, roots = Path(job_log_dir), config.roots()
   text = to_text(roots) + '\n'
