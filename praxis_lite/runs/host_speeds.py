@@ -62,7 +62,7 @@ class HostSpeeds:
     self.own, self.slowest = 0.0, (0, 1.0)
 
   def compare(self) -> str:
-    """Measures and compares; returns a line about a host that is slow for the third time in a row, '' if none is."""
+    """Measures and compares; returns a line about a host that is slow for the third time in a row, else ''."""
     self.own = self._probe.seconds()
     products = np.asarray(multihost_utils.process_allgather(np.asarray(self.own, np.float32)))
     self.slowest, line = self._judge(products.tolist())

@@ -158,7 +158,7 @@ class Launcher:
     """Runs the job to its end; returns the exit code that `the_verdict` chooses for the last attempt.
 
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell. If the run's
-    directory was lost, the code is that of a UserError.
+    directory was lost, returns `UserError.exit_code`.
     """
     count, restarts, lost = self._processes, 0, -1  # `lost` is the place that was lost last.
     directory = self._directory.path
