@@ -90,7 +90,7 @@ def replay(
     line: prints a line.
 
   Raises:
-    UserError: the run has not taken this step; or it has no checkpoint before the step and did not begin from its seed.
+    UserError: the run never took this step; or it has no checkpoint before the step, and did not begin from its seed.
   """
   partitioned, state, prng_key, batch, _ = _repeat_until(config, job_log_dir, step, seed, line)
   trace = trace_on_one_device(partitioned, state, prng_key, batch)
