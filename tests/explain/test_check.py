@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.common.config import Config
-from praxis_lite.instruments.explain import Problem, Severity, WarningLimits, check, format_problems, has_errors
+from praxis_lite.instruments.explain import (
+  Problem,
+  Severity,
+  WarningLimits,
+  check,
+  explain_task,
+  format_problems,
+  format_report,
+  has_errors,
+)
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.sharding.mesh import abstract_mesh
@@ -154,12 +164,34 @@ def test_padding_over_the_limit() -> None:
   assert check(task, BATCH, limits=WarningLimits(wasted_fraction=0.2, wasted_bytes=1)) == []
 
 
-def test_a_batch_of_which_rows_only_fill_up_the_mesh() -> None:
-  short = jax.tree.map(lambda x: jax.ShapeDtypeStruct((9, *x.shape[1:]), x.dtype), BATCH)
-  (problem,) = check(classifier(), short)
+@pytest.mark.parametrize(
+  ('size', 'mapping', 'microbatches', 'computed', 'over'),
+  [
+    (9, None, 1, 16, 'all 8 devices'),
+    (3, ('data', None), 1, 8, 'all 8 devices'),
+    (3, ('data', None), 2, 16, 'all 8 devices and in 2 microbatches'),
+    (3, ('data', 'mdl'), 1, 4, '2 devices'),
+  ],
+)
+def test_a_batch_of_which_rows_only_fill_up_the_mesh(
+  size: int, mapping: Any, microbatches: int, computed: int, over: str
+) -> None:
+  """Rows are split over all axes but those that split another dimension of the batch, also over unmapped ones."""
+  short = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), BATCH)
+  task = classifier()
+  task.train.learner.num_microbatches = microbatches
+  if mapping:
+    task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': mapping}
+  *_, problem = check(task, short)
   assert (problem.kind, problem.path) == ('padding', 'inputs')
-  assert '43.8% of the rows' in problem.message
-  assert '9 examples are computed as 16' in problem.message
+  assert f'{1 - size / computed:.1%} of the rows' in problem.message
+  assert problem.message.endswith(
+    f'{size} examples are computed as {computed}, because rows enter the step split over {over}'
+  )
+  assert problem.remedy.endswith(f'a multiple of {8 * microbatches if "all" in over else 2}, such as {computed}')
+  row = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(short))
+  title = f'Inputs: {size * row} B, {computed * row} B with padding, '
+  assert title in format_report(explain_task(task, short))
 
 
 def mismatched(wt: Any, out: Any = ('data', 'mdl')) -> list[Problem]:

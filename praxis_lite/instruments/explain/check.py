@@ -37,6 +37,7 @@ from praxis_lite.sharding.placement import place_variables
 from praxis_lite.sharding.rules import shadowed_rules
 from praxis_lite.sharding.specs import place_by_rank
 from praxis_lite.sharding.strategies import unused_patterns
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import find_slow_paths
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.training.task import SingleTask
@@ -130,7 +131,9 @@ def check(
   problems += [_warn(*problem) for layer in jax_task.model.descendants() for problem in layer.problems(sizes)]
   problems += _far_positions(jax_task.model, inputs_struct or {})
   problems += _padding([*report.variables, *report.activations], limits)
-  return [*problems, *_batch_padding(report.inputs, limits)]
+  if step is not None:
+    problems += _batch_padding(report.inputs, step.task, limits)
+  return problems
 
 
 def has_errors(problems: Sequence[Problem]) -> bool:
@@ -299,14 +302,18 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
     yield _warn('padding', e.path, message, remedy)
 
 
-def _batch_padding(inputs: Sequence[Explanation], limits: WarningLimits) -> Iterator[Problem]:
+def _batch_padding(inputs: Sequence[Explanation], task: PartitionedTask, limits: WarningLimits) -> Iterator[Problem]:
   """Yields one problem if too many rows of a batch are padding; all its arrays have the same number of rows."""
   if e := next((e for e in inputs if e.wasted_fraction > limits.wasted_fraction), None):
     size, rows = e.dims[0].size, e.dims[0].padded
+    parts, microbatches = task.row_parts, task.jax_task.learner.num_microbatches
+    over = f'{"all " if 1 < parts == e.num_devices else ""}{number_of(parts, "device")}'
+    over += f' and in {microbatches} microbatches' if microbatches > 1 else ''
     message = (
-      f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}'
+      f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}, '
+      f'because rows enter the step split over {over}'
     )
-    remedy = f'make the batch size a multiple of the {e.num_devices} devices (times the microbatches), such as {rows}'
+    remedy = f'make the batch size a multiple of {parts * microbatches}, such as {rows}'
     yield _warn('padding', 'inputs', message, remedy)
 
 

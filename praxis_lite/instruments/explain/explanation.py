@@ -260,8 +260,9 @@ def format_report(report: ShardingReport) -> str:
     ('Activations', report.activations),
     ('Inputs', report.inputs),
   ):
-    on_each = sum(e.bytes_per_device for e in rows)
-    total = f'{format_bytes(sum(e.bytes for e in rows))}, {format_bytes(on_each)} on each device'
+    once, wasted, on_each = (sum(getattr(e, n) for e in rows) for n in ('bytes', 'wasted_bytes', 'bytes_per_device'))
+    padding = f', {format_bytes(once + wasted)} with padding' if wasted else ''
+    total = f'{format_bytes(once)}{padding}, {format_bytes(on_each)} on each device'
     if title == 'Activations':  # The sum of their bytes has no meaning, because they do not all exist at once.
       total = f'{len(rows)}, of one layer each where layers repeat'
     if rows:
