@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 
@@ -57,7 +58,7 @@ def show(capsys, run, *arguments, code=0):
 def refusal(capsys, run, *arguments):
   line = show(capsys, run, *arguments, code=2)
   assert f'{NAME} is not one of the packages that a recorded config may name' in line
-  assert f'--trust={NAME}' in line and line.count('\n') == 1
+  assert re.search(rf'--trust=(\S+/)?{NAME}', line) and line.count('\n') == 1
   return line
 
 
@@ -86,8 +87,9 @@ def test_a_file_that_changed_is_refused_until_it_is_named_again(user, capsys):
   with (user / f'{NAME}.py').open('a') as file:
     file.write('\nCHANGED = True\n')
   line = refusal(capsys, user / 'run')
-  changed = line.index(f' It has changed since you trained the run: {user / NAME}.py. If you trust')
-  assert changed < line.index('--trust') < line.index("--exp names the experiment instead, and takes today's defaults")
+  file = user / f'{NAME}.py'
+  assert line.startswith(f'praxis-lite show: error: {file} has changed since you trained the run. {user / "run"}')
+  assert line.index(f'--trust={file} ') < line.index("--exp names the experiment instead, and takes today's defaults")
   assert 'TinyModel' in show(capsys, user / 'run', f'--exp={user / NAME}.py:Tiny')
   assert 'TinyModel' in show(capsys, user / 'run')
   with (user / f'{NAME}.py').open('a') as file:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ class RunRecord:
     try:
       roots, other = self._read_roots()
     except UntrustedError as error:
-      raise UntrustedError(f'{self.directory / _RECORD}: {error}. {self._remedy(error.module)}', error.module) from None
+      raise UntrustedError(self._refusal(error), error.module) from None
     except UserError as error:
       raise ConfigError(f'{self.directory / _RECORD}: {error}') from None
     task = roots.get('task')
@@ -136,9 +137,13 @@ class RunRecord:
     before, now = ({} if self._edited is None else fields_of(t) for t in (self.text, text))
     return {path for path, value in before.items() if path not in (self._edited or ()) and now.get(path) == value}
 
-  def _remedy(self, module: str) -> str:
+  def _refusal(self, error: UntrustedError) -> str:
+    """Returns why the record is refused, first a file that has changed, and what to do."""
+    module = error.module
+    changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
+    code = next((file for file in changed if pathlib.Path(file).stem == module), module)
     trust = (
-      f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; --exp names '
+      f'If you trust that code, name its module or file, as in --trust={code} or trusted=[{code!r}]; --exp names '
       "the experiment instead, and takes today's defaults in place of the recorded ones"
     )
     if is_of_others(module):
@@ -154,8 +159,8 @@ class RunRecord:
     first, *later = self.commands or ['']
     made_by = f' This run was made by: {first}' if first else ''
     made_by += f'; and resumed by: {"; ".join(first_lines(later, most=3))}' if later else ''
-    changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
-    why = f'It has changed since you trained the run: {", ".join(changed)}. ' if changed else ''
+    has = 'has' if len(changed) == 1 else 'have'
+    why = f'{" and ".join(changed)} {has} changed since you trained the run. ' if changed else ''
     if missing := [file for file in changed if not os.path.exists(file)]:
       why, name = '', os.path.basename(missing[0])
       trust = (
@@ -163,7 +168,7 @@ class RunRecord:
         f'as in --trust=FOLDER/{name}; or, if it has another name, as in --exp=FILE.py:MyExperiment, which takes '
         "today's defaults in place of the recorded ones"
       )
-    return f'{why}{trust}.{made_by}'
+    return f'{why}{self.directory / _RECORD}: {error}. {trust}.{made_by}'
 
 
 def write_record(
