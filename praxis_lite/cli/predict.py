@@ -22,8 +22,6 @@ _MANY_NUMBERS = 2_000  # A value with this many numbers is too long to read.
 def _run(values: flags.FlagValues) -> int:
   if values.input or values.output:
     return predict_many(cast(CommandFlags, values))
-  if values.what in ('score', 'generate', 'teach'):
-    raise UserError(f'--what={values.what} needs --input and --output')
   check_single(cast(CommandFlags, values))
   if not values.files:
     raise UserError('name the files to predict, as in praxis-lite predict --job_log_dir=runs/1 new.jsonl')

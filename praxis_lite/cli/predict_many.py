@@ -51,11 +51,13 @@ def predict_flags() -> CommandFlags:
 
 
 def check_single(values: CommandFlags) -> None:
-  """Raises UserError if a flag is given that only `predict_many` uses."""
+  """Raises UserError if a flag, or a value of --what, is given that only `predict_many` uses."""
   of_many = CommandFlags()
   _add_flags(of_many)
-  if given := next((name for name in of_many if values[name].present), None):
-    raise UserError(f'--{given} needs --input and --output, as in --input=data/*.jsonl --output=predicted')
+  given = [f'what={values.what}'] if values.what in ('score', 'generate', 'teach') else []
+  given += [name for name in of_many if values[name].present]
+  if given:
+    raise UserError(f'--{given[0]} needs --input and --output, as in --input=data/*.jsonl --output=predicted')
 
 
 def _add_flags(values: CommandFlags) -> None:

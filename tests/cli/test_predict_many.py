@@ -92,7 +92,7 @@ def test_processes_and_what_each_does(predicted, tmp_path):
     (['--input=a.jsonl', '--output=out', '--keep=row'], '--keep=row: results of --what=predict have a value'),
     (['--keep=id', 'a.jsonl'], '--keep needs --input and --output, as in'),
     (['--max_bad_rows=1', 'a.jsonl'], '--max_bad_rows needs --input and --output'),
-    (['--what=score', 'a.jsonl'], '--what=score needs --input and --output'),
+    (['--what=score', 'a.jsonl'], '--what=score needs --input and --output, as in --input=data/*.jsonl'),
     (['--input=nothing.jsonl', '--output=out'], 'nothing.jsonl'),
   ],
 )
