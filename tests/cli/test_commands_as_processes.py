@@ -87,6 +87,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, name):
 @pytest.mark.slow
 def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
   arguments = ['--exp=lm.SyntheticLmTiny', '--set', 'task.train.num_train_steps=1', '--job_log_dir=run']
+  arguments += ['--set', 'task.train.learner.schedule.warmup_steps=1']
   one = run('train', *arguments, cwd=tmp_path)
   assert 'warning' not in one.stdout
   mesh = run('train', *arguments, '--set', 'task.ici_mesh_shape=(1,4,1)', '--devices=4', cwd=tmp_path)

@@ -20,6 +20,7 @@ from praxis_lite.instruments.explain import parameter_table, summarize
 from praxis_lite.instruments.explain.report import explain_task
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
+from praxis_lite.runs.loop.job import _describe_long_warmups
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.training.learning import Learner, LearnerRule, LinearWarmupCosine, MultiLearner
 
@@ -53,6 +54,27 @@ def test_a_resumed_run_ends_with_the_same_bits_and_evaluates_its_averages(tmp_pa
   run = praxis_lite.open_run(tmp_path / 'whole')
   assert np.array_equal(run.load(ema=False).variables['v'], run.load(ema=True).variables['v'])
   assert not np.array_equal(run.load(ema=False).variables['w'], run.load(ema=True).variables['w'])
+
+
+def test_a_warmup_that_the_run_does_not_finish_is_warned_of() -> None:
+  def told(config: Any) -> list[str]:
+    return list(_describe_long_warmups(config.task.instantiate()))
+
+  config = tiny_run(1, num_train_steps=4)
+  assert not told(config)
+  warm = Config(LinearWarmupCosine, warmup_steps=5)
+  config.task.train.learner.schedule = warm
+  (line,) = told(config)
+  assert line.startswith('warning: task.train.learner.schedule.warmup_steps = 5: the run ends at step 4, before')
+  config.task.train.num_train_steps = 5
+  assert not told(config)
+  config.task.train.learner.schedule = lambda step: 1.0
+  assert not told(config)
+  several = two_rates(num_train_steps=4)
+  assert not told(several)
+  several.task.train.learner.rules[1].learner.schedule = warm
+  (line,) = told(several)
+  assert line.startswith('warning: task.train.learner.rules[1].learner.schedule.warmup_steps = 5: ')
 
 
 def test_other_rules_are_refused_before_anything_is_compiled(tmp_path: Any) -> None:

@@ -34,6 +34,7 @@ from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
 from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
+from praxis_lite.training.learning.multi_learner import nested_learners
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import describe_slow_paths, find_slow_paths
 from praxis_lite.training.taps import StepTaps, step_taps
@@ -227,6 +228,16 @@ def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no evaluation"}')
 
 
+def _describe_long_warmups(task: SingleTask) -> Iterator[str]:
+  """Yields a warning for each learner whose learning rate still rises when the run ends."""
+  steps = task.train.num_train_steps
+  for path, learner in nested_learners(task.train.learner).items():
+    warmup = getattr(learner.schedule, 'warmup_steps', None)
+    if isinstance(warmup, int) and warmup > steps:
+      field = '.'.join(filter(None, ['task.train.learner', path, 'schedule.warmup_steps']))
+      yield f'warning: {field} = {warmup}: the run ends at step {steps}, before the learning rate has reached its peak'
+
+
 def _describe(
   task: SingleTask, partitioned: PartitionedTask, fit: str, devices: Sequence[jax.Device] | None
 ) -> Iterator[str]:
@@ -239,6 +250,7 @@ def _describe(
   yield f'{task.name}: {number_of(total, "parameter")}{of_token} on {where}'
   if warning := describe_untypical_training(task):
     yield warning
+  yield from _describe_long_warmups(task)
   if fit:
     yield fit
   available = jax.device_count() if devices is None else len(devices)
