@@ -17,7 +17,8 @@ from praxis_lite.checkpoints.seal import SEAL
 class CheckpointIdentity(NamedTuple):
   """A checkpoint of a run: its step, and its seal.
 
-  Without a seal, it has a hash of the record and of the names and sizes of the files, whose names are random.
+  Without a seal, `seal` is a hash of the record and of the names and sizes of the files. The names of files are
+  random, so it differs between checkpoints.
   """
 
   step: int

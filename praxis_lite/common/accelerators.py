@@ -292,8 +292,8 @@ def bf16_peak_of(device_kind: str) -> float | None:
 def _match(device_kind: str) -> tuple[str, str] | None:
   """Returns the longest known kind that matches `device_kind`, and its name in `ACCELERATORS` ('' if it has none).
 
-  A kind matches if each of its words begins a word of `device_kind`: 'TPU v5 lite' also matches 'tpu v5'. Returns None
-  if none matches.
+  A kind matches if each of its words begins a word of `device_kind`, so the kind 'tpu v5' also matches the device
+  'TPU v5 lite'. Returns None if none matches.
   """
   words = device_kind.lower().replace('-', ' ').split()
   kinds = dict.fromkeys(_PEAKS_ALONE, '')

@@ -113,7 +113,7 @@ def compute_parts(
   """Returns the parts that some statistics need, by name, in float32; for a histogram, counts [bins].
 
   Args:
-    x: floating, any shape; a scalar, or one scalar for each layer of a stack, is a unit.
+    x: floating, any shape. A scalar, or each of the scalars of a stack of layers, counts as an array with one unit.
     real: bool, broadcast to x: False for entries that do not count, whose values are arbitrary; None means that all
       count.
     statistics: names in `STATISTICS`.

@@ -5,7 +5,8 @@
     batch    0 ... 999   1000 ... 2999   3000 ...
     rows             8              16         32
 
-The sizes do not change the order of the examples, and each is read once. A run compiles a step for each size.
+The sizes do not change the order of the examples, and each example is still read once. A run compiles a step for each
+size.
 """
 
 from __future__ import annotations

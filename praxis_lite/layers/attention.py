@@ -407,7 +407,7 @@ class MultiHeadAttention(AttentionHeads):
     context_BTNH = dot_product_attention(
       *heads, mask, spec=self._spec(name), bias=bias, dropout=dropout, sinks=self._sinks(), split=over
     )
-    # All implementations except 'dense' tag what the backward pass needs; see `remat.py` for cuDNN's kernel.
+    # All implementations except 'dense' tag what the backward pass needs; `remat.py` says how cuDNN's kernel is found.
     remark = f'attention is {name}: {reason}'
     return self._output(context_BTNH, gate_BTNH, split, remark=remark, tagged=name != 'dense')
 

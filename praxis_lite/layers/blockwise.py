@@ -201,7 +201,10 @@ def compute_context(
 
 
 def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
-  """Returns attention's results, `results[0]`, and the residuals; tags both `results` as 'context', see `remat.py`."""
+  """Returns the output of attention, which is the first of the two `results`, and the residuals.
+
+  Tags both as 'context'; see `remat.py`.
+  """
   # If only one of the two results were kept, the backward pass would compute both again.
   out_BTNH, more = (checkpoint_name(x, 'context') for x in results)
   return out_BTNH, (heads, integers, out_BTNH, more)

@@ -111,9 +111,12 @@ def sample(
 ) -> jax.Array:
   """Returns samples, [B, ...], made from noise in `num_steps` steps of equal length from t = 1 to t = 0.
 
-      'ddim'       x_s = alpha_s x + sigma_s noise, of the estimates at t                      (Song et al., 2021)
-      'ancestral'  draws x_s given x_t and the estimate of x, as DDPM does
-      'euler'      x_s = x_t + (s - t) dx_t/dt, with dx_t/dt = alpha' x + sigma' noise of the estimates at t
+  A step goes from a time t to the next time s < t. x and noise are the estimates at t; see `estimates`. alpha' and
+  sigma' are the derivatives of alpha and sigma with respect to t.
+
+      'ddim'       x_s = alpha_s x + sigma_s noise                                             (Song et al., 2021)
+      'ancestral'  draws x_s given x_t and x, as DDPM does
+      'euler'      x_s = x_t + (s - t) dx_t/dt, with dx_t/dt = alpha' x + sigma' noise
       'heun'       like 'euler', with the mean of dx/dt at t and, after an 'euler' step, at s; the last step is 'euler'
 
   Args:

@@ -136,7 +136,7 @@ class Ia3(Adapter):
 
   @property
   def further_patterns(self) -> dict[str, tuple[str, ...]]:
-    # The default need not match, because `layers` may exclude what it is for.
+    # The default need not match any layer, because `layers` may exclude the layers that it is for.
     return {} if self.of_inputs == _OF_INPUTS else {'of_inputs': self._of_inputs}
 
   def adapt_at(self, name: str, config: Config) -> Config:

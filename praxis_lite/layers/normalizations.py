@@ -222,7 +222,7 @@ def _inverse_root_mean_square(x: jax.Array, axes: int | Sequence[int], epsilon: 
 
 
 def to_units(x: jax.Array, epsilon: float = 1e-12) -> jax.Array:
-  """Returns vectors of length 1 along the last dimension, in the dtype of sums; zeros stay zeros, with a gradient.
+  """Returns vectors of length 1 along the last dimension, in the dtype of sums. Zeros stay, and have finite gradients.
 
   `epsilon` is added to their squared lengths.
   """

@@ -439,8 +439,8 @@ def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: 
   """Returns T5's bucket of each offset, key position - query position.
 
   If bidirectional, offsets up to 0 take the first half of all buckets, and those above 0 the second; otherwise offsets
-  above 0 count as 0. Of the buckets of one side, the first half hold one offset each, and the others ranges that grow
-  geometrically up to `max_distance`.
+  above 0 count as 0. On each side, a bucket in the first half holds one offset. Each other bucket holds a range of
+  offsets; the ranges grow geometrically up to `max_distance`, and the last bucket also holds all larger offsets.
   """
   base = jnp.zeros_like(offset)
   if bidirectional:

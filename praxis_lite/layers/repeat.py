@@ -208,7 +208,7 @@ class Repeat(Layer):
     return self._run('__call__', x, *args, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all layers; the arguments are the same as for one of them."""
+    """Allocates the caches of all layers; takes the arguments of one layer's `init_decode_state`."""
     (self._decode_unrolled if self._decodes_unrolled else self._run)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:

@@ -94,7 +94,7 @@ class TransducerModel(SpeechModel[TransducerPredictions]):
     return {'ids': written.ids, 'lengths': written.lengths, 'log_prob': written.log_prob}
 
   def _write(self, x_BTD: jax.Array, paddings_BT: jax.Array) -> _Written:
-    """Decodes greedily: each of T + M steps writes a label of a row or moves to the next frame of the row."""
+    """Decodes greedily: in each of T + M steps, each row with frames left writes a label or moves to its next frame."""
     B, T, _ = x_BTD.shape
     M = T if self.max_labels is None else self.max_labels
     frames_B = jnp.sum(paddings_BT == 0, axis=1, dtype=jnp.int32)

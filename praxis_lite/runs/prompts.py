@@ -128,7 +128,7 @@ def rows_of_call(max_tokens: Sequence[int], num_drawn: int, first_row: int) -> R
 def beginnings(texts: Sequence[Sequence[int]], most: int) -> Rows:
   """Returns arrays `target_ids` [B, T] and `target_lengths` [B], int32: the texts that B sources have so far.
 
-  T is `most`, the largest number of tokens, rounded up.
+  T is `most`, the largest number of tokens, rounded up to a multiple of `_LENGTH_MULTIPLE`.
   """
   width = -(-most // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
   padded = np.array([[*text, *[0] * (width - len(text))] for text in texts], np.int32)

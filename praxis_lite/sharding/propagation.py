@@ -48,7 +48,7 @@ class Site:
     shapes: the global shape of each array.
     mesh: the axes that may split the arrays, in the order of the mesh, except axes that `shard_map` maps.
     is_mapped: whether a `shard_map` is around it.
-    mended: descriptions of the changes to the operands other than constraints.
+    mended: descriptions of changes to the operands that are not constraints.
   """
 
   def __init__(

@@ -127,9 +127,9 @@ class WeightInit:
 
   Xavier follows Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
 
-  'scaled_delta_orthogonal' makes [..., I, O] from `scale` times a matrix [I, O] that has orthonormal rows, or if I is
-  larger than O, orthonormal columns times sqrt(I / O). If there are more dimensions, as in a convolution, the matrix is
-  at their middle, and all other entries are 0 (Xiao et al., 2018). A vector is Gaussian.
+  'scaled_delta_orthogonal' makes [..., I, O] from `scale` times a matrix [I, O]. Its rows are orthonormal if I <= O;
+  otherwise its columns are orthonormal, times sqrt(I / O). If there are more dimensions, as in a convolution, the
+  matrix is at their middle, and all other entries are 0 (Xiao et al., 2018). A vector is Gaussian.
   """
 
   method: str

@@ -41,7 +41,7 @@ _BUILT_IN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code of the module that registered it: a new object each time that the module runs."""
+  """A registered class, and the code object of its module, which is a new one each time that the module runs."""
 
   experiment: type[BaseExperiment]
   code: CodeType

@@ -72,7 +72,7 @@ class PredictStepOutput(NamedTuple):
 
 
 class TapStepOutput(NamedTuple):
-  """Result of a tap step: values between layers, [B, ...], and parts of statistics, by the names of summaries."""
+  """Result of a tap step: values between layers, [B, ...], and parts of statistics, each by the name of its summary."""
 
   arrays: dict[str, jax.Array]
   summaries: dict[str, Summary]

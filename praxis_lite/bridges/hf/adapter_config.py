@@ -211,7 +211,7 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns the alpha of the modules with a weight; raises ConfigError if `alpha_pattern` gives them different ones."""
+  """Returns the alpha of modules that hold a weight together; raises ConfigError if `alpha_pattern` has several."""
   patterns = config.get('alpha_pattern')
   own = [*patterns.items()] if isinstance(patterns, dict) else []
   alphas = {

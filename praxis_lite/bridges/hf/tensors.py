@@ -6,13 +6,13 @@ says that the query weight [D, N, H] of a layer is stored transposed, with heads
 letters only name dimensions. Several variables may share a tensor. Numbers count the entries of other variables:
 
     'D N H -> (2+N+1 H) D'      two other heads come before these, and one after
-    'D N H -> D (1+.+1 N H)'    the second of three parts; a point is a dimension of size 1 that the variable lacks
+    'D N H -> D (1+.+1 N H)'    the second of three parts; `.` is a dimension of size 1 that the variable lacks
     'D N H -> 7|(N H)|9 D'      7 entries come before all heads and dims per head, and 9 after them
     'D (G R=2) H -> (G 1+R H) D'    the heads form groups of two, and the entries of one other head precede each group
 
 The stacked variables of a repeated layer have a tensor for each `{layer}`, and so do the variables of `layers_0`,
-`layers_1`, ... If these layers form a repeated pattern, each of them is a stack, `first_0`, ... are the layers before
-the stacks, and `rest_0`, ... the layers after them.
+`layers_1`, ... If these layers form a repeated pattern, each of them is a stack. The layers before the stacks are then
+`first_0`, `first_1`, ..., and the layers after them are `rest_0`, `rest_1`, ...
 If a dimension stands before a colon, each of its entries, an `{expert}`, has its own tensor:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')

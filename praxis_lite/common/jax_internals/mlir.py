@@ -35,7 +35,7 @@ def collective_groups(collective: ir.Operation, mesh: Mapping[str, int]) -> tupl
   """Returns the groups of devices in which a collective of StableHLO exchanges data; for a permute, (from, to) pairs.
 
   JAX up to 0.11 writes the numbers of the devices. From 0.12 on, it writes the axes of the mesh that the devices of a
-  group differ in. The devices of `mesh`, which has the size of each axis, are numbered in the order of the axes.
+  group differ in. `mesh` maps each axis to its size; devices are numbered in the order of its axes.
   """
   names = [name for name in ('replica_groups', 'source_target_pairs') if name in collective.attributes]
   with reading('the groups of a collective'):

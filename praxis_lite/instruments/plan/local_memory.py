@@ -160,7 +160,7 @@ class BlockMemory:
     return Peak(int(live[at]) + inside.bytes, own + inside.buffers)
 
   def _label_filled(self, loop: ir.Operation) -> None:
-    """Gives each buffer that a loop fills part by part the name of the operation that fills it."""
+    """Names each buffer that a loop fills part by part after the operation that fills it."""
     *_, last = loop.regions[1].blocks[0].operations
     name = f'{self._within}/{operation_name(loop)}'
     for result, passed in zip(loop.results, last.operation.operands):

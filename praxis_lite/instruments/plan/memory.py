@@ -323,7 +323,7 @@ class _Liveness:
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Gives each buffer that a loop fills part by part the name of the operation that fills it."""
+    """Names each buffer that a loop fills part by part after the operation that fills it."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return

@@ -46,7 +46,7 @@ class TrainLog(Observer):
   Args:
     rows_after: returns the number of rows in the batch that follows a state of the input; None if all batches are
       equal.
-    observers: notified when the metrics of a step have been computed; they add figures to its summaries.
+    observers: notified of a step's metrics once these are computed; their figures are logged with the metrics.
   """
 
   def __init__(

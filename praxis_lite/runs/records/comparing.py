@@ -271,8 +271,8 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
     metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` on which the
       configs agree, or the metric of `early_stopping`, or else the loss. If several inputs have this metric, the input
       that most runs have is used.
-    mode: 'min' if lower is better, otherwise 'max'. None uses the mode of the configs for their own metric, and
-      `mode_of_metric` for others, or 'min'. If `metric` is given, a name that implies 'max' takes precedence.
+    mode: 'min' if lower is better, otherwise 'max'. None means 'max' if all configs have the mode 'max' and the metric
+      is the one on which they agree, or if `metric` is given and its name implies 'max'; otherwise 'min'.
 
   Raises:
     UserError: no run has the metric, or several inputs of one run have it.

@@ -25,7 +25,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.runs.serving.app import Served, make_app
 from praxis_lite.runs.serving.engine import Engine
 
-_OTHER_CONNECTIONS = 64  # Connections besides requests: for /health, /metrics, and clients that get a 429.
+_OTHER_CONNECTIONS = 64  # Connections beyond accepted requests: for /health, /metrics, and clients that get a 429.
 _HEADERS_S = 30.0  # The longest time in which the headers of a request must arrive.
 _STOP_S = 60.0  # Seconds to wait for the engine to end; longer than any step of the batcher.
 

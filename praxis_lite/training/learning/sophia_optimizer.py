@@ -50,7 +50,7 @@ def sophia(
     rho: smaller values clip more entries.
     eps: lower limit of rho h.
     refresh_every: number of steps between updates of h.
-    weight_decay: adds this times learning rate times the variable to what is subtracted.
+    weight_decay: each step also subtracts weight_decay * learning rate * variable from the variable.
     mask: the variables to which weight decay applies; filled in by a learner.
 
   Raises:
