@@ -31,7 +31,8 @@ class Interruptions:
 
   Attributes:
     failures_per_chip_day: failures per chip and day, with those of its share of the host and network. The default is
-      from the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
+      from the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table
+      5).
     restart_seconds: seconds from a failure to the first new step.
     save_seconds: seconds that a save stalls the run; None derives it from the state on a device.
     input_wait_share: waits for inputs, as a share of the time of the steps.
