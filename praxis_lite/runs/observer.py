@@ -44,6 +44,7 @@ class Run:
     save: saves a checkpoint of `step`, unless there is one; if this fails, reports it and returns False.
     line: prints a line.
     stop_reason: why the run stops after this step; None if it goes on.
+    is_over: whether this process takes no more steps.
     last_save: step of the last checkpoint that this process knows to be complete, and when it was completed, in
       seconds since 1970; None before the first one.
     links: bytes per second at which this process has sent its last emergency copy to each peer.
@@ -63,6 +64,7 @@ class Run:
   save: Callable[[], bool]
   line: Callable[[str], object]
   stop_reason: str | None = None
+  is_over: bool = False
   last_save: tuple[int, float] | None = None
   links: Mapping[int, float] = dataclasses.field(default_factory=dict)
   ended_by: str = ''

@@ -68,7 +68,7 @@ def test_a_logger_gets_what_is_written_and_a_resumed_run_goes_on(tmp_path, capsy
   Recorder.calls.clear()
   config.task.train.num_train_steps = 6
   run_train(config, tmp_path / 'run')
-  assert [call[0] for call in Recorder.calls] == ['start', 6, 6, 'finish']
+  assert [call[0] for call in Recorder.calls] == ['start', 5, 6, 6, 'finish']
 
 
 class Keeper(Recorder):

@@ -28,6 +28,7 @@ from praxis_lite.runs.programs import DecodeProgram
 from praxis_lite.runs.records import metrics
 from praxis_lite.runs.records.history import read_history
 from praxis_lite.runs.records.metrics import EvalResult, SummaryWriter
+from praxis_lite.runs.records.runs import read_run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from tools.faults.comparison import differences, results_of
@@ -61,6 +62,21 @@ def lines(directory):
     yield record['step'], record['split'], metrics
 
 
+def of_undisturbed_run(directory):
+  """The results without lines of training between those of an undisturbed run, which each launch adds."""
+  results, is_due = results_of(directory), lambda step: step == 1 or step % 10 == 0
+  curves = {
+    name: [point for point in points if is_due(point[0]) or not name.startswith('train:')]
+    for name, points in results.curves.items()
+  }
+  return results._replace(lines=[x for x in results.lines if is_due(x[0]) or x[1] != 'train'], curves=curves)
+
+
+def train_steps(directory):
+  """The steps of training in the metrics, in order."""
+  return [step for step, split, _ in lines(directory) if split == 'train']
+
+
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
   directory = tmp_path_factory.mktemp('undisturbed')
@@ -83,9 +99,19 @@ def test_lines_of_metrics_are_those_of_an_undisturbed_run_wherever_it_is_killed(
     process.communicate()
     assert process.returncode == -signal.SIGKILL
   run_train(run_config(), tmp_path / 'run')
-  assert list(lines(tmp_path / 'run')) == list(lines(undisturbed))
-  assert [step for step, split, _ in lines(undisturbed) if split == 'train'] == [1, 10, 20, 30]
-  assert not differences(results_of(tmp_path / 'run'), results_of(undisturbed))
+  assert train_steps(undisturbed) == [1, 10, 20, 30]
+  assert train_steps(tmp_path / 'run') == [1, 10, 11, 20, 26, 30]  # And the first step of each launch.
+  assert not differences(of_undisturbed_run(tmp_path / 'run'), results_of(undisturbed))
+
+
+def test_a_run_that_a_signal_ends_has_the_loss_of_its_last_step(undisturbed, tmp_path, capsys):
+  result = run_train(run_config(), tmp_path, hooks=[Disturb(7, lambda _: os.kill(os.getpid(), signal.SIGINT))])
+  assert (result.step, result.ended_by) == (7, 'SIGINT') and train_steps(tmp_path) == [1, 7]
+  printed = f'\nstep 7/30 loss {read_run(tmp_path).last_loss:.3f} '
+  assert printed in capsys.readouterr().out
+  run_train(run_config(), tmp_path)
+  assert train_steps(tmp_path) == [1, 7, 8, 10, 20, 30]
+  assert not differences(of_undisturbed_run(tmp_path), results_of(undisturbed))
 
 
 # -------------------------------------------------------------------- the directory
@@ -124,8 +150,8 @@ def test_a_directory_that_is_moved_ends_the_run_which_goes_on_there(undisturbed,
   saved = saved_steps(moved)
   assert 10 < saved[-1] <= 15 and f'step {saved[-1]} of 30 is saved' in error
   run_train(run_config(), moved)
-  assert list(lines(moved)) == list(lines(undisturbed))
-  assert not differences(results_of(moved), results_of(undisturbed))
+  assert train_steps(moved) == sorted({1, 10, saved[-1] + 1, 20, 30})
+  assert not differences(of_undisturbed_run(moved), results_of(undisturbed))
 
 
 @pytest.mark.slow_cases
@@ -152,7 +178,8 @@ def test_a_directory_that_is_deleted_ends_the_run_whose_state_is_saved_beside_it
     ])  # fmt: skip
   result = run_train(run_config(), rescued)
   assert result.step == 30 and (rescued / 'run.json').exists()
-  assert list(lines(rescued)) == [line for line in lines(undisturbed) if line[0] > 12]
+  assert train_steps(rescued) == [13, 20, 30]
+  assert of_undisturbed_run(rescued).lines == [line for line in results_of(undisturbed).lines if line[0] > 12]
   assert results_of(rescued).arrays == results_of(undisturbed).arrays
 
 
@@ -229,7 +256,7 @@ def test_no_line_of_a_step_before_a_move_is_lost(undisturbed_every_step, tmp_pat
   with pytest.raises(UserError, match=rf'moved to {moved} while it trained; step {step} of 12 is saved in {moved}'):
     run_train(every_step(tmp_path), directory, hooks=[MoveAt(step, moved)])
   assert not directory.exists() and 'written later' not in capsys.readouterr().out
-  assert [number for number, split, _ in lines(moved) if split == 'train'] == list(range(1, step + 1))
+  assert train_steps(moved) == list(range(1, step + 1))
   run_train(every_step(tmp_path), moved)
   assert list(lines(moved)) == list(lines(undisturbed_every_step))
   assert not differences(results_of(moved), results_of(undisturbed_every_step))

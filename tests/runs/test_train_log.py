@@ -88,15 +88,30 @@ def test_the_host_never_waits_for_the_steps_it_has_just_dispatched(interval):
     assert step - max(waited) <= MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
 
 
-def test_lines_come_at_the_interval_and_for_the_first_and_the_last_step_of_a_run():
-  """The first step of a process that resumes a run is shown, and not written."""
+def test_lines_come_at_the_interval_and_for_the_first_and_the_last_step_of_each_launch():
   lines = Lines()
   log = make_log(lines, interval=10, first_step=13, total=37)
   for step in range(14, 38):
     log.add(step, output(step, []))
   log.drain()
-  assert lines.steps == [14, 20, 30, 37] and lines.written == [20, 30, 37]
+  assert lines.steps == lines.written == [14, 20, 30, 37]
   assert lines.lines[0].startswith('first step after ')
+
+
+@pytest.mark.parametrize(('last', 'more'), [(17, [17]), (20, []), (14, []), (13, [])])
+def test_a_launch_that_ends_early_logs_its_last_step_once(last, more):
+  lines = Lines()
+  log = make_log(lines, interval=10, first_step=13, total=37)
+  for step in range(14, last + 1):
+    log.add(step, output(step, []))
+  run = types.SimpleNamespace(is_over=False)
+  log.on_pause(run, 'save')
+  expected = [step for step in (14, 20) if step <= last]
+  assert lines.written == expected
+  run.is_over = True
+  for reason in ('save', 'evaluate'):
+    log.on_pause(run, reason)
+  assert lines.steps == lines.written == expected + more
 
 
 def test_skipped_steps_are_reported_between_the_lines_too():

@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 class TrainLog(Observer):
   """Logs every `log_interval_steps`-th step, the first and the last step, and steps that were not finite.
 
-  The first step after a restart is shown but not written, so that curves have the same steps with and without restarts.
+  The first and the last step of each launch are logged, too, so that a run that ends early has its last loss.
 
   If several steps in a row are skipped, the console shows the first one, and then only their number.
 
@@ -62,11 +62,12 @@ class TrainLog(Observer):
     rows_after: Callable[[InputState], int] | None = None,
   ):
     settings = partitioned.jax_task.train
-    self._is_logged = functools.partial(is_logged, interval=settings.log_interval_steps, total=settings.num_train_steps)
+    self._is_due = functools.partial(is_logged, interval=settings.log_interval_steps, total=settings.num_train_steps)
     self._console = console
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
+    self._unlogged: tuple[_Step, bool] | None = None  # The step read last if it was not logged; was it skipped?
     self._rows_after = rows_after
     self._observers = observers or Observers(Observer())
     learner, limit = partitioned.jax_task.learner, settings.max_skipped_steps
@@ -88,6 +89,8 @@ class TrainLog(Observer):
 
   def on_pause(self, run: Run, reason: PauseReason) -> None:
     self.drain()
+    if run.is_over and self._unlogged is not None:
+      self._log(*self._unlogged)
 
   def on_resume(self, run: Run) -> None:
     self._throughput.restart(run.step)  # The time of an evaluation or a save does not count as training.
@@ -118,23 +121,30 @@ class TrainLog(Observer):
     for observer in self._observers:
       observer.on_nonfinite(step, what)
 
+  def _is_logged(self, step: int) -> bool:
+    return self._is_due(step) or step == self._first_step + 1
+
   def _read_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
-      step, means, summaries, rows = self._in_flight.popleft()
-      if rows is not None:
-        self._throughput.add_rows(rows)
-      was_skipped = self.skipped.add(step, means)
+      step = self._in_flight.popleft()
+      if step.rows is not None:
+        self._throughput.add_rows(step.rows)
+      was_skipped = self.skipped.add(step.number, step.metrics)
       for observer in () if was_skipped else self._observers:
-        observer.on_metrics(step, means)
-      if self._is_logged(step) or step == self._first_step + 1:
-        metrics, rates = mean_values(means), self._throughput.rates(step)
-        metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._observers.figures()}
-        if was_skipped:
-          self._console.progress(step)
-        else:
-          self._console.train_step(step, metrics, rates)
-        if self._is_logged(step):
-          self._writer.write(step, 'train', metrics, finish_summaries(jax.device_get(summaries)))
+        observer.on_metrics(step.number, step.metrics)
+      self._unlogged = step, was_skipped
+      if self._is_logged(step.number):
+        self._log(step, was_skipped)
+
+  def _log(self, step: _Step, was_skipped: bool) -> None:
+    self._unlogged = None
+    rates = self._throughput.rates(step.number)
+    metrics = {**mean_values(step.metrics), **(rates.to_metrics() if rates else {}), **self._observers.figures()}
+    if was_skipped:
+      self._console.progress(step.number)
+    else:
+      self._console.train_step(step.number, metrics, rates)
+    self._writer.write(step.number, 'train', metrics, finish_summaries(jax.device_get(step.summaries)))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

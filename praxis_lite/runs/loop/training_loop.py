@@ -88,6 +88,7 @@ class TrainingLoop:
         self.run_due(run)
 
     self.stop.requested_now()  # After the last step, too, all processes must agree whether they got a signal.
+    run.is_over = True
     self.saver.save(run)
     failure = self.observers.failure(is_over=True)
     if failure is not None and not self.stop.requested:
@@ -168,6 +169,7 @@ class TrainingLoop:
         batch = self.feed.next()
       except Exception:
         if jax.process_count() == 1:  # All processes must save together, and the others do not know of the error.
+          run.is_over = True
           self.saver.save(run)
         raise
       if batch is None:
