@@ -26,6 +26,7 @@ from praxis_lite.inputs.labelled_text import LabelledTextInput
 from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
 from praxis_lite.inputs.text_examples import TextExamplesInput
 from praxis_lite.runs.class_names import add_class_names, find_class_names
+from praxis_lite.runs.data_shapes import shapes_in_data
 from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, is_of, make_reader
 from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
@@ -77,7 +78,7 @@ def _ends_with(file: str, *endings: str) -> bool:
 def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch_size: int) -> Iterator[dict[str, Any]]:
   compute = model.predict if what == 'predict' else model.evaluate_examples
   classes = find_class_names(model)
-  structs = shapes_in_data(model) if any(_ends_with(file, *_ARRAYS) for file in files) else {}
+  structs = shapes_in_data(model.batch_struct) if any(_ends_with(file, *_ARRAYS) for file in files) else {}
   for where, batch, images in _batches_of_files(model, files, what, batch_size, structs):
     with prefix_errors(where):
       try:
@@ -117,13 +118,6 @@ def _batches(
     return
   for rows in (_npz_rows if _ends_with(file, '.npz') else _jsonl_rows)(file, batch_size):
     yield fit_rows(rows, structs)
-
-
-def shapes_in_data(model: TrainedModel) -> dict[str, Any]:
-  """Returns shapes and dtypes of the arrays in batches of the run's data; {} if the data is not on this machine."""
-  with contextlib.suppress(UserError, OSError):
-    return {name: x for name, x in model.batch_struct().items() if hasattr(x, 'shape')}
-  return {}
 
 
 def name_outputs(model: TrainedModel, out: Any) -> dict[str, Any]:

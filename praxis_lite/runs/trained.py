@@ -31,6 +31,7 @@ from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.models.labels import check_ids_in_tables
 from praxis_lite.models.token_checks import check_positions
 from praxis_lite.runs.batcher import Batcher, check_setting
+from praxis_lite.runs.data_shapes import name_other_shapes
 from praxis_lite.runs.decoding_memory import check_memory_of_batch
 from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.evaluated_dataset import find_dataset
@@ -160,14 +161,16 @@ class TrainedModel:
       batch: arrays by name, with the batch as dimension 0; arrays that only the loss needs may be missing.
 
     Raises:
-      DataError: the arrays do not form a batch, the model needs an array that is missing, or an id is not in its
-        vocabulary.
+      DataError: the arrays do not form a batch, or have shapes that the model cannot compute; the model needs an array
+        that is missing; or an id is not in its vocabulary.
     """
-    return self._run_by_rows(self.tasks, batch, lambda task: task.predict_step).predictions
+    with name_other_shapes(batch, self.batch_struct):
+      return self._run_by_rows(self.tasks, batch, lambda task: task.predict_step).predictions
 
   def evaluate_examples(self, batch: Mapping[str, Any]) -> Any:
     """Returns the model's per-example outputs in evaluation, such as losses, for a batch with labels."""
-    return self._run_by_rows(self.tasks, batch, lambda task: task.eval_step).per_example_out
+    with name_other_shapes(batch, self.batch_struct):
+      return self._run_by_rows(self.tasks, batch, lambda task: task.eval_step).per_example_out
 
   def evaluate(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> HostMetrics:
     """Returns the model's metrics, as weighted means over a dataset; `task.evaluate.max_batches` limits its batches.

@@ -151,6 +151,28 @@ def test_predict_takes_batches_of_any_size_and_needs_no_labels(run, model):
   assert compiled == [7, 33]  # 3 and 1 ran in the program for 7.
 
 
+@pytest.mark.parametrize('mesh', [(1,), (3,)])
+def test_shapes_that_the_model_cannot_compute_are_compared_with_the_data(run, mesh, monkeypatch):
+  model, batch = run.load(mesh=mesh), examples(4, 1)
+  for shape in ((5,), (2, INPUTS + 1)):
+    expected = rf"^batch\['x'\] has the shape {re.escape(str([*shape]))}; the data of the run has \[rows, {INPUTS}\]$"
+    with pytest.raises(DataError, match=expected):
+      model.predict({'x': np.ones(shape)})
+  told = rf"\[4, {INPUTS}, 1\]; .* \[rows, {INPUTS}\]\. batch\['y'\] has the shape \[4, 3\]; .* \[rows\]$"
+  with pytest.raises(DataError, match=told):
+    model.evaluate_examples({'x': batch['x'][..., None], 'y': np.ones((4, 3))})
+  assert model.predict({'x': np.ones((2, 3, INPUTS))}).shape == (2, 3)  # Other shapes may be fine.
+  with pytest.raises(ConfigError, match="the batch has no entry 'x'"):
+    model.predict({'y': np.ones((4, 3))})
+
+  def fail(*_):
+    raise DataError('no file')
+
+  monkeypatch.setattr(type(model), 'batch_struct', fail)
+  with pytest.raises(DataError, match='contracting dimensions'):
+    model.predict({'x': np.ones(5)})
+
+
 def test_per_example_outputs_decoding_a_batch_and_the_pure_call_agree(model):
   batch = examples(5, 1)
   predicted = model.predict(batch)
