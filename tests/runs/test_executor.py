@@ -18,7 +18,9 @@ from praxis_lite.common.config import config_values
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
 from praxis_lite.runs import NonFiniteError, TrainOptions, run_decode, run_eval, run_train
 from praxis_lite.runs.loop import training_loop
+from praxis_lite.runs.records.heartbeat import read_heartbeats
 from praxis_lite.runs.records.record import read_record
+from praxis_lite.runs.records.status import status_of
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -250,6 +252,22 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   assert 'step 9, past the 5 of task.train.num_train_steps, so no step was taken: saved in' in out
   assert 'the recorded one, which is kept:\n  task.train.num_train_steps: 20 -> 5' in out
   assert read_record(tmp_path).config.task.train.num_train_steps == 20
+
+
+def test_only_a_run_that_has_its_recorded_number_of_steps_is_done(tmp_path):
+  def status(num_train_steps, ends=False):
+    config = tiny_run(1, num_train_steps=num_train_steps, **SELDOM)
+    config.datasets[0].num_epochs = 1 if ends else None
+    run_train(config, tmp_path)
+    told = status_of(read_heartbeats(tmp_path), is_held=False)
+    assert told.is_well
+    return told.lines[0].partition(',')[0], told.lines[1]
+
+  assert status(2) == ('ended (done)', 'step 2 of 2')
+  assert status(1) == status(2) == ('ended (done)', 'step 2 of 2')
+  assert status(20, ends=True) == ('ended (data)', 'step 9 of 20')
+  assert status(5) == status(9) == ('ended (no step taken)', 'step 9 of 20')
+  assert status(10) == ('ended (done)', 'step 10 of 10')
 
 
 class BreakingInput(ArrayInput):

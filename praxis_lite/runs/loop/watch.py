@@ -75,7 +75,10 @@ class Watch(Observer):
     if error is not None:
       self._ended_by = textwrap.shorten(why_ended(error), 340, placeholder=' ...')
     else:
-      self._ended_by = (self._run.ended_by if self._run else '') or 'done'
+      run = self._run
+      self._ended_by = (run.ended_by if run else '') or 'done'
+      if run is not None and self._ended_by == 'done' and run.step < self._total_steps(run):
+        self._ended_by = 'no step taken'
     self._file.stop()
     if self._run is not None:
       self._note('ended', self._run.step, self._ended_by)
@@ -167,14 +170,17 @@ class Watch(Observer):
     if is_primary_process():
       note_event(self._folder, kind, step, text, about)
 
+  def _total_steps(self, run: Run) -> int:
+    """Returns the recorded number of steps; a launch whose config has too few to take any does not record its own."""
+    recorded = self._earlier.total_steps if self._earlier is not None else 0
+    return recorded if recorded and self._first_step >= run.total_steps else run.total_steps
+
   def _heartbeat(self) -> Heartbeat:
     doing, doing_for = self._goodput.activity
     beat, run = self._earlier or Heartbeat(), self._run
     step, total_steps, saved_step, saved = beat.step, beat.total_steps, beat.saved_step, beat.saved
     if run is not None:
-      step = run.step
-      # If the config has fewer steps than were taken, this launch takes no step, and does not record `total_steps`.
-      total_steps = beat.total_steps if run.step > run.total_steps else run.total_steps
+      step, total_steps = run.step, self._total_steps(run)
       saved_step, saved = run.last_save or self._restored or (None, None)
     return Heartbeat(
       pid=os.getpid(),
