@@ -149,7 +149,7 @@ def _name_failing(
 
 
 def _describe_importances(search: Search, ranges: list[SearchRange]) -> Iterator[str]:
-  """Yields a table of how much each field matters, with bars, and of its best value; nothing if this is not known."""
+  """Yields a table, if it is known: how much each field matters, also as a bar, and its value in the best trial."""
   shares, best = search.importances(), search.best()
   if not shares or best is None:
     return

@@ -178,7 +178,7 @@ def format_coordinates(found: Sequence[Scaling], factors: Sequence[float], toler
 
 
 def draw_scalings(found: Sequence[Scaling], factors: Sequence[float], tolerance: float) -> str:
-  """Returns an SVG with two plots over the width, both axes logarithmic: sizes and changes, a line for each layer."""
+  """Returns an SVG of two log-log plots against the model's width, of sizes and of changes; each layer has a line."""
   plots = [
     _draw_plot('size of the result', [(s, s.sizes, s.slope > tolerance) for s in found], factors),
     _draw_plot('its change in training', [(s, s.changes, s.slope_of_change > tolerance) for s in found], factors),

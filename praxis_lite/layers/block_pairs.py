@@ -68,7 +68,7 @@ def needed_pairs(
 
 
 def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
-  """Returns the number of pairs of blocks that are not empty by their indices: `query_at` [I, Q], `key_at` [J, S]."""
+  """Returns the number of pairs of blocks that the indices of queries, [I, Q], and keys, [J, S], do not make empty."""
   needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
   return int(np.sum(needed))
 

@@ -118,7 +118,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
   """Returns the results of attention, [B, K, Q, V]."""
   (B, K, Q, H), (_, T, S) = arrays.query.shape, arrays.seen.shape
   V = H if arrays.value is None else arrays.value.shape[4]
-  # A product of float32 is computed from parts of its operands, which take as much memory as the operands.
+  # A product of float32 is computed from parts of its operands. These take as much memory again: 4 + 4 bytes an entry.
   itemsize = 8 if arrays.query.dtype == jnp.float32 else max(arrays.key.dtype.itemsize, arrays.query.dtype.itemsize)
   slot_bytes = max(max(H, V) * itemsize, 0 if arrays.bias is None else 4 * Q)
   C = _heads_at_once(K, slot_bytes, Q * max(H, V), has_scales=arrays.key_scale is not None)

@@ -136,7 +136,7 @@ class PatchDecoder(Layer):
     """Returns predictions of all patches, [B, T, P].
 
     Args:
-      states: [B, K, E], after the state of the class token, if there is one.
+      states: the states of the seen patches, [B, K, E]; with a class token, [B, 1 + K, E], its state first.
       places_BT: the `places` of `SeenPatches`.
     """
     x_BKD = self.embed(states)

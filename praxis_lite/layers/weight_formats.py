@@ -253,7 +253,7 @@ class WeightFormat:
     return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)
 
   def _range(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the least and the largest entry that each scale covers; without zero points, of |w| instead of w."""
+    """Returns the range of the entries w that each scale covers, or of |w| without zero points; see `percentile`."""
     last = groups.ndim - self.num_outputs - 1
     first = last if self.group_size is not None else last - self.num_inputs
     axes = tuple(range(first, last + 1))

@@ -50,7 +50,7 @@ class _Axes(NamedTuple):
 
   @property
   def blnh(self) -> SplitDimsMapping:
-    # The length of a cache is not split; attention splits other arrays itself, by `context_axis`.
+    # Caches have this mapping, too, so the length is not split; in training, attention splits it by `context_axis`.
     return (self.batch, None, self.mdl, None)
 
   @property

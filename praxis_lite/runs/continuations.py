@@ -64,7 +64,7 @@ class GrowingText:
     return new
 
   def count_until_stop(self, ids: Sequence[int], start: int) -> int | None:
-    """Returns the number of tokens up to the end of a stop text, at least `start`; None if there is no stop text."""
+    """Returns the least number of tokens, from `start` on, whose text has a whole stop text; None if there is none."""
     if not self._stops or end_of_stop(self._whole(ids), self._stops) is None:
       return None
     counts = range(start, len(ids))

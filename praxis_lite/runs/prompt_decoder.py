@@ -315,7 +315,7 @@ class PromptDecoder:
     return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
 
   def _note_short_context(self, seen: int | None, most: int) -> None:
-    """Prints once that a model sees only its last `seen` tokens, if a prompt and its continuation have up to `most`."""
+    """Prints a note, once, if a prompt and its continuation may have more tokens, `most`, than the model sees."""
     if seen is not None and most > seen and not self._has_noted and is_primary_process():
       self._has_noted = True
       print(f'note: the model sees only the last {seen} of up to {most} tokens', file=sys.stderr)

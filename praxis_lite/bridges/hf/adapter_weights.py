@@ -66,7 +66,7 @@ class AdaptableWeight(NamedTuple):
     return (_ENDINGS | _TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
 
   def pair_of(self, part: str) -> Pair:
-    """Returns the row of the table that locates `part`, one of `PARTS`."""
+    """Returns a `Pair` for `part`, one of `PARTS`, like a row of the family's table."""
     experts, _, axes = self.pair.axes.rpartition(': ')
     names, theirs = (axes or 'I O -> I O').split(' -> ')
     dims = _DIMS.findall(names)

@@ -64,7 +64,7 @@ from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.training.task import SingleTask
 
 _NOISE_SEEDS = (1, 2)
-# The name of the difference if the step fails on the mesh, and so has no results.
+# A step that fails on the mesh has no results to compare, and is reported as a `Difference` of this name.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
 _MOST_GUARDED = 6  # The largest number of guarded operations that the text names.

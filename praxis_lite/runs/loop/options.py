@@ -45,7 +45,7 @@ class TrainOptions:
     on_damage: what to do if the newest checkpoint is damaged: 'previous' renames it and continues from the one before,
       'fail' raises.
     debug_nans: wait for each step; after the first one that is not finite, end with an error that names the layer.
-    check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
+    check_determinism: run twice each step whose number is a multiple of this, and compare the results bit by bit.
     check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
       before each save; see `praxis_lite.runs.corruption`.
     on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes

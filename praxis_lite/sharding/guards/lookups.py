@@ -112,8 +112,8 @@ def guard_static_slice(static: Instance) -> tuple[ArraySplit, ...]:
   """Splits an array and its slice alike, and does not split dimensions that are sliced with a stride.
 
   If such a dimension is split, XLA makes slices of a wrong size, which do not compile, or returns entries of another
-  device. Examples: on a mesh a 2, `x[:, 1::3]` of two columns, the result over (None, 'a'); on a mesh a 3, `x[::3]` of
-  6 rows. Test: `test_slices_with_strides`.
+  device. Examples: on a mesh a 2, `x[:, 1::3]` where x has two columns, if the result is split over (None, 'a'); on a
+  mesh a 3, `x[::3]` where x has 6 rows. Test: `test_slices_with_strides`.
   """
   strided = [dim for dim, stride in enumerate(integers(static.site.op, 'strides')) if stride > 1]
   return tuple(whole(split, strided) for split in static.compatible)

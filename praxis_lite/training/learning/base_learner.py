@@ -187,9 +187,10 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs.
+    """Returns the axes of variables along which the dimensions of slots run, by the path of the slot.
 
-    The axis is None for a dimension that runs along no single axis.
+    Each value has an entry for each dimension of the slot: an axis of the variable's array, or None if the dimension
+    runs along no single one.
     """
     raise NotImplementedError
 

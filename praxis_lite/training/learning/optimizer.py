@@ -167,7 +167,7 @@ class GroupedOptimizer:
     return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs."""
+    """Returns the axes of variables along which the dimensions of slots run; see `BoundLearner.slot_axes`."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -275,7 +275,7 @@ class GroupedOptimizer:
     return compress_moments(optax.with_extra_args_support(transformation), self._moments)
 
   def _fill_in(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
-    """Returns a copy of `config` with rates and masks filled in; appends configs that took the rate to `took_rate`."""
+    """Returns a copy of `config` with rates and masks filled in; adds configs that take the rate to `took_rate`."""
     filled, parameters = config.clone(), config.__signature_info__.parameters
     arguments = filled.__arguments__
     for key, value in list(arguments.items()):

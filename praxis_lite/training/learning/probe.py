@@ -97,9 +97,9 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns, for each slot by path, the axis of its variable along which each dimension of the slot runs.
+  """Returns the axes of variables along which the dimensions of slots run, by the path of the slot.
 
-  The axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
+  An axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
   slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary only
   along that axis.
   """
