@@ -163,7 +163,7 @@ class GptOssOf20B(_OnSixtyFour):
 
 @registry.register
 class Qwen3MoeOf30B(_OnSixtyFour):
-  """Qwen 3 with experts, 30.5B parameters, of which a token uses 3.3B, on 64 devices."""
+  """Qwen 3 with experts, 30.5B parameters, 3.3B of them active for each token, on 64 devices."""
 
   sizes = {
     'model_type': 'qwen3_moe',
@@ -179,7 +179,7 @@ class Qwen3MoeOf30B(_OnSixtyFour):
 
 @registry.register
 class Qwen3NextOf80B(_OnSixtyFour):
-  """Qwen3-Next, 79.7B parameters, of which a token uses 3.9B, on 64 devices: attention in every fourth layer."""
+  """Qwen3-Next with attention in every fourth layer, 79.7B parameters, 3.9B active for each token, on 64 devices."""
 
   sizes = {
     'model_type': 'qwen3_next',

@@ -182,5 +182,5 @@ if __name__ == '__main__':
   parser.add_argument('out', help='file for the picture, an SVG')
   parser.add_argument('--widths', default=','.join(map(str, WIDTHS)), help='model dims of the models')
   parser.add_argument('--steps', type=int, default=100, help='steps of each run')
-  parser.add_argument('--seeds', type=int, default=1, help='runs with so many seeds')
+  parser.add_argument('--seeds', type=int, default=1, help='number of seeds, each with runs of its own')
   main(**vars(parser.parse_args()))

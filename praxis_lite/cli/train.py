@@ -32,16 +32,16 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.checkpoints import saved_steps
   from praxis_lite.runs.records.record import has_record
 
-  is_new = not saved_steps(job_log_dir)
-  if is_new and values.exp and has_record(values.exp) and config.task.train.init_from.path is None:
-    print(f'weights begin from the seed; to begin with those of the run: --set task.train.init_from.path={values.exp}')
   hosts = values.coordinator_address, values.num_processes, values.process_id
-  job = _find_job(*hosts)
+  job, is_new = _find_job(*hosts), not saved_steps(job_log_dir)
+  is_first = job is None or job.process_id == 0
+  if is_first and is_new and values.exp and has_record(values.exp) and config.task.train.init_from.path is None:
+    print(f'weights begin from the seed; to begin with those of the run: --set task.train.init_from.path={values.exp}')
   if values.verify and is_new and is_worth_verifying(config.task, is_alone=job is None):
     if job is None and not values.elastic:
       config.task.instantiate().create_mesh()  # Reports missing devices before the verification takes time.
     startup.mark('import')
-    verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
+    verify_first(experiment_arguments(values), enabled=is_first)
     startup.mark('verify')
 
   from praxis_lite.cli.train_plan import PlanOfRun

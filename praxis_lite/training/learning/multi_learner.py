@@ -173,6 +173,7 @@ class _SeveralOptimizers(BoundLearner):
       given = given._replace(
         gradients=clip_to_norm(given.gradients, given.norm, limit),
         squares=clip_to_norm(given.squares, given.norm**2, limit**2),
+        norm=jnp.minimum(given.norm, limit),
       )
     updates, states = list[NestedDict](), States()
     for part in self._parts:
