@@ -22,10 +22,17 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from praxis_lite.common.errors import ShardingError, ShardingFault, did_you_mean
-from praxis_lite.sharding.specs import Placement, all_axes, axes_to_entry, mapping_entries, spec_axes, to_partition_spec
+from praxis_lite.sharding.specs import (
+  UNCONSTRAINED,
+  Placement,
+  all_axes,
+  axes_to_entry,
+  mapping_entries,
+  spec_axes,
+  to_partition_spec,
+)
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
-UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 LogicalAxisRule = tuple[str, Any]
 LogicalAxisRules = Sequence[LogicalAxisRule]
 
