@@ -37,6 +37,10 @@ class AttentionSpec:
   implementation: AttentionImplementation = 'auto'
   block_size: int | None = None
 
+  def formula(self, dims_per_head: int) -> Formula:
+    """Returns how products of queries and keys of `dims_per_head` dims become logits, without a bias."""
+    return Formula(dims_per_head**-0.5 if self.scale is None else self.scale, self.logit_soft_cap)
+
 
 DEFAULT_SPEC = AttentionSpec()
 
@@ -131,9 +135,8 @@ def sort_arguments(
   sinks: jax.Array | None = None,
 ) -> tuple[Formula, Heads, Integers]:
   """Returns the arguments of attention in three groups: static ones, arrays with gradients, and other arrays."""
-  formula = Formula(
-    scale=heads[0].shape[-1] ** -0.5 if spec.scale is None else spec.scale,
-    soft_cap=spec.logit_soft_cap,
+  formula = dataclasses.replace(
+    spec.formula(heads[0].shape[-1]),
     bias=bias.fn if bias else None,
     dropout_rate=dropout.rate if dropout else 0.0,
   )

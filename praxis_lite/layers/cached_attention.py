@@ -26,7 +26,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import blocks
 from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.base.expected_trips import expected_trips
-from praxis_lite.layers.blocks import Formula, Sums
+from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import dot_product_attention, first_of, group_heads, has_kernels_in
 from praxis_lite.layers.grouped_matmul import why_no_kernel_for
@@ -231,7 +231,7 @@ class CachedAttention:
     (B, T, _, H), turn = query_BTNH.shape, cache.turn
     pos_BS = cache.pos if turn is None else cache.pos[turn]
     seen_BTS = jnp.broadcast_to(_mask_slots(mask, pos_BT, pos_BS), (B, T, cache.num_slots))
-    formula = Formula(H**-0.5 if self.spec.scale is None else self.spec.scale, self.spec.logit_soft_cap)
+    formula = self.spec.formula(H)
     if platform() == 'gpu':
       from praxis_lite.layers.gpu_decode_kernel import attend_one_token  # Importing Pallas takes long.
 
@@ -268,14 +268,13 @@ class CachedAttention:
     """Returns attention, [B, T, N, H], by online softmax over pages with tokens; plans assume `pages` such pages."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-    scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
+    formula, wide = self.spec.formula(H), sum_dtype(query_BTNH)
 
     def add_page(index: jax.Array, sums: Sums) -> Sums:
       page = cache.page(index * page_size, page_size)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
-      logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=wide)
-      if (cap := self.spec.logit_soft_cap) is not None:
-        logits = cap * jnp.tanh(logits / cap)
+      products = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=wide)
+      logits = formula.to_logits(products)
       if self.bias is not None:
         logits += group_heads(self.bias(pos_BT, page.pos), K)
       seen = group_heads(_mask_slots(mask, pos_BT, page.pos)[:, None], K)

@@ -205,9 +205,12 @@ def _tokamax_obstacle(case: AttentionCase) -> str:
     (case.arrays or case.logit_bias, 'takes no bias, and no mask as an array'),
     (case.dropout, 'has no gradients with dropout'),
     (case.excludes_self, "has no mask that excludes a query's own index"),
-    (case.mesh_obstacle, case.mesh_obstacle),
   )
-  return obstacle or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
+  return (
+    obstacle
+    or case.mesh_obstacle
+    or why_no_attention_kernel(case.dims_per_head, soft_cap=case.soft_cap, window=case.window)
+  )
 
 
 def _gpu_obstacle(case: AttentionCase) -> str:
@@ -240,9 +243,8 @@ def _splash_obstacle(case: AttentionCase) -> str:
     (case.arrays, 'takes no mask or bias as an array'),
     (case.logit_bias, 'has no bias that depends on positions'),
     (case.dropout, 'has no dropout'),
-    (case.splash_obstacle, case.splash_obstacle),
-    (case.mesh_obstacle, case.mesh_obstacle),
   )
+  obstacle = obstacle or case.splash_obstacle or case.mesh_obstacle
   return obstacle or ('' if has_splash() else 'has an unknown interface in this release of JAX')
 
 
@@ -379,12 +381,10 @@ def attention_probs(
   """
   (B, T, N, H), K = query_BTNH.shape, key_BSKH.shape[2]
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-  logits_BKGTS = jnp.einsum(
+  products_BKGTS = jnp.einsum(
     'BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=sum_dtype(query_BTKGH, key_BSKH)
   )
-  logits_BKGTS *= H**-0.5 if spec.scale is None else spec.scale
-  if (cap := spec.logit_soft_cap) is not None:
-    logits_BKGTS = cap * jnp.tanh(logits_BKGTS / cap)
+  logits_BKGTS = spec.formula(H).to_logits(products_BKGTS)
   if bias is not None:
     logits_BKGTS += group_heads(bias, K)
   if mask is not None:
