@@ -407,7 +407,8 @@ class Checkpointer:
       check_base(base, Path(self.folder(step)), variables)
       with being_read(base.folder), contextlib.closing(Checkpointer(base.job_log_dir, read_only=True)) as other:
         while left_out:  # Several arrays may have one name in the base: a pass reads each name once.
-          wanted = {path: left_out.pop(path) for path in {name: path for path, (name, _) in left_out.items()}.values()}
+          path_of_name = {name: path for path, (name, _) in left_out.items()}
+          wanted = {path: left_out.pop(path) for path in path_of_name.values()}
           # Cast to the dtypes of this checkpoint first, as if it had stored the arrays itself.
           structs = {name: _cast(x, variables[path_name(path)]['dtype']) for path, (name, x) in wanted.items()}
           read = other._read_arrays(base.step, nest({to_path(name): x for name, x in structs.items()}))

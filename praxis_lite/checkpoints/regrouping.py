@@ -75,8 +75,11 @@ class Regrouping:
 
   def to_read(self, shapes: object) -> NestedDict:
     """Returns the padded shapes, with shardings, of the arrays in `shapes`, named and grouped as in the checkpoint."""
-    pairs = ((path, x, self._sources.get(path_name(path))) for path, x in leaves_by_path(shapes).items())
-    return nest({to_path(s.name) if s else path: _source_struct(x, s) if s else x for path, x, s in pairs})
+    there: dict[Path, Any] = {}
+    for path, x in leaves_by_path(shapes).items():
+      source = self._sources.get(path_name(path))
+      there[to_path(source.name) if source else path] = _source_struct(x, source) if source else x
+    return nest(there)
 
   def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
     """Converts arrays that were read to the names and grouping of the train state.

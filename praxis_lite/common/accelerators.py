@@ -283,9 +283,10 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
 
 def bf16_peak_of(device_kind: str) -> float | None:
   """Returns the dense bfloat16 operations per second of a device kind; None if it is not known."""
-  kind, name = _match(device_kind) or (None, '')
-  if kind is None:
+  found = _match(device_kind)
+  if found is None:
     return None
+  kind, name = found
   return ACCELERATORS[name].peak('bf16') if name else _PEAKS_ALONE[kind] * _TERA
 
 

@@ -69,8 +69,11 @@ class PipelineSchedule(NamedTuple):
 
   def table(self) -> list[list[tuple[int, int] | None]]:
     """Returns (microbatch, round) for each stage and tick, or None if the stage waits."""
-    by_stage = zip(*(x.T.tolist() for x in self.work()))
-    return [[(m, r) if 0 <= m < self.num_microbatches else None for m, r in zip(*of_stage)] for of_stage in by_stage]
+    microbatches_ST, rounds_ST = (x.T.tolist() for x in self.work())
+    return [
+      [(m, r) if 0 <= m < self.num_microbatches else None for m, r in zip(*of_stage)]
+      for of_stage in zip(microbatches_ST, rounds_ST)
+    ]
 
   def __str__(self) -> str:
     """Returns one line of text for each stage, as at the top of this file."""

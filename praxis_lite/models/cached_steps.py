@@ -40,6 +40,10 @@ def start_caches(
   return place_caches(state, num_slots) if can_go_back else state
 
 
+# Does the same for the caches of the heads for further tokens.
+start_heads = functools.partial(start_caches, can_go_back=True, method='init_further_state')
+
+
 def start_with_hidden(lm: TransformerLm, variables: NestedDict, num_rows: int, num_slots: int) -> NestedDict:
   """Returns the state of `StepsWithHidden` for rows without tokens."""
   hidden = jnp.zeros((num_rows, num_slots, lm.model_dims), lm.fprop_dtype)
@@ -176,7 +180,7 @@ class OwnHeads:
     self.num_heads = lm.mtp.num_modules
 
   def start(self, num_rows: int, num_slots: int) -> NestedDict:
-    return start_caches(self._lm, self._variables, num_rows, num_slots, True, 'init_further_state')
+    return start_heads(self._lm, self._variables, num_rows, num_slots)
 
   def read_hidden(self, state: NestedDict, place_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(state['hidden'], place_BT[..., None], axis=1, mode='clip')

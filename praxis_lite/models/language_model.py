@@ -36,6 +36,7 @@ from praxis_lite.models.cached_steps import (
   StepsWithHidden,
   can_read_packed,
   start_caches,
+  start_heads,
   start_with_hidden,
 )
 from praxis_lite.models.decoding import (
@@ -267,7 +268,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     def start(variables: NestedDict) -> NestedDict:
       if not self._guesses_itself:
         return start_caches(self.lm, variables, num_rows, num_slots, self.decoder.goes_back)
-      heads = start_caches(self.lm, variables, num_rows, num_slots, True, 'init_further_state')
+      heads = start_heads(self.lm, variables, num_rows, num_slots)
       return {**start_with_hidden(self.lm, variables, num_rows, num_slots), 'heads': heads}
 
     state = jax.eval_shape(start, jax.tree.map(lambda weight: weight.as_struct(), self.lm.abstract_init()))

@@ -89,10 +89,11 @@ def vision_transformer(
   if stochastic_depth:
     block.residual_tpl = Config(StochasticResidual, rate=stochastic_depth)
   learned = Config(LearnedPositions, skip_regularization=True)
+  image_size, patch_size = ((size, size) if isinstance(size, int) else size for size in (image_size, patch_size))
   network = Config(
     VisionTransformer,
-    image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
-    patch_size=(patch_size, patch_size) if isinstance(patch_size, int) else patch_size,
+    image_size=image_size,
+    patch_size=patch_size,
     channels=channels,
     model_dims=model_dims,
     num_layers=num_layers,

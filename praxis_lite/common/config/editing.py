@@ -66,8 +66,9 @@ def copy_edits(config: fdl.Config) -> None:
 def line_of_edit(config: fdl.Config, field: str) -> str:
   """Returns the line of the user's code that set a field of a config, such as 'mine.py:12'; '' if no such line did."""
   edit = _edit_of(config, field)
-  is_of_user = edit is not None and not edit.file.startswith('<') and not is_library(edit.file)
-  return f'{short_path(edit.file)}:{edit.line}' if edit and is_of_user else ''
+  if edit is None or edit.file.startswith('<') or is_library(edit.file):
+    return ''
+  return f'{short_path(edit.file)}:{edit.line}'
 
 
 def _edit_of(config: fdl.Config, field: str) -> _Edit | None:

@@ -149,15 +149,16 @@ def alternatives(override: str) -> list[str]:
   if not rest.startswith('=') or not segments:
     hint = _index_hint({}, segments, rest) or 'write path=value, or path=value,value to vary it'
     raise ConfigError(f'{override!r} is not an override; {hint}')
-  values = ['']
-  for part in rest[1:].split(','):
+  first, *parts = rest[1:].split(',')
+  values = [first]
+  for part in parts:
     if unclosed_bracket(values[-1]):
       values[-1] += f',{part}'
     else:
       values.append(part)
   if opened := unclosed_bracket(values[-1]):
     raise ConfigError(f'{override!r}: {opened} is not closed')
-  values = [value.strip() for value in values[1:]]
+  values = [value.strip() for value in values]
   if len(values) > 1 and not all(values):
     raise ConfigError(f'{override!r}: a value between commas is empty; write a tuple as (a, b)')
   return [f'{override.removesuffix(rest).strip()}={value}' for value in values]
