@@ -135,8 +135,9 @@ LABELS = {
 @pytest.mark.parametrize('source', ['data', 'too few', *LABELS])
 def test_classes_whose_names_are_known_are_named(tmp_path, source):
   layer = Config(ClassificationModel, num_classes=3, network_tpl=Config(Linear, input_dims=2, output_dims=2))
-  data = Config(LabelledTextInput, classes=('bad', 'so so', 'good')[: 2 if source == 'too few' else 3])
-  run = SimpleNamespace(config=SimpleNamespace(datasets=[data if source not in LABELS else Config(ArrayInput)]))
+  classes = None if source in LABELS else ('bad', 'so so', 'good')[: 2 if source == 'too few' else 3]
+  data = Config(ArrayInput) if source == 'checkpoint' else Config(LabelledTextInput, classes=classes)
+  run = SimpleNamespace(config=SimpleNamespace(datasets=[data]))
   run.layer, run.directory, run.batch_struct = layer.instantiate(), tmp_path, dict
   run.predict = lambda batch: {'prediction': np.array([2, 0])}
   if source in LABELS:

@@ -112,7 +112,7 @@ def test_training_resumes_by_the_directory_alone_and_prints_what_changed(run, ca
   assert '  seed: 5 -> 6' in call(capsys, 'train', run, '--seed=6')
 
 
-def test_with_an_experiment_list_differences_from_the_record_is_found_too(run, capsys):
+def test_with_an_experiment_what_differs_from_the_record_is_found_too(run, capsys):
   before = to_text(read_record(run).config.roots())
   assert 'task.model.hidden: 9 -> 7' in call(capsys, 'train', run, EXP, code=2)
   assert to_text(read_record(run).config.roots()) == before

@@ -77,7 +77,7 @@ def test_frozen_variables_are_counted_as_such(capsys):
   assert 'network.conv_0.w' in sharding and sharding.splitlines()[-1].endswith('; --set takes them below task.model')
 
 
-def test_only_list_differences_from_the_defaults_is_shown_and_all_of_it_on_demand(capsys):
+def test_only_what_differs_from_the_defaults_is_shown_and_all_of_it_on_demand(capsys):
   short = shown(capsys, TINY, '--noparameters', '--nosummary').splitlines()
   whole = shown(capsys, TINY, '--noparameters', '--nosummary', '--all')
   assert whole == (GOLDEN / 'lm.SyntheticLmTiny.txt').read_text()

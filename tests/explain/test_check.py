@@ -182,7 +182,8 @@ def test_a_batch_of_which_rows_only_fill_up_the_mesh(
   task.train.learner.num_microbatches = microbatches
   if mapping:
     task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': mapping}
-  *_, problem = check(task, short)
+  *others, problem = check(task, short)
+  assert [other.kind for other in others] == (['mismatch'] if mapping == ('data', 'mdl') else [])
   assert (problem.kind, problem.path) == ('padding', 'inputs')
   assert f'{1 - size / computed:.1%} of the rows' in problem.message
   assert problem.message.endswith(

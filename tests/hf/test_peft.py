@@ -357,7 +357,8 @@ def test_adapters_that_peft_cannot_have_in_one_folder(tmp_path):
     ('gpt_oss', r'_lora_[ab]: this family stores .* in a tensor that peft cannot adapt; write'),
     (
       'qwen3_next',
-      r'are one tensor in this family, .*in_proj_\w+.lora_A.weight, .* leave out --adapter, or',
+      r'are one tensor in this family, .*in_proj_\w+.lora_A.weight, and have adapters of their own, '
+      '.* leave out --adapter, or',
     ),
   ],
 )

@@ -73,7 +73,7 @@ def test_a_damaged_record_is_none(tmp_path):
   assert (run.fields, run.num_steps, run.step) == ({}, None, 1)
 
 
-def test_list_differences_is_named_shortly(tmp_path):
+def test_what_differs_is_named_shortly(tmp_path):
   runs = [
     make_run(tmp_path / 'a', 'task.model.model_dims=24'),
     make_run(tmp_path / 'b', 'task.train.learner.learning_rate=0.5', 'datasets[0].batch_size=2'),
@@ -88,7 +88,7 @@ def test_list_differences_is_named_shortly(tmp_path):
   assert short_names(['a.x', 'b.x', 'c.d.y', 'x']) == {'a.x': 'a.x', 'b.x': 'b.x', 'c.d.y': 'y', 'x': 'x'}
 
 
-def test_of_unlike_models_their_classes_are_shown_and_list_differences_among_like_ones(tmp_path):
+def test_of_unlike_models_their_classes_are_shown_and_what_differs_among_like_ones(tmp_path):
   runs = [
     make_run(tmp_path / 'a'),
     make_run(tmp_path / 'b', 'task.model.num_layers=3', 'datasets[*].seq_len=8', 'task.train.log_interval_steps=1'),
