@@ -93,7 +93,7 @@ def run_plan(values: flags.FlagValues) -> int:
     job = PlanJob(values, config, topology, fitted, cache, report)
     sections, found = (_plan_inference if values.inference else _search if values.search else _plan)(job)
   print('\n\n'.join(sections))
-  is_worse = False
+  is_as_good = True
   if isinstance(found, InferencePlan):
     _write_page(values, found)
   elif isinstance(found, Plan):
@@ -101,8 +101,8 @@ def run_plan(values: flags.FlagValues) -> int:
     if values.figures:
       write_prediction(Path(values.figures), figures_of(job, found))
       print(f'\nwrote {values.figures}')
-    is_worse = not _compare_with_snapshot(values, found)
-  return 0 if found.fits and not is_worse else 1
+    is_as_good = _compare_with_snapshot(values, found)
+  return 0 if found.fits and is_as_good else 1
 
 
 def _cheapest(values: flags.FlagValues) -> int:

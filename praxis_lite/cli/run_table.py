@@ -46,9 +46,9 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
   width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
   fixed = []
   for run in group.runs:
-    cells = zip(_FIXED, map(_one_line, _fixed_cells(run, group, folder)))
     quotients = [run.certificate and run.certificate.times, run.certificate and run.certificate.memory]
-    fixed.append({**dict(cells), **dict(zip((_TIMES, _MEMORY), map(_format_quotient, quotients)))})
+    cells = [*map(_one_line, _fixed_cells(run, group, folder)), *map(_format_quotient, quotients)]
+    fixed.append(dict(zip(_FIXED, cells, strict=True)))
   names = [*map(_one_line, group.columns)]
   needed = len(names) if all_columns else min(_FEW_FIELDS, len(names))
   fields = [[_one_line(_short(v)) or '-' for v in values_over_time(group, i)] for i in range(len(group.runs))]

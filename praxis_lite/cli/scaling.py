@@ -22,12 +22,15 @@ _HOUR = 3600.0
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.plan_cheapest import read_prices
   from praxis_lite.cli.scaling_runs import read_finished_runs, say_left_out
   from praxis_lite.instruments.plan.scaling_law import fit_scaling_law
 
   budgets = _read_budgets(values.flops)
-  prices = dict(read_prices(values)) if values.prices else {}
+  prices: dict[str, float] = {}
+  if values.prices:
+    from praxis_lite.cli.plan_cheapest import read_prices
+
+    prices = dict(read_prices(values))
   found = read_finished_runs(values.dir, values.metric, values.trust)
   say_left_out(found)
   with prefix_errors(values.dir):

@@ -91,11 +91,14 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Builds an input from which this one reads; raises ConfigError if the field has no config of an input."""
     # This input cuts batches for hosts, so its source yields examples for all hosts.
     own = {'batch_size': self.batch_size, 'num_hosts': 1, 'host_index': 0, **inherited}
-    source = config.instantiate(**own) if isinstance(config, Config) else config
-    if not isinstance(config, Config) or not isinstance(source, BaseInput):
-      got = f'one of {type(source).__name__}' if isinstance(config, Config) else repr(config)
-      raise ConfigError(f'{self.label}.{field}: expected the config of an input, got {got}')
-    return source
+    if isinstance(config, Config):
+      source = config.instantiate(**own)
+      if isinstance(source, BaseInput):
+        return source
+      got = f'one of {type(source).__name__}'
+    else:
+      got = repr(config)
+    raise ConfigError(f'{self.label}.{field}: expected the config of an input, got {got}')
 
   def example_struct(self) -> Struct:
     """Returns shape and dtype of each array of one example, without the batch dimension. `weights` may be missing."""

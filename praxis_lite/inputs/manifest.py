@@ -37,7 +37,7 @@ def manifest_of(files: Sequence[str]) -> DataManifest:
   sampled = {*sorted(names, key=_hash)[:_SAMPLED]}
   with ThreadPoolExecutor(_THREADS) as pool:
     sizes = dict(zip(names, pool.map(_size, (by_name[name] for name in names))))
-    samples = dict(zip(sampled, pool.map(_sample, (by_name[name] for name in sampled))))
+    samples = dict(zip(sampled, pool.map(lambda name: _sample(by_name[name], sizes[name]), sampled)))
   if len(names) <= _MOST_LISTED:
     return {'files': [[name, sizes[name], samples.get(name)] for name in names]}
   digest = _hash(repr([(name, sizes[name]) for name in names]))
@@ -83,8 +83,8 @@ def _size(file: str) -> int:
     return os.path.getsize(file)
 
 
-def _sample(file: str) -> str:
-  digest, size = hashlib.blake2b(digest_size=8), _size(file)
+def _sample(file: str, size: int) -> str:
+  digest = hashlib.blake2b(digest_size=8)
   with _reading(file), open(file, 'rb') as opened:
     for part in range(_PARTS):
       opened.seek(max(size - _PART, 0) * part // (_PARTS - 1))

@@ -106,7 +106,10 @@ class PreferenceInput(AnswersInput):
         for segment, number in enumerate(numbers, 1):
           if (tokens := self._sequences[number][place]) is not None:
             end = fill_segment(batch[side], row, end, tokens, segment)
-      batch['weights'][(row, slice(len(numbers))) if self.packed else row] = 1
+      if self.packed:
+        batch['weights'][row, : len(numbers)] = 1
+      else:
+        batch['weights'][row] = 1
     return batch
 
   @property

@@ -347,7 +347,8 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
     return [os.path.join(root, n) for n in names]
   chosen, left = [], max_bytes
   for name in sorted(names, key=stable_hash):
-    size = os.path.getsize(file := os.path.join(root, name))
+    file = os.path.join(root, name)
+    size = os.path.getsize(file)
     if size <= left:
       chosen.append(file)
       left -= size

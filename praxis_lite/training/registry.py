@@ -199,7 +199,8 @@ def _load_package(package: ModuleType) -> list[str]:
     if not found.name.rpartition('.')[2].startswith('_'):
       try:
         module = import_module(found.name)
-        problems += _load_package(module) if found.ispkg else []
+        if found.ispkg:
+          problems += _load_package(module)
       except UserError as error:
         problems.append(str(error))
   return problems
@@ -309,8 +310,9 @@ def _not_found(name: str, problems: list[str]) -> str:
   by_class = {short.rpartition('.')[2].lower(): short for short in endings}
   near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
   near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
-  in_files = [f'{file}:{node.name}' for file in sorted(glob.glob('*.py')) for node in _classes_in(file)]
-  own = [found for found in in_files if found.lower().endswith(f':{re.split("[.:]", name)[-1].lower()}')]
+  wanted = re.split('[.:]', name)[-1].lower()
+  in_files = [(file, node.name) for file in sorted(glob.glob('*.py')) for node in _classes_in(file)]
+  own = [f'{file}:{cls}' for file, cls in in_files if cls.lower() == wanted]
   near = list(dict.fromkeys([*own, *near]))[:3]
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)

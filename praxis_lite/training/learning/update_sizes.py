@@ -124,7 +124,8 @@ def remark_of(weight: WeightHParams, factor: float) -> str:
   fans, ((fan_in, fan_out), (base_in, base_out)) = fan_growth(weight), fan_sizes(weight)
   sizes = ('fan in', base_in, fan_in), ('fan out', base_out, fan_out)
   why = [f'{name} {before} -> {now}' for name, before, now in sizes if before != now]
-  why += [] if growth.depth == 1 else [f'layers x {growth.depth:.3g}']
+  if growth.depth != 1:
+    why.append(f'layers x {growth.depth:.3g}')
   init = init_ratio(weight) if init_magnitude(weight) else 1.0
   kind = '' if fans.kind == 'equal' else f'{fans.kind}: '
   return f'initial values x {init:.3g}, updates x {factor:.3g}; {kind}{", ".join(why)}'
