@@ -22,6 +22,8 @@ from praxis_lite.layers.lora import AdaptedLayer, Adapter, LoraLayer
 from praxis_lite.models import BaseModel, LanguageModel
 
 CONFIG_FILE = 'adapter_config.json'
+# The advice to users whose adapters peft cannot express.
+WRITE_MERGED = 'write merged weights: leave out --adapter, or call write_model(folder, model, variables)'
 # peft subtracts the initial update from the base weights if `init_lora_weights` begins with one of these.
 _OF_ANOTHER_BASE = ('pissa', 'olora', 'corda', 'loftq')
 
@@ -60,8 +62,7 @@ def kind_of_network(network: Layer) -> AdapterKind:
     if kind is not kinds[0]:
       raise ConfigError(
         f'{adapted[0].path_name} has an adapter of {kinds[0].adapter.__name__}, and {layer.path_name} one of '
-        f'{kind.adapter.__name__}; a folder of peft has one kind; write merged weights: write_model(folder, model, '
-        'variables)'
+        f'{kind.adapter.__name__}; a folder of peft has one kind; {WRITE_MERGED}'
       )
   return kinds[0]
 
@@ -131,10 +132,12 @@ def make_config(
 
   content = {
     **kind.in_config,
-    **{'base_model_name_or_path': base, 'inference_mode': True, 'modules_to_save': None},
     'task_type': 'CAUSAL_LM' if isinstance(model, LanguageModel) else None,
+    'base_model_name_or_path': base,
+    'inference_mode': True,
     'target_modules': name_modules(modules),
     'fan_in_fan_out': fan_in_fan_out,
+    'modules_to_save': None,
   }
   if 'scale' in kind.parts:
     return {**content, 'feedforward_modules': name_modules(of_inputs)}

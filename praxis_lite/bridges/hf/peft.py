@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from praxis_lite.bridges.hf.adapter_config import (
   CONFIG_FILE,
+  WRITE_MERGED,
   AdapterKind,
   adapters_of,
   kind_of_config,
@@ -230,11 +231,8 @@ def _check_all_are_written(found: Mapping[Path, Sequence[Piece]], declared: Nest
     if re.fullmatch(ADAPTER_VARIABLES, path_name(path)):
       raise ConfigError(
         f'{path_name(path)}: this family stores the weight of this adapter in a tensor that peft cannot adapt; '
-        f'{_MERGED}'
+        f'{WRITE_MERGED}'
       )
-
-
-_MERGED = 'write merged weights: leave out --adapter, or call write_model(folder, model, variables)'
 
 
 def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
@@ -245,7 +243,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
       if other != path:
         raise ConfigError(
           f'{path_name(path)} and {path_name(other)} are one tensor in this family, {piece.name}, and have adapters of '
-          f'their own, which peft cannot express; {_MERGED}'
+          f'their own, which peft cannot express; {WRITE_MERGED}'
         )
 
 
