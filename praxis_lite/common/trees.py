@@ -6,6 +6,7 @@ spells it in all messages, tables and summaries.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -56,6 +57,13 @@ def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
       count = sum(re.fullmatch(wider, name) is not None for name in names)
       return f' A pattern matches whole paths: write {wider!r}, which matches {count}.'
   return did_you_mean(pattern, names)
+
+
+def nearness(name: str, others: Iterable[str]) -> int:
+  """Returns the number of leading parts that 'lm.softmax.w' shares with the nearest of some other names of paths."""
+  parts = name.split('.')
+  pairs = (zip(parts, other.split('.')) for other in others)
+  return max((sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs), default=0)
 
 
 def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:

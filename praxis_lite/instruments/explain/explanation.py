@@ -111,6 +111,11 @@ class Explanation:
   compiled: tuple[int, ...] | None = None
 
   @property
+  def layer(self) -> str:
+    """The path of the layer of a variable or an activation."""
+    return self.path.partition('[')[0].rpartition('.')[0]
+
+  @property
   def differs(self) -> bool:
     """Whether the compiler split the array in another way than declared."""
     return self.compiled is not None and any(

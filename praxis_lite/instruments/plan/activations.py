@@ -40,8 +40,7 @@ def explain_compiled(
 def _found(e: Explanation, results: dict[str, collections.Counter[LocalShape]]) -> Explanation:
   if e.per_device or e.of_weight or not e.shape:
     return e
-  layer = e.path.partition('[')[0].rpartition('.')[0]
-  seen: collections.Counter[LocalShape] = collections.Counter()
+  seen, layer = collections.Counter[LocalShape](), e.layer
   for path, counted in results.items():
     if is_below(path, layer):
       seen.update(counted)

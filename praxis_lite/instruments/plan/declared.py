@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from praxis_lite.common.trees import nearness
 from praxis_lite.instruments.explain.explanation import ArrayKind, Explanation, ShardingReport
 
 Role = tuple[str, int]
@@ -87,8 +87,8 @@ class Declarations:
     dims, is_weight = e.dims[stack:], e.kind is ArrayKind.VARIABLE
     axes = tuple(tuple(axis for axis in dim.axes if self.sizes[axis] > 1) for dim in dims)
     roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))
-    layer, layers = e.path.partition('[')[0].rpartition('.')[0], math.prod(e.shape[:stack])
-    return Declaration(e.path, layer, e.shape[stack:], axes, e.sources[stack:], roles, is_weight, layers)
+    layers = math.prod(e.shape[:stack])
+    return Declaration(e.path, e.layer, e.shape[stack:], axes, e.sources[stack:], roles, is_weight, layers)
 
   def _role(self, dim: int, size: int, rank: int, is_weight: bool) -> Role:
     if not is_weight and dim < min(2, rank - 1) and size in self._tokens[dim] | self._padded[dim]:
@@ -181,10 +181,3 @@ def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
 def is_below(path: str, layer: str) -> bool:
   """Whether a path names `layer` or something below it."""
   return path == layer or path.startswith(f'{layer}.')
-
-
-def nearness(path: str, layers: Collection[str]) -> int:
-  """Returns the number of leading parts that a path shares with the nearest of some layers."""
-  names = path.split('.')
-  equal = (map(operator.eq, names, layer.split('.')) for layer in layers)
-  return max((sum(itertools.accumulate(pairs, operator.and_)) for pairs in equal), default=0)

@@ -7,8 +7,6 @@ this cause and repeats, until nothing differs.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -16,7 +14,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.common.config import config_values
-from praxis_lite.common.trees import leaves_by_path, map_with_path
+from praxis_lite.common.trees import leaves_by_path, map_with_path, nearness
 from praxis_lite.instruments.verification.shrink import SmallTask
 from praxis_lite.instruments.verification.steps import Case, Name, StepResults, task_of
 from praxis_lite.layers.base import Layer
@@ -45,7 +43,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
   mappings = _mappings(small, case.task)
   found = (Choice(field, axis) for field, entries in mappings.items() for e in entries for axis in spec_axes(e))
   used = dict.fromkeys(choice for choice in found if small.mesh_sizes[choice.axis] > 1)
-  choices = sorted(used, key=lambda choice: _distance(choice.field, [name.of for name in wrong]))
+  choices = sorted(used, key=lambda choice: -nearness(choice.field, [name.of for name in wrong]))
 
   def right_without(left_out: Collection[Choice]) -> bool:
     task = _leave_out_axes(task_of(case.config, case.kind), left_out)
@@ -88,13 +86,6 @@ def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> 
 
 def _show_entries(entries: tuple[object, ...]) -> str:
   return repr(tuple('UNCONSTRAINED' if e is UNCONSTRAINED else e for e in entries))
-
-
-def _distance(field: str, variables: Sequence[str]) -> int:
-  """Returns the distance of a field from the nearest variable: minus the number of leading names they share."""
-  names = field.split('.')
-  equal = (map(operator.eq, names, variable.split('.')) for variable in variables)
-  return -max((sum(itertools.accumulate(pairs, operator.and_)) for pairs in equal), default=0)
 
 
 # ---------------------------------------------------------------- fields and their entries
