@@ -53,26 +53,26 @@ def verdict(first: Plan, second: Plan) -> str:
   """Returns which of two plans is better, and why, in a sentence or two."""
   plans, names = (first, second), ('the first', 'the second')
   if first.fits != second.fits:
-    fits = second.fits  # Its index.
-    over = -plans[not fits].memory.room
+    better, other = (0, 1) if first.fits else (1, 0)
+    over = -plans[other].memory.room
     by = f', by {format_bytes(over)}' if over > 0 else ''
-    return f'{names[fits]} is better: {names[not fits]} does not fit{by}'
+    return f'{names[better]} is better: {names[other]} does not fit{by}'
   if not (first.is_time_known and second.is_time_known):
     return 'which is faster is not known, because how often some loops run depends on data; see the notes'
   # Compares chip time for equal work, because models and numbers of chips may differ.
   chips = (first.topology.num_chips, second.topology.num_chips / second.work.ratio_to(first.work))
   costs = [plan.step_seconds * scale for plan, scale in zip(plans, chips)]
-  better = costs[0] > costs[1]
+  better, other = (0, 1) if costs[0] <= costs[1] else (1, 0)
   unit = first.work.unit(second.work)
   if max(costs) <= 1.01 * min(costs):
     return f'both take the same time of chips for the same {unit}, within 1 %'
   of_both = [{name: scale * t for name, t in _limits(plan).items()} for plan, scale in zip(plans, chips)]
-  saved = {name: of_both[not better][name] - of_both[better][name] for name in of_both[0]}
+  saved = {name: of_both[other][name] - of_both[better][name] for name in of_both[0]}
   most, worse = max(saved, key=saved.__getitem__), min(saved, key=saved.__getitem__)
   text = f'{names[better]} is better: {1 - min(costs) / max(costs):.0%} less time of chips for the same {unit}'
   text += f', most by less {_LIMITS[most][1]}'
   if most == 'communication':
-    text += _most_waiting(plans[better], plans[not better])
+    text += _most_waiting(plans[better], plans[other])
   return f'{text}; it has more {_LIMITS[worse][1]}' if saved[worse] < -0.05 * max(costs) else text
 
 

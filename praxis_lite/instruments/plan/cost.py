@@ -323,9 +323,10 @@ class _CostModel:
       if instruction.collective:
         overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
         start(instruction.name, instruction, computation, overlapped)
-      elif instruction.opcode == 'async-update' and operand in started:
-        started[instruction.name] = started.pop(operand)
-      elif instruction.opcode.endswith(('-done', 'async-update')):
+      elif instruction.opcode == 'async-update':
+        if operand in started:
+          started[instruction.name] = started.pop(operand)
+      elif instruction.opcode.endswith('-done'):
         finish(operand)
       elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
         begins = max(copies_free, line.seconds)
@@ -344,7 +345,9 @@ class _CostModel:
             start(key, found, where, overlapped=True)
           elif key not in started and not self.program.is_carried_on(found, where):
             start(found.name, found, where, overlapped=False)
-      elif instruction.opcode in ('while', 'conditional', 'call'):
+      elif instruction.opcode == 'while':
+        self._run_loop(instruction, computation, line)
+      elif instruction.opcode in ('conditional', 'call'):
         self._run_called(instruction, computation, line)
       else:
         line.seconds += self._compute(instruction, computation, line)
@@ -352,24 +355,27 @@ class _CostModel:
       finish(key)
     return line
 
+  def _run_loop(self, loop: Instruction, computation: Computation, line: _Timeline) -> None:
+    """Adds the iterations of a loop."""
+    within = loop.op_name or self._within[computation.name]
+    trips: float | None = self.program.trip_count(loop, computation)
+    if trips is None:
+      trips = self.hidden.loop_trips(within)
+    if trips is None:
+      self.unknown_loops.append(self.names.layer(within) or loop.name)
+    one_round = _Timeline()
+    for called in self.program.called_computations(loop):
+      one_round.append(self.timeline(called, within))
+    line.repeat(one_round, 1 if trips is None else trips, loop.name)
+
   def _run_called(self, instruction: Instruction, computation: Computation, line: _Timeline) -> None:
-    """Adds the computations that a loop, a call or a conditional runs; for a conditional, the longest branch."""
+    """Adds the computations that a call runs, or the longest branch of a conditional."""
     within = self._within[computation.name]
-    trips: float | None = None
-    if instruction.opcode == 'while':
-      within = instruction.op_name or within
-      trips = self.program.trip_count(instruction, computation)
-      trips = self.hidden.loop_trips(within) if trips is None else trips
-      if trips is None:
-        self.unknown_loops.append(self.names.layer(within) or instruction.name)
     called = [self.timeline(each, within) for each in self.program.called_computations(instruction)]
     if instruction.opcode == 'conditional':
       called = [max(called, key=lambda branch: branch.seconds, default=_Timeline())]
-    one_round = _Timeline() if instruction.opcode == 'while' else line
     for each in called:
-      one_round.append(each)
-    if one_round is not line:
-      line.repeat(one_round, 1 if trips is None else trips, instruction.name)
+      line.append(each)
 
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
@@ -398,9 +404,11 @@ class _CostModel:
 
   def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
     """Returns the collectives in the computations that an instruction runs."""
-    called = ((inner, each) for each in self.program.called_computations(instruction) for inner in each.instructions)
-    found = ([(inner, each)] if inner.collective else self._collectives_inside(inner) for inner, each in called)
-    return [pair for pairs in found for pair in pairs]
+    found = []
+    for called in self.program.called_computations(instruction):
+      for inner in called.instructions:
+        found += [(inner, called)] if inner.collective else self._collectives_inside(inner)
+    return found
 
   def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
     groups = device_groups(instruction, self.program.num_devices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,11 +125,12 @@ def overrides_of(knobs: Sequence[SharedKnob], setting: Setting) -> list[str]:
 
 def _moved_factors(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
   """Returns the shapes in which a prime factor of one size has moved to another size."""
-  return [
-    tuple(n // prime if i == source else n * prime if i == to else n for i, n in enumerate(shape))
-    for source, size in enumerate(shape)
-    for prime in range(2, size + 1)
-    if size % prime == 0 and all(prime % n for n in range(2, prime))
-    for to in range(len(shape))
-    if to != source
-  ]
+  found = []
+  for source, size in enumerate(shape):
+    primes = [n for n in range(2, size + 1) if size % n == 0 and all(n % m for m in range(2, n))]
+    for prime, to in itertools.product(primes, range(len(shape))):
+      if to != source:
+        moved = list(shape)
+        moved[source], moved[to] = size // prime, moved[to] * prime
+        found.append(tuple(moved))
+  return found

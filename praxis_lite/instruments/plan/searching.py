@@ -175,9 +175,11 @@ class _Search:
     def order(pair: tuple[Setting, Ranked]) -> tuple[float, ...]:
       return *pair[1].order[:2], pair[1].least_for_work if pair[1].fits else pair[1].peak
 
-    setting, first = min(left, key=order, default=(None, None))
+    if not left:
+      return None
+    setting, first = min(left, key=order)
     best = ranked[0][1]
-    return None if first and best.verified and best.fits and not may_be_faster(first, best) else setting
+    return None if best.verified and best.fits and not may_be_faster(first, best) else setting
 
   def _explore(self, most: int, end: float) -> None:
     """Estimates neighbours of the most promising settings until all are estimated or a limit is reached."""
