@@ -142,8 +142,12 @@ def _picture(devices: np.ndarray, shape: Sequence[int], max_parts: int) -> list[
 
 def _cell(text: str, part: _Part, width: int) -> str:
   """Returns the text of a cell, with dots in proportion to the part's padding; any padding gives at least one dot."""
-  dots = min(max(1, round(width * part.padding / part.size)), width - 4) if part.padding else 0
-  dots = width if part.padding == part.size else dots
+  if not part.padding:
+    dots = 0
+  elif part.padding == part.size:
+    dots = width
+  else:
+    dots = min(max(1, round(width * part.padding / part.size)), width - 4)
   return f' {text} '.ljust(width)[: width - dots] + '.' * dots
 
 

@@ -21,17 +21,17 @@ _UNSTEADY = 0.03
 
 def find_differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
   """Returns the error of each result that differs by more than rounding can explain, the loss first, then by size."""
-  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating)}
+  scales = {name: _largest(x) for name, x in expected.items() if np.issubdtype(x.dtype, np.floating)}
   largest: dict[str, float] = {}
-  for name, x in floats.items():
-    largest[name.what] = max(largest.get(name.what, 0.0), _largest(x))
+  for name, scale in scales.items():
+    largest[name.what] = max(largest.get(name.what, 0.0), scale)
   different = {}
   for name, x in expected.items():
-    if name not in floats and not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
       continue
     error, unsure = _error(found[name], x), max(_error(y[name], x) for y in noise)
-    scale = _largest(x) if name in floats else 1.0
-    if name in floats:
+    scale = scales.get(name, 1.0)  # Integers are exact.
+    if name in scales:
       limit = _TOLERANCE * scale + _TIMES_NOISE * unsure + 1e-7 * largest[name.what]
     else:
       limit = math.inf if unsure else _TOLERANCE

@@ -397,8 +397,9 @@ class _Comparison:
       )
       return undecided
     of_mesh, of_one = (find_differences(results, exact, exact_noise) for results in (found, expected))
-    for name, size in {**different, **of_one, **different}.items():
+    for name in different | of_one:
       if name not in of_mesh:
+        size = different[name] if name in different else of_one[name]
         reason = f'{"one device is wrong in float32" if name in of_one else "rounding differs"}, by {size:.2g} times'
         text = f'{name} in {case.kind} of {number_of(case.rows, "row")}: {reason} its largest entry'
         self.not_of_the_mesh.append(f'{text}; the mesh agrees with float64')
