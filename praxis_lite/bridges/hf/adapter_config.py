@@ -121,8 +121,9 @@ def make_config(
   `weights` are all weights of its `network` that can have adapters, and `adapted` those that do. `declared` are the
   declarations of the variables, and `base` names the checkpoint without adapters.
   """
-  modules = {module: weight for weight in adapted for module in modules_of(weight, declared)}
-  others = {m for w in weights for m in modules_of(w, declared)} - modules.keys()
+  of_weights = {weight: modules_of(weight, declared) for weight in weights}
+  modules = {module: weight for weight in adapted for module in of_weights[weight]}
+  others = set().union(*of_weights.values()) - modules.keys()
   of_inputs = {module for module, weight in modules.items() if weight.scales_inputs}
   groups = [_last_names(group) for group in (of_inputs, modules.keys() - of_inputs, others)]
   are_last_names_enough = sum(map(len, groups)) == len(set().union(*groups))

@@ -13,6 +13,7 @@ E is the number of experts, R the rank.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -38,6 +39,7 @@ def split_experts(
   `modules` has the names of the modules with each weight; `declared` are the declarations of the network's variables.
   """
   found: dict[str, Tensor] = dict(stored)
+  read_once = functools.cache(StoredTensor.read_all)  # Each expert takes its part of the same tensors.
   for weight, names in modules.items():
     if not weight.name:
       continue
@@ -51,10 +53,10 @@ def split_experts(
         continue
       a, b = both
       expert, rank = int(match[2]), a.shape[0] // experts
-      value_b = b.read_all().reshape(b.shape[0], rank, experts)[:, :, expert]
+      value_b = read_once(b).reshape(b.shape[0], rank, experts)[:, :, expert]
       if of_both:
         value_b = value_b[:outputs] if weight.name == 'gate' else value_b[outputs:]
-      value_a = a.read_all().reshape(experts, rank, inputs)[expert]
+      value_a = read_once(a).reshape(experts, rank, inputs)[expert]
       for part, whole, value in (('a', a, value_a), ('b', b, value_b)):
         name = f'{PREFIX}{module}.{weight.ending(part)}'
         found[name] = DerivedTensor(name, whole.file, value.shape, whole.dtype, value.__getitem__)
