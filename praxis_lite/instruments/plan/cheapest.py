@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -140,12 +141,12 @@ class CheapestRun:
   left_out: Mapping[str, str]
   estimates: int
 
-  @property
+  @functools.cached_property
   def frontier(self) -> list[Option]:
     """The options that no other option beats, the cheapest first."""
     return frontier_of(self.options)
 
-  @property
+  @functools.cached_property
   def best(self) -> Option | None:
     """The option to take, or, if none reaches the goal, the one nearest to it; None if no setting fits on any offer."""
     return next(iter(order_options(self.options, self.goal)), None)
