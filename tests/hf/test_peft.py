@@ -13,7 +13,7 @@ from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import read_adapter, write_adapter, write_model
 from praxis_lite.bridges.hf.families import FAMILIES, describe_model
-from praxis_lite.bridges.hf.files import Declared, read_folder, read_header, write_safetensors
+from praxis_lite.bridges.hf.files import Declared, StoredTensor, read_folder, read_header, write_safetensors
 from praxis_lite.bridges.hf.hf_config import HfConfig
 from praxis_lite.bridges.hf.merged import merge_streamed
 from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
@@ -196,7 +196,7 @@ def test_experts_with_adapters_of_some_weights_have_zeros_for_the_others(tmp_pat
     read_adapter(tmp_path, lm(experts=True))
 
 
-def test_adapters_of_all_experts_together_as_peft_saves_those_of_parameters(tmp_path):
+def test_adapters_of_all_experts_together_as_peft_saves_those_of_parameters(tmp_path, monkeypatch):
   """Expert e has rows e R + r of A, and columns r E + e of B; the gate has the first rows of B, and up the others."""
   rng = np.random.default_rng(3)
   shapes = {'': ((2 * 2, 5), (12, 2 * 2)), 'base_layer.': ((2 * 2, 12), (2 * 5, 2 * 2))}  # down_proj; gate_up_proj
@@ -208,7 +208,10 @@ def test_adapters_of_all_experts_together_as_peft_saves_those_of_parameters(tmp_
   }
   parameters = ['mlp.experts.down_proj', 'mlp.experts.gate_up_proj']
   write(tmp_path, tensors, target_parameters=parameters)
+  reads, read_all = [], StoredTensor.read_all
+  monkeypatch.setattr(StoredTensor, 'read_all', lambda tensor: reads.append(tensor.name) or read_all(tensor))
   _, variables = read_adapter(tmp_path, lm(experts=True))
+  assert sorted(reads) == sorted(tensors)  # Once for all experts.
   ff = variables['lm']['transformer']['layers']['ff']
   for layer in range(3):
     prefix = f'base_model.model.model.layers.{layer}.mlp.experts.'
