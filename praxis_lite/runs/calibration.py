@@ -156,8 +156,9 @@ def _sum_over_batches(
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
     point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A repeated call has a suffix.
-    if (before := found.setdefault(point, of_use)) is not of_use:
-      found[point] = {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
+    if (before := found.get(point)) is not None:
+      of_use = {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
+    found[point] = of_use
   return found
 
 

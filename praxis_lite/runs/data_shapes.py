@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.common.errors import ShardingError, ShardingFault, UserError
+from praxis_lite.common.errors import DataError, ShardingError, ShardingFault, UserError
 from praxis_lite.common.mistakes import ShapesError
+from praxis_lite.inputs.rows import fit_dtype
+
+_Shape = tuple[int, ...]
 
 
 def shapes_in_data(batch_struct: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -17,6 +20,23 @@ def shapes_in_data(batch_struct: Callable[[], Mapping[str, Any]]) -> dict[str, A
   with contextlib.suppress(UserError, OSError):
     return {name: x for name, x in batch_struct().items() if hasattr(x, 'shape')}
   return {}
+
+
+def fit_rows(rows: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns rows in the dtypes of the run's data; raises DataError if they have other numbers of dimensions."""
+  check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
+  return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
+
+
+def check_shapes(
+  rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[_Shape], object] = tuple
+) -> None:
+  """Raises DataError if `compared` of an example's shape differs from `compared` of the shape in the run's data."""
+  for name, shape, expected in _other_shapes(rows, structs, compared):
+    raise DataError(
+      f'{name!r}: expected {_describe_example(expected)} in each example, as in the data of the run, got '
+      f'{_describe_example(shape[1:])}'
+    )
 
 
 @contextlib.contextmanager
@@ -30,14 +50,26 @@ def name_other_shapes(batch: Mapping[str, Any], batch_struct: Callable[[], Mappi
   except (ShapesError, ShardingError) as error:
     if isinstance(error, ShardingError) and error.fault is not ShardingFault.WRONG_RANK:
       raise
-    shapes_in = {name: x.shape[1:] for name, x in shapes_in_data(batch_struct).items() if name != 'weights'}
-    others = {name: np.shape(batch[name]) for name in shapes_in if name in batch}
     told = [
       f'batch[{name!r}] has the shape {list(shape)}; the data of the run has '
-      f'[{", ".join(map(str, ("rows", *shapes_in[name])))}]'
-      for name, shape in others.items()
-      if shape[1:] != shapes_in[name]
+      f'[{", ".join(map(str, ("rows", *expected)))}]'
+      for name, shape, expected in _other_shapes(batch, shapes_in_data(batch_struct), tuple)
     ]
     if not told:
       raise
     raise ShapesError('. '.join(told)) from error
+
+
+def _other_shapes(
+  arrays: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[_Shape], object]
+) -> Iterator[tuple[str, _Shape, _Shape]]:
+  """Yields (name, shape, shape of an example in the run's data) of arrays whose examples have another shape."""
+  for name in structs:
+    if name in arrays and name != 'weights':
+      shape, expected = np.shape(arrays[name]), structs[name].shape[1:]
+      if compared(shape[1:]) != compared(expected):
+        yield name, shape, expected
+
+
+def _describe_example(shape: _Shape) -> str:
+  return f'an array of shape {list(shape)}' if shape else 'a number'

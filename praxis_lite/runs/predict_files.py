@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ from praxis_lite.common.files import open_plain, parse_json_line, unless_empty
 from praxis_lite.common.mistakes import ShapesError
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput
-from praxis_lite.inputs.rows import Rows, canonical_rows, fit_dtype
+from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.inputs.text_examples import TextExamplesInput
 from praxis_lite.runs.class_names import add_class_names, find_class_names
-from praxis_lite.runs.data_shapes import shapes_in_data
+from praxis_lite.runs.data_shapes import check_shapes, fit_rows, shapes_in_data
 from praxis_lite.runs.file_readers import batches_of_names, check_exists, datasets_by_use, is_of, make_reader
 from praxis_lite.runs.fill_files import fill_file, fills_texts
 from praxis_lite.runs.programs import examples_of
@@ -83,9 +83,9 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
     with prefix_errors(where):
       try:
         out = compute(batch)
-      except ShapesError as error:
-        check_shapes(batch, structs, lambda shape: shape)
-        raise error
+      except ShapesError:
+        check_shapes(batch, structs)
+        raise
       weights = np.asarray(canonical_rows(batch, 'batch')['weights'])
       examples = add_class_names(examples_of(name_outputs(model, out), weights), classes)
     yield from ({'file': file} | example for file, example in zip(images, examples)) if images else examples
@@ -129,29 +129,6 @@ def name_outputs(model: TrainedModel, out: Any) -> dict[str, Any]:
       "dict such as {'loss': loss_B}"
     )
   return named
-
-
-def fit_rows(rows: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns rows in the dtypes of the run's data; raises DataError if they have other numbers of dimensions."""
-  check_shapes(rows, structs, len)  # Sizes of dimensions, such as lengths, may differ if the model accepts them.
-  return {n: fit_dtype(np.asarray(x), structs[n].dtype, f'{n!r}') if n in structs else x for n, x in rows.items()}
-
-
-def check_shapes(
-  rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[tuple[int, ...]], object]
-) -> None:
-  """Raises DataError if `compared` of an example's shape differs from `compared` of the shape in the run's data."""
-  for name in structs.keys() & rows.keys() - {'weights'}:
-    expected, shape = structs[name].shape[1:], np.shape(rows[name])[1:]
-    if compared(shape) != compared(expected):
-      raise DataError(
-        f'{name!r}: expected {_describe_shape(expected)} in each example, as in the data of the run, got '
-        f'{_describe_shape(shape)}'
-      )
-
-
-def _describe_shape(shape: tuple[int, ...]) -> str:
-  return f'an array of shape {list(shape)}' if shape else 'a number'
 
 
 def _npz_rows(file: str, batch_size: int) -> Iterator[Rows]:

@@ -28,9 +28,9 @@ from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models.adapters import names_of_adapters
 from praxis_lite.runs.class_names import add_class_names, find_class_names
 from praxis_lite.runs.continuations import GrowingText
-from praxis_lite.runs.data_shapes import shapes_in_data
+from praxis_lite.runs.data_shapes import fit_rows, shapes_in_data
 from praxis_lite.runs.file_readers import datasets_by_use, is_of, make_reader
-from praxis_lite.runs.predict_files import fit_rows, name_outputs, read_images
+from praxis_lite.runs.predict_files import name_outputs, read_images
 from praxis_lite.runs.programs import examples_of
 from praxis_lite.runs.prompts import chat_prompt, encode_prompt, numbers_of_adapters, require_tokenizer
 from praxis_lite.runs.teaching import Teacher

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -141,7 +140,7 @@ class RunRecord:
     """Returns why the record is refused, first a file that has changed, and what to do."""
     module = error.module
     changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
-    code = next((file for file in changed if pathlib.Path(file).stem == module), module)
+    code = next((file for file in changed if Path(file).stem == module), module)
     trust = (
       f'If you trust that code, name its module or file, as in --trust={code} or trusted=[{code!r}]; --exp names '
       "the experiment instead, and takes today's defaults in place of the recorded ones"
