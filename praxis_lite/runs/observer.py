@@ -194,10 +194,10 @@ class Observer:
     """Returns fields of `loop.progress.Progress` by name, which are saved with the state."""
     return {}
 
-  def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
+  def failure(self, run: Run) -> Callable[[Hints], Exception] | None:
     """Returns a function that makes the error with which the run must end once its state is saved; None to go on.
 
-    `is_over` says whether the run has taken its last step, because some failures are decided only then.
+    Some failures are decided only when the run is over.
     """
     return None
 
@@ -235,8 +235,8 @@ class Observers:
   def progress(self) -> Mapping[str, Any]:
     return {name: value for observer in self for name, value in observer.progress().items()}
 
-  def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
-    return next(filter(None, (observer.failure(is_over=is_over) for observer in self)), None)
+  def failure(self, run: Run) -> Callable[[Hints], Exception] | None:
+    return next(filter(None, (observer.failure(run) for observer in self)), None)
 
 
 @contextlib.contextmanager

@@ -95,9 +95,9 @@ class TrainLog(Observer):
   def on_resume(self, run: Run) -> None:
     self._throughput.restart(run.step)  # The time of an evaluation or a save does not count as training.
 
-  def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
+  def failure(self, run: Run) -> Callable[[Hints], Exception] | None:
     skipped = self.skipped
-    return skipped.error if skipped.too_many or (is_over and skipped.most_steps) else None
+    return skipped.error if skipped.too_many or (run.is_over and skipped.most_steps) else None
 
   def add(self, step: int, out: TrainStepOutput, rows: int | None = None) -> None:
     """Adds the outputs of step `step`, which has just been dispatched with a batch of `rows` rows.

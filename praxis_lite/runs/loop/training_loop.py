@@ -90,7 +90,7 @@ class TrainingLoop:
     self.stop.requested_now()  # After the last step, too, all processes must agree whether they got a signal.
     run.is_over = True
     self.saver.save(run)
-    failure = self.observers.failure(is_over=True)
+    failure = self.observers.failure(run)
     if failure is not None and not self.stop.requested:
       self.saver.finish(run)
       raise failure(self.feed.hints(run.task.model))
@@ -152,7 +152,7 @@ class TrainingLoop:
       if answers is not None:
         batch = answers.complete(run.state.mdl_vars, run.state.step, batch)
       yield batch
-      while self._is_within_batch(run) and self.observers.failure(is_over=False) is None:
+      while self._is_within_batch(run) and self.observers.failure(run) is None:
         yield batch
 
   def _is_within_batch(self, run: Run) -> bool:
@@ -179,7 +179,7 @@ class TrainingLoop:
 
   def _is_stopped(self, run: Run) -> bool:
     is_stopped = self.stop.requested_now() or run.stop_reason is not None
-    return is_stopped or self.observers.failure(is_over=False) is not None
+    return is_stopped or self.observers.failure(run) is not None
 
   def _run(self, programs: Sequence[InputProgram], run: Run) -> None:
     """Evaluates or decodes each input, unless that is done for this step already, or a signal ends the run."""
