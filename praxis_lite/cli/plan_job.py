@@ -22,6 +22,7 @@ from praxis_lite.instruments.plan import Plan, Topology, apply_calibration, cali
 from praxis_lite.instruments.plan.child import compile_in_child
 from praxis_lite.instruments.plan.compare import format_comparison
 from praxis_lite.instruments.plan.compilers import missing_compiler
+from praxis_lite.instruments.plan.copies import format_copies
 from praxis_lite.instruments.plan.experience import apply_experience, experience_file
 from praxis_lite.instruments.plan.fitting import made_to_fit
 from praxis_lite.instruments.plan.goodput import Interruptions, advise_interval
@@ -112,10 +113,11 @@ def more_about(job: PlanJob, found: Plan) -> list[str]:
 
 
 def training_cost(job: PlanJob, found: Plan) -> list[str]:
-  """Returns lines about the cost of the whole training; the last one may advise another interval between saves."""
-  values = job.values
+  """Returns lines about the cost of the whole training, of its saves and of its emergency copies."""
+  values, copies = job.values, job.config.task.train.emergency_copies
   price = price_of(found, values.tokens, values.price_per_chip_hour, read_interruptions(values))
-  return [*filter(None, [format_price(found, values.tokens, price), _advise_interval(job, found, price)])]
+  lines = [format_price(found, values.tokens, price), _advise_interval(job, found, price), format_copies(found, copies)]
+  return [*filter(None, lines)]
 
 
 def figures_of(job: PlanJob, found: Plan) -> Prediction:

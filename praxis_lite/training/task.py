@@ -112,6 +112,14 @@ class EmergencyCopiesParams(Configurable):
     check_range(f'{where}.failure_domain', self.failure_domain, least=1)
 
 
+def copies_kept(peers: int) -> int:
+  """Returns the most emergency copies of a part of the state in the first directory of each process that keeps it.
+
+  These are the last complete copy and one that is being written; with peers, also one that is not on all peers.
+  """
+  return 3 if peers else 2
+
+
 class InitFromParams(Configurable):
   """A checkpoint of another run from which a new run takes initial values; a run that resumes ignores it.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import types
 
 import pytest
 
 from praxis_lite.cli.main import main
+from praxis_lite.instruments.plan.copies import format_copies
 from praxis_lite.instruments.plan.goodput import Interruptions, advise_interval, best_interval, goodput, useful_share
+from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.runs.records.certificate import read_prediction
+from praxis_lite.training.task import EmergencyCopiesParams
 
 DAY = 86400.0
 
@@ -78,16 +82,44 @@ def test_an_interval_far_from_the_best_is_told():
   assert advise_interval(hopeless, 60.0, 300.0) == ''
 
 
+def test_a_plan_tells_what_emergency_copies_take_of_a_host():
+  def line(topology, is_time_known=True, **settings):
+    state = types.SimpleNamespace(total=3 * 2**30 + 512, inputs=512)
+    memory = types.SimpleNamespace(state=state)
+    known = {'is_time_known': is_time_known, 'step_seconds': 2.0}
+    plan = types.SimpleNamespace(topology=parse_topology(topology), memory=memory, **known)
+    return format_copies(plan, EmergencyCopiesParams(every_n_steps=10, **settings))
+
+  # 3 GiB of each chip, which its host receives at 12 GB/s; two copies of the eight parts of a host.
+  one = line('h100:8x8')
+  assert one == (
+    'emergency copies every 10 steps, 20 s: each stalls the run for about 268 ms, 1.3% of the time; a host keeps up to '
+    '48 GiB in its folders'
+  )
+  assert '96 GiB' in line('h100:8x8', directories=('/dev/shm', '/disk'))
+  # Three copies of the own part and of that of each sender; eight adapters of 50 GB/s send two times 24 GiB.
+  peers = line('h100:8x8', peers=2)
+  assert 'up to 216 GiB' in peers and peers.endswith('sends 48 GiB to its peers at each copy, for at least 129 ms')
+  assert line('v5e:4x4', peers=40).endswith('; this is longer than the time between copies, so the run waits')
+  assert line('h100:1x8', peers=1).endswith('peers need more hosts than these 8 chips have')
+  assert line('h100:1x2').endswith('12 GiB in its folders')  # A host with fewer chips than it has room for.
+  assert line('h100:8x8', is_time_known=False) == format_copies(None, EmergencyCopiesParams()) == ''
+
+
 @pytest.mark.slow
 def test_the_figures_and_the_page_of_a_plan_have_the_best_interval(tmp_path, capsys):
   figures, page = tmp_path / 'figures.json', tmp_path / 'page.html'
   command = ['plan', '--exp=lm_sizes.Llama8B', '--topology=h100:8x8', '--nocompile', '--tokens=1e13']
-  command += ['--set=task.train.save_interval_steps=200000']
+  command += ['--set=task.train.save_interval_steps=200000', '--set=task.train.emergency_copies.every_n_steps=10']
   assert main([*command, f'--figures={figures}', f'--html={page}']) == 0
   found = read_prediction(figures)
   assert found.failure_seconds == pytest.approx(54 * DAY / 419 * 16384 / 64)
   assert found.best_save_seconds == pytest.approx(best_interval(found.save_stall_seconds, found.failure_seconds))
-  told = [line for line in capsys.readouterr().out.splitlines() if 'save_interval_steps' in line]
-  assert told and all(line.replace('"', '\\"') in page.read_text() for line in told)
+  told = [
+    line
+    for line in capsys.readouterr().out.splitlines()
+    if 'save_interval_steps' in line or line.startswith('emergency copies')
+  ]
+  assert len(told) == 2 and all(line.replace('"', '\\"') in page.read_text() for line in told)
   assert main([*command, f'--figures={figures}', '--failures_per_chip_day=0']) == 0
   assert read_prediction(figures).best_save_seconds is None

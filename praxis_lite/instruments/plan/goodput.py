@@ -17,7 +17,7 @@ import dataclasses
 import math
 
 # Bytes per second that a device copies to its host while a save stalls the run; an assumption, half of PCIe 4.0 x16.
-_TO_HOST = 12e9
+TO_HOST = 12e9
 # The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
@@ -70,7 +70,7 @@ def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXP
   `bytes_to_save` are the bytes of the state on one device.
   """
   save = interruptions.save_seconds
-  save = _LEAST_STALL + bytes_to_save / _TO_HOST if save is None else save
+  save = _LEAST_STALL + bytes_to_save / TO_HOST if save is None else save
   working = 1 / (1 + interruptions.input_wait_share)
   if interruptions.failures_per_chip_day <= 0:
     return ExpectedGoodput(math.inf, save, math.inf, working)

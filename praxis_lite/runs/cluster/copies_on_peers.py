@@ -23,6 +23,7 @@ from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.processes import gather_texts
 from praxis_lite.runs.cluster.copy_file import NO_COPY, EmergencyCopy, files_in, save_in
 from praxis_lite.runs.cluster.peers import PeerError, Peers
+from praxis_lite.training.task import copies_kept
 
 Judge = Callable[[EmergencyCopy], str]  # Returns why a run cannot use a copy; '' if it can.
 # The most bytes of a process's list of the parts that it holds.
@@ -128,9 +129,7 @@ def join_peers(
     )
   receivers = receivers_of(domains, count)
   received = Counter(peer for of_one in receivers for peer in of_one)
-  # The first folder has up to three copies: one that is on all peers, one that is not, and one being written. Other
-  # folders have two.
-  kept = [3 * (1 + received[process]) for process in range(len(folders))]
+  kept = [copies_kept(count) * (1 + received[process]) for process in range(len(folders))]
   most = max(kept)
   costs = (
     f'emergency copies: process {process} sends its part of the state, {format_bytes(part_bytes)}, to '
