@@ -43,7 +43,7 @@ from praxis_lite.checkpoints.contents import (
   to_leaf,
   to_stored,
 )
-from praxis_lite.checkpoints.failures import DamagedError, PartedError, error_summary, unreadable
+from praxis_lite.checkpoints.failures import DamagedError, PartedError, unreadable
 from praxis_lite.checkpoints.orbax.on_disk import STATE
 from praxis_lite.checkpoints.orbax.save_barrier import make_save_barrier
 from praxis_lite.checkpoints.orbax.store import OrbaxStore
@@ -51,7 +51,7 @@ from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.common.devices import start_devices
-from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.common.errors import CheckpointError, ConfigError, error_summary
 from praxis_lite.common.files import check_plain_below, local_path
 from praxis_lite.common.processes import gather_texts, join_by_host
 from praxis_lite.common.trees import NestedDict, leaves_by_path, map_with_path, merge, nest, node_at, path_name, to_path

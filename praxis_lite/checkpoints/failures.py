@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, error_summary
 
 # TensorStore errors that begin with one of these words do not mean that data is damaged.
 _NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
@@ -27,13 +25,3 @@ def unreadable(folder: object, error: Exception) -> CheckpointError:
   if is_for_now or str(error).startswith(_NOT_REACHED):
     return CheckpointError(message)
   return DamagedError(f'{message}; remove this folder to use the checkpoint before it, if there is one')
-
-
-def error_summary(error: Exception) -> str:
-  """Returns the class of an error and the first line of its message, without TensorStore's request."""
-  lines = str(error).strip().splitlines()
-  if not lines:
-    return type(error).__name__
-  # TensorStore appends its request: thousands of characters of JSON.
-  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {message}'

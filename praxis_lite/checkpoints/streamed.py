@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from praxis_lite.checkpoints.failures import error_summary
 from praxis_lite.checkpoints.orbax.on_disk import array_specs
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, error_summary
 from praxis_lite.common.files import check_plain_below
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from praxis_lite.common.accelerators import accelerator_of
-from praxis_lite.common.errors import UserError
+from praxis_lite.common.errors import UserError, error_summary
 from praxis_lite.common.figures import format_axes
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import Observer, Run
@@ -70,7 +70,7 @@ class PlanOfRun(Observer):
     except UserError:  # Too few steps were logged, or there is no plan of this step.
       return
     except Exception as error:  # An error in a plan must not fail a run that has trained and is saved.
-      run.line(f'no plan of this step: {type(error).__name__}: {error}')
+      run.line(f'no plan of this step: {error_summary(error)}')
       return
     if predicted is not None and (text := format_certificate(Certificate(predicted, measured))):
       run.line(text)

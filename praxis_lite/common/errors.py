@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import enum
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from praxis_lite.common.other_names import OUR_NAMES
@@ -97,6 +98,15 @@ class LostHostError(UserError):
 def first_line(error: BaseException) -> str:
   """Returns the first line of an error's message, or the name of its class if it has none."""
   return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def error_summary(error: BaseException) -> str:
+  """Returns the class of an error and the first line of its message, without the request of TensorStore."""
+  if not str(error).strip():
+    return type(error).__name__
+  # TensorStore appends its request: thousands of characters of JSON.
+  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', first_line(error))[0]
+  return f'{type(error).__name__}: {message}'
 
 
 def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:

@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 
 from praxis_lite.common.config import REQUIRED, Config
-from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.errors import ConfigError, DataError, UserError, error_summary, first_line
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import unless_empty
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
@@ -337,7 +337,7 @@ class ParseEach:
     except UserError:
       raise
     except Exception as e:
-      raise DataError(f'{self.where}: it failed on a record: {type(e).__name__}: {e}') from e
+      raise DataError(f'{self.where}: it failed on a record: {error_summary(e)}') from e
     if not isinstance(examples[0], Mapping):
       raise DataError(f'{self.where}: expected it to return a dict of arrays, got {type(examples[0]).__name__}')
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from praxis_lite.common.errors import DataError, first_line
+from praxis_lite.common.errors import DataError, error_summary
 from praxis_lite.common.files import parse_json
 from praxis_lite.inputs.files import read_file
 
@@ -41,7 +41,7 @@ def read_shard_folder(folder: Path, command: str, format: str, where: str = '') 
     content = parse_json(read_file(str(plan), str(folder)))
     settings, number = dict(content.get('settings', {})), len(content['shards'])
   except (ValueError, TypeError, KeyError, AttributeError) as error:
-    raise DataError(f'{where}{plan} is damaged, {type(error).__name__}: {first_line(error)}') from None
+    raise DataError(f'{where}{plan} is damaged, {error_summary(error)}') from None
   parts = [folder / part_name(i, format) for i in range(number)]
   if missing := [part.name for part in parts if not part.is_file()]:
     raise DataError(

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.common.errors import first_line
+from praxis_lite.common.errors import error_summary, first_line
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.observer import Observer, Run
@@ -61,7 +61,7 @@ class Alerts(Observer):
     try:
       yield
     except BaseException as error:
-      self._alert('failed', f'{type(error).__name__}: {first_line(error)}')
+      self._alert('failed', error_summary(error))
       raise
     finally:
       with contextlib.suppress(queue.Full):

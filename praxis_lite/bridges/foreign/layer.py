@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite.common.config import REQUIRED, Config, field_names, target
-from praxis_lite.common.errors import ConfigError, UserError, first_line
+from praxis_lite.common.errors import ConfigError, UserError, error_summary
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.importing import user_code_error
 from praxis_lite.common.trees import NestedDict, Path, nest, node_at, path_matches, path_name, suggest_pattern
@@ -241,7 +241,7 @@ class ForeignLayer(Layer):
     except Exception as error:  # A module may raise anything.
       built = target(self.module_tpl)
       name = getattr(built, '__qualname__', str(built))
-      cause = f'{user_code_error(error) or f"{type(error).__name__}: {first_line(error)}"}{self.remedy_of(error)}'
+      cause = f'{user_code_error(error) or error_summary(error)}{self.remedy_of(error)}'
       raise ConfigError(f'{self.path_name}.module_tpl: the {self.library} module {name} {what}: {cause}') from error
 
   def remedy_of(self, error: Exception) -> str:

@@ -21,8 +21,7 @@ import threading
 
 import jax
 
-from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, error_summary
 from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import Client, service_client
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TypeVar
 
-from praxis_lite.common.errors import UserError, first_line
+from praxis_lite.common.errors import UserError, error_summary
 
 T = TypeVar('T')
 
@@ -41,7 +41,7 @@ def reading(what: str) -> Iterator[None]:
   except UserError:
     raise
   except Exception as error:
-    raise UnknownJax(f'{what}: {type(error).__name__}: {first_line(error)}') from error
+    raise UnknownJax(f'{what}: {error_summary(error)}') from error
 
 
 def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:

@@ -23,7 +23,7 @@ import jax.export
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from praxis_lite.common.errors import first_line
+from praxis_lite.common.errors import error_summary
 from praxis_lite.common.jax_internals import UnknownJax, reading
 from praxis_lite.common.jax_internals.mlir import ir
 
@@ -109,7 +109,7 @@ def export_changed(
     if changing.has_changed:
       raise
     jax.export.export(jitted, platforms=platforms)(*args)  # Raises the function's own error, if it has one.
-    raise UnknownJax(f'export of a program: {type(error).__name__}: {first_line(error)}') from error
+    raise UnknownJax(f'export of a program: {error_summary(error)}') from error
   if not changing.has_changed:
     raise UnknownJax('export of a program: it is lowered in another way')
   return exported

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.devices import machine_memory
-from praxis_lite.common.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.common.errors import ConfigError, DataError, UserError, error_summary, first_line
 from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.trees import NestedDict, leaves, leaves_by_path, nest, to_path
 from praxis_lite.instruments.explain.explanation import format_mesh
@@ -344,7 +344,7 @@ class _Comparison:
     if isinstance(failure, UserError):
       raise failure
     if failure is not None:
-      text = f'it runs on one device, and ends on the mesh in {_error_text(failure)}'
+      text = f'it runs on one device, and ends on the mesh in {error_summary(failure)}'
       self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
       return
     found = mesh_results.result()
@@ -378,7 +378,7 @@ class _Comparison:
       raise
     except Exception as error:  # A layer or XLA may raise any error.
       raise ConfigError(
-        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_error_text(error)}, so '
+        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {error_summary(error)}, so '
         'nothing can be compared'
       ) from error
 
@@ -393,7 +393,7 @@ class _Comparison:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
       self.not_compared.append(
-        f'float64 on one device, in {case.kind} of {number_of(case.rows, "row")}: {_error_text(error)}'
+        f'float64 on one device, in {case.kind} of {number_of(case.rows, "row")}: {error_summary(error)}'
       )
       return undecided
     of_mesh, of_one = (find_differences(results, exact, exact_noise) for results in (found, expected))
@@ -420,10 +420,6 @@ class _Verdict(NamedTuple):
   remarks: dict[Name, str]
   expected: StepResults
   noise: list[StepResults]
-
-
-def _error_text(error: BaseException) -> str:
-  return f'{type(error).__name__}: {first_line(error) if str(error).strip() else "no message"}'
 
 
 _OF_NO_VARIABLE = ('loss', 'metric', 'output')

@@ -16,8 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, cast
 
-from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import ConfigError, DataError, first_line
+from praxis_lite.common.errors import ConfigError, DataError, error_summary, first_line
 from praxis_lite.common.files import is_url, open_plain, parse_json_line
 from praxis_lite.common.foreign_text import remove_secrets
 from praxis_lite.inputs.files import find_files

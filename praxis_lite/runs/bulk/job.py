@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.common.errors import DataError, UserError, first_line
+from praxis_lite.common.errors import DataError, UserError, error_summary
 from praxis_lite.common.figures import number_of
 from praxis_lite.runs.bulk.input_files import Row, read_part
 from praxis_lite.runs.bulk.kept_values import KeptValues, refuse_name
@@ -74,7 +74,7 @@ class ShardJob:
       raise
     except (TypeError, ValueError) as error:  # A library raised this about an unexpected value.
       if len(rows) == 1:
-        return [self._bad(rows[0], f'{type(error).__name__}: {first_line(error)}')]
+        return [self._bad(rows[0], error_summary(error))]
     return [self._compute_batch([row])[0] for row in rows]
 
   def _result_of(self, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import ConfigError, DataError, UserError
+from praxis_lite.common.errors import ConfigError, DataError, UserError, error_summary
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.image_records import ImageRecordInput
 from praxis_lite.inputs.labelled_text import LabelledTextInput

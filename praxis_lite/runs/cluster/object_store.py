@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from praxis_lite.checkpoints.failures import DamagedError, error_summary
-from praxis_lite.common.errors import CheckpointError, ConfigError
+from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.common.errors import CheckpointError, ConfigError, error_summary
 from praxis_lite.common.foreign_text import has_lost_secret, remove_secrets
 
 if TYPE_CHECKING:

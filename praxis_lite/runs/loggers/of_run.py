@@ -10,7 +10,7 @@ from pathlib import Path
 
 from praxis_lite.common.config import Config, build_at
 from praxis_lite.common.config.text import fields_of
-from praxis_lite.common.errors import ConfigError, check_choice, first_line
+from praxis_lite.common.errors import ConfigError, check_choice, error_summary
 from praxis_lite.common.files import read_plain
 from praxis_lite.common.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.runs.hooks import Hook
@@ -99,7 +99,7 @@ class LoggersOfRun(Hook):
       logger.save(step, folder)
     except Exception as error:
       self._without_saves.append(logger)
-      what = f'{type(error).__name__}: {first_line(error)}'
+      what = error_summary(error)
       self._report(f'{type(logger).__name__} gets no more checkpoints: {what}; training and metrics go on')
 
   def _call(self, logger: Logger, call: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class LoggersOfRun(Hook):
       call()
     except Exception as error:
       self._loggers.remove(logger)
-      what = f'{type(error).__name__}: {first_line(error)}'
+      what = error_summary(error)
       self._report(f'{type(logger).__name__} gets no more metrics: {what}; training goes on without it')
 
   def _start(self, logger: Logger) -> None:

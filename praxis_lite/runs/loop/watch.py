@@ -17,14 +17,14 @@ import jax
 
 from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.checkpoints.retention import CHECKPOINTS
-from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.errors import ConfigError, ShardingError, error_summary
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.runs.host_speeds import HostSpeeds
 from praxis_lite.runs.observer import InputState, Observer, PauseReason, Run
 from praxis_lite.runs.records.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.runs.records.heartbeat import Heartbeat, HeartbeatFile, read_heartbeats
-from praxis_lite.runs.records.history import EventKind, note_event, started_event, why_ended
+from praxis_lite.runs.records.history import EventKind, note_event, started_event
 from praxis_lite.runs.records.metrics import DeviceMetrics
 from praxis_lite.runs.records.record import has_record
 from praxis_lite.training.steps import TrainStepOutput
@@ -73,7 +73,7 @@ class Watch(Observer):
       self._file.withdraw()
       return
     if error is not None:
-      self._ended_by = textwrap.shorten(why_ended(error), 340, placeholder=' ...')
+      self._ended_by = textwrap.shorten(error_summary(error), 340, placeholder=' ...')
     else:
       run = self._run
       self._ended_by = (run.ended_by if run else '') or 'done'

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from praxis_lite.common.errors import first_line
 from praxis_lite.common.files import KnownFolder
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.runs.records.goodput import seconds_of
@@ -169,8 +168,3 @@ def _before(event: RunEvent) -> _Beat | None:
     return _Beat(min(seen, event.time), began, int(before['step']), str(before['ended']), seconds_of(before))
   except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
     return None
-
-
-def why_ended(error: BaseException) -> str:
-  """Returns one line about the error that ended an attempt."""
-  return f'{type(error).__name__}: {first_line(error)}' if str(error).strip() else type(error).__name__

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from praxis_lite.checkpoints.failures import error_summary
-from praxis_lite.common.errors import ConfigError, UserError
+from praxis_lite.common.errors import ConfigError, UserError, error_summary
 from praxis_lite.common.figures import number_of
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.runs.batcher import Batcher, BatcherStatistics, Request
