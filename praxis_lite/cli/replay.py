@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run
 from praxis_lite.cli.command_flags import CommandFlags, add_tap, run_flags
 from praxis_lite.common.errors import UserError
-
-if TYPE_CHECKING:
-  import jax
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -28,8 +22,8 @@ def _run(values: flags.FlagValues) -> int:
   if values.compare and values.tap:
     raise UserError('--tap and --compare exclude each other: leave out one of them')
   if values.compare:
-    devices = _other_devices() if values.other_devices else None
-    return int(bool(compare_with_checkpoint(config, job_log_dir, values.step, seed, devices=devices)))
+    other = values.other_devices
+    return int(bool(compare_with_checkpoint(config, job_log_dir, values.step, seed, other_devices=other)))
   if values.other_devices:
     raise UserError('--other_devices needs --compare: a step is traced on one device')
   if values.tap:
@@ -39,28 +33,12 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _other_devices() -> Sequence[jax.Device]:
-  """Returns the devices of this machine, rotated by one, so that each part of the step runs on another device.
-
-  Raises UserError if there is only one device.
-  """
-  import jax
-
-  from praxis_lite.common.devices import start_devices
-
-  start_devices()
-  first, *others = jax.devices()
-  if not others:
-    raise UserError('--other_devices: there is only one device here')
-  return [*others, first]
-
-
 def _flags() -> CommandFlags:
   values = run_flags(seed='Seed of the run; by default the recorded one.')
   values.add_integer('step', 'The step to run again.', 812)
   compare = 'Instead, repeat the steps from the checkpoint before --step, and compare the result bit by bit with the'
   values.add_switch('compare', f'{compare} checkpoint of --step. The exit code is 1 if they differ.')
-  values.add_switch('other_devices', 'With --compare: each device does the work of the device before it.')
+  values.add_switch('other_devices', 'With --compare: each device does the work of another one.')
   add_tap(values, 'activations, gradients, updates and weights', 'Instead, print')
   return values
 

@@ -100,6 +100,8 @@ def _flags() -> CommandFlags:
   add_tap(values, 'activations, gradients, updates and weights')
   memory = 'exit code is 76. Needs memory for another train state.'
   values.add_integer('check_determinism', f'{twice} {memory}', 100, least=1)
+  other = 'Run one of the two times of --check_determinism with each device doing the work of another one, which also'
+  values.add_switch('other_devices', f'{other} finds a device that is always wrong. Compiles the step twice.')
   replicas = 'Compare the replicas of weights and optimizer state after every n-th step and before each save. If they'
   values.add_integer('check_replicas', f'{replicas} differ, a device is faulty, and the exit code is 76.', 100, least=1)
   again = (

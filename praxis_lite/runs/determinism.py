@@ -1,7 +1,8 @@
 """Finds silent data corruption: runs a step twice, and compares the results bit by bit on each device.
 
-On the same devices, the same program and arguments give the same bits. A difference is a fault of the hardware, or
-comes from an operation that is not deterministic, such as scatters on some GPUs (--xla_gpu_deterministic_ops=true).
+The same program and arguments give the same bits, also on other devices of the same kind. A difference is a fault of
+the hardware, or comes from an operation that is not deterministic, such as scatters on some GPUs
+(--xla_gpu_deterministic_ops=true).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from praxis_lite.common.errors import first_lines
+from praxis_lite.common.errors import UserError, first_lines
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.runs.corruption import CorruptionError
@@ -37,7 +39,12 @@ class DeterminismError(CorruptionError):
 
 
 def step_twice(
-  step: PartitionedStep[TrainStepOutput], state: TrainState, prng_key: jax.Array, batch: NestedDict, number: int
+  step: PartitionedStep[TrainStepOutput],
+  state: TrainState,
+  prng_key: jax.Array,
+  batch: NestedDict,
+  number: int,
+  elsewhere: tuple[PartitionedStep[TrainStepOutput], jax.Array] | None = None,
 ) -> TrainStepOutput:
   """Runs a step twice, from two copies of the state, and returns the result.
 
@@ -46,22 +53,70 @@ def step_twice(
   Args:
     step, state, prng_key, batch: the step and its arguments; it donates the state.
     number: the number of the step, for the message.
+    elsewhere: the same step and key on the mesh of `rotate_devices`. It takes the place of the first of the two runs,
+      and so finds a device that computes the same wrong values each time. None runs `step` twice.
 
   Raises:
     DeterminismError: the new states differ. If they differ in one of several processes, all processes raise.
   """
-  copy = jax.tree.map(jnp.copy, state)
-  first = step(copy, prng_key, batch)
-  second = step(state, prng_key, batch)
-  found = bit_differences(first.state, second.state)
+  if elsewhere is None:
+    first = step(jax.tree.map(jnp.copy, state), prng_key, batch).state
+    second = step(state, prng_key, batch)
+  else:
+    other_step, other_key = elsewhere
+    other_state, _, other_batch = other_step.arguments
+    here, there, of_batch = (jax.tree.map(lambda x: x.sharding, arrays) for arrays in (state, other_state, other_batch))
+    moved = other_step(_move(state, there), other_key, _move(batch, of_batch)).state
+    # Two programs that order the devices differently must not run at the same time: each may wait for the other.
+    first = jax.block_until_ready(_move(moved, here))
+    second = step(state, prng_key, batch)
+  found = bit_differences(first, second.state)
   anywhere = len(found)
   if jax.process_count() > 1:
     anywhere = int(np.sum(multihost_utils.process_allgather(np.asarray(anywhere))))
   if anywhere:
     host = f'host {socket.gethostname()}, process {jax.process_index()}'
     where = f'{host}: {"; ".join(first_lines(found, _SHOWN)) or "no difference here, but on another host"}'
-    raise DeterminismError(f'step {number} was run twice and gave different bits. {where}')
+    twice = 'twice' if elsewhere is None else 'twice, on two orders of devices,'
+    raise DeterminismError(f'step {number} was run {twice} and gave different bits. {where}')
   return second
+
+
+def rotate_devices(mesh: Mesh) -> Mesh:
+  """Returns the mesh with each device replaced by the next one of its process, so that each does another's work.
+
+  If a process has only one device in the mesh, its next device outside of the mesh takes the place.
+
+  Raises:
+    UserError: a process has only one device.
+  """
+  following: dict[jax.Device, jax.Device] = {}
+  for process in {device.process_index for device in mesh.devices.flat}:
+    ours = [device for device in mesh.devices.flat if device.process_index == process]
+    if len(ours) == 1:
+      ours += [device for device in jax.devices() if device.process_index == process and device not in ours][:1]
+    if len(ours) == 1:
+      raise UserError(f'other_devices: process {process} has only one device')
+    following |= zip(ours, [*ours[1:], ours[0]])
+  others = np.reshape([following[device] for device in mesh.devices.flat], mesh.devices.shape)
+  return Mesh(others, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _move(arrays: Any, shardings: Any) -> Any:
+  """Returns copies of arrays, with other shardings.
+
+  Each process must hold the same parts of each array before and after, so that each part goes from one device of a
+  process to another.
+  """
+
+  def move(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    parts, moved = {str(shard.index): shard.data for shard in x.addressable_shards}, []
+    for device, index in sharding.addressable_devices_indices_map(x.shape).items():
+      place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+      moved.append(jax.device_put(parts[str(index)], place, may_alias=False))  # Steps donate their state.
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, moved)
+
+  return jax.tree.map(move, arrays, shardings)
 
 
 def bit_differences(first: TrainState, second: TrainState) -> list[str]:

@@ -20,7 +20,7 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 from praxis_lite.common.statistics import bin_edges
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.inputs import PrefetchIterator
-from praxis_lite.runs.determinism import bit_differences
+from praxis_lite.runs.determinism import bit_differences, rotate_devices
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.records.heartbeat import read_heartbeats
@@ -150,7 +150,7 @@ def compare_with_checkpoint(
   step: int,
   seed: int,
   line: Callable[[str], object] = print,
-  devices: Sequence[jax.Device] | None = None,
+  other_devices: bool = False,
 ) -> list[str]:
   """Repeats the steps from one checkpoint to the next, and compares the result with the later one bit by bit.
 
@@ -158,7 +158,7 @@ def compare_with_checkpoint(
 
   Args:
     config, job_log_dir, seed: the run; nothing in it is changed.
-    devices: the devices on which to repeat the steps; None uses the first ones.
+    other_devices: repeat the steps with each device doing the work of another; see `rotate_devices`.
 
   Returns:
     a line for each part of an array that differs.
@@ -170,7 +170,7 @@ def compare_with_checkpoint(
   if step not in saved_steps(directory):
     steps = ', '.join(map(str, saved_steps(directory))) or 'none'
     raise CheckpointError(f'--step={step}: there is no checkpoint of this step to compare with; there are: {steps}')
-  partitioned, state, prng_key, batch, start = _repeat_until(config, directory, step, seed, line, devices)
+  partitioned, state, prng_key, batch, start = _repeat_until(config, directory, step, seed, line, other_devices)
   repeated = partitioned.train_step(state, prng_key, batch).state
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
     saved = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes, step=step)
@@ -190,7 +190,7 @@ def _repeat_until(
   step: int,
   seed: int,
   line: Callable[[str], object],
-  devices: Sequence[jax.Device] | None = None,
+  other_devices: bool = False,
   tap: Sequence[str] | str = (),
 ) -> tuple[PartitionedTask, TrainState, jax.Array, NestedDict, int | None]:
   """Restores the last checkpoint before `step`, and takes the steps before it without taps.
@@ -204,7 +204,8 @@ def _repeat_until(
   _check_was_taken(config, directory, step)
   config = use_kept_vocabulary(config, directory)
   task = config.task.instantiate()
-  mesh = task.create_mesh(devices)
+  mesh = task.create_mesh()
+  mesh = rotate_devices(mesh) if other_devices else mesh
   keys = run_keys(seed, mesh)
   train_input = build_datasets(config.datasets).the_training_input()
   tasks = TaskOnMesh(task, mesh, taps=step_taps(task, tap) if tap else None)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from planted_faults import Flip, build_faulty_steps, flip_in_state
 from tiny_runs import tiny_run
 
@@ -18,12 +19,14 @@ from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.runs import Hook, TrainOptions, run_train
 from praxis_lite.runs.corruption import Corruption, CorruptionError, CorruptionPolicy
-from praxis_lite.runs.determinism import bit_differences
+from praxis_lite.runs.determinism import DeterminismError, bit_differences, rotate_devices
 from praxis_lite.runs.records.faulty_devices import FaultyDevice, read_faulty_devices, record_faulty_devices
 from praxis_lite.runs.replay import compare_with_checkpoint
 from praxis_lite.runs.replicas import ReplicaDifference, ReplicaSums, _sum_bits, find_suspects
 from praxis_lite.runs.trouble import GoBack, read_troubles
+from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.steps import TrainStepOutput
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 W, V = ('mdl_vars', 'w'), ('mdl_vars', 'v')
@@ -302,6 +305,61 @@ def test_replay_compares_on_other_devices(tmp_path, capsys):
   assert '--other_devices needs --compare' in capsys.readouterr().err
 
 
+class AlwaysWrong:
+  """Makes the device 1 flip the same bit of the weights in each train step, whichever part of the work it does."""
+
+  def __init__(self, monkeypatch):
+    self.steps, call = 0, PartitionedStep.__call__
+
+    def wrong(step, *args):
+      out = call(step, *args)
+      if not isinstance(out, TrainStepOutput):
+        return out
+      self.steps += 1
+      place = [device.id for device in step.mesh.devices.flat].index(1)
+      return out._replace(state=flip_in_state(out.state, A_BIT._replace(device=place)))
+
+    monkeypatch.setattr(PartitionedStep, '__call__', wrong)
+
+
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    pytest.param({'data': 3, 'mdl': 1}, marks=pytest.mark.slow),
+    {'data': 1, 'mdl': 3},
+    pytest.param({'data': 2, 'mdl': 2}, marks=pytest.mark.slow),
+  ],
+)
+def test_a_device_that_is_always_wrong_is_found_on_other_devices(tmp_path, monkeypatch, sizes):
+  config = on_mesh(tiny_run(num_train_steps=4, save_interval_steps=2), **sizes)
+  clean = run_train(config, tmp_path / 'clean', check_determinism=2, other_devices=True)
+  assert same(clean, run_train(config, tmp_path / 'plain'))
+  faulty = AlwaysWrong(monkeypatch)
+  run_train(config, tmp_path / 'unseen', check_determinism=2)  # Both times, the same bit is wrong.
+  assert faulty.steps == 6
+  with pytest.raises(DeterminismError, match='step 2 was run twice, on two orders of devices, and gave different bits'):
+    run_train(config, tmp_path / 'found', check_determinism=2, other_devices=True)
+  assert saved_steps(tmp_path / 'found') == []
+
+
+def test_other_devices_are_all_of_the_mesh_in_another_order_or_one_outside_of_it():
+  one, *others = jax.devices()[:4]
+  mesh = Mesh(np.array([[one, others[0]], [others[1], others[2]]]), ('data', 'mdl'))
+  rotated = rotate_devices(mesh)
+  assert rotated.devices.tolist() == [[others[0], others[1]], [others[2], one]]
+  assert (rotated.axis_names, rotated.axis_types) == (mesh.axis_names, mesh.axis_types)
+  assert rotate_devices(Mesh(np.array([others[0]]), 'data')).devices.item() == one
+  with pytest.raises(ConfigError, match='other_devices needs check_determinism'):
+    TrainOptions(other_devices=True)
+
+
+def test_a_process_with_one_device_has_no_other(monkeypatch):
+  first = jax.devices()[0]
+  monkeypatch.setattr(jax, 'devices', lambda: [first])
+  with pytest.raises(UserError, match='other_devices: process 0 has only one device'):
+    rotate_devices(Mesh(np.array([first]), 'data'))
+
+
 # ---------------------------------------------------------------- the campaign
 
 KINDS = {
@@ -407,3 +465,24 @@ def test_of_two_processes_both_name_the_device_and_both_repeat_or_end(tmp_path, 
   assert (known.place, known.is_voted, known.is_quarantined) == (0, True, answer == 'fail')
   if answer == 'repeat':
     assert 'going back to step 3, and repeating the steps since' in outs[0][0]
+
+
+ELSEWHERE = """
+import sys
+from praxis_lite.runs import initialize_distributed, run_train
+initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
+from test_corruption import on_mesh, tiny_run
+
+config = on_mesh(tiny_run(num_train_steps=4), data=2, mdl=2)
+print('ended by', run_train(config, sys.argv[3], check_determinism=2, other_devices=True).ended_by, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_run_a_step_on_other_devices_of_their_own(tmp_path, run_python):
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    address = f'localhost:{probe.getsockname()[1]}'
+  processes = [run_python(ELSEWHERE, address, str(i), str(tmp_path / 'run'), devices=2) for i in range(2)]
+  for out, err in [process.communicate(timeout=300) for process in processes]:
+    assert out.splitlines()[-1:] == ['ended by done'], err

@@ -18,6 +18,7 @@ from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, process_seats
+from praxis_lite.runs.determinism import rotate_devices
 from praxis_lite.runs.elastic import fit_mesh
 from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers.base import Logger
@@ -46,6 +47,7 @@ class RunPrograms(NamedTuple):
 
   Attributes:
     steps: the train steps for all sizes of the batches of the training input.
+    elsewhere: the same steps with each device doing the work of another; see `TrainOptions.other_devices`.
     answers: completes these batches with answers of the model; None if they have no prompts to answer.
     evaluation: the programs for the inputs and the task files to evaluate.
     metric_names: the names of the scalar metrics of each of these programs, by split.
@@ -54,6 +56,7 @@ class RunPrograms(NamedTuple):
   tasks: TaskOnMesh
   partitioned: PartitionedTask
   steps: SizedSteps
+  elsewhere: SizedSteps | None
   answers: AnswerSampling | None
   evaluation: Sequence[InputProgram]
   metric_names: dict[str, list[str]]
@@ -111,6 +114,9 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   # ---- the programs
   taps = step_taps(task, options.tap) if options.tap else None
   programs = _trace_programs(task, mesh, inputs, keys.evaluate, directory, startup, taps)
+  if options.other_devices:
+    other = TaskOnMesh(task, rotate_devices(mesh), taps=taps)
+    programs = programs._replace(elsewhere=other.taking_sizes_of(inputs.training))
   partitioned = programs.partitioned
   if options.check_replicas is not None and not options.elastic:
     check_has_replicas(partitioned.layout)
@@ -165,7 +171,7 @@ def _trace_programs(
   questions = list(task_file_programs(tasks, inputs.config, directory, list(names)))
   names |= {program.split: program.metric_names() for program in questions}
   watched = watched_metrics(jax_task.train, names)
-  return RunPrograms(tasks, partitioned, steps, answers, [*evaluation, *questions], names, watched)
+  return RunPrograms(tasks, partitioned, steps, None, answers, [*evaluation, *questions], names, watched)
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:

@@ -46,6 +46,8 @@ class TrainOptions:
       'fail' raises.
     debug_nans: wait for each step; after the first one that is not finite, end with an error that names the layer.
     check_determinism: run twice each step whose number is a multiple of this, and compare the results bit by bit.
+    other_devices: run one of the two times of `check_determinism` with each device doing the work of the one before it,
+      which also finds a device that computes the same wrong values each time. Compiles the step twice.
     check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
       before each save; see `praxis_lite.runs.corruption`.
     on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes
@@ -76,6 +78,7 @@ class TrainOptions:
   on_damage: OnDamage = 'previous'
   debug_nans: bool = False
   check_determinism: int | None = None
+  other_devices: bool = False
   check_replicas: int | None = None
   on_corruption: OnCorruption = 'fail'
   grace_s: float | None = None
@@ -92,6 +95,8 @@ class TrainOptions:
       steps = getattr(self, name)
       if steps is not None and steps < 1:
         raise ConfigError(f'{name} = {steps}: expected a number of steps, at least 1')
+    if self.other_devices and self.check_determinism is None:
+      raise ConfigError('other_devices needs check_determinism: it says which steps to run on other devices, too')
     check_choice('on_corruption', self.on_corruption, ('fail', 'repeat'))
     if self.grace_s is not None and not self.grace_s > 0:
       raise ConfigError(f'grace_s = {self.grace_s:g}: expected more than 0 seconds')

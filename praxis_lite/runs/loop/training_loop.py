@@ -27,8 +27,9 @@ from praxis_lite.runs.nonfinite import SKIPPED
 from praxis_lite.runs.observer import Observers, Run
 from praxis_lite.runs.programs import InputProgram
 from praxis_lite.runs.records.metrics import EvalResult, HostMetrics
-from praxis_lite.runs.records.run_config import is_due, is_logged
+from praxis_lite.runs.records.run_config import is_due, is_logged, run_keys
 from praxis_lite.runs.replay import check_finite
+from praxis_lite.runs.sized_steps import SizedSteps
 from praxis_lite.runs.stop_signals import StopSignals
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -61,6 +62,8 @@ class TrainingLoop:
     with self.observers.measure('compiling'):
       times = self.job.programs.partitioned.train_step.compile()
       self.job.programs.steps.compile()
+      if self.job.programs.elsewhere is not None:
+        self.job.programs.elsewhere.compile()
       if self.job.programs.answers is not None:
         self.job.programs.answers.step.compile()
     self.job.startup.mark_parts({'lower': times.lower, 'compile': times.compile})
@@ -120,9 +123,7 @@ class TrainingLoop:
 
   def _take_step(self, number: int, state: TrainState, batch: NestedDict) -> TrainStepOutput:
     """Takes step `number`; donates `state`, the state after the previous step."""
-    partitioned, key = self.job.programs.steps.taking(batch), self.job.keys.train
-    if not is_logged(number, self.job.task.train.log_interval_steps, self.job.task.train.num_train_steps):
-      partitioned = partitioned.untapped
+    partitioned, key = self._task_for(number, self.job.programs.steps, batch), self.job.keys.train
     note_progress(f'step {number}')
     with jax.profiler.StepTraceAnnotation('train', step_num=number):
       if is_due(number, self.job.options.check_determinism):
@@ -133,11 +134,21 @@ class TrainingLoop:
       check_finite(partitioned, number - 1, out.state, key, batch)
     return out
 
+  def _task_for(self, number: int, steps: SizedSteps, batch: NestedDict) -> PartitionedTask:
+    """Returns the task that takes step `number`; it has taps only if the metrics of this step are written."""
+    partitioned, settings = steps.taking(batch), self.job.task.train
+    has_taps = is_logged(number, settings.log_interval_steps, settings.num_train_steps)
+    return partitioned if has_taps else partitioned.untapped
+
   def _step_twice(
     self, partitioned: PartitionedTask, state: TrainState, batch: NestedDict, number: int
   ) -> TrainStepOutput:
+    elsewhere = None
+    if self.job.programs.elsewhere is not None:
+      other = self._task_for(number, self.job.programs.elsewhere, batch)
+      elsewhere = other.train_step, run_keys(self.job.seed, other.mesh).train
     try:
-      return step_twice(partitioned.train_step, state, self.job.keys.train, batch, number)
+      return step_twice(partitioned.train_step, state, self.job.keys.train, batch, number, elsewhere)
     except DeterminismError as error:
       if self.job.options.on_corruption == 'fail':
         raise
