@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from praxis_lite.common.errors import ConfigError, DataError
-from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, kind_of_other, read_plain
+from praxis_lite.common.files import FETCH_LFS, is_lfs_pointer, is_url, kind_of_other, read_plain
+from praxis_lite.common.foreign_text import remove_secrets
+from praxis_lite.inputs.fetched_files import fetch_files
 from praxis_lite.inputs.rows import resolve_source
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
@@ -20,12 +22,13 @@ def find_files(
 
   Args:
     path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
-      them. Hidden files in a directory are left out. In a pattern, `**` matches any number of directories.
+      them. Hidden files in a directory are left out. In a pattern, `**` matches any number of directories. Files at a
+      URL, such as s3://bucket/data/*.tfrecord, are first copied to this host; see `fetched_files`.
     where: name of the path in error messages.
     in_directory: returns the files to take from a directory; None takes all.
 
   Raises:
-    ConfigError: `path` has another type.
+    ConfigError: `path` has another type, or a URL cannot be opened.
     DataError: a path does not exist, no file is found, or a path is a special file, such as a named pipe, or only a Git
       LFS pointer.
   """
@@ -35,7 +38,8 @@ def find_files(
     raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
   found: set[str] = set()
   for entry in paths:
-    files = _files_of(os.path.expanduser(os.fspath(entry)), where, in_directory)
+    named = os.path.expanduser(os.fspath(entry))
+    files = _files_at(named, where, in_directory) if is_url(named) else _files_of(named, where, in_directory)
     if other := next((file for file in files if kind_of_other(file)), None):
       raise DataError(f'{where}: {other} is {kind_of_other(other)}, not a file')
     if pointer := next(filter(is_lfs_pointer, files), None):
@@ -44,6 +48,16 @@ def find_files(
   if not found:
     raise DataError(f'{where}: no files, since the list of paths is empty')
   return sorted(found)
+
+
+def _files_at(url: str, where: str, in_directory: Callable[[str], list[str] | None]) -> list[str]:
+  fetched = fetch_files(url, where)
+  chosen = in_directory(str(fetched.folder)) if fetched.is_folder else None
+  # Files that the store no longer has may still be in the folder.
+  files = fetched.files if chosen is None else sorted({*chosen} & {*fetched.files})
+  if not files:
+    raise DataError(f'{where}: there are no files of data at {remove_secrets(url)}')
+  return files
 
 
 def _files_of(path: str, where: str, in_directory: Callable[[str], list[str] | None]) -> list[str]:

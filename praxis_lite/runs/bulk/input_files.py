@@ -16,7 +16,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, cast
 
-from praxis_lite.common.errors import ConfigError, DataError, error_summary, first_line
+from praxis_lite.common.errors import DataError, error_summary, first_line
+from praxis_lite.common.file_systems import open_file_system
 from praxis_lite.common.files import is_url, open_plain, parse_json_line
 from praxis_lite.common.foreign_text import remove_secrets
 from praxis_lite.inputs.files import find_files
@@ -80,7 +81,7 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
   found: list[str] = []
   for path in paths:
     if is_url(path):
-      fs, root = _file_system(path)
+      fs, root = open_file_system(path)
       with _one_line_errors(path):
         names = fs.glob(root) if glob.has_magic(root) else [root]
         names = [each for name in names for each in (fs.ls(name, detail=False) if fs.isdir(name) else [name])]
@@ -131,7 +132,7 @@ def stamp_of(file: str) -> tuple[str, int]:
   if not is_url(file):
     about = os.stat(file)
     return str(about.st_mtime_ns), about.st_size
-  fs, path = _file_system(file)
+  fs, path = open_file_system(file)
   with _one_line_errors(file):
     fs.invalidate_cache()
     return str(fs.ukey(path)), int(fs.info(path)['size'])
@@ -146,7 +147,7 @@ def sum_of_input(file: str) -> str:
 def open_input(file: str) -> IO[bytes]:
   if not is_url(file):
     return open_plain(file)
-  fs, path = _file_system(file)
+  fs, path = open_file_system(file)
   with _one_line_errors(file):
     return cast(IO[bytes], fs.open(path, 'rb'))
 
@@ -249,18 +250,6 @@ def _table_errors(where: str) -> Iterator[None]:
 
 
 # -------------------------------------------------------------------- URLs
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-  try:
-    import fsspec.core
-  except ImportError:
-    raise ConfigError(f"{remove_secrets(url)}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
-  try:
-    fs, path = fsspec.core.url_to_fs(url)
-  except Exception as error:
-    raise ConfigError(f'{remove_secrets(url)}: {error_summary(error).partition(": ")[2]}') from None
-  return fs, path
 
 
 @contextlib.contextmanager

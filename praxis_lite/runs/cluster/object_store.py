@@ -10,7 +10,6 @@ import contextlib
 import glob
 import hashlib
 import os
-import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.common.errors import CheckpointError, ConfigError, error_summary
-from praxis_lite.common.foreign_text import has_lost_secret, remove_secrets
+from praxis_lite.common.file_systems import open_file_system
+from praxis_lite.common.foreign_text import remove_secrets
 
 if TYPE_CHECKING:
-  from fsspec import AbstractFileSystem
+  pass
 
 _BLOCK = 1 << 23
 _READING = 'reading '
@@ -72,30 +72,12 @@ class ObjectStore:
     scheme, is_url, rest = url.partition('://') if isinstance(url, str) else ('', '', '')
     if not is_url or not rest.strip('/'):
       raise ConfigError(f'{named}: expected the URL of a folder in an object store, such as s3://bucket/runs/1')
-    if has_lost_secret(url):
-      raise ConfigError(
-        f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
-        'password, and store the credentials where the package of its scheme looks for them'
-      )
-    if glob.has_magic(rest):
-      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without them')
-    try:
-      import fsspec.core
-    except ImportError:
-      raise ConfigError(f"{named}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
     self.url = shown.rstrip('/')
     self._is_local = scheme in ('file', 'local')
-    fs: AbstractFileSystem
-    try:
-      fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
-    except ImportError as error:  # The message names the package: 'Install s3fs to access S3'.
-      told = error_summary(error).partition(': ')[2]
-      package = re.search(r'[Ii]nstall (\w+)', told)
-      raise ConfigError(f'{named}: {told}' + (f': pip install {package[1]}' if package else '')) from None
-    except Exception as error:
-      told = error_summary(error).partition(': ')[2]
-      raise ConfigError(f'{named}: {told}; there are s3://, gs://, az://, file:// and others') from None
-    self._fs, self._root = fs, root.rstrip('/')
+    self._fs, root = open_file_system(url.rstrip('/'), where, **({'auto_mkdir': True} if self._is_local else {}))
+    self._root = root.rstrip('/')
+    if glob.has_magic(self._root):
+      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without them')
 
   def check_writable(self) -> None:
     """Writes an object and removes it again; raises StoreError if the store refuses."""
