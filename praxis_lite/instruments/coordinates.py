@@ -210,9 +210,9 @@ def _draw_plot(title: str, lines: Sequence[tuple[Scaling, Sequence[float], bool]
 
 
 def _train(task: Any, batches: Sequence[NestedDict], seeds: Sequence[int]) -> tuple[dict[str, list[float]], float]:
-  """Returns [size, size of its change] of each layer's result of rank 2 or more, by path, and the last step's loss.
+  """Trains a model. Returns [size, size of the change] of each layer's result, by path, and the loss of the last step.
 
-  Sizes are root mean squares. All are averaged over seeds.
+  Only results of rank 2 or more count. Sizes are root mean squares. All numbers are averaged over seeds.
   """
   model, learner, train_key = task.model, task.bind_learner(), jax.random.key(seeds[0])
   jit = functools.partial(jax.jit, compiler_options=quick_options(platform()))

@@ -303,7 +303,7 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
 
 
 def _batch_padding(inputs: Sequence[Explanation], task: PartitionedTask, limits: WarningLimits) -> Iterator[Problem]:
-  """Yields one problem if too many rows of a batch are padding; all its arrays have the same number of rows."""
+  """Yields a problem if too many rows of a batch are padding: one for the whole batch, whose arrays have equal rows."""
   if e := next((e for e in inputs if e.wasted_fraction > limits.wasted_fraction), None):
     size, rows = e.dims[0].size, e.dims[0].padded
     parts, microbatches = task.row_parts, task.jax_task.learner.num_microbatches

@@ -53,11 +53,10 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
 
 
 def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
-  """Returns a self-contained HTML page: a package's content, style and scripts, with the data filled in.
+  """Returns a self-contained HTML page, made of the content, the style and the scripts of a Python package, and `data`.
 
-  The package has the page's content `assets/{name}.html`, its style `assets/{name}.css`, and its own `scripts`, which
-  come after those that all pages share. All scripts read `data`, which must be serializable as JSON, from the element
-  `data`.
+  `package` contains the content `assets/{name}.html`, the style `assets/{name}.css`, and `scripts`, which run after the
+  scripts that all pages share. The page stores `data` as JSON in the element `data`, where all scripts read it.
   """
   # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')

@@ -111,7 +111,7 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
 
 
 class Subject(NamedTuple):
-  """A task to explain or verify, or its config; the shapes of batches to train on and to decode, None if not known."""
+  """A task (or its config) to explain or verify, with the shapes of its batches."""
 
   task: object
   inputs: Mapping[str, object] | None

@@ -86,7 +86,7 @@ def _set_exposed(
     work[local.loop] += op.count * op.seconds
   for found, c in zip(program.collectives, collectives):
     waiting[found.loop] += c.count * c.seconds * found.is_beside_work
-  # A loop that runs zero times waits for nothing, such as the loop over later tokens if only one token is drawn.
+  # A loop that runs zero times exposes nothing. An example is the loop over later tokens if only one token is drawn.
   exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
   return [
     dataclasses.replace(c, exposed=c.seconds * exposed.get(found.loop, 0.0)) if found.is_beside_work else c

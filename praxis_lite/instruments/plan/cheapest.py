@@ -173,9 +173,9 @@ def frontier_of(options: Sequence[Option]) -> list[Option]:
 
 
 def order_options(options: Sequence[Option], goal: Goal) -> list[Option]:
-  """Returns options, the best first: the cheapest that reach the goal, and then the nearest of the others.
+  """Returns options, the best first: those that reach the goal, the cheapest first, and then those that miss it least.
 
-  With a budget and no other limit, the fastest that reach the goal come first.
+  If the goal has a budget and no other limit, the options that reach it are ordered by time instead of price.
   """
 
   def key(option: Option) -> tuple[float, float, float]:

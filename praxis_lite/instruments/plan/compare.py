@@ -76,7 +76,7 @@ def verdict(first: Plan, second: Plan) -> str:
   return f'{text}; it has more {_LIMITS[worse][1]}' if saved[worse] < -0.05 * max(costs) else text
 
 
-# What limits operations: its name in the table, and in the verdict.
+# For each kind of limit (see `Operation.limit`), how the table and the verdict name it.
 _LIMITS = {
   'compute': ('products', 'time in products'),
   'memory': ('limited by memory', 'reading and writing of memory'),
@@ -86,7 +86,10 @@ _LIMITS = {
 
 
 def _most_waiting(won: Plan, lost: Plan) -> str:
-  """Returns text: the collectives whose waits the better plan shortens most, with both times; '' if none differ."""
+  """Returns text that names the kind of collectives whose exposed time the better plan shortens most, with both times.
+
+  Returns '' if the times are equal.
+  """
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
   times = [format_seconds(seconds.get(most, 0.0)) for seconds in (before, after)]

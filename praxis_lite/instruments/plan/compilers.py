@@ -44,7 +44,7 @@ _PARTITIONER = '[SPMD] Involuntary full rematerialization'
 # The part of a compiler's error that says how much memory a refused step needs: 'Used 33.5G of 15.75G hbm'.
 _USED = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
-_MOST_SHOWN = 400  # Characters of a compiler's error that messages show.
+_MOST_SHOWN = 400  # Messages show at most this many characters of a compiler's error.
 _CUDNN_VERSION = 91000  # The same version as in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these variables, the compilers look for TPUs or GPUs on this machine.
@@ -286,8 +286,9 @@ def _text_of_tpu_program(compiled: jax.stages.Compiled, lowered: jax.stages.Lowe
 _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
   # Since JAX 0.11, the compiler asks the GPU how much memory CUB's sort needs. XLA's own sort replaces CUB's.
   'CUB': {'xla_gpu_enable_cub_radix_sort': False},
-  # Triton's kernels for products also transpose operands. On a GPU, the autotuner skips blocks that do not fit.
-  # Without a GPU, blocks always have 64 rows, which do not fit 512 x 197 rows. cuBLAS replaces these kernels.
+  # Triton's kernels for products, which also transpose operands, work on blocks. On a GPU, the autotuner skips blocks
+  # that do not fit an operand. Without a GPU, blocks always have 64 rows, which do not fit 512 x 197 rows. So plans use
+  # cuBLAS instead.
   'output tile sizes': {'xla_gpu_enable_triton_gemm': False},
 }
 

@@ -50,7 +50,7 @@ class Dataflow:
     filler = _FILLERS.get(origin.opcode)
     if filler is not None and self._is_fill(computation.operands(origin)[filler], computation):
       return self.argument(computation.operands(origin)[1], computation)
-    if origin.opcode == 'concatenate':  # XLA joins small collectives; the first part represents all.
+    if origin.opcode == 'concatenate':  # XLA joined small collectives; the first of them stands for all.
       parts = [self.argument(operand, computation) for operand in computation.operands(origin)]
       return parts[0] if all(parts) else ''
     is_argument = origin.opcode == 'parameter' and computation is self._program.entry

@@ -132,10 +132,11 @@ class Declarations:
   # ---------------------------------------------------------------- what disagrees
 
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
-    """Returns the suspect, the declaration nearest to `layers` that contradicts others about `axes`, and those others.
+    """Returns the suspect, a declaration that is probably wrong about `axes`, and the declarations that it contradicts.
 
-    Of equally near declarations, the suspect is the one that is outvoted for most roles and axes. The list begins with
-    the declarations nearest to the suspect. If all declarations agree, the result is None and an empty list.
+    The suspect is the nearest to `layers` of all outvoted declarations; of equally near ones, it is the one outvoted
+    for most roles and axes. The list begins with the declarations nearest to the suspect. If all declarations agree,
+    returns None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):
@@ -153,7 +154,8 @@ class Declarations:
       return None, []
 
     suspect, others = max(accused.values(), key=lambda pair: (nearness(pair[0].layer, layers), counts[pair[0].path]))
-    # Nearest first; of equally near ones, fields that are set, then arrays of the same kind as the suspect.
+    # The nearest come first. Of equally near ones, those whose field is set come first, then arrays of the suspect's
+    # kind.
     near = sorted(
       dict.fromkeys(others),
       key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),

@@ -34,7 +34,7 @@ class Measurement(NamedTuple):
 
 
 class Learned(NamedTuple):
-  """The measured figures of one run divided by the planned ones, and its number of chips."""
+  """What later plans use of one run: its measured figures divided by the planned ones, and its number of chips."""
 
   time: float
   memory: float | None = None  # None if it was not reported.
@@ -59,7 +59,7 @@ def remember(file: Path, plan: Plan, measured: Measurement) -> None:
 
 
 def is_typical(plan: Plan, measured: Measurement) -> bool:
-  """Whether later plans may learn from a run: it has many steps, which are not too short and not far from the plan."""
+  """Whether later plans may learn from a run: it has enough steps, not too short and not far from the plan."""
   if not plan.is_time_known or measured.num_steps < _FEWEST_STEPS or plan.step_seconds < _SHORTEST_STEP:
     return False
   return 1 / _FARTHEST < measured.step_seconds / plan.step_seconds < _FARTHEST
@@ -69,7 +69,7 @@ _FEWEST_STEPS, _SHORTEST_STEP, _FARTHEST = 50, 0.005, 4.0
 
 
 def format_experience(file: Path) -> str:
-  """Returns a table of the stored quotients of measured and planned figures by chip and mode; or why there are none."""
+  """Returns a table of the stored quotients (measured / planned) by chip and mode, or says why there are none."""
   rows = [('chip', 'plans', 'runs', 'chips of each', 'step / planned', 'range', 'spread', 'memory / planned')]
   for kind, runs in sorted(_read(file).items()):
     chip, _, mode = kind.partition(' ')
@@ -145,7 +145,7 @@ def _read(file: Path) -> dict[str, dict[str, Learned]]:
 
 
 def _parse(one: object) -> Learned:
-  """Returns the stored quotients of a run; files of earlier versions have only the quotient of times, a number."""
+  """Returns the stored quotients of a run. Files of earlier versions have one number for it: the quotient of times."""
   learned = Learned(**one) if isinstance(one, dict) else Learned(one)  # type: ignore[arg-type]
   check_positive([learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)])
   return learned

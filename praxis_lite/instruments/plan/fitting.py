@@ -31,7 +31,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence about the change.
 
   Both are empty if the mesh already has the right number of devices, or if its shape does not match its axes. The
-  sentence is also empty if a size was -1.
+  sentence is also empty if a size was -1, which asks for this change.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)
@@ -42,7 +42,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
   sizes = {name: i * d for name, i, d in zip(names, ici, dcn)}
   if math.prod(sizes.values()) == topology.num_devices or len(ici) != len(names) or len(dcn) != len(names):
     return [], ''
-  # The largest axis that splits the batch; of equally large ones 'data', which by convention also splits the weights.
+  # The largest axis that splits the batch. If several are equally large, 'data': by convention it also splits weights.
   rest = max(_batch_axes(sizes, task) or sizes, key=lambda name: (sizes[name], name == 'data'))
   fitted, more = _shared_rest(fitted_mesh(sizes, topology.num_devices, rest), rest, task)
   across = topology.slices if fitted[rest] % topology.slices == 0 else 1
@@ -58,7 +58,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
 
 
 def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, int]:
-  """Returns a mesh of `devices` devices: axes keep common factors with that number, and axis `rest` takes the rest."""
+  """Returns a mesh of `devices` devices: axes keep what they can of their sizes; `rest` takes what is left."""
   fitted, left = dict(sizes), devices
   for name in sizes:
     if name != rest:
@@ -68,7 +68,10 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
 
 
 def _shared_rest(mesh: dict[str, int], rest: str, task: Config) -> tuple[dict[str, int], str]:
-  """Returns a mesh on which most devices along `rest` have a part of each large weight, and what changed, as text."""
+  """Moves factors of 2 from `rest` to another batch axis until most devices along `rest` have a part of large weights.
+
+  Returns the mesh, and a text about the change.
+  """
   other = next((axis for axis in _batch_axes(mesh, task) if axis != rest), None)
   if other is None:
     return mesh, ''

@@ -1,7 +1,7 @@
 """The time of a long run with failures: how often it should save, and the share of the time that is useful work.
 
 Failures are independent and equally likely at any moment, so the time to the next one is exponential with mean M. A run
-saves after each T seconds of work, which stalls it for D seconds, and a failure costs a restart of R seconds and the
+saves after each T seconds of work, and a save stalls it for D seconds. A failure costs a restart of R seconds and the
 work since the last save. Then the expected time for T seconds of saved work is (Daly, 2006, equation 20)
 
     M exp(R / M) (exp((T + D) / M) - 1)
@@ -30,9 +30,9 @@ class Interruptions:
   """What interrupts a run.
 
   Attributes:
-    failures_per_chip_day: failures per chip and day, with those of its share of the host and network. The default is
-      from the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table
-      5).
+    failures_per_chip_day: failures per chip and day. They include failures of hosts and networks, divided by the number
+      of chips. The default is from the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100
+      (arXiv:2407.21783, table 5).
     restart_seconds: seconds from a failure to the first new step.
     save_seconds: seconds that a save stalls the run; None derives it from the state on a device.
     input_wait_share: waits for inputs, as a share of the time of the steps.

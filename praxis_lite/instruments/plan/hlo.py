@@ -35,7 +35,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
 _MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
-# Part of an axis is written 'name':(m)n, with the size m of the parts before it, and its size n.
+# HLO writes a part of an axis as 'name':(m)n: n is its size, and m is the size of all parts before it.
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 

@@ -22,7 +22,7 @@ _PHASES |= {'transpose(': 'backward', 'jvp(': 'forward'}
 
 
 class LayerNames:
-  """Finds the layer, which is at one of `paths`, and the phase of an operation by the name that JAX gave it."""
+  """Finds the layer, one of `paths`, and the phase of an operation from the name that JAX gave the operation."""
 
   def __init__(self, paths: Iterable[tuple[str, ...]]):
     self.layer = functools.cache(self._layer)

@@ -62,7 +62,7 @@ def grouped_product_flops(op_name: str, left: Sequence[int], result: Sequence[in
 
 
 def is_grouped_kernel(op_name: str) -> bool:
-  """Whether an operation is a call of our kernels for grouped products."""
+  """Whether an operation calls one of this package's kernels for grouped products."""
   return 'pallas_call' in op_name and _is_grouped(op_name)
 
 

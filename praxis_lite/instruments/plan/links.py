@@ -138,7 +138,7 @@ class Links:
 
 
 def _unlike(groups: DeviceGroups, places: np.ndarray) -> list[tuple[int, ...]]:
-  """Returns one group of each shape: groups of a shape have the same coordinates relative to their lowest ones."""
+  """Returns one group of each shape. Two groups have one shape if they differ only by a shift of all coordinates."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:
     at = places[list(group)]

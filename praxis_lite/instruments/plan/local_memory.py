@@ -30,7 +30,7 @@ RETURNS = {'func.return', 'stablehlo.return', 'sdy.return'}
 _READS_FUSED = {'stablehlo.gather', 'stablehlo.scatter', 'stablehlo.concatenate'}
 _STORED = PRODUCTS | COLLECTIVES | LOOPS | _READS_FUSED
 _STORED |= {'stablehlo.convolution', 'stablehlo.sort', 'stablehlo.custom_call'}
-# Stored operations that move the same bytes as a fusion: their inputs and their result.
+# Operations whose results are stored, but which move the same bytes as a fusion: their inputs and their results.
 _FUSIONS = {'stablehlo.concatenate', 'stablehlo.sort'}
 _VIEWS = {'stablehlo.reshape', 'stablehlo.transpose', 'stablehlo.optimization_barrier', 'sdy.all_slice'}
 _VIEWS |= {'sdy.sharding_constraint', 'stablehlo.bitcast_convert', 'stablehlo.reduce_precision'}
@@ -71,8 +71,8 @@ class Buffer:
   name: str  # Of the operation that makes the value, or that fills it part by part; see `LocalOperation`.
   shape: str  # Dtype and shape on each device.
   bytes: int
-  defined: int  # The number, in its block, of the operation that makes it.
-  last_use: int  # The number of the last operation that reads it.
+  defined: int  # The position in the block of the operation that makes it.
+  last_use: int  # The position of the last operation that reads it.
   loop: str = ''  # The name of the loop that fills it part by part; '' if no loop does.
 
 
@@ -88,7 +88,7 @@ _NOTHING = Peak()
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """The buffers that must stay in memory until a value is read, and the arrays and bytes that its computation reads."""
+  """The buffers that must stay in memory until a value is read, and the bytes of each array that computing it reads."""
 
   held: tuple[Buffer, ...] = ()
   read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
@@ -169,7 +169,7 @@ class BlockMemory:
         held[0].name, held[0].loop = f'{name}/{operation_name(passed.owner)}', name
 
   def _result(self, op: ir.Operation, number: int, result: ir.Value, used: list[_Value]) -> tuple[_Value, int]:
-    """Returns the memory that a result needs, and the bytes that it moves if it becomes a fusion; otherwise 0."""
+    """Returns the memory that a result needs, and the bytes that a fusion moves to compute it; 0 if no fusion does."""
     size = self._sizes.bytes(result)
     if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return _Value(used[number].held, {result: size}), 0
@@ -189,7 +189,7 @@ class BlockMemory:
     if not stored and not self._is_stored(op, result, fused.moved, size):
       return fused, 0
     moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
-    if result in self._returned:  # The result of the block: the caller holds its memory.
+    if result in self._returned:  # The caller of the block counts the memory of the block's results.
       return _Value((), {result: size}), moved
     name = f'{self._within}/{operation_name(op)}'
     stored_as = result if (cast := _only_cast(op)) is None else cast.results[0]
@@ -203,7 +203,7 @@ class BlockMemory:
     return _Value((made,), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
-    """Returns the bytes that a result's computation reads; 0 if XLA fuses it with one that reads the same arrays."""
+    """Returns the bytes that computing a result reads; 0 if XLA fuses it with a result from the same arrays."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:
       return 0

@@ -256,7 +256,7 @@ class _Reader:
     return found
 
   def _collective(self, op: ir.Operation, count: float, within: str) -> list[LocalCollective]:
-    """Returns the collective in a list, which is empty if nothing moves."""
+    """Returns a list of one collective; an empty list if the operation moves nothing between devices."""
     operand, result = op.operands[0], op.results[0]
     users = [use.owner.operation for use in result.uses]
     kind = op.name.partition('.')[2].replace('_', '-')

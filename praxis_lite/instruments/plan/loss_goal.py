@@ -17,7 +17,7 @@ class LossGoal(NamedTuple):
 
   loss: float
   tokens: float
-  least: float  # The range of the number of tokens, by fits to resampled losses.
+  least: float  # The range of the number of tokens, from fits to resampled losses.
   most: float  # May be infinite.
   notes: tuple[str, ...] = ()  # Lines about the law, and how far it is extrapolated.
 

@@ -47,7 +47,7 @@ class StepKey:
   kind: str
 
   def is_same_step(self, other: StepKey) -> bool:
-    """Whether both keys give the same program: their kinds of devices may differ in facts that tracing does not use."""
+    """Whether both keys give the same program. Kinds of devices may differ in facts that tracing does not use."""
     if (self.platform, [*self.mesh.items()]) != (other.platform, [*other.mesh.items()]):
       return False
     try:

@@ -35,7 +35,7 @@ def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lo
 
 
 def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) -> Sequence[ir.Value]:
-  """Lowers `scan` to a loop, even if it is unrolled; marks an unrolled loop as `UNROLLED`."""
+  """Lowers `scan` to a loop, even one that would be fully unrolled, and marks such a loop as `UNROLLED`."""
   outputs = lower_scan_as_loop(context, *values, **params)
   if unroll >= params['length']:
     for output in outputs:

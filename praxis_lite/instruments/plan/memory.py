@@ -197,7 +197,7 @@ class _Buffer:
   op_name: str
   kind: str = 'temporaries'
   last_use: int = -1
-  given: bool = False  # Not a temporary: an argument, a result or a constant.
+  given: bool = False  # Whether it is an argument, a result or a constant, which are no temporaries.
   operands: tuple[_Buffer, ...] = ()  # The operands of equal size; a fusion may overwrite one of them.
 
   @property
@@ -206,7 +206,7 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# The kind of the buffers that a loop over layers fills, by the loop's phase. A recomputing loop keeps nothing.
+# What the buffers that a loop over layers fills contain, by the phase of the loop. A loop that recomputes fills none.
 FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
@@ -323,7 +323,7 @@ class _Liveness:
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Names each buffer that a loop fills part by part after the operation that fills it."""
+    """Gives each buffer that a loop fills part by part the name of the operation that fills it, and its kind."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return

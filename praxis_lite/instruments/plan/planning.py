@@ -238,7 +238,7 @@ class Planner(abc.ABC, Generic[P]):
 
   @abc.abstractmethod
   def _plan_lowered(self, notes: Sequence[str], needs: int | None) -> P:
-    """Returns the plan of the lowered program; `needs` are the bytes that a compiler says it needs, None if unknown."""
+    """Returns the plan of the lowered program. `needs` are the bytes that it needs, if a compiler has reported them."""
 
   def _compile(
     self,
@@ -318,7 +318,7 @@ class _StepPlanner(Planner[Plan]):
     return abstract_mesh(self._mesh, *self._devices())
 
   def _devices(self) -> tuple[str, str | None]:
-    """Returns the devices' platform, and JAX's name of their kind for GPUs; None for others."""
+    """Returns the platform of the devices, and, for GPUs, JAX's name of their kind; for others, None."""
     target = self.topology.target
     return target.kind, target.cuda.name if target.cuda else None
 
@@ -344,7 +344,7 @@ class _StepPlanner(Planner[Plan]):
 
 
 def _accuracy(topology: Topology) -> str:
-  """Returns a note that says on what the times of a plan rest."""
+  """Returns a note that says what the times of a plan are based on: measured runs, measured shares or assumptions."""
   target, runs = topology.target, topology.experience
   if runs:
     number, between = 'a measured run', ''

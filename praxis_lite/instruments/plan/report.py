@@ -201,7 +201,8 @@ def format_why(plan: Plan, every: bool = False) -> str:
   """Returns the causes of a plan's collectives as text: expected ones by kind, then surprises and their remedies.
 
   Args:
-    plan: the plan of a step. If it was not compiled, there are no causes: the text says so if `every`, or else is ''.
+    plan: the plan of a step. Only a compiled step has known causes. Without them, the text is '', or says so if
+      `every`.
     every: lists each collective separately, and includes surprises of negligible cost.
   """
   if plan.mode != 'compiled':
@@ -232,7 +233,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
 
 
 def _declared_by(found: Iterable[Communication], width: int | None) -> str:
-  """Returns the fields that declare some collectives. With a `width`, shows only the first one, cut at its start."""
+  """Returns the fields that declare some collectives. With a `width`, gives only the end of the first."""
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
   if width is None or not fields:
     return ', '.join(fields) or '-'

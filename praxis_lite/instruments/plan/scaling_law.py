@@ -74,7 +74,7 @@ class ScalingLaw(NamedTuple):
     return (self.b / left) ** (1 / self.beta) if left > 0 else math.inf
 
   def parameters_for(self, loss: float) -> float:
-    """Returns the number of parameters for which `limit` is this loss; infinity if there is none."""
+    """Returns the number of parameters of a model whose `limit` is this loss; infinity if no model has this limit."""
     left = loss - self.irreducible
     return (self.a / left) ** (1 / self.alpha) if left > 0 else math.inf
 
@@ -84,7 +84,7 @@ class ScalingLaw(NamedTuple):
     return self.beta / (self.alpha + self.beta)
 
   def best_size(self, flops: float) -> tuple[float, float, float]:
-    """Returns the parameters, tokens and loss with the least loss for an amount of compute."""
+    """Returns the numbers of parameters and tokens that give the least loss for an amount of compute, and that loss."""
     ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
     parameters = ratio * (flops / _OPERATIONS) ** self.growth_of_parameters
     tokens = flops / _OPERATIONS / parameters
@@ -190,7 +190,7 @@ def check_runs(runs: Sequence[FinishedRun]) -> None:
 
 
 def _distinct_sizes(values: Sequence[float]) -> list[float]:
-  """Returns the values in ascending order, without values that nearly equal the one before."""
+  """Returns the values in ascending order; of nearly equal ones, only the smallest."""
   found: list[float] = []
   for value in sorted(values):
     if not found or value > _SAME_SIZE * found[-1]:
@@ -231,7 +231,7 @@ class _Problem:
     return [start for _, start in sorted(found, key=lambda pair: pair[0])[:most]]
 
   def solve(self, losses_R: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the solution with the least error for log losses, after a fit from each of `starts`."""
+    """Fits the constants once from each of `starts`, and returns those with the least error of log losses."""
     least = losses_R.min() - 14  # The logarithm of a millionth of the smallest loss.
     low = np.array([least, _EXPONENTS[0], least, _EXPONENTS[0], least])
     high = np.array([losses_R.max() + 2, _EXPONENTS[1], losses_R.max() + 2, _EXPONENTS[1], losses_R.max()])

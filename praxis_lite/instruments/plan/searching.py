@@ -33,8 +33,8 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
 _MOST_PROMISING = 5  # The search ends when all neighbours of this many best settings are estimated.
-# XLA recomputes more if more than the share `_NEARLY_FULL` of memory is filled. Estimated times then grow, up to
-# `_FULL` times if all of it is filled.
+# If more than the share `_NEARLY_FULL` of memory is filled, XLA recomputes more. Estimated times then grow with the
+# filled share, by a factor of up to `_FULL` for a full memory.
 _NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit that estimates may take, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
@@ -200,9 +200,9 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """Returns an estimate of a setting; None if it gives the same program as an earlier one, such as one with 'auto'.
+    """Returns an estimate of a setting; None if an earlier setting, such as one with 'auto', gives the same program.
 
-    If a setting is not valid, returns None, or, with `must`, raises the error.
+    For a setting that is not valid, returns None; with `must`, raises the error.
     """
     self.report(f'estimating, {len(self._estimates) + 1} settings')
     try:
@@ -257,8 +257,8 @@ class _Search:
 class Correction:
   """Corrects estimates of operations, collectives and temporaries by the ratios of compiled programs to estimates.
 
-  The ratios for a setting come from the nearest compiled settings. These differ from it in the fewest knobs, not
-  counting the mesh, the first knob; of equally near settings, those on the same mesh are taken.
+  The ratios for a setting come from the nearest compiled settings: those that differ from it in the fewest knobs. The
+  first knob, the mesh, does not count, but of equally near settings, those on the same mesh are taken.
   """
 
   def __init__(self) -> None:
@@ -283,7 +283,7 @@ class Correction:
     return seconds * _recomputing(peak / estimate.memory.capacity), peak
 
   def least(self, estimate: Plan, setting: Setting = ()) -> float:
-    """Returns the least seconds that a step may take, by the largest known error of estimates.
+    """Returns the least seconds that a step may take, if its estimate errs as much as any known one.
 
     If no compiled setting differs only in its mesh, the correction may be wrong, so this uses the shorter of the
     corrected and the uncorrected time.
@@ -295,7 +295,7 @@ class Correction:
 
 
 def may_be_faster(estimated: Ranked, best: Ranked) -> bool:
-  """Whether a setting that was not compiled may take less time than the best one, by the errors of estimates."""
+  """Whether a setting that was not compiled may be faster than the best one, given how much estimates err."""
   is_open = estimated.fits and estimated.verified is None and not estimated.failure
   return is_open and estimated.least_for_work < best.seconds_for_work
 
@@ -309,7 +309,7 @@ def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns how many times as long a step takes with recomputation, for the share of the memory that is filled."""
+  """Returns the factor by which XLA's recomputation slows a step down, if this share of the memory is filled."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 

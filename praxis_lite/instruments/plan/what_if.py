@@ -38,8 +38,8 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# Extrapolation is uncertain, so these limit how many times larger an estimated size is than all sizes before it, and
-# the number of sizes.
+# Extrapolation is uncertain. So a size is at most `_MOST_GROWTH` times as large as the largest one before it, and at
+# most `_MOST_SIZES` sizes are tried.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
@@ -220,8 +220,9 @@ class WhatIf:
   def ways_out(self) -> list[Change]:
     """Returns at most three settings that fit, with one or two changes each; the fastest comes first.
 
-    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries the number of microbatches,
-    or a batch size, that the temporaries require, both alone and together with the changes that save most memory.
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries enough microbatches, or a
+    small enough batch, for the temporaries to fit: first as the only change, and then together with each of the changes
+    that save most memory.
     """
     capacity = self.planned.memory.capacity
     estimated = [self._estimate_change(_describe(overrides), overrides) for overrides in self._single_changes()]

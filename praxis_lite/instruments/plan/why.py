@@ -28,7 +28,7 @@ from praxis_lite.training.flops import flops_by_scope
 # The primitives of collectives that layers call themselves, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
-_SMALL = 1 << 16  # In bytes; scalars and values for each example are smaller.
+_SMALL = 1 << 16  # In bytes; a scalar, or an array of one number for each example, is smaller.
 _REMATERIALIZED = re.compile(
   r'Involuntary full rematerialization\. The compiler cannot go from sharding \{(?P<before>[^}]*)\} to '
   r'\{(?P<after>[^}]*)\}.*?for HLO operation %?\S+ = (?P<array>\w+\[[\d,]*\]).*?(?:op_name="(?P<name>[^"]*)")?'
@@ -262,7 +262,7 @@ class Why:
     return tuple(idle)
 
   def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """Returns a cause for each array that XLA, by its messages, replicates to split it differently; no duplicates."""
+    """Returns a cause for each array that XLA's messages say it replicates in order to split it differently."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):

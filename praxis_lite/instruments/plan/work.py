@@ -132,7 +132,7 @@ def convolution_flops(
 def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
   """Returns how many pairs (output, kernel position) in one dimension read an element of the image, not padding."""
   last = (image - 1) * spread
-  if spread == 1:  # Each kernel position meets the image in outputs `first` to `end`.
+  if spread == 1:  # For outputs `first` to `end`, this kernel position reads the image.
     shift = pad - np.arange(kernel) * apart
     first, end = -(-shift // stride), (last + shift) // stride
     return int(np.maximum(np.minimum(end, out - 1) - np.maximum(first, 0) + 1, 0).sum())

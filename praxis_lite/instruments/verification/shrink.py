@@ -69,7 +69,7 @@ class SmallTask(NamedTuple):
 
 
 class _Split(NamedTuple):
-  """A dimension that is split over some mesh axes, and into how many parts on the real and on the small mesh."""
+  """A split dimension: the mesh axes that split it, and its number of parts on the real mesh and on the small one."""
 
   size: int
   axes: tuple[str, ...]
@@ -82,7 +82,7 @@ class _Stages(NamedTuple):
 
   real: PipelineStages
   small: int
-  real_parts: int  # Into how many parts the real mesh splits the stages.
+  real_parts: int  # The number of parts into which the real mesh splits the stages.
   small_parts: int
 
   @property
@@ -221,9 +221,9 @@ def _small_size(n: int, chosen: Mapping[int, int], splits: Sequence[_Split]) -> 
 
 
 def _small_count(n: int, first: int, stacks: Sequence[_Split], pipelines: Sequence[_Stages]) -> int:
-  """Returns a small number of layers for the `n - first` layers after the first ones.
+  """Returns a small number of layers that replaces the `n - first` layers after the first ones.
 
-  Mesh axes and pipeline stages divide it evenly iff they divide the real number evenly.
+  Mesh axes and pipeline stages divide the small number evenly iff they divide the real one evenly.
   """
   fits = (
     k
@@ -235,7 +235,7 @@ def _small_count(n: int, first: int, stacks: Sequence[_Split], pipelines: Sequen
 
 
 def _fit(n: int, parts: int) -> tuple[bool, bool, bool]:
-  """Returns whether `parts` divide `n` evenly, or else have a common factor with it, and whether `n` is smaller."""
+  """Returns whether `parts` divides `n`, whether they only have a common factor, and whether `n` is the smaller one."""
   return n % parts == 0, n % parts != 0 and math.gcd(n, parts) > 1, n < parts
 
 

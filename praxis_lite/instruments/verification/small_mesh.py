@@ -30,8 +30,8 @@ _PRICES = 4, 2, 2
 def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> dict[str, int]:
   """Returns the sizes of the mesh axes for the verification of an experiment.
 
-  A mesh of at most `most_devices` devices keeps its sizes, except a mesh of one device, where there is nothing to
-  verify: each of its last three axes gets size 2, and a single axis gets size 8.
+  A mesh of 2 to `most_devices` devices keeps its sizes. On a mesh of one device, there is nothing to verify, so each of
+  its last three axes gets size 2; if it has only one axis, that axis gets size 8.
 
   Raises:
     ConfigError: the axes need more than `most_devices` devices even with two devices each.

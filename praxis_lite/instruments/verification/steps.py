@@ -61,7 +61,7 @@ StepResults = dict[Name, np.ndarray]
 
 
 class Case(NamedTuple):
-  """A step of a task that `task_of` built from `config`, on values of a train state and of a batch on the host."""
+  """A step to run: its kind, the task that `task_of` built from `config`, and a train state and a batch on the host."""
 
   kind: StepKind
   rows: int
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 class Runner:
-  """A case on a mesh, compiled once and run on any number of values."""
+  """Runs a case on a mesh, any number of times; the step is compiled only once."""
 
   def __init__(self, case: Case, mesh: Mesh, specs: NestedDict | None = None):
     self._case = case

@@ -274,7 +274,10 @@ class _Comparison:
     self._compare(case)
 
   def compare_merged(self, rows: int) -> None:
-    """In an evaluation, compares merged adapters, if there are any, on the mesh with separate ones on one device."""
+    """Compares an evaluation with merged adapters, on the mesh, to one with separate adapters, on one device.
+
+    Does nothing if the model has no adapters that can be merged.
+    """
     model = self.task.model
     if not model.adapters or names_of_adapters(model):
       return
@@ -322,7 +325,7 @@ class _Comparison:
       self._compare(case, _mesh(sizes), ' with dropout')
 
   def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '', on_mesh: Case | None = None) -> None:
-    """Compares a step; `on_mesh` is another case that must have the same results on the mesh."""
+    """Compares a step on the mesh with one device. The case `on_mesh`, if given, replaces `case` on the mesh."""
     start = time.perf_counter()
     specs = placed_specs(self.small.placements)
     if on_mesh is not None:  # It has fewer variables, at the same paths.
@@ -388,7 +391,7 @@ class _Comparison:
     """Decides which results of the mesh are wrong: those that differ from the results of one device in float64."""
     undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
     if self._draws(case):
-      return undecided  # In float64, a step draws different random numbers.
+      return undecided  # In float64, the step would draw other random numbers, so its results could not be compared.
     try:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
     except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
@@ -414,7 +417,7 @@ class _Comparison:
 
 
 class _Verdict(NamedTuple):
-  """Errors of the results that are wrong on the mesh, remarks on them, and the reference, without and with noise."""
+  """The errors of the results that are wrong on the mesh, remarks on them, and references without and with noise."""
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
