@@ -221,7 +221,7 @@ class Agreement:
     return max(4 * scaled, 8 * self.sensitivity, 32 * largest * _epsilon('float32'))
 
   def _measure_sensitivity(self) -> float:
-    """Returns the largest change of a log-probability when weights change by a rounding error of float32, in nats."""
+    """Returns by how many nats a log-probability changes at most if weights change by a rounding error of float32."""
     expected, stored = self.score(self.exact), self.exact.stored_variables
     floats = [x.dtype for x in jax.tree.leaves(stored) if jnp.issubdtype(x.dtype, jnp.floating)]
     coarsest = max((_epsilon(dtype.name) for dtype in floats), default=_epsilon('float32'))
@@ -323,7 +323,7 @@ def _compute_in_float32(task: Config) -> None:
 def _set_everywhere(task: Config, field: str, value: object) -> None:
   """Sets a field in all configs of a model that have it.
 
-  `fprop_dtype` is set in `task.model`, and in other configs only if it is not None there.
+  `fprop_dtype` is always set in `task.model`. In other configs, None stays: it means the dtype of the layer above.
   """
   for config in nested_configs(task.model):
     if field in (field_names(config) or ()) and (field != 'fprop_dtype' or config.fprop_dtype is not None):
@@ -364,7 +364,10 @@ def move_to_one_device(model: TrainedModel) -> TrainedModel:
 
 
 def format_result(agreement: Agreement, compared: WayResult | None = None) -> str:
-  """Returns the table's line for a comparison; without one, the head of the table and the line of the reference."""
+  """Returns a comparison as a line of the table.
+
+  Without a comparison, returns the table's head, and the reference's line.
+  """
   if compared is None:
     texts, tokens = number_of(len(agreement.texts.contexts), 'text'), number_of(agreement.texts.num_tokens, 'token')
     mesh = f'{agreement.dtype}, mesh {format_axes(agreement.model.tasks.mesh.shape)}'

@@ -54,8 +54,8 @@ class Calibration:
   Attributes:
     method: one of `METHODS`.
     num_batches: how many batches are evaluated.
-    dataset: the name or number of the run's dataset to read, in its order; None reads the first one for training, or
-      else the first one.
+    dataset: the name or number of the dataset of the run that is read, in the dataset's own order. None reads the first
+      dataset for training, or the first one if none is for training.
   """
 
   method: str

@@ -31,7 +31,10 @@ def fit_rows(rows: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, A
 def check_shapes(
   rows: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[_Shape], object] = tuple
 ) -> None:
-  """Raises DataError if `compared` of an example's shape differs from `compared` of the shape in the run's data."""
+  """Raises DataError if examples have other shapes than those in the run's data.
+
+  `compared` maps a shape to what must agree.
+  """
   for name, shape, expected in _other_shapes(rows, structs, compared):
     raise DataError(
       f'{name!r}: expected {_describe_example(expected)} in each example, as in the data of the run, got '

@@ -21,7 +21,7 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   """Returns the config of a task with a mesh for `num_devices`, and a line about what changed ('' if nothing did).
 
   Raises:
-    ConfigError: the mesh needs more devices even if the axes that may shrink have size 1; or it needs more, and
+    ConfigError: there are too few devices even if the axes that may shrink get size 1, or there are too few devices and
       `dcn_mesh_shape` is set.
   """
   sizes = task.instantiate().mesh_sizes(num_devices)

@@ -209,7 +209,7 @@ def _advise(job: TrainJob) -> Iterator[str]:
 
 
 def _record(job: TrainJob, directory: Path, step: int, *, keeps_record: bool) -> Iterator[str]:
-  """Records the run and its vocabulary in a directory; yields how its config differs from the one recorded before."""
+  """Records the run and its vocabulary in a directory; yields lines about differences from the recorded config."""
   mesh = job.programs.partitioned.mesh.shape
   yield from write_record(directory, job.config, seed=job.seed, mesh=mesh, step=step, keeps_record=keeps_record)
   keep_vocabulary(job.inputs.vocabulary, directory)

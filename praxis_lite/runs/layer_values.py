@@ -186,7 +186,10 @@ def first_layer_difference(
 
 
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
-  """Yields groups of successive points: those in stacks of the same number of layers, or a single other point."""
+  """Yields groups of successive points.
+
+  A group has the points of stacks with equally many layers, or one other point.
+  """
   sizes = {name: len(point.values) if point.is_stacked else name for name, point in values.items()}
   for _, group in itertools.groupby(values, sizes.__getitem__):
     yield list(group)

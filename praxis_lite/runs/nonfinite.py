@@ -81,7 +81,7 @@ class SkippedSteps:
 
   @property
   def most_steps(self) -> bool:
-    """Whether the steps just skipped in a row are more than half of this process's steps; False without a limit."""
+    """Whether the current row of skipped steps is more than half of this process's steps; False without a `limit`."""
     return bool(self.limit) and 2 * self.in_a_row > self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:

@@ -51,8 +51,8 @@ class PrefixStore:
     """Returns the slot that has the longest prefix of a prompt (without its last token), and the length of the prefix.
 
     Args:
-      more_than: the length of a prefix that is available elsewhere. Returns None if no slot has a longer prefix, or one
-        of at least `least` tokens.
+      more_than: the length of a prefix that is available elsewhere. Returns None if no slot has a longer one of at
+        least `least` tokens.
     """
     shared = [count_common(place.ids, prompt[:-1]) for place in self._places]
     best = max(range(len(shared)), key=lambda i: shared[i], default=None)

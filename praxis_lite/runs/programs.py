@@ -221,10 +221,10 @@ class InputProgram(Generic[Out]):
     """Called before a pass."""
 
   def _keep(self, out: Out, batch: Mapping[str, Any]) -> None:
-    """Called after each batch; keeps what the result needs of its outputs."""
+    """Called after each batch; keeps the part of the batch's outputs that the result needs."""
 
   def _finish(self, step: int) -> str:
-    """Called at the end of a pass; returns the note of its result."""
+    """Called at the end of a pass; returns the text for `ProgramResult.note`."""
     return ''
 
 

@@ -116,7 +116,7 @@ class _Part(StreamedArray):
     return self.stored.parts[self.part].as_struct().dtype
 
   def read(self, box: Box) -> np.ndarray:
-    """Returns a box of the variable; raises CheckpointError if the weight has NaN or infinities there."""
+    """Returns the entries at the indices `box`; raises CheckpointError if the weight has NaN or infinities there."""
     first, last = _dims_of_inputs(self.stored.format, len(self.weight.shape))
     w = self._read_finite((*box[:first], *whole_box(self.weight.shape)[first:last], *box[last:]))
     if self.choice is None:
@@ -158,7 +158,10 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the part of the array that `parts` stores: parts of the variables, with all inputs of some outputs."""
+    """Returns the part of the array that follows from `parts` of the variables.
+
+    They have all inputs of some outputs.
+    """
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]

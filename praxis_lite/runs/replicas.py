@@ -42,7 +42,7 @@ class ReplicaDifference(NamedTuple):
 
 
 class Suspects(NamedTuple):
-  """The devices that may have caused differences, in the order of the mesh, and whether a majority has voted."""
+  """The devices that may have caused differences, in mesh order, and whether a majority of replicas outvoted them."""
 
   devices: tuple[int, ...]
   is_voted: bool

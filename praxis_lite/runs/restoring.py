@@ -58,8 +58,8 @@ def restore_model(
   Args:
     step, devices, seed, on_damage: see `RestoreOptions`.
     create_mesh: returns the mesh for a task; None creates the task's own mesh from `devices`.
-    use_ema: whether to use the moving averages if the learner keeps them; or the name of the section of the task that
-      says so.
+    use_ema: whether to use the moving averages, if the learner keeps them; or the name of the section of the task whose
+      field `use_ema` decides.
     tap: statistics of activations that evaluations report; see `praxis_lite.training.taps`.
     check: called with the model before anything is restored.
     meanwhile: called before restoring, for example to start compiling. Its argument is the model that is returned

@@ -56,12 +56,12 @@ class RowSlots:
   def take(self, prompt: Sequence[int], kept: int = 0, plan: TakenRow | None = None) -> TakenRow:
     """Gives a free row to a prompt; the caller ensures that there is one.
 
-    If a free row has the longest prefix in common with the prompt, it is taken, and no copy is needed. Otherwise the
-    free row that was released first is taken, and the prefix, if there is one, is to be copied from the row that has
-    it. All but the last token of a prompt can be shared.
+    The best source is the row that has the longest prefix in common with the prompt. If it is free, it is taken, and no
+    copy is needed. Otherwise the free row that was released first is taken, and the prefix is to be copied from the
+    source. All but the last token of a prompt can be shared.
 
     Args:
-      kept: the length of the prefix that a `PrefixStore` has; a row that shares fewer tokens is then not a source.
+      kept: the length of the prefix that a `PrefixStore` has. Rows that share fewer tokens are not used as a source.
       plan: the result of `plan` for this prompt, with no calls in between; None calls `plan`.
     """
     place = self.plan(prompt) if plan is None else plan

@@ -87,7 +87,7 @@ class SearchRange:
     return FloatDistribution(self.low, self.high, log=self.kind == 'log')
 
   def round(self, value: Any) -> Any:
-    """Returns a drawn number, rounded to the digits in the names of runs, unless that puts it out of the range."""
+    """Rounds a drawn number to the four digits that names of runs show, unless the result would leave the range."""
     short = float(f'{value:.4g}') if isinstance(value, float) else value
     return short if self.kind == 'choice' or self.low <= short <= self.high else value
 
@@ -309,7 +309,7 @@ class Search:
     )
 
   def importances(self) -> dict[str, float]:
-    """Returns each field's share of importance for the metric, largest first; {} if it cannot be estimated."""
+    """Returns the importance of each field for the metric, as a share of 1, largest first; {} if it is not known."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     if sum(trial.state == 'complete' for trial in self.trials) <= _FIRST_WHOLE:

@@ -90,7 +90,10 @@ class Throughput:
     self._rows: list[int] = []
 
   def restart(self, step: int) -> None:
-    """Restarts the measurement after `step`; time since the last call, for example of an evaluation, does not count."""
+    """Begins a new measurement after `step`.
+
+    The time since the last call, such as that of an evaluation, does not count.
+    """
     self._mark, self._rows = (step, self._clock()), []
 
   def add_rows(self, rows: int) -> None:

@@ -41,7 +41,7 @@ from praxis_lite.training.task import LossSpikeParams
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 # Once this many troubles are recorded, only those for which the run went back are added: the run needs all of these.
 _MOST_RECORDED = 1000
-# The batches of this many steps, in addition to a jump's, are remembered, because metrics are read some steps later.
+# Metrics are read some steps after their step. So the batches of this many steps are remembered besides a jump's own.
 _IN_FLIGHT = 16
 # The smallest number of losses with a meaningful median, and the number of losses kept for a restart.
 _FEWEST, _KEPT = 20, 2000

@@ -72,7 +72,7 @@ class LocalFolder:
           os.fchmod(file.fileno(), 0o644)
         put(temporary, self._path / name)
         break
-      except FileNotFoundError:  # Another process writes this file, too, and has removed `temporary`.
+      except FileNotFoundError:  # Another process is writing the same file, and has removed `temporary`.
         if attempt == _ATTEMPTS - 1:
           raise
       except BaseException:

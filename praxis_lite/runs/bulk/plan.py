@@ -66,7 +66,10 @@ def make_plan(paths: Sequence[str], settings: Mapping[str, Any], shard_rows: int
 
 
 def check_unchanged(plan: ShardPlan, paths: Sequence[str], settings: Mapping[str, Any], where: str) -> None:
-  """Raises DataError unless a plan was made for this input and these settings; reads files whose stamp has changed."""
+  """Raises DataError unless a plan was made for this input and these settings.
+
+  Reads only files that may have changed.
+  """
   sealed, given = _flatten(plan.settings), _flatten(settings)
   for name in sorted({*sealed, *given}):
     before, now = sealed.get(name), given.get(name)

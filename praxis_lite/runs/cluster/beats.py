@@ -100,7 +100,7 @@ class Beats:
     return time.monotonic() - self._progress
 
   def verdict(self) -> str:
-    """Returns why another process has given up; '' if none has, there is only one group, or the service is silent."""
+    """Returns why a process has given up; '' if none has, there is only one group, or the service does not answer."""
     with contextlib.suppress(Exception):
       return '' if self._is_all else self._client.key_value_try_get(_VERDICT)
     return ''

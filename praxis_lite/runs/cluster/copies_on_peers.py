@@ -59,11 +59,11 @@ class CopiesOnPeers:
     self.unsent = '; '.join(unsent)
 
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
-    """Gets this process's part of the newest copy whose parts all exist, each on some host; returns what failed.
+    """Gets this process's part of the newest copy of which every part is on some host; returns what failed.
 
-    Each process takes its part from its own host if the part is there, and otherwise from any host that holds it.
-    `copies`, by step, are the copies whose part for this process is on this host; a fetched copy is added. Copies of
-    steps up to `oldest` are left out.
+    A process takes its part from its own host if the part is there, and otherwise from any host that has it. `copies`
+    has, by step, the copies whose part for this process is on this host; a fetched copy is added to it. Copies of steps
+    up to `oldest` are ignored.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):
@@ -143,9 +143,9 @@ def join_peers(
 def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
   """Returns, for each process, the `count` processes that receive its part; fewer if there are too few domains.
 
-  A sender and its receivers are all in different failure domains; `domains` has that of each process. All processes
-  receive equally many parts, unless a domain is so large that this is impossible; then each part goes to the domains
-  that have received least.
+  `domains` has the failure domain of each process. A sender and its receivers are all in different domains. All
+  processes receive equally many parts. If one domain is too large for that, each part goes to the domains that have
+  received least.
   """
   members: dict[int, list[int]] = {}
   for process, domain in enumerate(domains):
@@ -195,7 +195,7 @@ def folders_of_all(folder: Path) -> list[str]:
 
 
 def _list_parts(held: dict[tuple[int, int], str]) -> str:
-  """Returns the newest parts that fit into `_MOST_HELD` bytes as text, with `step.process:save` for each part."""
+  """Returns a text with `step.process:save` for each part, the newest first, cut to `_MOST_HELD` bytes."""
   newest = sorted(held.items(), key=lambda part: -part[0][0])
   text = ''.join(f' {step}.{process}:{save}' for (step, process), save in newest)
   return text if len(text) <= _MOST_HELD else text[: _MOST_HELD + 1].rpartition(' ')[0]

@@ -116,10 +116,10 @@ class EmergencyCopies:
       _check_room(self._folders[0], in_folder, 'copies and those of its peers')
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that is complete in all processes, and why newer ones are not used; '' if there are none.
+    """Returns the newest copy that is complete in all processes, or None, and a text: why newer ones are not used.
 
-    Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none).
-    Removes all copies except the returned one, which is None if there is none.
+    Considers only copies that are newer than `checkpoint`, the step of the newest checkpoint (0 if there is none). The
+    text is '' if there are no newer copies. Removes all copies except the returned one.
     """
     copies: dict[int, EmergencyCopy] = {}
     unfit: list[str] = []
@@ -172,10 +172,10 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy; then removes it if it is incomplete, otherwise older ones.
+    """Waits until all processes have written the last copy.
 
-    The last copy that is on all peers stays. Returns a line to print if problems have begun, changed or ended;
-    otherwise ''.
+    If it is incomplete, removes it; otherwise, removes older ones, except the last copy that is on all peers. Returns a
+    line to print if problems have begun, changed or ended; otherwise ''.
     """
     if self._writing is None:
       return ''

@@ -40,7 +40,9 @@ _PRIORITY_OF_SPARES: JsonObject = {
 
 
 def jobset(job: ClusterJob) -> JsonObject:
-  """Returns the manifest, which `kubectl apply` reads as JSON; with spare pods, a list of it and of their priority.
+  """Returns the manifest, which `kubectl apply` reads as JSON.
+
+  With spare pods, it is a list that also defines their priority.
 
   The name has at most `MOST_NAME` lower-case letters, digits and hyphens, and begins with a letter.
 

@@ -43,7 +43,7 @@ from praxis_lite.runs.records.seats import PLACE
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
-# Once one process has noticed that another was lost, all processes should end within this many seconds.
+# Seconds that the other processes have to end, once one process has ended because it noticed a loss.
 _AFTER_NOTICED = 20.0
 # Seconds that processes have to end after a second signal.
 _AFTER_SECOND_SIGNAL = 10.0
@@ -64,11 +64,11 @@ class Ended(NamedTuple):
 
 
 class _Limit(NamedTuple):
-  """The time at which processes must have ended; and for a message, how long they had, and after which event."""
+  """The time at which processes must have ended. Messages also say how long they had, and after which event."""
 
   at: float = math.inf  # By `time.monotonic`.
   seconds: float = 0.0
-  after: str = ''  # '' after a failure, which has its own message.
+  after: str = ''  # The event; '' for a failure, which has its own message.
 
   @classmethod
   def begin(cls, seconds: float, after: str = '') -> _Limit:
@@ -318,7 +318,8 @@ class Launcher:
           continue
         ended[i] = 128 - code if code < 0 else code
         if self._signals and ended[i] in (0, *_STOPPED):
-          # The signal ended this host, which is no failure: begin no limit, because other hosts may still be saving.
+          # The signal ended this host, so it has not failed. It sets no time limit for other hosts, which may still be
+          # saving.
           continue
         if code == LostHostError.exit_code:
           limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))

@@ -56,7 +56,8 @@ _PATIENCE_AT_EXIT = 2.0
 # After this many beats, all groups of processes know that one of them has made progress.
 _ROUNDS = 10
 # A host whose connection is closed counts as lost after this many intervals without a beat. If as many of its beats
-# arrive after the end of the connection, only the connection was lost; the first may have been sent before this end.
+# arrive after the connection has ended, only the connection was lost. One beat is no proof, because it may have been
+# sent before the end.
 _BEATS_AFTER_CLOSE = 2
 _HANG = 'no host has made progress'
 # How many characters of an error are sent to other hosts.
@@ -319,7 +320,10 @@ class Watchdog:
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._abort_handler)
 
   def _leave(self) -> None:
-    """Called when Python exits, before JAX waits for all processes: tells them that this one leaves; ends threads."""
+    """Called when Python exits, before JAX waits for all processes.
+
+    Tells the other processes that this one leaves, and ends the watchdog's threads.
+    """
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'

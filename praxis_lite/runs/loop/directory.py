@@ -30,7 +30,7 @@ def gather_paths(text: str) -> list[str]:
 
 
 class LostDirectoryError(UserError):
-  """The directory of a run was deleted while it trained, or moved to `moved_to`, or another one is in its place."""
+  """While a run trained, its directory was deleted, moved to `moved_to`, or replaced by another directory."""
 
   def __init__(self, message: str, moved_to: Path | None):
     super().__init__(message)

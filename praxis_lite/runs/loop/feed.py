@@ -87,7 +87,10 @@ class Feed:
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns hints in the last batch about why its step was not finite; empty `Hints` with several processes."""
+    """Returns what in the last batch may have made its step not finite.
+
+    With several processes, returns empty `Hints`.
+    """
     if self._batch is None or jax.process_count() > 1:
       return Hints()
     return hints_in(jax.device_get(self._batch), self._data, model)

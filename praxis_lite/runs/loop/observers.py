@@ -101,7 +101,7 @@ def attach_observers(
     if watched.stopping is not None:
       own.append(EarlyStopping(watched.stopping, settings.early_stopping))
     observers.all = [
-      trouble,  # It must know the batch of a step before the log reports that step.
+      trouble,  # `trouble` must know the batch of a step before the log reports that step.
       log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
       observers.timer,
       *replicas,  # Before all observers that save or copy the state.

@@ -81,10 +81,10 @@ class Saving(Observer):
       self._checkpointer.wait_until_complete()
     except CheckpointError:
       self._is_good = False
-    gather_texts('')  # After this meeting, no process writes to this directory.
+    gather_texts('')  # From here on, no process writes to this directory.
     if is_primary_process():
       _remove_save(directory, Path(self._checkpointer.directory), self._step, 0.0 if self._is_good else _LATE_S)
-    gather_texts('')  # After this meeting, all processes see the same files.
+    gather_texts('')  # From here on, all processes see the same files.
 
   def save_elsewhere(
     self, directory: Path, step: int, state: TrainState, input_state: JsonDict, progress: JsonDict
@@ -142,7 +142,7 @@ class RunSaver:
 
   Attributes:
     directory: the run's directory; nothing is saved if it is lost.
-    observers: called before and after saves; they know the rest of the progress.
+    observers: called before and after saves; they add the other fields of the saved `Progress`.
   """
 
   saving: Saving
@@ -190,7 +190,7 @@ class RunSaver:
     If the directory was moved, the run is saved in its new place; otherwise, `make` makes a directory for it.
     """
     self.saving.abandon(self.directory.path)
-    lost = self.directory.why_lost() or lost  # `lost` may be about a folder that the save has created.
+    lost = self.directory.why_lost() or lost  # The given `lost` may be about a folder that the save has created.
     unwritten = ''
     try:
       if lost.moved_to is not None:

@@ -112,10 +112,10 @@ def _base_of_checkpoints(
 
 
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
-  """Returns the base of the newest checkpoint, and a line if checkpoints now store more of its arrays, otherwise ''.
+  """Returns the base for checkpoints of this run, and a line if they will store more arrays than before, otherwise ''.
 
-  These are arrays that this run may change, or has in another shape or dtype. The base is None if no others remain.
-  This never takes a newer checkpoint of the other run as the base.
+  The base is that of the newest checkpoint, without arrays that this run may change, or has in another shape or dtype.
+  It is None if no array remains. It never comes from a newer checkpoint of the other run.
   """
   base = checkpointer.base_of() if checkpointer.steps() else None
   if base is None:

@@ -15,7 +15,9 @@ from praxis_lite.runs.records.runs import RunState, format_number
 
 
 class RunGroup(NamedTuple):
-  """The runs of one experiment and one class of models; or all runs that share these with no other run.
+  """The runs of one experiment and one class of models.
+
+  Or, in the last group, runs of which each is the only one of its experiment and class.
 
   Attributes:
     title: the experiment and the class of the model.
@@ -86,7 +88,10 @@ def group_runs(
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs. A run that recorded only its experiment's file takes the full name from other runs, if unique."""
+  """Yields the runs with full names of experiments.
+
+  If a run has recorded only the file, other runs may tell the name.
+  """
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
     yield run._replace(experiment=min(whole)) if run.experiment and len(whole) == 1 else run
@@ -144,7 +149,7 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
 
 
 def value_shared_by_all(runs: Sequence[RunState], sort: str) -> str | None:
-  """Returns the value of the field to sort by if all runs have the same value, which gives no order; otherwise None."""
+  """Returns the value of the field to sort by, if it is the same in all runs and so gives no order; otherwise None."""
   name = sort.removeprefix('-')
   if name in _ORDERS or len(runs) < 2 or not all(run.fields and _paths(run, name) for run in runs):
     return None
@@ -221,10 +226,10 @@ def _paths(run: RunState, name: str) -> list[str]:
 def _columns_of(runs: Sequence[RunState], name: str) -> list[str]:
   """Returns the columns for a name.
 
-  If some run has different values in the fields that the name matches, each of these fields that any run sets gets a
-  column. Otherwise the only column is the name itself.
+  A name may match several fields. If their values differ within some run, each field that any run sets gets a column.
+  Otherwise the only column is the name itself.
   """
-  if name == 'loss':  # Each table has a column of this name, for the training.
+  if name == 'loss':  # Each table has a column of this name: the training loss.
     whole = {tuple(_metrics(run, name)) for run in runs if _metrics(run, name)}
     return list(*whole) if len(whole) == 1 else [name]
   if all(len(_different_values(run, name)) < 2 for run in runs):
@@ -299,7 +304,10 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
 
 
 def _deciding_metric(run: RunState) -> tuple[str, str]:
-  """Returns the metric that decides which checkpoint of a run is the best ('None' without one), and its mode."""
+  """Returns the name of the metric that decides which checkpoint of a run is best, and its mode.
+
+  The name is 'None' if the run has no such metric.
+  """
 
   def field(name: str, default: str) -> str:
     return run.fields.get(f'task.train.{name}', default).strip('\'"')
@@ -375,7 +383,7 @@ def _importance(path: str) -> tuple[int, int]:
 
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  """Returns the path to show for each path: `datasets[*].path` if the datasets of each run have equal values there."""
+  """Returns the name to show for each path: `datasets[*].path` if each run has the same value in all its datasets."""
   groups = defaultdict[str, list[str]](list)
   for path in paths:
     groups[re.sub(r'\[\d+\]', '[*]', path)].append(path)

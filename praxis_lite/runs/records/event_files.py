@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_IMAGES = 4
 _NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'  # The prefix of paths that tensorboardX lets this module open.
+_PATIENT = 'praxis_lite_patient'  # tensorboardX lets `_PatientFiles` open paths with this prefix.
 
 
 class EventFile:
@@ -111,7 +111,10 @@ def _bins() -> np.ndarray:
 
 
 class _PatientFiles:
-  """Opens, for tensorboardX, the files whose path begins with `_PATIENT`; `opened` is the file opened last."""
+  """Opens the files that tensorboardX is to write with `PatientFile`: their paths begin with `_PATIENT`.
+
+  `opened` is the last one.
+  """
 
   opened: PatientFile
 

@@ -41,8 +41,8 @@ class Heartbeat:
       waited for input; with several processes also 'product', the seconds of a test product, see `host_speeds.py`; with
       peers also 'sent_rate', the bytes per second of its slowest transfer of the last emergency copy, and 'sent_to',
       the process that received it.
-    ended: how the process ended, such as 'done', or 'no step taken' if the config has fewer steps than the run has
-      taken, but its record has more; '' until it ends.
+    ended: how the process ended, such as 'done'; '' until it ends. 'no step taken' means that the run had already taken
+      all steps of this process's config, but not all steps of its record.
   """
 
   process: int = 0

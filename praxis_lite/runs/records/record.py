@@ -132,12 +132,12 @@ class RunRecord:
     renew_consent(self._digest)
 
   def unchanged_defaults(self, text: str) -> set[str]:
-    """Returns the paths of recorded default values that are the same in `text`, the config of another launch."""
+    """Returns the paths of recorded defaults whose values equal those in `text`, the config of another launch."""
     before, now = ({} if self._edited is None else fields_of(t) for t in (self.text, text))
     return {path for path, value in before.items() if path not in (self._edited or ()) and now.get(path) == value}
 
   def _refusal(self, error: UntrustedError) -> str:
-    """Returns why the record is refused, first a file that has changed, and what to do."""
+    """Returns a message: why the record is refused, with a changed file as the first reason, and what to do."""
     module = error.module
     changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
     code = next((file for file in changed if Path(file).stem == module), module)

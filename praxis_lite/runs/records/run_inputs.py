@@ -174,7 +174,7 @@ def check_required_fields(configs: Sequence[Config], i: int, name: str = 'datase
 
 @contextlib.contextmanager
 def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
-  """Prepends the path of an input's config to an error raised in the block; the path replaces labels before a field."""
+  """Prepends the path of an input's config to errors raised in the block, in place of `labels` before a field."""
   try:
     yield
   except UserError as error:

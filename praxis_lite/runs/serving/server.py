@@ -125,7 +125,7 @@ class _Protocol(H11Protocol):  # type: ignore[misc, unused-ignore]
     self._end_timer()
 
   def _watch(self) -> None:
-    """Starts the timer of idle time, which parts of headers do not restart, or stops it if a request is in progress."""
+    """Starts the timer of idle time, unless it runs: parts of headers do not restart it. Stops it during a request."""
     if not self.is_idle:
       self._end_timer()
     elif self._timer is None and not self.transport.is_closing():
