@@ -202,7 +202,7 @@ def _force_row(known_NL: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Arra
 
 
 def _force_text(known_NL: np.ndarray, lengths_N: np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns a logit processor that finds, for each row, the first text that begins like it, and allows its next token."""
+  """Returns a logit processor that finds the first text that begins like a row, and allows its next token."""
 
   def force_text(logits_BV: jax.Array, ids_BL: jax.Array, lengths_B: jax.Array) -> jax.Array:
     most = min(ids_BL.shape[1], known_NL.shape[1])

@@ -17,7 +17,7 @@ _PATH_FIELDS: dict[object, str] = {HfTokenizer: 'path', SentencePieceTokenizer: 
 
 
 def find_moved_files(config: ExperimentConfig, directory: Path) -> None:
-  """In a recorded config, sets each path of tokenizer files that no longer exists to that of the files in `directory`."""
+  """In a recorded config, sets paths of tokenizer files that no longer exist to those of the files in `directory`."""
   for top in (*config.datasets, *config.decode_datasets):
     for tokenizer in nested_configs(top):
       field = _PATH_FIELDS.get(target(tokenizer), '')

@@ -35,7 +35,7 @@ class OtherDefaults(NamedTuple):
   new: Mapping[str, str]
 
   def describe(self, roots: Mapping[str, object]) -> list[str]:
-    """Returns a line for each kind of difference that still affects the configs `roots`, which users may have edited."""
+    """Returns a line for each kind of difference that still affects the configs `roots`, which may be edited."""
     now = fields_of(to_text(roots)) if any(self) else {}
     used = [f'{p} = {_short(v)} (now {_short(d)})' for p, (v, d) in self.used.items() if now.get(p) == v]
     unused = [f'{p} = {_short(d)} (recorded {_short(v)})' for p, (v, d) in self.unused.items() if now.get(p) == d]
