@@ -1,7 +1,7 @@
 """ForeignLayer: what the layers around modules of Flax, Equinox and Haiku share.
 
-A subclass knows one library. It answers three questions, in which each variable has a path such as
-('params', 'dense', 'kernel'), and this file does the rest:
+A subclass knows one library, and answers three questions about a module. This file does the rest. Each variable has a
+path, such as ('params', 'dense', 'kernel').
 
     declare()                 which variables does the module have?       without computing anything
     draw(key)                 what are their initial values?
@@ -94,8 +94,8 @@ class Variables(Layer):
       self.update_var(path[0], value)
 
 
-# The field of `ExampleInputs` that sets the name of a module's argument for training or evaluation, by common names of
-# that argument.
+# Modules have an argument that says whether this is training. For each common name of it, this is the field of
+# `ExampleInputs` to set to that name.
 _MODE_ARGUMENTS = {
   **dict.fromkeys(('train', 'training', 'is_training'), 'train_argument'),
   **dict.fromkeys(('deterministic', 'use_running_average', 'eval', 'inference'), 'eval_argument'),

@@ -28,7 +28,7 @@ from praxis_lite.models import BaseModel
 
 PREFIX = 'base_model.model.'
 _ENDINGS = {'a': 'lora_A.weight', 'b': 'lora_B.weight', 'magnitude': 'lora_magnitude_vector', 'scale': 'ia3_l'}
-# The variables of DoRA and IA3 below their layer.
+# The paths of the variables of DoRA and IA3, relative to their layer.
 _OF_LAYER = {'magnitude': 'dora_magnitude', 'scale': 'ia3_scale'}
 PARTS = ('a', 'b', 'magnitude', 'scale')
 _TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
@@ -37,7 +37,7 @@ _TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
 class AdaptableWeight(NamedTuple):
   """A weight that may have an adapter."""
 
-  layer: Path  # The path of its layer below the network.
+  layer: Path  # The path, below the network, of the layer with the weight.
   # The first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and `lora.b`.
   name: str
   pair: Pair  # The row of the family's table.

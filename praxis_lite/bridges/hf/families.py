@@ -190,7 +190,7 @@ def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
 
 _STACKS = Repeat, StackedTransformer
 _SHOWN = 3
-# Fields that do not change what a trained model computes, or that the layers below have too, with defaults filled in.
+# Fields that do not change what a trained model computes, or that are compared in the layers below instead.
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
@@ -209,7 +209,7 @@ _COMPLETE_BELOW = (
   TransformerBlock,
   VisionTransformer,
   PatchDecoder,
-)  # Layers that pass their own `_COMPLETED_BELOW` on to layers below, where these fields are compared.
+)  # These layers pass the fields `_COMPLETED_BELOW` on to layers below, which are compared instead.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 
@@ -218,7 +218,7 @@ def _class_name(value: object) -> str:
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
-  """Yields the differences that change what two layers compute: their own, and those of the layers below them."""
+  """Yields the differences between two layers, and between the layers below them, that change what is computed."""
   if isinstance(ours, Dropout):
     return
   if class_without_adapter(ours) is not class_without_adapter(theirs):

@@ -34,12 +34,13 @@ def are_of_experts(parameters: object) -> bool:
 def split_experts(
   stored: Mapping[str, StoredTensor], modules: Mapping[AdaptableWeight, Sequence[str]], declared: NestedDict
 ) -> dict[str, Tensor]:
-  """Returns tensors by name; splits each one that serves all experts into one for each, named like separate adapters.
+  """Returns tensors by name, where each tensor for all experts is replaced by one for each expert.
 
-  `modules` has the names of the modules with each weight; `declared` are the declarations of the network's variables.
+  The new tensors are named like those of separate adapters. `modules` has the names of the modules with each weight;
+  `declared` are the declarations of the network's variables.
   """
   found: dict[str, Tensor] = dict(stored)
-  read_once = functools.cache(StoredTensor.read_all)  # Each expert takes its part of the same tensors.
+  read_once = functools.cache(StoredTensor.read_all)  # A tensor is read once, because each expert takes a part of it.
   for weight, names in modules.items():
     if not weight.name:
       continue

@@ -81,9 +81,9 @@ def write_adapter(
     dtype: dtype to write, such as 'bfloat16'; None keeps the dtypes of the variables.
 
   Raises:
-    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express them, because the family
-      stores a weight with an adapter in a tensor that peft cannot adapt, or joins several such weights, for example
-      queries, keys and values, in one tensor, or because adapters are of several kinds.
+    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express the adapters. They may be of
+      several kinds, or belong to weights that the family stores in a tensor that peft cannot adapt. Or the family joins
+      several weights with adapters in one tensor, for example queries, keys and values.
   """
   family, values = describe_model(model)
   network = family.network_in(model)

@@ -124,7 +124,7 @@ class BitFamily(_ResidualFamily):
     norm = _network_of(model).blocks[0].norm[0]
     groups = {'num_groups': norm.num_groups} if isinstance(norm, GroupNorm) else {}
     values = super().values(model)
-    # The stride of the whole network, so no stage is dilated.
+    # With the stride of the whole network, transformers dilates no stage.
     stride = max(32, 2 ** (len(_network_of(model).stage_dims) + 1))
     return values | {'layer_type': 'preactivation', 'output_stride': stride, **groups}
 

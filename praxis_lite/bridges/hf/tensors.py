@@ -36,12 +36,12 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Extent(NamedTuple):
-  """One factor of a dimension of a tensor: a variable's entries, and the number of other entries around them."""
+  """One factor of the size of a tensor's dimension: entries of the variable, and how many others surround them."""
 
   # The dimension of the variable; None if the variable has only one entry here, and no dimension for it.
   axis: int | None
-  before: int = 0  # How many entries before those of the variable belong to other variables.
-  after: int = 0  # How many entries after those of the variable do.
+  before: int = 0  # The number of entries of other variables that come before the variable's own.
+  after: int = 0  # The number of entries of other variables that come after them.
 
 
 class Pair(NamedTuple):
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
   theirs: str  # Name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
   ours: str  # Path of the variable below the network, without the number of the layer.
-  # The variable's dimensions, and how the tensor's are made from them, as above; '' if both are the same.
+  # The variable's dimensions, and the tensor's dimensions made of them, in the notation above; '' if they are the same.
   axes: str = ''
 
 
@@ -61,8 +61,8 @@ class View:
   groups: tuple[tuple[Extent, ...], ...]  # For each dimension of the tensor, its extents, outermost first.
   # For each dimension of the tensor, how many entries come before and after all of its extents; () if none do.
   around: tuple[tuple[int, int], ...] = ()
-  # The dimension of the variable that extents treat as two, groups and entries of a group; None if there is no such
-  # dimension.
+  # The dimension of the variable that extents count as two: the groups, and the entries in a group. None if there is
+  # none.
   parted: int | None = None
   num_in_group: int = 1  # How many entries of that dimension form a group.
 
@@ -136,7 +136,7 @@ class View:
 
   @property
   def _seen(self) -> tuple[int, ...]:
-    """The shape of the variable, with the dimension `parted` as two."""
+    """The shape of the variable, with the dimension `parted` split into groups and entries of a group."""
     if self.parted is None:
       return self.shape
     at, size = self.parted, self.num_in_group
@@ -205,7 +205,7 @@ class Piece(NamedTuple):
   name: str  # Name of the tensor.
   path: Path  # Path of the variable.
   at: tuple[int, ...]  # Index along the first dimensions of the variable, its layers and experts; () if it has neither.
-  view: View  # The tensor seen as the variable.
+  view: View  # Says where in the tensor the variable's entries are.
 
   def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
     """Returns the index, within the variable, of the part `inside` of this piece."""
@@ -223,7 +223,10 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
 
 
 def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dict[Path, list[Piece]]:
-  """Returns the pieces to write: `found`, and for `copies`, {copy: original}, the pieces of the originals once more."""
+  """Returns the pieces to write: `found`, with each piece of an original tensor once more under the name of its copy.
+
+  `copies` is {copy: original}.
+  """
   again = {
     path: [p._replace(name=c) for p in of for c, o in copies.items() if p.name == o] for path, of in found.items()
   }

@@ -81,7 +81,7 @@ class TwoTowers(WholeModelFamily):
   def _part(self, hf: HfConfig, name: str) -> HfConfig:
     """Returns the part `name` of config.json, such as `text_config`."""
     values: dict[str, Any] = {}
-    for field in (name, f'{name}_dict'):  # Old files have both; values of the second replace those of the first.
+    for field in (name, f'{name}_dict'):  # Old files have both fields; the second one's values win.
       found = hf.values.get(field) or {}
       if not isinstance(found, dict):
         raise ConfigError(f'{hf.where}: {field} = {found!r}; expected a JSON object')
@@ -182,7 +182,7 @@ def _block_pairs(theirs: str, ours: str) -> Iterable[Pair]:
   yield from linear_pairs(f'{theirs}mlp.fc2', f'{ours}ff.down')
 
 
-# The end token in old files, which is wrong: their models use the token with the largest id in each row instead.
+# Old files name this end token, which is wrong. Their models end a row at the token with the largest id in it.
 _OLD_END = 2
 _CLIP = {
   'num_hidden_layers': 12,

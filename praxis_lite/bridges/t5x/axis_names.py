@@ -17,8 +17,8 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
-# A function that returns the axis names that a slot keeps although its shape differs from its parameter's. Its argument
-# is a path that begins with the parameter and ends with the slot, such as 'mlp/expert/kernel/v_row'.
+# For a slot whose shape differs from its parameter's, this function returns the axis names that it keeps. The argument
+# is a path of the parameter and then the slot, such as 'mlp/expert/kernel/v_row'.
 KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 

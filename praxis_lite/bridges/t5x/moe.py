@@ -50,8 +50,8 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
   """Returns a tree of names in which 'expert' precedes the names of each array that the filter accepts.
 
-  Optimizer state that is factored per expert has one more axis than its rules name. AxisNames and PartitionSpecs keep
-  their type, and names of type `kind` replace None. A filter of None accepts no array.
+  An array of optimizer state that is factored per expert has one more axis than its rules name. Names stay AxisNames or
+  a PartitionSpec; where an array has None, its names are of type `kind`. A filter of None accepts no array.
   """
   accepts = _to_predicate(state_filter)
 
@@ -84,8 +84,9 @@ def infer_state_filter(opt_states: object) -> str | None:
 def infer_state_filter_of(optimizer_def: Any) -> str | None:
   """Infers the pattern of `infer_state_filter` from the definition of a T5X optimizer; None if no slot is factored.
 
-  An optimizer whose hyperparameters have `factored` is treated as Adafactor. An attribute `optax_optimizer` marks a
-  wrapped optax transformation, whose result is None. Several `sub_optimizers` must have the same type and result.
+  An optimizer whose hyperparameters have `factored` is treated as Adafactor. An optimizer with an attribute
+  `optax_optimizer` wraps an optax transformation, and the result is None. Several `sub_optimizers` must have one type
+  and give one result.
 
   Raises:
     ShardingError: the optimizer is not one of these, or its sub-optimizers differ in type or result.

@@ -175,7 +175,7 @@ def _check_parameter_dims(parameter_partitioning_dims: int) -> None:
 
 
 def _map_whole_arguments(fn: Callable[[PartitionSpec], PartitionSpec | None], resources: object) -> object:
-  """Applies `fn` to a spec, or to each spec directly in a list or tuple; returns anything else unchanged."""
+  """Applies `fn` to a spec, or to each spec that is an item of a list or tuple; returns anything else unchanged."""
   several = isinstance(resources, tuple | list)
   return jax.tree.map(
     lambda spec: fn(spec) if isinstance(spec, PartitionSpec) else spec,
