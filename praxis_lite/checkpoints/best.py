@@ -40,9 +40,9 @@ class BestCheckpoint(NamedTuple):
 
 
 class BestRecord:
-  """The best checkpoint, `value`, and the file that names it. The file is updated only when the checkpoint is complete.
+  """Keeps the best checkpoint in `value`, and in a file, which is updated only when that checkpoint is complete.
 
-  A file that names a step which is not in `steps`, the steps of the existing checkpoints, is ignored.
+  `steps` are the steps of the existing checkpoints. A file that names another step is ignored.
   """
 
   def __init__(self, path: Path, steps: Collection[int]):
@@ -70,5 +70,5 @@ class BestRecord:
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps to keep: that of the best checkpoint and, until the file is updated, the one in the file."""
+    """Returns the steps to keep: the best checkpoint's and, until the file is updated, the one that the file names."""
     return {best.step for best in (self.value, self._written) if best is not None}

@@ -391,7 +391,7 @@ class Checkpointer:
     return read_checkpoint_record(Path(self.folder(self.existing_step(step))), item)
 
   def base_of(self, step: Step = None) -> Base | None:
-    """Returns another run's checkpoint that has the arrays which a step leaves out; None if the step has all."""
+    """Returns the checkpoint of another run that has the arrays missing in a step; None if the step has all arrays."""
     step = self.existing_step(step)
     return base_of(Path(self.folder(step)), self._read_json(step, 'about'))
 
@@ -458,7 +458,7 @@ class Checkpointer:
       self._best.take_back()
       if jax.process_count() == 1:
         with contextlib.suppress(Exception):
-          self._mend()  # So that reading works. Work in the background may fail later, so the next save mends again.
+          self._mend()  # Now reading works. Background work may still fail, so the next save mends again.
       self._is_broken = True
       why = str(error) if isinstance(error, CheckpointError) else error_summary(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error

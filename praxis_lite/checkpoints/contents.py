@@ -140,7 +140,7 @@ def _difference(saved: ArrayRecord | None, wanted: ArrayRecord | None) -> str:
 
 
 def castable(*dtypes: str) -> bool:
-  """Whether two dtypes are equal or both floating, so that values of one can be cast to the other."""
+  """Whether two dtypes are equal, or both are floating-point dtypes, so that values can be cast."""
   if dtypes[0] == dtypes[1]:
     return True
   return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)

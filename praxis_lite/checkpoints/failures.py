@@ -15,7 +15,10 @@ class DamagedError(CheckpointError):
 
 
 class PartedError(CheckpointError):
-  """A save failed in this process while others wait for it. Unlike after other errors, all processes must stop."""
+  """A save failed in this process while others wait for it.
+
+  Other failed saves do not end a run; after this one, all processes must stop.
+  """
 
 
 def unreadable(folder: object, error: Exception) -> CheckpointError:

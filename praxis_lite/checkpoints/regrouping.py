@@ -32,8 +32,8 @@ _GROUP = re.compile(r'^(opt_states\.(?:\w+\.)?)repeated(?:_\d+)+(?=\.)')
 class _Source(NamedTuple):
   """Where the checkpoint has an array of the train state: its name and shape there.
 
-  The numbers of leading dimensions that index the layers of its stack are `stack_here` in the state, and `stack_there`
-  in the checkpoint; 0 if the array is in no stack.
+  If the array is in a stack, its first dimensions index the layers: `stack_here` dimensions in the state, and
+  `stack_there` in the checkpoint. Both are 0 if it is in no stack.
   """
 
   name: str
@@ -119,7 +119,7 @@ def _source(name: str, shape: tuple[int, ...], stack: tuple[int, ...], wanted: t
 
 
 def _source_struct(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
-  """Returns the padded shape to read, whose last stack dimension is split over the axes that split the stack in `x`."""
+  """Returns the padded shape to read. Its last stack dimension is split over all axes that split the stack in `x`."""
   assert isinstance(x.sharding, NamedSharding)
   if not source.stack_here:
     return x

@@ -123,7 +123,10 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Makes the thread remove `steps` next, instead of the steps that were queued; None keeps the queued ones."""
+    """Starts the thread if it does not run.
+
+    It removes `steps` next, in place of the queued steps; None keeps the queue.
+    """
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:

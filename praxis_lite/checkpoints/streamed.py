@@ -78,7 +78,7 @@ class StoredArray(StreamedArray):
     self._store, self._where = store, where
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns the shape of the file's chunks or, if a chunk exceeds `part_bytes`, of smaller parts of it."""
+    """Returns the shape of parts to read: the file's chunks, or smaller parts if a chunk exceeds `part_bytes`."""
     if _chunk_bytes(self._store) > part_bytes:
       return super().part_shape(sizes, part_bytes)
     return tuple(max(1, min(size, n)) for size, n in zip(sizes, _chunk_shape(self._store)))

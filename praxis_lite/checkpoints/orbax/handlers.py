@@ -31,7 +31,7 @@ class StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.SaveArgs] | None = None,
   ) -> Sequence[ocp.future.Future]:
-    del args  # These arguments only concern arrays in memory.
+    del args  # Orbax's options in `args` only concern arrays in memory.
     return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name='streamed_arrays')]
 
 

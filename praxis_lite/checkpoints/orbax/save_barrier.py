@@ -50,7 +50,7 @@ class SaveBarrier:
     in_background = threading.current_thread() is not threading.main_thread()
     if in_background and isinstance(error, Exception) and not self._has_failed:
       self._has_failed = True
-      # Attends the meeting that this process would skip; the error is published under the name of this meeting.
+      # Waits in the meeting that this process would skip. Its error is published under the name of that meeting.
       self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', error_summary(error))
       self._meet(timeout_ms)
     failed = self._meet(timeout_ms)
