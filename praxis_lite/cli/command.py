@@ -118,7 +118,8 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
 def configured_shapes(values: flags.FlagValues) -> ExperimentConfig:
   """Like `configured_experiment`, for a command that needs only shapes; keeps JAX from using accelerators.
 
-  If a size of the mesh is -1, the mesh has --devices devices, or without the flag, as few as possible; a note says so.
+  If a size of the mesh is -1, the mesh gets --devices devices. Without that flag, it gets as few as possible, and a
+  note says so.
 
   Raises:
     UserError: `configured_experiment` fails, or the mesh needs more devices than --devices.
@@ -212,7 +213,7 @@ def help_text(command: Command) -> str:
   return '\n'.join(lines) + '\n'
 
 
-# absl appends this to the help of a repeatable flag.
+# absl appends this text to the help of a repeatable flag.
 _MULTI_NOTE = ';\n    repeat this option to specify a list of values'
 _WIDTH = 80
 # How the help shows the argument that sets a flag.

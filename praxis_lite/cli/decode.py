@@ -45,7 +45,7 @@ def _run(values: flags.FlagValues) -> int:
     return 0
 
   prompts = _given_prompts(values, given)
-  check_decodes(config.task)  # Checked before anything that needs a tokenizer, which the run may lack.
+  check_decodes(config.task)  # This is checked first, because the run may lack the tokenizer that later checks need.
   kept = use_kept_vocabulary(config, job_log_dir)
   try:
     tokenizer = tokenizer_of(kept, job_log_dir)
@@ -131,7 +131,7 @@ def _read_given(values: flags.FlagValues) -> list[GivenPrompt]:
 
 
 class _Sample:
-  """A prompt, `given`, with its tokens, `ids`, and the output of its continuation.
+  """Prints the continuation of a prompt. `given` is the prompt, and `ids` are its tokens.
 
   `is_source` says whether the model writes a new text for a prompt; then only the new text is printed.
   """

@@ -87,7 +87,7 @@ def _directory(arguments: Sequence[str]) -> Path | None:
 
 
 def _recipe(values: flags.FlagValues, kind: str) -> str:
-  """Returns what starts the processes on a cluster, after checking the experiment; `kind` is one of `_RECIPES`."""
+  """Checks the experiment, and returns the file that starts its processes on a cluster. `kind` is one of `_RECIPES`."""
   from praxis_lite.common.devices import leave_accelerators_alone
   from praxis_lite.runs.cluster.jobset import MOST_NAME, jobset
   from praxis_lite.runs.cluster.recipe import ClusterJob

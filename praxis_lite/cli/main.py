@@ -205,7 +205,9 @@ def _bare_flag(argument: str, command: Command) -> str:
 
 
 def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -> str:
-  """Returns the end of an error about unexpected positional arguments: which flags may be meant, written correctly."""
+  """Returns the end of an error about unexpected positional arguments: the flags that may be meant, correctly
+  written.
+  """
   given = values['set'].value if 'set' in command.flags else []
   at = next((i for i, word in enumerate(rest) if word.startswith('=')), None)
   if given and at is None and given[-1].endswith('='):

@@ -92,7 +92,7 @@ def read_topology(name: str, values: flags.FlagValues) -> Topology:
   """Returns the topology with this name and the network of the flags, corrected by measurements on its kind of chip."""
   found = apply_calibration(parse_topology(name), calibration_file())
   found = found.change_network(values.host_gigabits, values.oversubscription)
-  if values.measured:  # A measurement is compared with a plan without corrections.
+  if values.measured:  # --measured compares with a plan without earlier corrections.
     return found
   mode = 'compiled' if values.compile and not missing_compiler(found) else 'analytic'
   return apply_experience(found, experience_file(), mode)

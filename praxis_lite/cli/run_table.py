@@ -189,7 +189,7 @@ def _escape(text: str) -> str:
 
 
 def name_below(folder: str, run: RunState) -> str:
-  """Returns the path of a run relative to a folder; for the folder itself, its name."""
+  """Returns the path of a run relative to a folder. If the run is the folder itself, returns the folder's name."""
   name = os.path.relpath(run.directory, folder)
   return os.path.basename(os.path.abspath(run.directory)) if name == '.' else name
 

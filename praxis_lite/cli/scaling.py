@@ -58,7 +58,7 @@ def _read_budgets(texts: list[str]) -> list[float]:
 
 
 def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
-  """Yields a table of the runs: their sizes and losses, and by how much the law misses each loss."""
+  """Yields a table of the runs: their sizes and losses, and the error of the law for each loss."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
 
@@ -73,7 +73,7 @@ def _describe_runs(fitted: FittedLaw, metric: str) -> Iterator[str]:
 
 
 def _describe_law(fitted: FittedLaw) -> Iterator[str]:
-  """Yields the law and its constants, with the ranges of fits to resampled losses."""
+  """Yields the law and its constants, with ranges that come from fits to resampled losses."""
   from praxis_lite.instruments.plan.loss_goal import format_law
 
   yield format_law(fitted)

@@ -1,4 +1,4 @@
-"""What the commands that compute the shards of a ledger have in common: their flags, and the processes that compute."""
+"""What `predict` and `tokenize` have in common: flags, and the processes that compute parts of the work, the shards."""
 
 from __future__ import annotations
 

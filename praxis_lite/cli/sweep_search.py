@@ -121,7 +121,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
 
 
 def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields (name, overrides) of points to check before training; together they have every end of every range."""
+  """Yields (name, overrides) of points to check before training. Each end of each range is in at least one of them."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]
@@ -132,7 +132,10 @@ def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _name_failing(
   ranges: list[SearchRange], configs: Mapping[str, ExperimentConfig], num_devices: int | None, metric: str | None
 ) -> UserError | None:
-  """Returns an error that names all values that fail and, for a single range, those that work; None if none fails."""
+  """Returns an error that names all points that fail; for a single range, also the values that work.
+
+  None if none fails.
+  """
   failing: dict[str, str] = {}
   for name, config in configs.items():
     try:

@@ -77,7 +77,7 @@ class PlanOfRun(Observer):
 
 
 def predict(plan: Plan) -> Prediction:
-  """Returns the figures of a plan with which a run is compared."""
+  """Returns the figures of a plan that a run is compared with."""
   limits, collectives = plan.seconds_range or (None, None), plan.cost.collectives
   return Prediction(
     topology=plan.topology.name,

@@ -30,7 +30,10 @@ _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
 def is_worth_verifying(config: Config[SingleTask], *, is_alone: bool) -> bool:
-  """Whether a run is long and uses several devices; unless it `is_alone`, a mesh size of -1 counts as several."""
+  """Whether a run is long and uses several devices.
+
+  A mesh size of -1 counts as several, unless the process `is_alone`.
+  """
   steps = config.train.num_train_steps
   is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A value that is not an integer is reported later.
   if not is_alone and -1 in (config.ici_mesh_shape or ()):
