@@ -136,9 +136,7 @@ def add_tap(values: CommandFlags, of: str, what: str = '') -> None:
 
 
 def add_tracked(loggers: Sequence[object], names: Sequence[str]) -> tuple[object, ...]:
-  """Returns the loggers of a config, followed by those in --track that are not in it; raises UserError if a name has a
-  comma.
-  """
+  """Returns the loggers of a config and those that --track adds to them; raises UserError if a name has a comma."""
   for name in names:
     if ',' in name:
       each = ' '.join(f'--track={part.strip()}' for part in name.split(','))

@@ -205,9 +205,7 @@ def _bare_flag(argument: str, command: Command) -> str:
 
 
 def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -> str:
-  """Returns the end of an error about unexpected positional arguments: the flags that may be meant, correctly
-  written.
-  """
+  """Returns the end of an error about unexpected positional arguments: which flags may be meant, and their spelling."""
   given = values['set'].value if 'set' in command.flags else []
   at = next((i for i, word in enumerate(rest) if word.startswith('=')), None)
   if given and at is None and given[-1].endswith('='):

@@ -90,9 +90,7 @@ def prepare(*topologies: Topology) -> None:
   from praxis_lite.common.devices import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
-    os.environ['TF_CPP_MIN_LOG_LEVEL'] = (
-      '1'  # Enables the warnings of XLA's partitioner, because the plan explains them.
-    )
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # Enables warnings of XLA's partitioner, which the plan explains.
   simulated = [topology.num_devices for topology in topologies if topology.target.kind == 'cpu']
   if simulated:
     simulate_cpu_devices(max(simulated))

@@ -29,10 +29,7 @@ def image_datasets(model: Config, folder: str) -> list[Config]:
 def image_text_datasets(model: Config, folder: str, tokenizer: Config) -> list[Config]:
   """Returns the datasets of a run that fine-tunes a `TwoTowerModel`: images as for `image_datasets`, and texts."""
   data = Config(ImageTextRecordInput, file_pattern=REQUIRED, batch_size=32, **_fields_of(model.image_tpl, folder))
-  has_end_token = model.text_pooling in (
-    'end',
-    'largest',
-  )  # CLIP's texts have begin and end tokens. SigLIP's do not; only padding follows them.
+  has_end_token = model.text_pooling in ('end', 'largest')  # As in CLIP. Texts of SigLIP end with padding only.
   data.set(tokenizer_tpl=tokenizer, text_len=model.text_tpl.position_tpl.max_len)
   data.set(has_begin=has_end_token, hides_padding=has_end_token)
   return [data.clone(name='train', is_training=True, crop_area=(0.9, 1.0), flip=False), data.clone(name='validation')]
