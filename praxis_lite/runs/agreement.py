@@ -167,7 +167,10 @@ class Agreement:
     return [score.log_probs for score in scores]
 
   def score_training(self, model: TrainedModel) -> LogProbs:
-    """Returns the log-probabilities of a training step, or of evaluation if that is impossible; `note` says why."""
+    """Returns the log-probabilities of a training step.
+
+    If it has none, returns those of evaluation; `note` says why.
+    """
 
     def run(batch: Rows) -> dict[str, np.ndarray]:
       return model._run_by_rows(model.tasks, batch, lambda task: task.score_training_step).predictions

@@ -160,7 +160,9 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[
     whole = [[*context, *more] for context, more in zip(*texts)]
     rows, longest = 2, max(map(len, whole))
     force = _force_text(_table(whole), np.array(list(map(len, whole))))
-  else:  # The rows contain only the texts, which begin alike. A new batcher gives its rows to requests in order.
+  else:
+    # The rows contain only targets, which begin alike. So the number of a row says which text it has: a new batcher
+    # gives its rows to requests in order.
     whole = [[limits.start_id, *more] for more in texts.continuations]
     rows, longest = len(whole), max(map(len, [*texts.contexts, *whole]))
     force = _force_row(_table(whole))

@@ -224,7 +224,7 @@ def _select_arrays(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
 def _group_by_point(
   summaries: Mapping[str, Summary], seen: Mapping[str, str], is_one_token: bool = False
 ) -> dict[str, PointValues]:
-  """Returns values by point, in the order of `seen`; with `is_one_token`, adds a missing dimension of tokens."""
+  """Returns values by point, in the order of `seen`; with `is_one_token`, adds the missing dimension of tokens."""
   found: dict[str, PointValues] = {}
   for name, summary in summaries.items():
     raw = read_raw_name(name)

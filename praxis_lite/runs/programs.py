@@ -117,7 +117,7 @@ class TaskOnMesh:
     return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
-    """Returns the task partitioned for as many rows as `rows`, or for the next larger compiled number if it is close.
+    """Returns the task partitioned for the number of rows in `rows`, or for a slightly larger compiled number.
 
     The caller, or a step of the task, adds rows of zero weight.
     """

@@ -226,7 +226,7 @@ class RowPrograms:
 
   @property
   def _store_shardings(self) -> _State:
-    """The shardings of the store: those of the state, but rows, whose number may not divide evenly, are not split."""
+    """The shardings of the store: like the state's, but rows are not split, as their number may not divide evenly."""
 
     def leave_rows_whole(axis: int, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
       entries = complete_spec(sharding.spec, x.ndim)

@@ -146,9 +146,10 @@ def _tokens(number: int, ids: Any) -> list[int]:
 
 
 def _tokens_of_texts(tokenizer: BaseTokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-  """Returns the tokens of both texts: those of the joined text if they can be split where the context ends.
+  """Returns the tokens of a context and of its continuation.
 
-  Otherwise returns the tokens of each text by itself.
+  If the tokens of the joined text begin with those of the context, the others are the continuation's. Otherwise, each
+  text is encoded by itself.
   """
   before = encode_prompt(tokenizer, context, 'score: context')
   whole = encode_prompt(tokenizer, context + continuation, 'score: continuation')

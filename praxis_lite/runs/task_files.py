@@ -153,9 +153,9 @@ def evaluate_questions(
 
 
 def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
-  """Yields for each question whether its most probable choice is right, and whether its most probable one per byte is.
+  """Yields for each question whether its most probable choice is right, and whether the most probable per byte is.
 
-  Each is 1 or 0; both are NaN if a log-probability is NaN.
+  Each is 1 or 0. Both are NaN if a log-probability is NaN.
   """
   pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
   scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))

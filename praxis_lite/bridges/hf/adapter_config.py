@@ -215,7 +215,10 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns the alpha of modules that hold a weight together; raises ConfigError if `alpha_pattern` has several."""
+  """Returns the alpha of a weight's adapter in these modules, one for each layer or expert.
+
+  Raises ConfigError if their alphas differ.
+  """
   patterns = config.get('alpha_pattern')
   own = [*patterns.items()] if isinstance(patterns, dict) else []
   alphas = {

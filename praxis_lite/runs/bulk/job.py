@@ -55,7 +55,7 @@ class ShardJob:
       self._ledger.finish(number, [results[row.number] for row in rows])
 
   def _keep_values(self, row: Row, kept: KeptValues) -> str:
-    """Stores those values of a row that its result will repeat; returns what is wrong with the row, or ''."""
+    """Stores the values of a row that will be copied into its result; returns what is wrong with the row, or ''."""
     try:
       self._kept[row.number] = {} if row.values is None else kept.select(row.values)
     except DataError as error:

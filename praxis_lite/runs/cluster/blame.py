@@ -25,7 +25,7 @@ _ENOUGH = 2
 
 
 class Evidence(NamedTuple):
-  """An observation that speaks against a place: `what` describes it, and `weight` says how much it counts."""
+  """A reason to think that a place is bad: `what` describes it, and `weight` says how much it counts."""
 
   place: int
   what: str

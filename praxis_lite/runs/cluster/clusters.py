@@ -116,7 +116,8 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
       raise ConfigError(f'{name} is not set')
     return value
 
-  # A batch script outside of srun belongs to no Slurm step: the run has one process, even if the job asked for more.
+  # A program that a batch script starts without srun belongs to no Slurm step. Then the run has one process, even if
+  # the job asked for more.
   if has('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'):
     name = f'Slurm job {environ["SLURM_JOB_ID"]}'
     return Job(name, number('SLURM_NTASKS'), number('SLURM_PROCID'), method='slurm')

@@ -31,8 +31,8 @@ class Meeting(NamedTuple):
 
   # By index; '' for processes that this one does not watch, if there are many. Host 0 knows all names.
   names: list[str]
-  # By index: host 0 has one to each other host, or none at all if it may not open that many files; the others have one
-  # to host 0.
+  # By index. Host 0 has a connection to each other host, or none at all if it may not open that many files. The others
+  # have one connection, to host 0.
   connections: dict[int, socket.socket]
 
 

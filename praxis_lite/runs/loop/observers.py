@@ -102,7 +102,7 @@ def attach_observers(
       own.append(EarlyStopping(watched.stopping, settings.early_stopping))
     observers.all = [
       trouble,  # `trouble` must know the batch of a step before the log reports that step.
-      log,  # Before the timer: the log waits for an earlier step, and this wait is part of the step's time.
+      log,  # Before the timer, because the time of a step includes the log's wait for an earlier step.
       observers.timer,
       *replicas,  # Before all observers that save or copy the state.
       saving,

@@ -154,7 +154,7 @@ class Watch(Observer):
       run.line(f'step {run.step} of {total}: saved in {where}{all_taken}')
 
   def figures(self) -> dict[str, float]:
-    """Returns figures for summaries; `speed/input_wait` is the share of time since the last call spent waiting."""
+    """Returns figures for summaries. `speed/input_wait` is the share of waits in the time since the last call."""
     now, before = self._goodput.seconds(), self._at_figures
     self._at_figures = now
     spent = {name: now[name] - before.get(name, 0.0) for name in ('productive', 'waiting')}

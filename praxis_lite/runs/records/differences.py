@@ -17,7 +17,7 @@ from praxis_lite.training.experiment import ExperimentConfig
 
 
 def how_config_differs(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> list[str]:
-  """Returns one line, which says how a config differs from the recorded one; [] if it does not, or without a record."""
+  """Returns a list with a line about how a config differs from the recorded one; [] if it does not differ."""
   with contextlib.suppress(UserError):
     if changes := diff_texts(read_record(job_log_dir).text, to_text(config.roots()) + '\n', folded=True):
       return [f'the config differs from the recorded one: {"; ".join(first_lines(changes, most=4))}']

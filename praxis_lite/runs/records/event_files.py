@@ -91,7 +91,7 @@ class EventFile:
 
 
 def _summary_of_bins(name: str, counts: np.ndarray) -> Summary:
-  """Returns a histogram without the empty bins at its ends; its sums assume values in the middle of their bins."""
+  """Returns a histogram without the empty bins at both ends. Its sums count each value as the middle of its bin."""
   from tensorboardX import summary
 
   right = bin_edges()

@@ -78,7 +78,7 @@ class Goodput:
       self._change(self._activities.pop)
 
   def mark(self, step: int, *, is_copy: bool = False) -> None:
-    """Records that a checkpoint or emergency copy of `step` is saved now: a restart from it loses no earlier time."""
+    """Records that a checkpoint or emergency copy of `step` is saved now. A restart from it loses only later time."""
     marks, most = (self._copies, _MAX_COPIES) if is_copy else (self._marks, _MAX_MARKS)
     marks[step] = self.seconds()['productive']
     for old in sorted(marks)[:-most]:

@@ -182,7 +182,7 @@ class SummaryWriter:
     self._log(step, split, scalars)
 
   def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
-    """Writes a record's scalars and other summaries to event files, and if `is_new`, to metrics.jsonl."""
+    """Writes a record and other summaries to event files. A record that `is_new` is also written to metrics.jsonl."""
     if is_new:
       self.num_lines += 1
       self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())

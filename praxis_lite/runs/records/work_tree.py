@@ -29,7 +29,10 @@ def read_work_tree(folder: str) -> dict[str, Any] | None:
 
 
 def _is_clean(folder: str) -> bool | None:
-  """Whether the files equal the commit; None if unknown. A touched file with a filter, as in LFS, counts as changed."""
+  """Whether the files equal the commit; None if unknown.
+
+  A rewritten file with a filter (such as LFS) counts as changed.
+  """
   configured = _git(folder, 'config', '--list', '--name-only', '-z')
   if configured is None:
     return None

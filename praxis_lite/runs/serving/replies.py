@@ -119,7 +119,7 @@ class Replies:
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
-    """Returns the number of characters before the text of the next `token`; all parts of a character have the same."""
+    """Returns the number of characters before the text of the next `token`: equal for all parts of one character."""
     offset = self._num_characters
     if self._tokenizer is not None:
       text = self._tokenizer.decode(ids := [*self._incomplete, token])
