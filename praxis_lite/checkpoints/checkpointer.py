@@ -295,7 +295,7 @@ class Checkpointer:
     step = self.existing_step(step)
     data_shapes = jax.tree.map(stored_shape, shapes)
     arrays = self._read_arrays(step, data_shapes)
-    for path, wanted in leaves_by_path(data_shapes).items():  # No checksum covers these names and types.
+    for path, wanted in leaves_by_path(data_shapes).items():  # Checks names and dtypes, which no checksum covers.
       found = node_at(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise unreadable(self.folder(step), ValueError(f'its entry for {path_name(path)} is not valid'))
@@ -381,7 +381,7 @@ class Checkpointer:
     if not self._read_only:
       if jax.process_index() == 0:
         aside = f', and is kept in {set_aside(Path(self.folder(step)))}'
-      gather_texts('')  # Waits for the first process.
+      gather_texts('')  # Waits until the first process has renamed the folder.
       self._store.reload()
     else:
       self._damaged.add(step)
@@ -446,7 +446,7 @@ class Checkpointer:
     with contextlib.suppress(Exception):
       self._store.close()
     self._store = self._open_store()
-    self._retention.wait()  # The next save may need the space.
+    self._retention.wait()  # Waits for removals, because the next save may need the space.
     self._is_broken = False
 
   @contextlib.contextmanager

@@ -95,7 +95,7 @@ def _is_dtype(name: object) -> bool:
 
 
 def _checksum(record: dict[str, Any]) -> str:
-  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Keys become strings, as after reading.
+  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Makes keys strings, as they are after reading.
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

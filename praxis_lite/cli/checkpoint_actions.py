@@ -81,7 +81,7 @@ def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool)
     mesh = _mesh(about)
   except DamagedError:
     state.append('damaged')
-  except CheckpointError:  # For example, this user may not read it.
+  except CheckpointError:  # For example, the user lacks the permission to read it.
     state.append('cannot be read')
   if checkpoint.is_set_aside:
     state = ['damaged, kept aside']

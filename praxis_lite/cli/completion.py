@@ -88,7 +88,7 @@ compdef _praxis_lite praxis-lite
 
 def script(shell: str, commands: Mapping[str, Command]) -> str:
   """Returns the script for 'bash' or 'zsh'."""
-  shells = {'completion': ' '.join(_SHELLS)}  # What to complete that is no flag.
+  shells = {'completion': ' '.join(_SHELLS)}  # Arguments to complete that are not flags, by command.
   cases = [
     f'    {name}) choices="{" ".join(_flag_words(c))}" bare="{shells.get(name, "")}" ;;' for name, c in commands.items()
   ]

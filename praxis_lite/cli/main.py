@@ -199,7 +199,7 @@ def _bare_flag(argument: str, command: Command) -> str:
     return command.bare
   if os.path.isdir(argument):
     return 'job_log_dir'
-  if '=' in argument:  # An override without --set.
+  if '=' in argument:  # The user has probably forgotten --set.
     return ''
   return 'job_log_dir' if '/' in argument and '.py' not in argument else 'exp'
 

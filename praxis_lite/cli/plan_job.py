@@ -37,7 +37,7 @@ class PlanJob(NamedTuple):
   """One invocation of `praxis-lite plan`."""
 
   values: flags.FlagValues
-  config: ExperimentConfig  # With a fitted mesh.
+  config: ExperimentConfig  # The configs of the experiment, with a mesh that fits the topology.
   topology: Topology
   fitted: Sequence[str]  # The overrides that fit the mesh to the topology; empty if it fits already.
   cache: Path  # The directory of compiled programs.

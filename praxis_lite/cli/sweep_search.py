@@ -26,7 +26,7 @@ from praxis_lite.runs.sweep import Point, last_line, run_points
 from praxis_lite.training.experiment import ExperimentConfig
 
 _PICTURE = 'search.svg'
-_BAR = 24  # Characters of a bar for an importance of 1.
+_BAR = 24  # The length, in characters, of the bar of an importance of 1.
 
 
 def run_search(values: flags.FlagValues) -> int:

@@ -32,7 +32,7 @@ from praxis_lite.runs.records.certificate import (
 if TYPE_CHECKING:
   from praxis_lite.instruments.plan import Plan
 
-_NORMAL_ENDS = ('done', 'data', 'stopped')  # After a signal there is no time for a plan.
+_NORMAL_ENDS = ('done', 'data', 'stopped')  # After a signal, there is no time to make a plan.
 
 
 class PlanOfRun(Observer):

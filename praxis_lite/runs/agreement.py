@@ -121,7 +121,7 @@ class Agreement:
     _check_finite(self.exact_reference, 'the training step in float32')
     rounded = change_model(self.exact, lambda task: _set_everywhere(task, 'fprop_dtype', 'bfloat16'))
     in_bfloat16 = self.reference if self.dtype == 'bfloat16' else self.score(rounded)
-    _check_finite(in_bfloat16, 'an evaluation in bfloat16')  # Otherwise the tolerance would be infinite.
+    _check_finite(in_bfloat16, 'an evaluation in bfloat16')  # Infinities would make the tolerance infinite.
     self.rounding = largest_difference(in_bfloat16, self.exact_reference)
     self.sensitivity = self._measure_sensitivity()
     self.rounding_of_dtype = largest_difference(self.reference, self.exact_reference)

@@ -394,7 +394,7 @@ class Batcher:
     self._running[place.row] = request
     self.statistics.shared_tokens += place.shared
     settings, row = self._settings, place.row
-    before = 1 if self.prompts_are_sources else len(request.prompt)  # A text for a source has a start token.
+    before = 1 if self.prompts_are_sources else len(request.prompt)  # A target begins with one start token.
     settings.lengths[row] = settings.prompt_lengths[row] = before
     settings.temperatures[row], settings.top_ps[row] = request._temperature, request._top_p
     settings.keys[row] = request._key_data

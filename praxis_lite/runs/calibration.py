@@ -155,7 +155,7 @@ def _sum_over_batches(
       parts.add(step(model.stored_variables, model.key, model.global_step, batch).summaries)
   found: dict[str, dict[str, np.ndarray]] = {}
   for (_, label), of_use in parts.combine().items():
-    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A repeated call has a suffix.
+    point = label if label in taps.points else re.sub(r'_\d+$', '', label)  # A repeated call has the suffix _1, _2, ...
     if (before := found.get(point)) is not None:
       of_use = {part: kind_of_part(part).combine_on_host([before[part], x]) for part, x in of_use.items()}
     found[point] = of_use
@@ -177,7 +177,7 @@ class _InputTaps(StepTaps):
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    del probed, share  # Only taps on gradients use these arguments.
+    del probed, share  # Only taps on gradients use `probed` and `share`.
 
     def names_wanted(name: str) -> Sequence[str]:
       return ('inputs',) if name in self.points else ()

@@ -192,7 +192,7 @@ def export_model(
       signature = exported.seal_signature(_signature(programs, flat, about), written)
       (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
       shutil.copyfile(exported.__file__, written / 'load.py')
-      first_position = '1' if model.prompts_are_sources else '`lengths`'  # Of the tokens after a prompt.
+      first_position = '1' if model.prompts_are_sources else '`lengths`'  # Of the first token after a prompt.
       (written / 'README.md').write_text(_readme(programs, settings, first_position), encoding='utf-8')
       if out.exists():
         out.rmdir()
@@ -236,7 +236,7 @@ def _used_inputs(function: ExportedFunction, variables: Arrays, inputs: Arrays) 
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
   everything = [True] * len(program.invars)
   used = unless_unknown('programs take inputs that they do not use', lambda: used_inputs(program), everything)
-  names = [*[None] * len(variables), *sorted(inputs)]  # JAX flattens dicts in this order.
+  names = [*[None] * len(variables), *sorted(inputs)]  # Sorted, because JAX flattens dicts in this order.
   return {name: inputs[name] for name, is_used in zip(names, used) if name is not None and is_used}
 
 

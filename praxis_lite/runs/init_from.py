@@ -199,7 +199,7 @@ class WarmStart:
         )
         raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
       computed = ''
-      table = '.'.join(name.split('.')[-2:])  # Such as position.w, wherever it is.
+      table = '.'.join(name.split('.')[-2:])  # The end of the path, such as position.w.
       if name in self._grids and not any(f'.{n}'.endswith(f'.{table}') for n in known):
         computed = "The positions of that run are not learned: set positions='sinusoidal' here too. Or "
       raise CheckpointError(

@@ -34,7 +34,7 @@ from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.runs.transcribe_files import transcribe_files
 
 _ARRAYS = ('.npz', '.jsonl')
-_SOUNDS = ('.wav', '.flac', '.mp3', '.ogg', '.opus', '.m4a')  # All but the first are refused as not WAV.
+_SOUNDS = ('.wav', '.flac', '.mp3', '.ogg', '.opus', '.m4a')  # Only .wav can be read; the error for the others says so.
 _IMAGES = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
 
 

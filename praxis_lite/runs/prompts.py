@@ -239,9 +239,9 @@ class Sampling(TypedDict, total=False):
 
 
 _OF_SPECULATION = ('lookup', 'draft_tokens')
-# Settings that a `Sampler` does not have.
+# Settings of other decoders, which a `Sampler` does not have.
 OF_OTHER_DECODERS = (*_OF_SPECULATION, 'beam_size', 'num_best', 'length_penalty', 'early_stopping')
-_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Fields with other names.
+_FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  # Settings that fields name differently.
 
 
 def check_decodes(task: Config) -> None:
@@ -329,7 +329,7 @@ def drafted_task(task: Config, draft: Config) -> Config:
   drafted, decoder = task.clone(), task.model.decoder_tpl
   is_speculative = is_decoder(task, SpeculativeSampler)
   decoder = decoder.clone() if is_speculative else to_decoder(SpeculativeSampler, decoder, Sampler)
-  decoder.lookup, decoder.own_heads = None, False  # Only the draft model guesses tokens.
+  decoder.lookup, decoder.own_heads = None, False  # Turns off the other sources of guesses.
   models = {'model_tpl': task.model.clone(), 'draft_tpl': draft.model.clone()}
   drafted.model = Config(DraftedModel, **models, decoder_tpl=decoder)
   return drafted

@@ -512,7 +512,7 @@ class TrainedModel:
     check_ids_in_tables(self.layer.id_limits(), rows)
     check_positions(self.layer.position_limits(), rows)
     task = tasks.taking_rows_like(rows)
-    return step_of(task), rows, task.batch_size  # The step adds rows of zero weight.
+    return step_of(task), rows, task.batch_size  # The step pads the rows with rows of zero weight.
 
   def _decode_rows(self, tasks: TaskOnMesh, batch: Mapping[str, Any], key: jax.Array) -> NestedDict:
     return self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded

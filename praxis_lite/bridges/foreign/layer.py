@@ -130,7 +130,7 @@ class ForeignLayer(Layer):
     with self._named_errors('cannot be built'):
       self._declared = self.declare()
     if not self._declared:
-      return  # It may be an activation function or dropout.
+      return  # A module without variables, such as an activation or dropout.
     splits = self._splits()
     weights = {path: self._to_weight(path, variable, splits.get(path)) for path, variable in self._declared.items()}
     self._check_names(weights)

@@ -85,7 +85,7 @@ class NnxLayer(ForeignLayer):
 
   def _build(self, key: jax.Array) -> Any:
     nnx = self.import_library()
-    with nnx.use_eager_sharding(False):  # This layer places variables itself.
+    with nnx.use_eager_sharding(False):  # This layer, and not nnx, splits the variables.
       module = self.build_module(rngs=nnx.Rngs(key))
     self.check_module(module)
     return module

@@ -77,7 +77,7 @@ class AdaptableWeight(NamedTuple):
     if part in _OF_LAYER:
       ours, order = own, {'magnitude': [group], 'scale': ['.', group] if of_inputs else [group, '.']}[part]
     else:
-      ours = [*inputs, 'Z'] if of_inputs else ['Z', *outputs]  # No dimension of a table is called Z.
+      ours = [*inputs, 'Z'] if of_inputs else ['Z', *outputs]  # Z, the rank, names no dimension of a table.
       order = ['Z', group] if of_inputs else [group, 'Z']
     prefix = f'{experts}: ' if experts else ''
     axes = f'{prefix}{" ".join(ours)} -> {" ".join(order)}'

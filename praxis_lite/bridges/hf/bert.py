@@ -84,7 +84,7 @@ class Encoder(WholeModelFamily):
     else:
       model = masked_language_model(tie_embeddings=bool(hf['tie_word_embeddings']), **sizes)
       model.packed = False
-      if self.counts_from_padding:  # RoBERTa's head always uses this activation.
+      if self.counts_from_padding:  # RoBERTa's head has GELU, whatever config.json says.
         model.transform_tpl.activation = 'gelu'
     if self.counts_from_padding:
       padding = hf['pad_token_id']

@@ -254,7 +254,7 @@ def write_safetensors(
     header[name] = {'dtype': _NAMES[dtype], 'shape': shape, 'data_offsets': [end, end + tensors[name].nbytes]}
     end += tensors[name].nbytes
   encoded = json.dumps(header).encode()
-  encoded += b' ' * (-len(encoded) % 8)  # Aligns the data.
+  encoded += b' ' * (-len(encoded) % 8)  # Aligns the arrays to 8 bytes.
   with open(path, 'wb') as f:
     f.write(len(encoded).to_bytes(8, 'little') + encoded)
     for name in names:

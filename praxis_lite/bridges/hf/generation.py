@@ -114,7 +114,7 @@ def write_generation(folder: Path, decoder: Decoder, kept: Path) -> None:
   values: dict[str, Any] = {'do_sample': decoder.is_random, 'repetition_penalty': decoder.repetition_penalty}
   values['no_repeat_ngram_size'] = decoder.no_repeat_ngram_size or 0
   if isinstance(decoder, Sampler) and decoder.is_random:
-    # The default of transformers is 50.
+    # Writes `top_k` even if it is off, because transformers' default is 50.
     values |= {'temperature': decoder.temperature, 'top_k': decoder.top_k or 0, 'top_p': decoder.top_p or 1.0}
     values |= {'min_p': decoder.min_p, 'typical_p': decoder.typical_p}
   if decoder.min_decode_steps:

@@ -41,7 +41,7 @@ class GptOss(LlamaLike):
     return experts
 
   def _activation(self, hf: HfConfig) -> str:
-    return 'gelu_sigmoid'  # Whatever `hidden_act` says, as in transformers.
+    return 'gelu_sigmoid'  # transformers ignores `hidden_act`, too.
 
   def values(self, lm: TransformerLm) -> Values:
     ff = cast(MoeFeedForward, blocks_of(lm)[0].ff)
@@ -52,7 +52,7 @@ class GptOss(LlamaLike):
       'swiglu_alpha': _SLOPE,
       'swiglu_limit': ff.hidden_limit,
     }
-    if 'rope_theta' in values and 'rope_scaling' not in values:  # transformers would assume its default, YaRN.
+    if 'rope_theta' in values and 'rope_scaling' not in values:  # Without it, transformers would assume YaRN.
       values['rope_parameters'] = {'rope_type': 'default', 'rope_theta': values['rope_theta']}
     return values
 

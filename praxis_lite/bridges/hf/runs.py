@@ -401,7 +401,7 @@ def _appears_complete(target: Path) -> Iterator[Path]:
     yield folder
     folder.chmod(0o755)
     if target.exists():
-      target.rmdir()  # `export_run` has checked that it is empty.
+      target.rmdir()  # `export_run` has checked that the folder is empty.
     folder.rename(target)
   except OSError as error:
     shutil.rmtree(folder, ignore_errors=True)

@@ -39,7 +39,7 @@ from praxis_lite.models import BaseModel, TwoTowerModel, transformer_encoder, vi
 class TwoTowers(WholeModelFamily):
   """A vision transformer and an encoder of texts, whose fields are in `vision_config` and `text_config`."""
 
-  text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Like `defaults`, for `text_config`.
+  text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # transformers' defaults in `text_config`.
   vision_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   is_siglip: bool = False  # Whether it is SigLIP, and not CLIP.
 
@@ -164,7 +164,7 @@ class TwoTowers(WholeModelFamily):
     yield Pair('logit_bias', 'loss.bias', ' -> .')
     theirs, ours = 'vision_model.head.', 'image.pooling_layer.'
     yield Pair(f'{theirs}probe', f'{ours}probe', 'D -> . . D')
-    for part, name in zip(('.+2', '1+.+1', '2+.'), ('query', 'key', 'value')):  # These three share a tensor.
+    for part, name in zip(('.+2', '1+.+1', '2+.'), ('query', 'key', 'value')):  # All three share a tensor.
       yield Pair(f'{theirs}attention.in_proj_weight', f'{ours}attention.{name}.w', f'D N H -> ({part} N H) D')
       yield Pair(f'{theirs}attention.in_proj_bias', f'{ours}attention.{name}.b', f'N H -> ({part} N H)')
     yield from out_projection_pairs(f'{theirs}attention.out_proj', f'{ours}attention.out')

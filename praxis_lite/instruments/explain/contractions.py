@@ -49,7 +49,7 @@ class Mismatch(NamedTuple):
 
   left: str
   right: str
-  size: int  # Of the summed dimension.
+  size: int  # The size of the summed dimension.
   left_axes: DimAxes
   right_axes: DimAxes
   shared: str  # An axis that splits it in one operand and splits another dimension of the other operand, or ''.
@@ -103,7 +103,7 @@ class _Walker:
       return unknown
     if name == 'transpose' and (first := operands[0]):
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
-    if name == 'slice' and not any(eqn.params['start_indices']):  # This slice removes padding.
+    if name == 'slice' and not any(eqn.params['start_indices']):  # A slice from 0 on only removes padding.
       return [operands[0]]
     if name in _KEEPS_SPLIT:
       said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]

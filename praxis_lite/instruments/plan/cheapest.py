@@ -99,7 +99,7 @@ class Option:
 
   @property
   def money(self) -> float:
-    assert self.price.money is not None  # Each offer has a price.
+    assert self.price.money is not None  # An offer always has a price of its chip.
     return self.price.money
 
   @property
@@ -250,7 +250,7 @@ class _Search:
     self._settings: dict[str, list[_Setting]] = {}  # The settings that may fit, by the name of the offer.
     self._compiled: dict[tuple[str, tuple[str, ...]], Plan] = {}
     self._failed: dict[tuple[str, tuple[str, ...]], str] = {}
-    self._corrections: dict[str, Correction] = {}  # By the name of the chip.
+    self._corrections: dict[str, Correction] = {}  # The correction of estimates, by the name of the chip.
     self._left_out: dict[str, str] = {}
     self._estimates = 0
     self._lowered = LoweredSteps()  # Shared by different kinds of GPUs, and by all searches on an offer.
@@ -408,7 +408,7 @@ class _Search:
       correction = self._corrections.get(topology.target.name, Correction())
       seconds, peak = correction.expect(best, (topology.num_chips,))
     price, loss = self._price(best, setting.offer, seconds), self.goal.loss
-    assert price is not None  # `_estimate` has checked it.
+    assert price is not None  # `_estimate` has checked that there is a price.
     tokens = (1.0, 1.0) if loss is None else (loss.least / loss.tokens, loss.most / loss.tokens)
     return Option(topology, setting.overrides, best, seconds, peak, price, self._failed.get(key, ''), tokens)
 

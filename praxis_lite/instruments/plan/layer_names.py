@@ -71,7 +71,7 @@ class HiddenWork:
   def __init__(self, layers: Iterable[Layer] = ()):
     self._layers = {path_name(layer.path): layer for layer in layers}
     self._names = LayerNames(layer.path for layer in self._layers.values())
-    self.paths: set[str] = set()  # Paths of layers that declared work.
+    self.paths: set[str] = set()  # Paths of the layers that have declared hidden work.
 
   def loop_trips(self, op_name: str) -> float | None:
     """Returns the trip count that a layer declares for its loop with `expected_trips`; None if it declares none.

@@ -278,7 +278,7 @@ class _Liveness:
         inside[at] = max(below, key=lambda peak: peak[0], default=(0, []))
     for buffer in _flat([held[computation.root.name]]):
       buffer.last_use = len(computation.instructions)
-      buffer.given |= True  # The caller holds the memory of results.
+      buffer.given |= True  # The memory of results counts in the caller.
     own = [b for b in buffers if not b.given and b.array.space == 0]
     for buffer in own:
       over = (b for b in buffer.operands if b.last_use == buffer.defined and not b.given and b.array.space == 0)

@@ -111,7 +111,7 @@ def _memory_table(plan: Plan) -> str:
   rows = [('memory on each device', f'of {format_bytes(memory.capacity)}'.ljust(_BAR), 'bytes', 'of peak')]
   whole, below = max(memory.capacity, memory.peak), 0
   for name, size in memory.bytes_by_kind().items():
-    if size < 0:  # The schedule counts some memory twice.
+    if size < 0:  # Negative if the schedule counts some memory twice.
       rows.append(('used again', '', f'-{format_bytes(-size)}', f'{size / memory.peak:.1%}'))
     elif size:
       rows.append((name, _bar(below, size, whole), format_bytes(size), f'{size / memory.peak:.1%}'))

@@ -118,7 +118,7 @@ def _leave_out_axes(task: SingleTask, left_out: Collection[Choice]) -> SingleTas
     for name, source, placement in _activations(layer):
       entries = tuple(_entry_without(e, source, left_out) for e in placement.spec)
       layer.change_split_mappings(_ACTIVATIONS, **{name: entries})
-    for key, mapping in config_values(layer.weight_split_dims_mapping).items():  # Some layers constrain weights again.
+    for key, mapping in config_values(layer.weight_split_dims_mapping).items():  # Some calls constrain weights again.
       if isinstance(mapping, DeclaredSplit) and isinstance(key, str):
         split = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
         layer.change_split_mappings('weight_split_dims_mapping', **{key: DeclaredSplit(split, mapping.sources)})

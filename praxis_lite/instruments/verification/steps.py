@@ -175,7 +175,7 @@ def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
   if kind is StepKind.UPDATE:
     for one in nested_learners(learner).values():
       one.set(schedule=Config(Constant), learning_rate=max(one.learning_rate, _LEARNING_RATE))
-    for rule in nested_rules(learner):  # All learners train in the first step.
+    for rule in nested_rules(learner):  # Makes all learners train in the first step.
       rule.set(train_from_step=0, train_until_step=None)
   elif kind is StepKind.GRADIENT:
     config.train.learner = Config(

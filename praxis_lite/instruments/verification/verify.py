@@ -257,7 +257,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, StepKind.GRADIENT, rows))
-    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ too.
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Or updates differ too.
       self._compare(self._case(config, StepKind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
@@ -268,7 +268,7 @@ class _Comparison:
     case = self._case(self.small.config, StepKind.DECODING, rows)
     try:
       Runner(case, self._one).trace()
-    except Exception as error:  # This model may not accept made-up prompts.
+    except Exception as error:  # A model of the user's may reject made-up prompts.
       self.not_compared.append(f'decoding, which made-up inputs do not fit: {first_line(error)}')
       return
     self._compare(case)
@@ -328,7 +328,7 @@ class _Comparison:
     """Compares a step on the mesh with one device. The case `on_mesh`, if given, replaces `case` on the mesh."""
     start = time.perf_counter()
     specs = placed_specs(self.small.placements)
-    if on_mesh is not None:  # It has fewer variables, at the same paths.
+    if on_mesh is not None:  # The task of `on_mesh` has fewer variables, at the same paths.
       by_path = leaves(specs)
       specs = nest({path: by_path[path] for path in leaves(on_mesh.task.model.abstract_init())})
     runner = Runner(on_mesh or case, mesh or self.mesh, specs)

@@ -53,7 +53,7 @@ class ResultLedger(Ledger):
         return [line['row'] for line in lines], sum('error' in line for line in lines)
       table = import_pyarrow().parquet.read_table(io.BytesIO(data), columns=['row', 'error'])
       return table['row'].to_pylist(), len(table) - table['error'].null_count
-    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises these errors, too.
+    except (ValueError, KeyError, TypeError, OSError) as error:  # Arrow raises such errors.
       raise DataError(
         f'{self.path_of(number)} is damaged: {first_line(error)}; remove the file, and start again'
       ) from None

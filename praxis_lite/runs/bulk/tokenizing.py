@@ -47,7 +47,7 @@ class TokenizingJob:
     texts = [self._text_of(row) for row in rows]
     try:
       return self._tokenizer.encode_documents(texts)
-    except DataError:  # Its message does not name the row.
+    except DataError:  # Finds the row, which the message does not name.
       for row, text in zip(rows, texts):
         try:
           self._tokenizer.encode_documents([text])

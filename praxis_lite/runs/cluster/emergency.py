@@ -225,7 +225,7 @@ class EmergencyCopies:
 
   def rates(self) -> dict[int, float]:
     """Returns the bytes per second at which each peer has received its last part; {} without peers."""
-    return {} if self._peers is None else dict(self._peers.rates)  # Another thread may be changing it.
+    return {} if self._peers is None else dict(self._peers.rates)  # A copy, because another thread may change the dict.
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
     """Removes the files of unwanted steps, even those of other processes, which may have run on this host before."""

@@ -160,7 +160,7 @@ class Launcher:
     For a process that a signal has ended, the code is 128 plus the number of the signal, as in a shell. If the run's
     directory was lost, returns `UserError.exit_code`.
     """
-    count, restarts, lost = self._processes, 0, -1  # `lost` is the place that was lost last.
+    count, restarts, lost = self._processes, 0, -1  # `lost` is the last place that was lost; -1 for none.
     directory = self._directory.path
     with self._passing_signals(), self._warm_starter():
       while True:

@@ -87,7 +87,7 @@ class Peers:
     for name in address.names:
       try:
         connected = socket.create_connection((name, address.port), timeout=_CONNECT_S)
-      except (OSError, UnicodeError) as error:  # The next name may be reachable.
+      except (OSError, UnicodeError) as error:  # The host may be reachable under its next name.
         errors.append(f'{name}: {first_line(error)}')
         continue
       try:

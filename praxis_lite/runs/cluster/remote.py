@@ -110,7 +110,7 @@ class RemoteCheckpoint:
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
-    remove_all(partial)  # Remains of a process that was killed.
+    remove_all(partial)  # Removes what a killed process has left.
 
     def get(name: str) -> None:
       self._store.get(self._name(name), partial / name)

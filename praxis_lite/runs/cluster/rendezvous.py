@@ -72,7 +72,7 @@ class _Missing(Exception):
 
 def _gather(port: int, count: int, name: str, deadline: float) -> Meeting:
   names = {0: name}
-  has_room = _allow_open_files(2 * count + _OTHER_FILES)  # JAX's service has as many connections.
+  has_room = _allow_open_files(2 * count + _OTHER_FILES)  # Twice, because JAX's service has as many connections.
   with contextlib.ExitStack() as to_close:
     server = to_close.enter_context(_listening(port, count, deadline))
     connections: dict[int, socket.socket] = {}

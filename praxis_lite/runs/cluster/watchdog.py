@@ -74,7 +74,7 @@ class _Host:
 
   name: str
   heard: float
-  arrivals: tuple[float, ...] = (-math.inf,) * _BEATS_AFTER_CLOSE  # Of its last beats.
+  arrivals: tuple[float, ...] = (-math.inf,) * _BEATS_AFTER_CLOSE  # When its last beats arrived.
   beat: int = 0
   doing: str = 'starting'
   at: str = ''

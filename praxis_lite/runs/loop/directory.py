@@ -96,7 +96,7 @@ class HeldDirectory:
       return LostDirectoryError(f'job_log_dir {self.path} was moved to {moved_to} while it trained{instead}', moved_to)
     if is_deleted:
       return LostDirectoryError(f'job_log_dir {self.path} was deleted while it trained{instead}', None)
-    return None  # Its disk is unmounted.
+    return None  # The disk of the directory is unmounted, so nothing is lost.
 
   def _find_again(self, handle: int) -> tuple[Path | None, bool]:
     """Returns the current path of an open directory (None if unknown), and whether it was deleted."""

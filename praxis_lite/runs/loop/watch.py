@@ -56,7 +56,7 @@ class Watch(Observer):
     self._ended_by = ''
     self._rate = self._waited = 0.0
     self._slow = SlowSteps(None)
-    self._hosts: HostSpeeds | None = None  # None with one process.
+    self._hosts: HostSpeeds | None = None  # None if the run has only one process.
     self._speed: dict[str, float] = {}
     self._at_step: dict[str, float] = {}
     self._at_figures: dict[str, float] = {}
@@ -93,7 +93,7 @@ class Watch(Observer):
       self._restored = run.step, (self._directory / CHECKPOINTS / str(run.step)).stat().st_mtime
     if (earlier := self._earlier) is not None:
       self._goodput.resume(earlier.goodput, run.step)
-      if earlier.saved_step == run.step and earlier.saved is not None:  # Files of a copied checkpoint are newer.
+      if earlier.saved_step == run.step and earlier.saved is not None:  # A copied checkpoint has newer files.
         self._restored = earlier.saved_step, earlier.saved
     self._file.start()
     self._note('started', run.step, about=started_event(run.step, jax.process_count(), self._earlier))
@@ -129,7 +129,7 @@ class Watch(Observer):
     if reason in ('save', 'copy'):
       self._goodput.mark(run.step, is_copy=reason == 'copy')
     if reason == 'save' and self._hosts is not None:
-      jax.block_until_ready(run.state.step)  # The devices must be idle.
+      jax.block_until_ready(run.state.step)  # The devices must be idle for the comparison.
       if line := self._hosts.compare():
         run.line(line)
         self._note('slow_host', run.step, line, {'process': self._hosts.slowest[0]})

@@ -141,7 +141,7 @@ def _sort_runs(runs: Sequence[RunState], metric: str, mode: str, sort: str) -> l
     return _natural(value) if (value := _value(run, name)) and value.lower() != 'nan' else None
 
   if name not in _ORDERS and len({_value(run, name) for run in runs}) == 1:
-    return _sort_runs(runs, metric, mode, 'best')  # The field is the same in all of these runs.
+    return _sort_runs(runs, metric, mode, 'best')  # The field gives no order: its value is the same in all runs.
   by_name = sorted(runs, key=_ORDERS['name'])
   with_value = [(value, run) for run in by_name if (value := score(run)) is not None]
   ordered = [run for _, run in sorted(with_value, key=lambda pair: pair[0], reverse=is_reversed)]

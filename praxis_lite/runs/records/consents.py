@@ -73,7 +73,7 @@ def renew_consent(record: str) -> None:
 def files_of_user(record: str) -> set[str]:
   """Returns the files of the modules that the content of a `run.json` names, except files of installed packages."""
   files = set()
-  for name in set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}:  # Importing a script would run it again.
+  for name in set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}:  # An import of a script would run it.
     file = os.path.realpath(getattr(sys.modules.get(name), '__file__', None) or '')
     if file.endswith('.py') and not is_of_others(name) and not {'site-packages', 'dist-packages'} & {*Path(file).parts}:
       files.add(file)

@@ -45,7 +45,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
   def __getitem__(self, name: str) -> np.ndarray:
     if name not in self._names:
       raise KeyError(f'there is no metric {name!r}.{did_you_mean(name, self._names)} There are: {", ".join(self)}')
-    return np.array([row.get(name) for row in self._rows.values()], np.float64)  # None becomes NaN.
+    return np.array([row.get(name) for row in self._rows.values()], np.float64)  # NumPy turns None into NaN.
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._names)

@@ -114,7 +114,7 @@ class Datasets(NamedTuple):
             training.check_beside(data.source if isinstance(data, GrowingBatches) else data)
 
 
-AllDatasets = tuple[Datasets, Datasets]  # Of `datasets()` and of `decode_datasets()`.
+AllDatasets = tuple[Datasets, Datasets]  # The inputs of `datasets()`, and those of `decode_datasets()`.
 
 
 def build_all(config: ExperimentConfig) -> AllDatasets:
