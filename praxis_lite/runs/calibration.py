@@ -55,7 +55,7 @@ class Calibration:
     method: one of `METHODS`.
     num_batches: how many batches are evaluated.
     dataset: the name or number of the dataset of the run that is read, in the dataset's own order. None reads the first
-      dataset for training, or the first one if none is for training.
+      dataset for training; if there is no such dataset, the first one.
   """
 
   method: str

@@ -23,7 +23,7 @@ LocalShape = tuple[int, ...]
 def explain_compiled(
   activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
 ) -> list[Explanation]:
-  """Returns activations with the shape that each device holds in a program. Where none is found, nothing changes."""
+  """Returns activations with the shape that each device holds in a program, or unchanged if no shape is found."""
   results: dict[str, collections.Counter[LocalShape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:

@@ -59,7 +59,7 @@ class CopiesOnPeers:
     self.unsent = '; '.join(unsent)
 
   def fetch_missing(self, copies: dict[int, EmergencyCopy], oldest: int, reason_against: Judge) -> list[str]:
-    """Gets this process's part of the newest copy of which every part is on some host; returns what failed.
+    """Gets this process's part of the newest copy whose parts are all on some host; returns what failed.
 
     A process takes its part from its own host if the part is there, and otherwise from any host that has it. `copies`
     has, by step, the copies whose part for this process is on this host; a fetched copy is added to it. Copies of steps

@@ -318,8 +318,8 @@ class Launcher:
           continue
         ended[i] = 128 - code if code < 0 else code
         if self._signals and ended[i] in (0, *_STOPPED):
-          # The signal ended this host, so it has not failed. It sets no time limit for other hosts, which may still be
-          # saving.
+          # The signal ended this host, which is no failure. Other hosts may still be saving, so this begins no time
+          # limit.
           continue
         if code == LostHostError.exit_code:
           limit = _Limit.begin(min(self._grace, _AFTER_NOTICED))

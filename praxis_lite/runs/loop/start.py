@@ -114,7 +114,7 @@ def _base_of_checkpoints(
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
   """Returns the base for checkpoints of this run, and a line if they will store more arrays than before, otherwise ''.
 
-  The base is that of the newest checkpoint, without arrays that this run may change, or has in another shape or dtype.
+  This is the base of the newest checkpoint, without arrays that this run may change, or has in another shape or dtype.
   It is None if no array remains. It never comes from a newer checkpoint of the other run.
   """
   base = checkpointer.base_of() if checkpointer.steps() else None

@@ -17,7 +17,7 @@ from praxis_lite.runs.records.runs import RunState, format_number
 class RunGroup(NamedTuple):
   """The runs of one experiment and one class of models.
 
-  Or, in the last group, runs of which each is the only one of its experiment and class.
+  The last group may have runs that are each the only one of their experiment and class.
 
   Attributes:
     title: the experiment and the class of the model.
