@@ -309,7 +309,9 @@ def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns the factor by which XLA's recomputation makes a step longer, if this share of the memory is filled."""
+  """Returns how much longer a step takes because XLA recomputes, as a factor; `filled` is the filled share of
+  memory.
+  """
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 
