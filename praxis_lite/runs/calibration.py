@@ -1,4 +1,4 @@
-"""Calibration: evaluates batches of data, and chooses the few-bit values of weights by the inputs that they meet.
+"""Calibration: evaluates batches of data, and chooses the few-bit values of weights by their inputs in these batches.
 
     x    N rows of the inputs of one weight, [N, I]; for a stack of layers or for experts, one x each
     G    sum x x', [I, I]
@@ -76,7 +76,7 @@ class _Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedWeight:
-  """A weight in few bits, and statistics of the inputs that it has met.
+  """A weight in few bits, and statistics of its inputs in the data.
 
   Attributes:
     inputs: 'sum_abs' and 'max_abs' [*stack, *E, I]; for 'awq' and 'gptq' also 'gram' [*stack, *E, I, I], which is G.
@@ -109,7 +109,7 @@ class CalibratedWeight:
 def calibrate_weights(
   model: TrainedModel, quantized: BaseModel, calibration: Calibration
 ) -> dict[Path, CalibratedWeight]:
-  """Returns the weights in few bits that have met data, by path.
+  """Returns the weights in few bits that had inputs in the data, by path.
 
   Args:
     model: the model with plain weights, on its mesh.
@@ -221,7 +221,7 @@ class _SummingTaps(Taps):
 
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
-  """Returns a line about weights in few bits that are rounded to nearest, because they met no data; '' without any."""
+  """Returns a line about weights that are rounded to nearest because they had no inputs in the data; '' without any."""
   stored = {
     (*layer.path[len(model.path) :], name): kind
     for layer in model.descendants()

@@ -275,7 +275,7 @@ def _max_tokens(model: Any, settings: ExportSettings) -> int:
 
 
 def _cache_length(model: Any, settings: ExportSettings) -> int:
-  # The last token needs no cache slot; a target begins after a start token.
+  # The last token needs no cache slot. Before a target, there is only a start token.
   before = 1 if model.prompts_are_sources else settings.prompt_length
   return before + _max_tokens(model, settings) - 1
 

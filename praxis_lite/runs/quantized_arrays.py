@@ -158,10 +158,7 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the part of the array that follows from `parts` of the variables.
-
-    They have all inputs of some outputs.
-    """
+    """Computes a part of the array from `parts` of the variables, which contain all inputs of some outputs."""
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]

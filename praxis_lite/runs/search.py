@@ -254,7 +254,7 @@ class Search:
         self._reported[point.name] = step
 
   def was_pruned(self, point: Point) -> bool:
-    """Whether a trial was found to be hopeless."""
+    """Whether `is_hopeless` has returned True for a trial."""
     return point.name in self._pruned
 
   def end(self, point: Point, code: int) -> Trial:

@@ -96,7 +96,7 @@ class HfConfig:
     return self.check_number(name, self[name])
 
   def check_number(self, name: str, value: Any) -> float:
-    """Returns `value`, which is below the field `name`; raises ConfigError if it is not a finite number."""
+    """Returns `value`, which is in the field `name`; raises ConfigError if it is not a finite number."""
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
     return float(value)

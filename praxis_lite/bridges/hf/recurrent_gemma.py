@@ -19,7 +19,7 @@ _KINDS = 'recurrent', 'attention'
 
 
 class RecurrentGemma(Family):
-  """RecurrentGemma."""
+  """RecurrentGemma. `block_types` of config.json says which blocks have a recurrence, and which local attention."""
 
   def _model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf.must_be('tie_word_embeddings', True)

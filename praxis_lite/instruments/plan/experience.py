@@ -26,7 +26,7 @@ from praxis_lite.instruments.plan.topology import Experience, Topology
 class Measurement(NamedTuple):
   """What a run measured."""
 
-  run: str  # Its directory.
+  run: str  # The directory of the run.
   step_seconds: float  # The typical time of a step, without waits for inputs.
   num_steps: int  # The number of measured steps.
   device_peak: float | None  # Peak memory of a device in bytes; None if the platform does not report it.

@@ -133,7 +133,7 @@ class Instruction:
     return [name.strip().lstrip('%') for group in groups for name in group.split(',')]
 
   def attribute(self, name: str) -> str:
-    """Returns the text of an attribute, which is one word or in braces; '' if there is no such attribute."""
+    """Returns the value of an attribute: one word, or the text in braces. Returns '' if there is no such attribute."""
     return _first(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes).strip('{}')
 
   def integers(self, name: str) -> list[int]:

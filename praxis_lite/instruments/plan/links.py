@@ -50,7 +50,7 @@ class _Extent:
   domains: int
   links: float  # The bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
   across: float  # The bandwidth of a device for an all-to-all, in the same units.
-  hops: float  # Of the farthest message.
+  hops: float  # The number of hops of the farthest message.
 
 
 class Links:

@@ -262,7 +262,7 @@ class Why:
     return tuple(idle)
 
   def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """Returns a cause for each array that XLA's messages say it replicates in order to split it differently."""
+    """Returns a cause for each array that XLA, as its messages say, replicates only to split it in another way."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):

@@ -15,7 +15,7 @@ _VERSION = 1
 
 
 class ShardPlan(NamedTuple):
-  """The work on the rows of files; `settings` are JSON values on which the results depend besides the input."""
+  """The work on the rows of files; `settings` are the JSON values that the results depend on, besides the input."""
 
   settings: dict[str, Any]
   files: list[InputFile]

@@ -144,7 +144,7 @@ def _experiment_in(command: str) -> str:
   """Returns the experiment that a command line names, such as 'mine.Points' for dir/mine.py:Points; '' without one."""
   found = re.search(r"--?exp(?:=|\s+)'?([^\s']+)", command)
   folder, _, name = found[1].rpartition('/') if found else ('', '', '')
-  if folder and not re.search(r'\.py(:|$)', name):  # The name would be the directory of another run.
+  if folder and not re.search(r'\.py(:|$)', name):  # --exp names the directory of another run.
     return ''
   return re.sub(r'\.py(?=:|$)', '', name).replace(':', '.')
 
