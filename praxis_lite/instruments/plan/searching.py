@@ -309,9 +309,7 @@ def _differences(one: Setting, other: Setting) -> tuple[int, bool]:
 
 
 def _recomputing(filled: float) -> float:
-  """Returns how much longer a step takes because XLA recomputes, as a factor; `filled` is the filled share of
-  memory.
-  """
+  """Returns how many times as long a step takes because XLA recomputes; `filled` is the filled share of memory."""
   return 1 + (_FULL - 1) * min(max(filled - _NEARLY_FULL, 0) / (1 - _NEARLY_FULL), 1)
 
 
