@@ -1,6 +1,6 @@
 """Early stopping, and keeping the best checkpoint.
 
-Both are hooks. They decide by the recorded evaluations of the whole run, so they lose no state if it is killed.
+Both are hooks. They decide by the recorded evaluations of the whole run, so they lose no state if the run is killed.
 """
 
 from __future__ import annotations

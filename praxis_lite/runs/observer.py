@@ -138,7 +138,7 @@ class Observer:
   def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager for the time from restoring to the end; it sees the error that ends the run.
 
-    `why_lost` returns the error for a run directory that is no longer at its path; None if it still is.
+    `why_lost` returns the error for a run directory that is no longer at its path; None if it is still there.
     """
     return contextlib.nullcontext()
 

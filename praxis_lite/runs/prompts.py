@@ -33,7 +33,7 @@ def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] |
     template = getattr(dataset, 'tokenizer_tpl', None)
     if isinstance(template, Config) and getattr(template, 'path', None) is REQUIRED:
       raise ConfigError(f'datasets[{i}].tokenizer_tpl.path: the run has no tokenizer; {HOW_TO_SET_TOKENIZER}')
-    if isinstance(template, Config):  # Makes only the tokenizer: the data may be missing.
+    if isinstance(template, Config):  # Makes only the tokenizer, because the data may be missing.
       with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
     try:

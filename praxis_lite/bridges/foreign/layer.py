@@ -157,9 +157,9 @@ class ForeignLayer(Layer):
     """Returns what the module returns for these arguments.
 
     Raises:
-      ConfigError: the module raises an error, which becomes the cause of this one; or it updates variables in training,
-        and the layer does not see exactly the rows of the batch: under `partitioning='shard_map'`, or in a pipeline
-        that pads a microbatch with copies of rows.
+      ConfigError: the module raises an error, which becomes the cause of this one. Or the module updates variables in
+        training, and the layer does not see exactly the rows of the batch. That is so under
+        `partitioning='shard_map'`, and in a pipeline that pads a microbatch with copies of rows.
     """
     self._check_sees_all_rows()
     read = {name: child.read() for name, child in self.named_children() if isinstance(child, Variables)}

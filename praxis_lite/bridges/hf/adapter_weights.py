@@ -41,7 +41,7 @@ class AdaptableWeight(NamedTuple):
   # The first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and `lora.b`.
   name: str
   pair: Pair  # The row of the family's table.
-  rank_in: int  # Number of its dimensions that are inputs, in one layer and for one expert.
+  rank_in: int  # Number of the weight's dimensions that are inputs, in one layer and for one expert.
   is_table: bool  # Whether it is a table of embeddings.
   scales_inputs: bool = False  # Whether its adapter is an IA3 that scales its inputs, not its outputs.
 

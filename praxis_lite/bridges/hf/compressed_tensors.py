@@ -239,7 +239,8 @@ def join_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
   """Returns the tensors of a checkpoint; joins each weight with its scales and zero points.
 
   Raises:
-    CheckpointError: a weight lacks its scales, or their shapes do not fit, or its inputs are permuted.
+    CheckpointError: a weight lacks its scales or its shape, its scales or values do not fit that shape, its zero
+      points are not packed, or its inputs are permuted.
   """
   found: dict[str, Tensor] = {}
   of_weights = {name.removesuffix('_scale') for name in tensors if name.endswith('.weight_scale')}

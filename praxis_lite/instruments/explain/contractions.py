@@ -52,7 +52,8 @@ class Mismatch(NamedTuple):
   size: int  # The size of the summed dimension.
   left_axes: DimAxes
   right_axes: DimAxes
-  shared: str  # An axis that splits it in one operand and splits another dimension of the other operand, or ''.
+  # An axis that splits the summed dimension of one operand and another dimension of the other operand, or ''.
+  shared: str
 
 
 def find_mismatches(

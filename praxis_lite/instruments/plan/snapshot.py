@@ -34,7 +34,10 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class GrowthLimits:
-  """Allowed relative increases of memory and sent bytes. A new collective may send `sent` / 50 of all sent bytes."""
+  """Allowed relative increases of memory and sent bytes.
+
+  A collective that the snapshot lacks may send the fraction `sent` / 50 of all the bytes in the snapshot.
+  """
 
   memory: float = 0.05
   sent: float = 0.05

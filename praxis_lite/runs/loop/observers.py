@@ -40,7 +40,7 @@ def observe_start(
     for observer in others:
       stack.callback(observer.close)
       observer.open(options.on_damage)
-    # After `open`, which may fetch files that `Watch` reads.
+    # `Watch` comes after the calls of `open`, because these may fetch files that `Watch` reads.
     watch = stack.enter_context(Watch(directory, startup.began))
     yield Observers(watch, others)
 
@@ -107,7 +107,7 @@ def attach_observers(
       *replicas,  # Before all observers that save or copy the state.
       saving,
       Hooks(own, stop_all, observers.measure),
-      *observers.others,  # After `own`, which may choose a new best checkpoint for the mirror to copy.
+      *observers.others,  # After `own`, because `own` may choose a new best checkpoint for the mirror.
       Hooks(options.hooks, stop_all, observers.measure),  # User hooks come last, to see the others' effects.
       *options.observers,
     ]
