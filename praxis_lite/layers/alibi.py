@@ -21,7 +21,8 @@ class AlibiBias(Layer):
   """bias_n = -slope_n |query position - key position| (Press et al., 2022).
 
   The slopes are 2^(-8 n / N) for n = 1 ... N if N is a power of two. Otherwise, as in the authors' code, the first
-  heads have the slopes for the next smaller power of two, and the others every other slope for the next larger one.
+  heads have the slopes for the next smaller power of two. The others have every second slope, from the first on, for
+  the next larger power of two.
 
   Attributes:
     num_heads: N.

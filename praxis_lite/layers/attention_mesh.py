@@ -91,9 +91,9 @@ class AttentionMesh:
   def kernel_split(self, num_heads: int, num_kv_heads: int, num_rows: int | None = None) -> tuple[RowSplit | None, str]:
     """Returns how the mesh splits rows and heads for a kernel that the compiler cannot split, and an obstacle.
 
-    The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. If both are empty,
-    each device has its part already. Mesh axes that split neither rows nor heads hold copies. Heads divide evenly if
-    each kv head, repeated if necessary, is on one device. `num_rows` is None if it is not known yet.
+    The obstacle says why the kernel cannot run on this mesh, as the end of a sentence; '' if it can. (None, '') means
+    that each device has its part already. Mesh axes that split neither rows nor heads hold copies. Heads divide evenly
+    if each kv head, repeated if necessary, is on one device. `num_rows` is None if it is not known yet.
     """
     sizes = unmapped_axes()
     if not sizes:
@@ -119,7 +119,10 @@ class AttentionMesh:
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns the result of `kernel_split`. If the length is split, it is None and an obstacle, '' if `blnh` is set."""
+    """Returns the result of `kernel_split` if the length is not split; otherwise None and an obstacle.
+
+    This obstacle is '' if `blnh` is set.
+    """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)
     undeclared = f'needs {self.path}.activation_split_dims_mapping.blnh, which says how the mesh splits the heads'

@@ -30,7 +30,7 @@ class BlockPairs(NamedTuple):
   used: int | jax.Array
   flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if no pair can be.
   masked: bool = True  # Whether a pair may be partly masked.
-  expected: float | None = None  # If `used` is traced, its mean over the devices; see `expected_trips`.
+  expected: float | None = None  # The mean of `used` over the devices, if `used` is traced; see `expected_trips`.
 
 
 def needed_pairs(
@@ -74,7 +74,7 @@ def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
 
 
 def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns [I, J] bool, False for pairs of blocks that are empty because of indices; and `mask.some_allowed(at)`."""
+  """Returns [I, J] bool, which is False for pairs that are empty because of indices, and `mask.some_allowed(at)`."""
   exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
   return exists if allowed.by_index is None else exists & allowed.by_index, allowed
 

@@ -203,7 +203,7 @@ def compute_context(
 def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
   """Returns the output of attention, which is the first of the two `results`, and the residuals.
 
-  Tags both as 'context'; see `remat.py`.
+  Both results are tagged as 'context'; see `remat.py`.
   """
   # If only one of the two results were kept, the backward pass would compute both again.
   out_BTNH, more = (checkpoint_name(x, 'context') for x in results)

@@ -41,7 +41,7 @@ _KERNEL_FROM = 256  # The kernel is used for caches of at least this many slots.
 _KERNEL_DTYPES = 'bfloat16', 'float32', 'int8', 'float8_e4m3fn', 'float8_e5m2'
 _GPU_KERNEL_DTYPES = 'bfloat16', 'float32'
 _FEWEST_GPU_DIMS = 16
-_MOST_KERNEL_QUERIES = 128  # The most queries of a kv head for which the kernel computes several tokens.
+_MOST_KERNEL_QUERIES = 128  # The kernel computes several tokens at once up to this number of queries of a kv head.
 _MOST_LOGITS = 2**26  # The most float32 logits that several tokens may have at once if `most_slots` is set.
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
@@ -52,9 +52,10 @@ class CachedAttention:
 
   dtype: DTypeLike  # The dtype of cached vectors; with int8, the cache also stores a scale for each vector.
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
-  page_size: int | None = None  # Slots, or tokens of a prompt, that are read at once; None means all.
-  # The most slots that a single token reads at once, if more than `page_size`. Several tokens may read as many if they
-  # have few logits, see `_MOST_LOGITS`.
+  # How many slots are read at once, and how many tokens of a prompt are computed at once; None means all.
+  page_size: int | None = None
+  # A single token reads up to this number of slots at once, if it is more than `page_size`. So do several tokens that
+  # have few logits; see `_MOST_LOGITS`.
   most_slots: int = 0
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
@@ -265,7 +266,10 @@ class CachedAttention:
   def _attend_by_page(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int, pages: float
   ) -> jax.Array:
-    """Returns attention, [B, T, N, H], by online softmax over pages with tokens; plans assume `pages` such pages."""
+    """Returns attention, [B, T, N, H], by online softmax over the pages that contain tokens.
+
+    Plans assume that `pages` pages contain tokens.
+    """
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     formula, wide = self.spec.formula(H), sum_dtype(query_BTNH)

@@ -114,7 +114,7 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
-    """Whether w, cut into parts, is small compared to the logits, so that devices may gather it along D."""
+    """Whether devices may gather w, cut into parts, along D: it is small compared to the logits, or D is not split."""
     if not self.dims_axes:
       return True
     own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
@@ -333,7 +333,7 @@ def _add_up(parts: jax.Array, rank: int) -> jax.Array:
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Returns the first class of each chunk, and the first that no earlier chunk has, counted from the part's start."""
+  """Returns the first class of each chunk, and its first class that no earlier chunk has, counted within the part."""
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 
@@ -366,7 +366,8 @@ def _logits(
   """Returns the float32 logits of one chunk of each part [..., S, C], and the classes [S, C] that they belong to.
 
   The third result, [S, C] bool, says which classes count; None if all do. A class does not count if an earlier chunk
-  has it, or if it is padding. `w` is the chunk of each part, and `b` is in parts; for the last arguments, see `_steps`.
+  has it, or if it is padding. `w` has only this chunk of each part; `b` has the whole parts. `start` and `first_new`
+  are entries of the two arrays that `_steps` returns.
   """
   _, weights = _layout(chunks)
   logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=sum_dtype(x, w))
@@ -386,7 +387,10 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns, for each part [..., S], the logit of `label`, [..., 1, 1]; 0 if it is no new class of the part's chunk."""
+  """Returns, for each part [..., S], the logit of `label`, [..., 1, 1]; 0 if the label is not in the part's chunk.
+
+  It also is 0 if an earlier chunk had the label, because each class counts once.
+  """
   if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, a lookup might gather logits.
     return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)
   # A lookup reads one logit of each row; a sum would read all of them.

@@ -1,8 +1,8 @@
 """KV caches in the decode state: of one layer, and of several.
 
 A loop over layers passes on the stacked caches of all layers. Each layer writes its tokens into the stack, and reads
-its pages from there; a scan that slices and stacks the caches would copy all of them. Only for a prompt longer than a
-page does a layer take its cache out of the stack, and put it back. For [B, S, K, H], see `kv_cache.py`.
+its pages from there; a scan that slices and stacks the caches would copy all of them. A layer takes its cache
+out of the stack, and puts it back, only for a prompt longer than a page. For [B, S, K, H], see `kv_cache.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StackedCaches:
     self.arrays, self.others = self.split(state)
 
   def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Splits a decode state, of the whole loop or after an iteration, into the arrays of the caches and all others."""
+    """Splits a decode state, of the whole loop or of one iteration; returns the arrays of the caches, and the rest."""
     arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 

@@ -34,7 +34,7 @@ from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.specs import axes_to_entry
 
 LANES = 128
-# Of a page: the most slots, and the most bytes of its keys. The chip holds four arrays as large as these keys.
+# The most slots of a page, and the most bytes of its keys. The chip holds four arrays as large as a page's keys.
 _MOST_SLOTS, _MOST_BYTES = 1024, 2**20
 _MOST_QUERIES = 2**17  # The most entries of queries that the chip holds at once.
 
@@ -138,7 +138,8 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
   def page_spec(lead: Callable[[Any, Any, Any], tuple[Any, ...]], *dims: int | None) -> pl.BlockSpec:
     """Returns the spec of one page of an array: `dims` are block sizes, -1 for the slots, None for a single index.
 
-    `lead(layer, b, c)` returns the block indices of the first dimensions; the other dimensions except slots have 0.
+    `lead(layer, b, c)` returns the block indices of the first dimensions. The dimension of slots has the index of the
+    page, and all other dimensions have the index 0.
     """
 
     def index(b: Any, c: Any, i: Any, layer: Any, first: Any, end: Any) -> tuple[Any, ...]:
@@ -225,10 +226,11 @@ def _to_slots_last(x_LBKSH: jax.Array) -> jax.Array:
 
 
 def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales: bool) -> int:
-  """Returns how many kv heads are computed at once: a divisor of K such that 128 slots and the queries fit on the chip.
+  """Returns how many kv heads are computed at once: the largest divisor of K for which the chip has room.
 
-  A slot of one head has `slot_bytes`, and the queries of a kv head have `queries` entries. If entries have scales, the
-  heads of a page are a dimension of tiles, and the result is K or a multiple of 8.
+  It must have room for 128 slots and the queries of these heads. If it never has, the smallest allowed divisor is
+  returned. A slot of one head has `slot_bytes`, and the queries of a kv head have `queries` entries. The chip stores
+  the scales of a page in tiles of 8 heads; so if entries have scales, only K and multiples of 8 are allowed.
   """
   most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
   parts = [

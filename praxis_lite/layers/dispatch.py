@@ -28,8 +28,9 @@ from praxis_lite.layers.precision import sum_dtype, to_sum_dtype
 class DispatchPlan(NamedTuple):
   """The slots of choices. Choice k of token t has the number t K + k."""
 
-  choice_of_slot: jax.Array  # [M] int32; N K if the slot is empty.
-  # [N, K] int32; M if the choice has no slot. None if experts choose tokens: then a choice has the number of its token.
+  choice_of_slot: jax.Array  # [M] int32, the number of the slot's choice; N K if the slot is empty.
+  # [N, K] int32, the slot of each choice; M if it has none. None if experts choose tokens; then the number of a choice
+  # is the number of its token, and an empty slot has N.
   slot_of_choice: jax.Array | None
 
   @property

@@ -50,9 +50,9 @@ Chosen = Literal['dense', 'blockwise', Kernel]
 # 'xla' is an older name of 'dense', which recorded configs may have.
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash', 'xla')
 _MANY_LOGITS, _MANY_LOGITS_ON_CPU = 2048 * 2048, 1024 * 1024
-# 'auto' chooses a fused kernel for at least this number of queries and of keys; and on a GPU, if the kernel needs the
-# mask as an array, for at most this number of logits.
+# 'auto' chooses a fused kernel only if there are at least this many queries, and as many keys.
 _FUSED_FROM = 256
+# If a kernel for GPUs needs the mask as an array, 'auto' chooses it only for at most this number of logits.
 _MOST_MASKED = 8192 * 8192
 _ONLY_FLOAT32 = ('TPU v2', 'TPU v3')  # Chips whose compiler has no products of bfloat16 in kernels.
 _PARTLY_MAPPED = (

@@ -67,7 +67,10 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D), with the D of the smaller model if there is one, because vectors do not grow with the width."""
+  """Returns sqrt(D). If there is a smaller model, D is that of the smaller model.
+
+  Otherwise the embeddings would grow with the width of the model.
+  """
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
 
@@ -78,7 +81,7 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
   If the table is split along D and the vectors are not, a device needs dims of other devices. Either the table is
   gathered along D before the lookup, or devices exchange vectors after it (`LookupExchange`), whichever sends less.
   The compiler would gather the vectors of the whole batch if a mesh axis splits both D of the table and the batch.
-  `field` is the activation mapping of the vectors, which are multiplied by `scale`, if it is given.
+  `field` names the activation mapping of the vectors. If `scale` is not None, the vectors are multiplied by it.
   """
   wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
 
@@ -116,7 +119,7 @@ class LookupExchange(NamedTuple):
   of_own_ids: PartitionSpec  # Spec of the ids [...], split like the vectors after the exchange.
   of_ids: PartitionSpec  # Spec of the ids in the lookup.
   of_vectors: PartitionSpec  # Spec of the vectors [..., D] in the lookup.
-  is_less: bool  # Whether a pass sends fewer bytes than a gather of the table, and the exchange divides evenly.
+  is_less: bool  # Whether the exchange divides evenly, and sends fewer bytes in a pass than a gather of the table.
   remark: str  # Text with the axes, and the bytes of the exchange and of the gather.
 
 

@@ -36,11 +36,11 @@ from praxis_lite.sharding.constraints import with_sharding_constraint
 from praxis_lite.sharding.padding import pad_to, slice_to
 from praxis_lite.sharding.specs import all_axes, spec_axes
 
-# (function that multiplies rows by weights, rows) -> outputs
+# Computes outputs, given a function that multiplies rows by weights, and the rows.
 ExpertFn = Callable[[RowProduct, jax.Array], jax.Array]
 
 
-# For each variable with hidden dims F: which dimension they are.
+# For each variable that has a dimension of hidden dims, F, the index of this dimension.
 _HIDDEN_DIM = {
   **{'gate': 2, 'up': 2, 'down': 1, 'gate_bias': 1, 'up_bias': 1},
   **{'gate_lora_b': 2, 'up_lora_b': 2, 'down_lora_a': 1},
@@ -170,7 +170,8 @@ pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec
 def sum_outputs(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """Inside `shard_map` without `check_vma`: returns the sum of an output over `axes`, which do not split the sum.
 
-  Each device gets an equal share of the sum's gradient. JAX's own rule would sum these shares by communication.
+  In the backward pass, each device gets an equal share of the sum's gradient, and multiplies it by the number of
+  devices. JAX's own rule would communicate, to sum the shares.
   """
   return jax.lax.psum(x, axes)
 

@@ -31,8 +31,8 @@ class Tiles(NamedTuple):
   """Sizes of a program."""
 
   m: int  # Rows of its tile of the result.
-  n: int  # Columns of it.
-  k: int  # Dims that it sums over at a time.
+  n: int  # Columns of its tile.
+  k: int  # Number of dims that it sums over at a time.
   warps: int  # Number of warps.
   stages: int  # Number of loads that are in flight.
 

@@ -220,8 +220,8 @@ class _Groups(NamedTuple):
   def loop_over_blocks(self, body: Callable[[jax.Array, jax.Array, Any], Any], init: Any, V: int) -> Any:
     """Runs `carry = body(group, number of the block in the group, carry)` for each block; returns the last carry.
 
-    The number of iterations is the most that V products can need, whatever the sizes of their groups. Iterations that
-    these groups do not need come last, with numbers of blocks after the end of the last group.
+    The number of iterations is the largest that V products of this size can need, whatever the sizes of their groups.
+    Iterations that are not needed come last; their blocks lie after the end of the last group.
     """
     counts = self.counts()
     ends, M, G = jnp.cumsum(counts), self.num_rows // V, len(counts) // V
@@ -333,7 +333,10 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 
 
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
-  """Returns the result of `run`. Under `vmap`, V grows, so that loops run one after another, not in lockstep."""
+  """Returns the result of `run`. Under `vmap`, the mapped dimension becomes a part of V.
+
+  So the loops of the products run one after another, not in lockstep.
+  """
 
   @custom_vmap
   def folding(*arrays: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ class GroupedMixer(Mixer):
   ) -> None:
     """Checks the sizes, and creates the children and variables that all subclasses have.
 
-    `key_dims` is S; `by_head` are further projections, and the shapes of their outputs, (N,) or (N, H).
+    `key_dims` is S. `by_head` has the names of further projections, each with the shape of its output, (N,) or (N, H).
     """
     self._check_range('num_heads', 'dims_per_head', 'num_groups', 'chunk_size', least=1)
     get_activation(self.activation, f'{self.path_name}.activation')

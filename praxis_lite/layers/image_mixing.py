@@ -84,7 +84,7 @@ def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
   """
   at_B = jnp.arange(len(x_B)).reshape(-1, *[1] * (x_B.ndim - 1))
   last = jnp.max(jnp.where(weights_B != 0, jnp.arange(len(x_B)), 0))
-  # A sum moves one row between devices, where an index may gather all of them.
+  # A sum moves one row between devices, whereas an index might gather all rows.
   last_1 = jnp.sum(jnp.where(at_B == last, x_B, 0), axis=0, keepdims=True).astype(x_B.dtype)
   return jnp.where(at_B == 0, last_1, jnp.roll(x_B, 1, axis=0))
 

@@ -33,8 +33,8 @@ class KVCache(NamedTuple):
   key: jax.Array  # [B, K, S, H], in the dtype of the cache.
   value: jax.Array | None  # [B, K, S, H]; None means that the values are the keys.
   pos: jax.Array  # [B, S] int32 position of the token in each slot; -1 for an empty slot.
-  # In a growing cache, the number of slots taken; in a placed cache, [B], how many slots of each row, from the first
-  # on, the last tokens may attend to. None for new tokens.
+  # In a growing cache, the number of slots that are taken. In a placed cache, [B]: the last tokens of a row may attend
+  # to this number of its first slots. None for new tokens.
   slot: jax.Array | None = None
   key_scale: jax.Array | None = None  # [B, K, S] float32, factors of int8 entries; None for other dtypes.
   value_scale: jax.Array | None = None
@@ -90,7 +90,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """How many slots of this layer, from the first on, the last tokens of any row may attend to."""
+    """The number of first slots of this layer to which the last tokens of some row may attend."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 

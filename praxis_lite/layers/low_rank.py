@@ -138,10 +138,10 @@ def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMappin
 def split_update(
   update: Config[LowRankUpdate], wt: DeclaredSplit | None, rank_in: int, path: str
 ) -> Config[LowRankUpdate]:
-  """Gives A and B of an update the entries of `wt`, the mapping of the weight [*I, *O] that it is added to.
+  """Splits A and B of an update like the weight, [*I, *O], to which the update is added; `wt` is its mapping.
 
-  Without a mapping, the task's strategy splits A and B, like the weight, which is in the layer at `path`. `rank_in` is
-  the number of dimensions I.
+  If `wt` is None, the task's strategy splits A and B, as it splits the weight. The weight is in the layer at `path`.
+  `rank_in` is the number of dimensions I.
   """
   if wt is not None:
     whole = DeclaredSplit((None,), (f'derived from the weight of {path}: the rank of an update is not split',))

@@ -56,8 +56,8 @@ def _part_masks() -> Any:
 class BlockRanges(NamedTuple):
   """The least and greatest index of each block: of queries [I, 1], of keys [J].
 
-  `all_rows` says whether the arrays have all rows of the batch. If not, a mask must not use values that differ by row,
-  because devices would have to wait for each other.
+  `all_rows` says whether the mask's arrays contain all rows of the batch. If they do not, `some_allowed` and
+  `some_masked` must not use values that differ by row, because devices would have to wait for each other.
   """
 
   query_low: Array

@@ -288,7 +288,7 @@ class MoeFeedForward(Layer):
       )
 
   def _weight_splits(self) -> tuple[DeclaredSplit | None, DeclaredSplit | None]:
-    """Returns the mapping of the weights into the hidden layer, and of the weight out of it; None if not split."""
+    """Returns two mappings: of the weights into the hidden layer, and of the weight out of it; each may be None."""
     field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
     wt, down = split.wt, split.down
     expert, own = None if self.expert_axis is None else (self.expert_axis,), f'{self.path_name}.expert_axis'
@@ -354,7 +354,7 @@ class MoeFeedForward(Layer):
     tensor = weights['up'][2]
     if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
       tensor = ()
-    # No axis splits the length if a capacity applies to a whole row; and axes that split the hidden dims never do.
+    # Axes that split the hidden dims never split the length. With capacities, which apply to whole rows, no axis does.
     time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
     batch += tuple(a for a in expert if a not in (*batch, *time))
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}

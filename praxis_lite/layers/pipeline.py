@@ -325,7 +325,8 @@ class Pipelined(Repeat):
       side=side,
       surroundings=self._surroundings_of_rows(axes),
       bubble=BUBBLE,
-      # On a mesh that pads the batch, one row becomes several microbatches; keys must be the same on all meshes.
+      # The decision must not depend on the mesh, so that keys are the same on all meshes: a mesh that pads the batch
+      # makes several microbatches from one row.
       folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
       unroll=self._unroll_count(training=False),
       constrain=self._constrain_to_stages,
@@ -481,7 +482,8 @@ class Pipelined(Repeat):
   def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
     """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [repetitions, ...] of gradients.
 
-    In the backward pass they get parts of statistics, in bubbles too; only those of real microbatches are combined.
+    The gradients with respect to these zeros are parts of statistics. The backward pass combines those of real
+    microbatches into the gradient of the probe, and drops those of bubbles.
     """
     microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
     real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)

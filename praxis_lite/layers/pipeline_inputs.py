@@ -74,9 +74,10 @@ class SideInputs:
       self._marks.append(next((marks[name] for name in _names_on(path, names) if name in marks), None))
 
   def cut(self, M: int, multiple: int) -> list[jax.Array]:
-    """Returns the arrays that have rows, as microbatches [M, mb, ...]; rows are added up to a multiple of `multiple`.
+    """Returns the arrays that have rows, as microbatches [M, mb, ...].
 
-    If some rows are not real, one more array follows, [M, mb] bool, which is True for the real ones.
+    Rows are added until their number is a multiple of `multiple`. If there are rows that only fill up a microbatch, one
+    more array follows, [M, mb] bool, which is False for them.
     """
     arrays = [(jnp.asarray(self._leaves[i]), mark) for i, mark in zip(self._cut, self._marks)]
     self._says_real = self._real is not None or bool(self._batch_size % multiple)
@@ -107,11 +108,11 @@ class SideInputs:
   def layer_arguments(
     self, rows: Sequence[jax.Array], shared: Sequence[jax.Array], at_work: jax.Array
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
-    """Returns the arguments of a layer, and which rows are real, [mb] bool.
+    """Returns the arguments of a layer, and which rows are real, [mb] bool; None if all are.
 
-    `rows` has the rows of its microbatch, for each array that `cut` returns, and `shared` the stage's copies of the
-    property `shared`. In a bubble, and for a layer that only pads its group, `at_work` is False, and no gradient flows
-    through the arguments.
+    `rows` are the layer's microbatch of each array that `cut` returns. `shared` are the stage's copies of the arrays in
+    the property `shared`. `at_work` is False in a bubble, and for a layer that only pads its group; then no gradient
+    flows through the arguments.
     """
     real = None
     if self._says_real:

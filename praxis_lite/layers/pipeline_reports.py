@@ -26,7 +26,7 @@ class Place(NamedTuple):
   round: jax.Array
   microbatch: jax.Array  # Number in [0, M), also in a bubble.
   real: jax.Array  # False in a bubble.
-  counts: jax.Array  # False in a bubble, and for microbatches of padding, which means and variables leave out.
+  counts: jax.Array  # False in a bubble, and for a microbatch of padding; neither affects means and variables.
 
 
 class Reported(NamedTuple):

@@ -30,7 +30,7 @@ class PositionLimit(NamedTuple):
 
 
 def limit_of_table(path: str, table: object, first: int = 0) -> PositionLimit | None:
-  """Returns the limit of a network's layer of positions, whose template is at `path`; None if it is not a table."""
+  """Returns the limit of `table`, a template at `path`; None if it is not a template of a table of positions."""
   max_len = getattr(table, 'max_len', None)
   return None if max_len is None else PositionLimit(f'{path}.max_len', max_len, first)
 

@@ -91,7 +91,7 @@ class Quantizer(Layer):
     raise NotImplementedError
 
   def perplexity(self, codes: jax.Array, paddings: jax.Array | None = None) -> jax.Array | None:
-    """Returns the perplexity of codes [B, ..., G] of the batch, a scalar from 1 to V; None if V is above 2^16.
+    """Returns the perplexity of the codes of a batch, [B, ..., G]: a scalar from 1 to V. None if V is above 2^16.
 
     For `paddings`, see `__call__`.
     """

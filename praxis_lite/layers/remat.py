@@ -106,7 +106,8 @@ class Remat(NamedTuple):
     """Reads the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer.
 
     Raises:
-      ConfigError: a policy is unknown or does not fit the names, or the number of policies is neither 1 nor num_kinds.
+      ConfigError: a policy is unknown; the number of policies is neither 1 nor `num_kinds`; a policy needs names and
+        none are given, or takes none and some are given; or a name is in both fields.
     """
     where, policies = f'{layer.path_name}.{field}', getattr(layer, field)
     if isinstance(policies, str):

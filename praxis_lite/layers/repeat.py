@@ -44,9 +44,9 @@ from praxis_lite.sharding.weights import SplitDimsMapping, WeightHParams
 T = TypeVar('T')
 
 # Decoding is a loop over more than 4 layers if each has fewer than 8 MiB of weights, and over more than 16 layers
-# otherwise. Without a loop, each layer takes 0.25 s to compile; a loop copies 8 MB in 1 ms for each token.
+# otherwise. Without a loop, each layer takes 0.25 s to compile. A loop copies all weights for each token, 8 MB in 1 ms.
 _FEW_DECODED, _MOST_DECODED_UNROLLED, _LARGE_LAYER = 4, 16, 8 << 20
-_MOST_UNROLLED = 48  # Layers.
+_MOST_UNROLLED = 48  # The most layers that a single GPU runs without a loop.
 # Without a loop, layers are in memory twice. So a single GPU decodes 17 to 48 large layers without a loop only if they
 # take at most this share of its memory. An H100 then needed 1.8 ms instead of 3.2 ms for a token of a 1B model; see
 # docs/benchmarks.md.

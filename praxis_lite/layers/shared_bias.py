@@ -43,10 +43,10 @@ def is_bias_shared() -> bool:
 def shared_bias(layer: RelativeBias, length: int, *, in_blocks: bool = False) -> jax.Array | LogitBias:
   """In a call: returns the bias of self-attention over whole rows, for all layers of a stack.
 
-  The bias is an array [1, N, T, T], computed once, if the layers hold the logits of a row in memory anyway; otherwise
-  it is a function, for attention that computes the bias block by block. Offsets are differences of indices in the row,
-  which equal differences of positions inside a segment. `in_blocks` says whether a layer computes its attention in
-  blocks even if T is small.
+  If the layers have all logits of a row in memory anyway, the bias is an array [1, N, T, T], which is computed once.
+  Otherwise it is a function, for attention that computes the bias block by block. Offsets are differences of indices in
+  the row; inside a segment, differences of positions are equal to them. `in_blocks` says whether a layer computes its
+  attention in blocks even if T is small.
   """
   if in_blocks or length * length >= many_logits(platform()):
     return bias_of_positions(layer)

@@ -1,9 +1,9 @@
 """Ring attention with the kernels of splash attention; see `ring.py` and `splash.py`.
 
-In each step of the ring, the kernels get the queries of the device and a contiguous run of keys. Which blocks meet
-depends on the device, so each device computes its tables of blocks, and the position of a query is relative to the
-first key of the run. The results of different runs of keys are joined by lse, the logarithms of the softmax's
-denominators:
+In each step of the ring, the kernels get the queries of the device and a contiguous run of keys. It depends on the
+device which blocks of queries and keys meet, so each device computes its own tables of these blocks. The position of a
+query is relative to the first key of the run. The results for different runs of keys are joined by means of lse, the
+logarithms of the softmax's denominators:
 
     lse = log(exp lse_1 + exp lse_2)        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 

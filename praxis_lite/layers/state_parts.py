@@ -4,10 +4,10 @@
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
     out_t += contribution of before_p at token t
 
-where kept_p maps the state before part p to what it contributes to the state after part p: a factor, or for the gated
-delta rule a matrix [S, S], which the scan computes by starting from a unit matrix too. So the devices exchange one
-state per part, whatever the length. Parts are a dimension P of the arrays, which the mesh axis splits; the compiler
-inserts the gather of states.
+where kept_p maps the state before part p to its contribution to the state after part p. It is a factor. For the gated
+delta rule it is a matrix [S, S], and the scan computes it because its first state has a unit matrix as further columns.
+So the devices exchange one state per part, whatever the length. Parts are a dimension P of the arrays, which the mesh
+axis splits; the compiler inserts the gather of states.
 
 B batch, T length, P parts, L tokens of a part, N heads, G groups of heads, H dims per head, S dims of the state,
 C = H + S columns.
@@ -25,7 +25,7 @@ from praxis_lite.layers.delta_rule import DeltaTokens, scan_delta_rule
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.layers.state_space import StateTokens, expand_groups, scan_in_chunks, scan_states
 
-# Constrains an array to be split over the mesh, given a letter for each dimension, such as 'P'; '' is not split.
+# Constrains an array to be split over the mesh, given a letter for each dimension, such as 'P'; '' for no split.
 ShardParts = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 _TokensT = TypeVar('_TokensT', StateTokens, DeltaTokens)
 
@@ -86,7 +86,7 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
 def _cut_tokens(tokens: _TokensT, num_parts: int, shard: ShardParts) -> _TokensT:
   """Returns the tokens in parts, [B, P, L, ...], split over the mesh."""
   parts = {name: _cut(x, num_parts) for name, x in tokens._asdict().items() if x is not None}
-  head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3; keys and queries are not split there.
+  head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3, which is '' for keys and queries.
   letters = {name: ('B', 'P', '', head.get(name, ''), '')[: x.ndim] for name, x in parts.items()}
   return tokens._replace(**{name: shard(x, letters[name]) for name, x in parts.items()})
 

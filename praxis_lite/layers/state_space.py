@@ -106,10 +106,10 @@ def scan_chunks(
 class ChunkDecay(NamedTuple):
   """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments."""
 
-  between_BNLM: jax.Array  # The factor at token L of what token M has written; 0 if M is later than L.
-  from_before_BLN: jax.Array  # The factor at each token of the state before the chunk.
-  to_after_BMN: jax.Array  # The factor after the chunk of what each token has written.
-  kept_BN: jax.Array  # The factor after the chunk of the state before it.
+  between_BNLM: jax.Array  # What remains at token L of what token M has written; 0 if M is later than L.
+  from_before_BLN: jax.Array  # What remains, at each token, of the state before the chunk.
+  to_after_BMN: jax.Array  # What remains, after the chunk, of what each token has written.
+  kept_BN: jax.Array  # What remains, after the chunk, of the state before the chunk.
 
   @classmethod
   def compute(cls, decay_BLN: jax.Array, starts_BL: jax.Array | None) -> ChunkDecay:

@@ -35,8 +35,8 @@ class Knob:
 
   field: str  # The field of the layer.
   value: Any  # Its value, which is hashable.
-  neighbours: Callable[[Any], Sequence[Any]]  # (a value) -> the values that a search tries after it.
-  kind: KnobKind = KnobKind.OTHER  # What a change trades.
+  neighbours: Callable[[Any], Sequence[Any]]  # Given a value, returns the values that a search tries next.
+  kind: KnobKind = KnobKind.OTHER  # What a change of the value trades.
 
 
 class LayerProblem(NamedTuple):
@@ -70,13 +70,14 @@ class Facts:
   """The fields and methods of a `Layer` that tools read. A layer overrides those whose defaults are wrong for it.
 
   Attributes:
-    has_microbatches: whether the layer cuts a batch into microbatches, so that the learner should not.
+    has_microbatches: whether the layer itself cuts a batch into microbatches. If so, the learner should not cut it.
     length_fields: hyperparameters that have to grow with the length of the sequences.
     noise_fields: rates of random noise, which is off at 0.
     count_fields: integers that count chunks or iterations, and are not sizes of arrays.
-    product_weights: for each weight that the layer multiplies its inputs with, the point of a tap, below the layer,
-      that has these inputs. The layer reads these weights only as `self.theta.<name>`, so they may be stored in another
-      form. Dimensions of inputs come before those of outputs.
+    product_weights: the weights with which the layer multiplies inputs. The key is the weight's name; the value is the
+      name, below the layer, of the point (see `taps.py`) whose value is these inputs. The layer reads these weights
+      only as `self.theta.<name>`, so they may be stored in another form. The dimensions of a weight that belong to
+      inputs come before those that belong to outputs.
   """
 
   has_microbatches: ClassVar[bool] = False

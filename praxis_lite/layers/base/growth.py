@@ -1,7 +1,8 @@
 """Compares a layer with its counterpart in a smaller model, from which training hyperparameters are transferred.
 
-A model with `Mup` builds the smaller model first. Then each layer finds its counterpart in it: the child of the same
-name, or, in a stack of more layers, an earlier one of the same class.
+A model with `Mup` builds the smaller model first. Then each layer finds its counterpart among the children of its
+parent's counterpart: the child of the same name. If a stack has more layers than the smaller model's, a layer without
+a namesake gets an earlier layer of the same class.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GrownLayer:
 
   @property
   def branch_factor(self) -> float:
-    """The factor of residual branches: less than 1 with more layers than the smaller model, 1 without such a model."""
+    """The factor of residual branches. It is less than 1 only if a smaller model has fewer layers."""
     found = self._counterpart
     return 1.0 if found is None or found.depth == 1 else float(found.depth**-found.depth_exponent)
 

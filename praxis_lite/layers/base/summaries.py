@@ -36,7 +36,7 @@ jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['k
 def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
   """Inside `shard_map`: averages scalars over the devices along `axes`, and combines parts of statistics.
 
-  Other kinds take the first device's value.
+  A summary of any other kind gets the value of the first device.
   """
   x = summary.value
   if not axes:

@@ -66,14 +66,18 @@ class TappedCall(Protocol):
 class Taps:
   """The points of a call to listen to."""
 
-  wanted: Callable[[str], Sequence[str]]  # (a point) -> what to report: names in `STATISTICS`, `ARRAY`; () for nothing.
-  seen: dict[str, str]  # Collects the points that the call has passed, with '' or the reason why each cannot be tapped.
+  # Given the name of a point, returns what to report of it: names in `STATISTICS`, or `ARRAY`; () reports nothing.
+  wanted: Callable[[str], Sequence[str]]
+  # Collects the names of the points that the call has passed. The value is the reason why a point cannot be tapped, or
+  # ''.
+  seen: dict[str, str]
   real: jax.Array | None = None  # [B, T] or [B] bool, False for padding, which does not count; None if all counts.
-  manual_axes: frozenset[str] = frozenset()  # Mesh axes along which values are one device's rows; parts combine later.
-  wants_inputs: bool = False  # Whether points may be inputs of layers.
+  # Mesh axes along which a device has only its own rows. The statistics of the devices are combined later.
+  manual_axes: frozenset[str] = frozenset()
+  wants_inputs: bool = False  # Whether a point may be the input of a layer.
   in_pipeline: bool = False
-  # Collects the path of the layer of each wanted gradient, by the gradient's name: `point.grad`, and in later calls of
-  # the layer `point.grad_1`, ... None if no loss is differentiated.
+  # Collects the layer's path for each wanted gradient. The key is the name of the gradient: `point.grad`, then
+  # `point.grad_1`, ... if the layer is called again. None if no loss is differentiated.
   probed: dict[str, Path] | None = None
   # The factor that turns a gradient into the gradient of the whole batch's loss. None in the call that only finds the
   # probes, and adds zeros of their shapes to the summaries.
@@ -117,7 +121,10 @@ class Taps:
     return _watch(x, frame.variable((*path, probe_name(call))), real, self.share, tuple(wanted))
 
   def _check(self, frame: TappedCall, wanted: Sequence[str], name: str, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Notes that a point was seen. Returns a mask of its entries that count, or None; and what prevents taps, or ''."""
+    """Notes that a point was seen. Returns a mask of its entries that count, and why it cannot be tapped.
+
+    The reason is '' if it can be tapped. Only then is the mask used; None means that all entries count.
+    """
     problem, real = self._problem(frame, x), None
     if not problem:
       real, problem = self._entries_that_count(x)
@@ -138,9 +145,9 @@ class Taps:
     return ''
 
   def _entries_that_count(self, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Returns a mask of the entries of x that count, or None; and why the mask is unknown, or ''.
+    """Returns a mask of the entries of x that count, which broadcasts to x, and why such a mask is unknown.
 
-    The mask broadcasts to x. If both are empty, all entries count.
+    The mask is None if all entries count or if it is unknown. The reason is '' if it is known.
     """
     real = self.real
     if real is None:
