@@ -51,8 +51,8 @@ class ScoreLimits(NamedTuple):
   vocab_size: int  # V; labels are from 0 to V - 1.
   max_positions: int | None  # The largest number of tokens in a row; None means any number.
   takes_prefixes: bool  # Whether a batch has `prefix_lengths`, [B] int32.
-  # If contexts are sources of an encoder-decoder, in arrays `source_ids` and `source_segment_ids`, [B, S]: the token
-  # before a continuation in `ids`. None means that a row of `ids` is a context and its continuation.
+  # For an encoder-decoder, whose contexts are in `source_ids` and `source_segment_ids`, [B, S]: the token of `ids` that
+  # comes before a continuation. None means that a row of `ids` holds both a context and its continuation.
   start_id: int | None = None
   source_end_id: int | None = None  # The token that ends a source; None means that there is no such token.
 
@@ -168,7 +168,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return None
 
   def id_limits(self) -> dict[str, IdLimit]:
-    """Returns the valid integers of arrays of a batch that index a table of the model, by the name of the array.
+    """Returns which integers are valid in the arrays of a batch that index a table of the model, by the array's name.
 
     A trained model checks these arrays before it computes a batch. It checks `ids` by `num_ids` instead.
     """

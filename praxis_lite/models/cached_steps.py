@@ -1,4 +1,4 @@
-"""`DecodingSteps` of networks whose decode state is the caches of their layers, and OwnHeads for their drafting heads.
+"""`DecodingSteps` of networks whose decode state is the caches of their layers; and `OwnHeads`, for heads that draft.
 
 B batch, T tokens in one step, S slots, D model dims, V vocabulary.
 """
@@ -40,7 +40,7 @@ def start_caches(
   return place_caches(state, num_slots) if can_go_back else state
 
 
-# Does the same for the caches of the heads for further tokens.
+# Like `start_caches`, for the caches of the heads that predict further tokens.
 start_heads = functools.partial(start_caches, can_go_back=True, method='init_further_state')
 
 

@@ -221,7 +221,7 @@ class EncoderDecoderModel(LanguageModel):
     return SourceSteps(self.lm, source_BS, is_token_BS, self.decoder.goes_back, self.decoder.needs_coverage)
 
   def _tokens_to_look_up(self, source_BS: jax.Array, is_token_BS: jax.Array) -> jax.Array | None:
-    """Returns the source tokens that a look-up searches, -1 for padding; None if sources are not tokens."""
+    """Returns the source tokens in which a `LookupDrafter` searches, -1 for padding; None if sources are not tokens."""
     return jnp.where(is_token_BS != 0, source_BS, -1)
 
   # ---------------------------------------------------------------- rows that come and go
@@ -326,7 +326,10 @@ def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | None) -> tuple[jax.Array, jax.Array]:
-  """Returns prompts, followed by `end_id` if it is not None and the prompt is not empty, and an int32 token mask."""
+  """Returns prompts as sources, and an int32 mask of their tokens.
+
+  `end_id` is appended to each prompt that is not empty, unless it is None.
+  """
   if end_id is not None:
     ids_BP = jnp.pad(ids_BP, ((0, 0), (0, 1)))
     ids_BP = jnp.where(jnp.arange(ids_BP.shape[1]) == lengths_B[:, None], end_id, ids_BP)

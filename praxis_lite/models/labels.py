@@ -15,17 +15,17 @@ from praxis_lite.layers.softmax import FullSoftmax
 
 
 class IdLimit(NamedTuple):
-  """The valid integers of an array of a batch that indexes a table of the model."""
+  """Which integers are valid in an array of a batch that indexes a table of the model."""
 
   size: int  # The number of entries of the table; valid integers are 0 to size - 1.
   what: str  # A description of the table for messages, such as 'the model has classes 0 to 9'.
-  counted_by: str = 'weights'  # The array of the batch that is 0 where an integer is not checked.
-  # Name of an array, [B], with the number of integers of each row that are checked, from the first on; used if the
-  # batch has no array `counted_by`.
+  counted_by: str = 'weights'  # Name of an array of the batch. Where it is 0, integers are not checked.
+  # Name of an array, [B]: of each row, only this number of first integers is checked. It is used if the batch has no
+  # array `counted_by`.
   lengths: str | None = None
 
   def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:
-    """Returns the integers in the array `name` of a batch that are checked and have no entry; [] without the array."""
+    """Returns the checked integers in the array `name` of a batch that the table lacks; [] without such an array."""
     x = np.asarray(rows.get(name, ()))
     counts = _weights_of(x, rows, self.counted_by) != 0
     if x.ndim > 1 and rows.get(self.counted_by) is None and self.lengths is not None and self.lengths in rows:
@@ -35,7 +35,7 @@ class IdLimit(NamedTuple):
 
 
 def check_ids_in_tables(limits: Mapping[str, IdLimit], rows: NestedDict) -> None:
-  """Raises DataError if a batch has an integer for which a table of the model has no entry; its vector would be NaN.
+  """Raises DataError if a batch has an integer that a table of the model lacks; the integer's vector would be NaN.
 
   `limits` is the result of `BaseModel.id_limits`. Arrays that the batch lacks are not checked.
   """
@@ -49,8 +49,8 @@ def check_labels(
 ) -> None:
   """Raises ConfigError if a label with nonzero weight is not in [0, `size`).
 
-  `labels` are integer arrays, [B, ...], by name, `rows` is the batch with their `weights`, `classes` the path of the
-  field that sets the number of classes, and `remedy` the end of the message.
+  `labels` are integer arrays, [B, ...], by name, and `rows` is the batch that contains their `weights`. `classes` is
+  the path of the field that sets the number of classes, and `remedy` is the end of the message.
   """
   for name, x in labels.items():
     bad = ((x < 0) | (x >= size)) & (_weights_of(x, rows) != 0)

@@ -66,7 +66,7 @@ class ModelEdits:
 
   def stored_weight(self, layer: Layer, name: str, weight: WeightHParams) -> StoredWeight | None:
     path = path_name(layer.path[len(self._path) :])
-    if isinstance(layer, LowRankUpdate):  # It is part of an adapter; a regex for the adapted layer may match it.
+    if isinstance(layer, LowRankUpdate):  # The layer is part of an adapter. A regex for the adapted layer may match it.
       return None
 
     def is_for(rule: QuantizedWeights) -> bool:
@@ -132,7 +132,10 @@ class _Rules(Generic[RuleT]):
     return i
 
   def check(self, i: int, why: str) -> None:
-    """Raises ConfigError if a regex of rule `i` matches no layer, or a layer that got no rule, for the reason `why`."""
+    """Raises ConfigError if a regex of rule `i` matches no layer, or matches a layer to which no rule applies.
+
+    `why` is the end of the latter message.
+    """
     for pattern in self.rules[i].patterns:
       field = f'{self.field}[{i}].layers'
       matched = [name for name in self._kinds if re.fullmatch(pattern, name)]

@@ -146,8 +146,8 @@ class Ipo(PreferenceLoss):
 class Kto(PreferenceLoss):
   """Kahneman-Tversky optimization (Ethayarajh et al., 2024), which also takes single answers that are good or bad.
 
-  The divergence z is the mean ratio of mismatched answers over a batch or microbatch, but at least 0; no gradient flows
-  through it.
+  The divergence z is the mean ratio of mismatched answers, that is, of answers to other prompts, over a batch or
+  microbatch, but at least 0. No gradient flows through it.
 
   Attributes:
     beta: factor of the rewards.

@@ -130,7 +130,10 @@ class PreferenceModel(ReferencedModel):
     return sum_by_pair(self._frozen_log_probs(rows, of_reference), rows['segment_ids'], shape)
 
   def _divergence(self, batch: NestedDict) -> jax.Array:
-    """Returns the mean log-ratio of model and reference, in nats, over the mismatched answers of the whole batch."""
+    """Returns the mean log-ratio of model and reference, in nats, over all mismatched answers of the whole batch.
+
+    A mismatched answer is an answer to another prompt.
+    """
     rows, weights = batch[MISMATCHED], batch['weights']
     tokens = sum_by_pair(rows['weights'], rows['segment_ids'], weights.shape)
     ratio = self._frozen_sums(rows, weights.shape, False) - self._frozen_sums(rows, weights.shape, True)

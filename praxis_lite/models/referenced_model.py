@@ -62,7 +62,7 @@ class ReferencedModel(LanguageModel):
 
   @property
   def _other_smoothing(self) -> str:
-    """The end of the message about label smoothing, which says where else to set it; '' if nowhere."""
+    """The end of the error about label smoothing: where users can set it instead; '' if there is no such field."""
     return ''
 
   def _create_reference(self) -> None:

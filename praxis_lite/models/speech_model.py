@@ -84,7 +84,10 @@ class SpeechModel(BaseModel[PredictionsT]):
     self.create_child('encoder', encoder)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if audio is missing, a label is not a symbol, or the data has another rate or blank."""
+    """Raises a `ConfigError` if audio is missing, or a label is not a symbol.
+
+    Also raises it if the sample rate or the blank of the data is not that of the model.
+    """
     leaf = 'features' if self.frontend_tpl is None else 'audio'
     if leaf not in batch:
       raise ConfigError(

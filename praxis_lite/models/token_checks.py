@@ -30,9 +30,9 @@ def check_vocabulary(data: BaseInput, ids: Iterable[np.ndarray], field: str, siz
 
 
 def check_packing(data: BaseInput, packed: bool, has_several: bool, what: str) -> None:
-  """Raises ConfigError if rows have several segments, which `what` names, and the model does not separate them.
+  """Raises ConfigError if rows may have several segments, called `what`, that the model does not separate.
 
-  `has_several` is about the first batch; if `packed` of the input is True, rows of later batches may have several.
+  `has_several` says whether rows of the first batch do. If the input's `packed` is True, rows of later batches may.
   """
   if packed or not (has_several or getattr(data, 'packed', None) is True):
     return

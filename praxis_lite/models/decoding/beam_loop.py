@@ -114,7 +114,7 @@ class _Candidates(NamedTuple):
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index_BK, axis=1), self)
 
   def extend(self, beams: _Beams, number: jax.Array) -> _Beams:
-    """Returns the beams of the candidates' parents, extended by the candidates' tokens at index `number`."""
+    """Returns the candidates as beams: each parent's continuation, with the candidate's token at index `number`."""
     ids, lengths, log_probs, _ = beams.take(self.parent)
     return _Beams(
       ids.at[:, :, number].set(self.ids), lengths + 1, log_probs.at[:, :, number].set(self.log_probs), self.sums
@@ -297,7 +297,7 @@ class BeamLoop(Generic[DecodingState]):
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV
-    if self.adjust is not None:  # Not normalised again, so tokens that are not excluded keep their probability.
+    if self.adjust is not None:  # Adjusted values are not normalised, so tokens that are not excluded keep theirs.
       adjusted_RV = self._adjust(logits_RV, progress) - jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
       ranked_RV = jnp.minimum(adjusted_RV, 0.0)
     return log_probs_RV, ranked_RV

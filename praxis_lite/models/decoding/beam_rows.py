@@ -102,7 +102,7 @@ class BeamRows:
   def make(
     cls, steps: DecodingSteps[DecodingState], state: DecodingState, num_rows: int, num_slots: int, beams: int
   ) -> BeamRows:
-    """Returns the `BeamRows` of `state`, made by `steps.start`, for `beams` rows in place of each of its rows."""
+    """Returns the `BeamRows` that put `beams` rows in place of each row of `state`, a result of `steps.start`."""
     axes = _row_axes(steps, state, num_rows, num_slots)
     return cls(beams, tuple(axes), _find_pages(state) if _copies_pages() else ())
 

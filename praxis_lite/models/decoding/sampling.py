@@ -96,8 +96,8 @@ def sample_rows(
   def draw() -> jax.Array:
     if settings.get('top_k'):
       return draw_with(top_p_B[:, None])
-    # With top_p, candidates are in another order, which changes what a key draws. So rows without top_p are drawn from
-    # candidates in the order that is used if no row has top_p.
+    # What a key draws depends on the order of the candidates, and top_p changes this order. So rows without top_p use
+    # the order for a batch without top_p, whatever the other rows have.
     has_top_p_B, drawn_B = top_p_B < NO_TOP_P, draw_with(None)
     return jax.lax.cond(
       jnp.any(has_top_p_B), lambda: jnp.where(has_top_p_B, draw_with(top_p_B[:, None]), drawn_B), lambda: drawn_B
