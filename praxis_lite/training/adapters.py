@@ -27,10 +27,10 @@ def train_adapters(task: Config[TaskT], *adapters: Config) -> Config[TaskT]:
 
 
 def describe_untypical_training(task: SingleTask) -> str:
-  """Returns a warning, which says what to set, or ''.
+  """Returns a warning, which says what to set, if a task trains in a way that is rarely meant; otherwise ''.
 
-  It is for tasks whose weights that are not trained keep random initial values, and for tasks that train all weights of
-  a model with adapters.
+  There are two such ways: weights that are not trained keep random initial values; or a model has adapters, and all
+  weights are trained.
   """
   learner, start = task.train.learner, task.train.init_from
   narrowed = any(getattr(learner, f'bprop_variable_{what}', None) for what in ('inclusion', 'exclusion'))

@@ -72,7 +72,7 @@ class Execution:
     return key
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Returns variables in a form that the model's layers can slice and read."""
+    """Returns variables in a form that layers can read: stacks of layers can be indexed; `read_weight` does the rest."""
     return variables
 
   def updatable(self, others: NestedDict) -> NestedDict:
@@ -204,7 +204,7 @@ class ShardMapped(Execution):
     return fold_rng_over_axis(key, self.batch_axes)
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Gathers the leading dimensions that repeating layers index, if they are split."""
+    """Returns variables that are whole along the leading dimensions that repeating layers index."""
 
     def readable(path: Path, x: jax.Array) -> jax.Array:
       weight = self._weights[path]

@@ -126,6 +126,9 @@ def _drop_slots(tree: TrainState) -> TrainState:
 
 
 def _refuse_random_numbers(one_key: Norms, another: Norms) -> None:
-  """Raises a ConfigError if norms for two PRNG keys differ: under `shard_map`, each device draws its own numbers."""
+  """Raises a ConfigError if norms for two PRNG keys differ, because then the step draws random numbers.
+
+  Under `shard_map`, each device draws its own numbers, so norms could not be compared.
+  """
   if not all(np.allclose(one_key[name], another[name], rtol=_EXACT) for name in one_key):
     raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')

@@ -32,7 +32,7 @@ def _build_sections(owner: Configurable, path: str, *sections: str) -> None:
     setattr(owner, section, build_at(f'{path}.{section}', config))
 
 
-# Which values of a metric are better: as its name suggests, lower ones, or higher ones.
+# Which values of a metric are better: 'auto' decides by the metric's name, 'min' means lower ones, 'max' higher ones.
 MODES = ('auto', 'min', 'max')
 
 

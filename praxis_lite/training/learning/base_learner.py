@@ -187,10 +187,10 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns the axes of variables along which the dimensions of slots run, by the path of the slot.
+    """Returns, by the path of each slot, the axes of its variable along which the dimensions of the slot run.
 
-    Each value has an entry for each dimension of the slot: an axis of the variable's array, or None if the dimension
-    runs along no single one.
+    The value has an entry for each dimension of the slot: an axis of the variable's array, or None if the dimension
+    does not run along exactly one axis.
     """
     raise NotImplementedError
 
@@ -199,7 +199,10 @@ class BoundLearner:
     return {}
 
   def needs_whole(self, split_dims: Mapping[Path, tuple[int, ...]]) -> tuple[str, list[str]]:
-    """Returns the path of a field, and the names of functions in it whose updates may differ on shards of variables."""
+    """Returns the path of a field of the learner, and the names of functions in it that may need whole variables.
+
+    On shards of the variables, the updates of these functions may differ.
+    """
     raise NotImplementedError
 
   def describe_exchanges(self, splits: Splits) -> list[str]:

@@ -167,7 +167,7 @@ class GroupedOptimizer:
     return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns the axes of variables along which the dimensions of slots run; see `BoundLearner.slot_axes`."""
+    """Returns the axes of each slot's variable along which the slot's dimensions run; see `BoundLearner.slot_axes`."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -199,7 +199,10 @@ class GroupedOptimizer:
     return found
 
   def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
-    """Returns the matrix optimizers in the config, each with the shapes of the variables updated without a map."""
+    """Returns the matrix optimizers in the config, each with the shapes of the variables that it updates at once.
+
+    Variables for which it is mapped over stacked layers are left out.
+    """
     if not self._treats_stacks:
       return []
     not_mapped = set[Path]().union(*(paths for paths, depth in self._groups.values() if not depth))
@@ -209,7 +212,7 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """Groups by name: the variables of each, and how many leading dimensions the optimizer is mapped over."""
+    """For each group, by name: its variables, and over how many of their leading dimensions the optimizer is mapped."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer

@@ -32,9 +32,9 @@ class MatrixExchange:
   columns: int
   matrices: int  # The number of matrices in the group.
   computed: int  # The number of matrices that each device computes.
-  devices: int  # The number of owners over which matrices are distributed; 1 if each device computes all that it has.
-  all_to_all: int  # The number of entries in the results of all-to-alls on a device.
-  all_gather: int  # The number of entries in the results of all-gathers on a device.
+  devices: int  # The number of owners over which matrices are distributed; 1 if matrices are not distributed.
+  all_to_all: int  # The number of entries that a device gets from all-to-alls.
+  all_gather: int  # The number of entries that a device gets from all-gathers.
   flops: int  # FLOPs of each device.
   why: str  # The reason why the matrices are distributed or not.
 

@@ -53,14 +53,17 @@ Arrays: TypeAlias = dict[Path, jax.Array]
 
 
 class PerSide(NamedTuple):
-  """A value, such as square arrays, for the inputs of matrices, and one for the outputs."""
+  """Two values of the same kind, such as square arrays: one for the input side of matrices, one for the output side."""
 
   inputs: Any
   outputs: Any
 
 
 def is_square_array(path: Path, owner: Path) -> bool:
-  """Whether an array of an optimizer's state belongs to a `PerSide`; `path` must end with `owner`, its variable."""
+  """Whether the array at `path` in an optimizer's state belongs to a `PerSide`.
+
+  `path` must end with `owner`, the path of the array's variable.
+  """
   before = path[: len(path) - len(owner)]
   return before[-1:] in {(side,) for side in PerSide._fields}
 
@@ -186,7 +189,7 @@ class MatrixGroup(NamedTuple):
     return [(i, axes) for i, axes in enumerate((*self.rows.axes, *self.columns.axes), start=1) if axes]
 
   def spread(self, sizes: Mapping[str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the mesh axes of several devices that split neither matrices nor batch; () unless `whole`."""
+    """Returns the mesh axes, of more than one device, that split neither matrices nor batch; () unless `whole`."""
     used = {*self.dealt, *(a for _, axes in self.split for a in axes)}
     return tuple(a for a, size in sizes.items() if whole and size > 1 and a not in used)
 

@@ -97,11 +97,11 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns the axes of variables along which the dimensions of slots run, by the path of the slot.
+  """Returns, by the path of each slot, the axes of its variable along which the dimensions of the slot run.
 
-  An axis is None for a dimension that runs along no single axis; slots with only such dimensions are left out. A
-  slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary only
-  along that axis.
+  A slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary
+  only along that axis. The entry is None for a dimension that does not run along exactly one axis. Slots without such
+  axes are left out.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
   if not _acts_alike(build, weights, small):

@@ -66,7 +66,7 @@ def update_factors(
       raise ConfigError(f'learner.optimizer: {name} keeps points of its own, so a model with mup cannot use it')
   declared = leaves(weights)
   sizes = find_sizes(config, build, weights) if size == 'auto' else dict.fromkeys(declared, size)
-  # A learner corrects the decay of an optimizer by dividing the variables, which would also change their norms.
+  # A learner corrects an optimizer's decay by dividing the variables. This would also change the variables' norms.
   if decays and (relative := next((path for path, of in sizes.items() if of == 'relative'), None)) is not None:
     raise ConfigError(
       f'learner.optimizer: its updates are relative to the sizes of variables, such as {path_name(relative)}, and it '
@@ -167,7 +167,10 @@ def _matrices(config: Config, weights: NestedDict) -> set[Path]:
 
 
 def _group(config: Config, weights: NestedDict, matrices: set[Path]) -> dict[Path, Path]:
-  """Returns, for each variable, the first variable that is treated alike; if paths may matter, the variable itself."""
+  """Returns, for each variable, the first variable that the optimizer treats in the same way.
+
+  This is the variable itself if the optimizer may treat variables differently because of their paths.
+  """
   declared = leaves(weights)
   if any(not _is_of_optax(nested) for nested in nested_configs(config)):
     return {path: path for path in declared}
