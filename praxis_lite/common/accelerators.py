@@ -40,15 +40,15 @@ class Accelerator:
   kind: str  # 'tpu', 'gpu' or 'cpu'.
   # What to look for in `jax.Device.device_kind`, such as 'tpu v5 lite'; see `_match`.
   device_kinds: tuple[str, ...] = ()
-  peaks: Mapping[str, float]  # Operations per second by dtype, in the spelling of HLO.
-  memory: float  # Bytes of a chip.
-  bandwidth: float  # Of the memory of a chip.
+  peaks: Mapping[str, float]  # Operations per second, by dtype as HLO spells it.
+  memory: float  # Bytes of memory of a chip.
+  bandwidth: float  # Bandwidth of the memory of a chip.
   link: float  # Bandwidth of one fast link (TPU), or of all fast links of a chip (GPU).
   domain: int  # Number of chips that fast links connect; 0 means all chips of a slice.
   chips_per_host: int
   network: float  # Bandwidth of a chip's share of its host's network.
-  source: str  # Of all figures but those of the network.
-  network_source: str
+  source: str  # Where all figures but `network` were published.
+  network_source: str  # Where `network` was published.
   torus: int = 0  # Dimensions of the torus; 0 means that all chips of a domain reach each other at full speed.
   wraps_at: int = 0  # A torus dimension is a ring if its size is a multiple of this, otherwise a line.
   largest: tuple[int, ...] = ()  # Sizes of the largest torus that is sold.
@@ -57,7 +57,10 @@ class Accelerator:
   cuda: Cuda | None = None  # What the compiler for GPUs of NVIDIA needs.
 
   def peak(self, dtype: str) -> float:
-    """Returns a JAX device's peak for operands of a dtype, in operations per second; for unlisted dtypes, float32's."""
+    """Returns a JAX device's peak for operands of a dtype, in operations per second.
+
+    For a dtype without an entry in `peaks`, that is the peak of float32.
+    """
     return self.peaks.get(dtype, self.peaks['f32']) / self.devices_per_chip
 
   @property
@@ -73,7 +76,7 @@ _FLOAT8 = tuple(f'f8{kind}' for kind in ('e4m3fn', 'e5m2', 'e4m3', 'e4m3fnuz', '
 
 
 def _peaks(bf16: str, f32: str, int8: str, float8: str) -> dict[str, float]:
-  """Returns peaks by dtype, from figures in 1e12/s; with '-' for `float8`, float8 has the peak of float32."""
+  """Returns peaks by dtype, from figures in 1e12/s. If `float8` is '-', 8-bit floats have no entry, see `peak`."""
   peaks = {'bf16': bf16, 'f32': f32, 's8': int8, 'u8': int8}
   if float8 != '-':
     peaks |= dict.fromkeys(_FLOAT8, float8)

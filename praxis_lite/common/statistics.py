@@ -125,7 +125,8 @@ def compute_parts(
     real = None if real is None else real[..., None]
   real = jnp.ones((1,) * x.ndim, bool) if real is None else real.reshape((1,) * (x.ndim - real.ndim) + real.shape)
   axes = tuple(range(first, x.ndim))
-  # In each row of the last dimensions, all entries count or none: rows are reduced before the mask, which is faster.
+  # Along the last dimensions, either all entries of a row count or none does. So rows are reduced before they are
+  # masked, which is faster.
   rows = next((axis + 1 for axis in reversed(axes) if real.shape[axis] != 1), first)
   needed = dict.fromkeys(part for name in statistics for part in _NEEDS[name])
   reduced = [part for part in needed if part in _REDUCTIONS]

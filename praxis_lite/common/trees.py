@@ -60,7 +60,7 @@ def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
 
 
 def nearness(name: str, others: Iterable[str]) -> int:
-  """Returns the number of leading parts that 'lm.softmax.w' shares with the nearest of some other names of paths."""
+  """Returns how many leading parts a name such as 'lm.softmax.w' has in common with the nearest name in `others`."""
   parts = name.split('.')
   pairs = (zip(parts, other.split('.')) for other in others)
   return max((sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs), default=0)

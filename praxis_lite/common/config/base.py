@@ -274,9 +274,9 @@ def unknown_field(
 ) -> UnknownFieldError:
   """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
-  `path` is the path of the config if an override named the field, where the ending _tpl may be left out; otherwise
-  None. `below` is the config if the message may suggest configs nested in it that have the field; otherwise None.
-  `place` is where Python code named the field.
+  `path` is the path of the config if an override named the field; otherwise None. Overrides may leave out the ending
+  _tpl of a field. `below` is the config if the message may suggest configs nested in it that have the field; otherwise
+  None. `place` is where Python code named the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]

@@ -79,7 +79,8 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
 def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
   """Returns what `to_json` writes, with defaults, as nested lists and dicts.
 
-  REQUIRED replaces values that could not be read back, and large arrays, because a config is not a place for data.
+  REQUIRED replaces values that could not be read back. It also replaces large arrays, because a config is not a place
+  for data.
   Secrets are replaced by `***`. `lost` receives the reason for each field that was replaced, by its path.
   """
   return _Writer(lost).write_roots(roots)
@@ -234,7 +235,7 @@ def _reference(value: object, path: str) -> str:
 
 
 def _dtype(dtype: np.dtype, path: str) -> str:
-  for name in (dtype.name, dtype.str):  # Only `str` has the byte order; only `name` is right for bfloat16.
+  for name in (dtype.name, dtype.str):  # `dtype.str` also has the byte order, but is not right for bfloat16.
     with contextlib.suppress(ValueError, AttributeError):
       if plain_dtype(name) == dtype:
         return name
