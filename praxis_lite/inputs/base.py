@@ -83,7 +83,10 @@ class BaseInput(Configurable, Iterator[Rows]):
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
   def fields_of_sources(self) -> dict[str, Any]:
-    """Returns the fields that this input, before its defaults are filled in, gives to an input from which it reads."""
+    """Returns the fields that inputs from which this one reads take over from it: those that are not None.
+
+    This is called before this input fills in its defaults.
+    """
     fields = {name: getattr(self, name) for name in ('is_training', 'num_epochs', 'shuffle')}
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -142,7 +142,8 @@ class GrainInput(RecordsInput, StreamedInput, CountedInput):
     parts = iter(dataset)
     try:
       for part in parts:
-        # Workers pass arrays in shared memory. Copies let it be freed, even if an array lives until the process exits.
+        # Workers pass arrays in shared memory. As the arrays are copied here, this memory can be freed even while an
+        # array is still in use.
         yield jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, part) if self.num_workers else part
     except RuntimeError as e:
       if 'terminated unexpectedly' not in str(e):

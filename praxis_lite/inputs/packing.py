@@ -28,7 +28,7 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.inputs.rows import Rows, rows_of_tokens
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
-# A row is too long if it is longer than this, and has room for this many times the whole data.
+# A row is too long if it has more than `_LONG_ROW` tokens, and more than `_MOST_COPIES` times the tokens of the data.
 _LONG_ROW = 8192
 _MOST_COPIES = 16
 
@@ -36,7 +36,7 @@ _MOST_COPIES = 16
 def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
   """Raises a DataError if a row is so much longer than the whole data that memory and time go into padding.
 
-  This is for data used in training: a few held-out examples have rows of the same length as the training data.
+  Only data for training is checked. Held-out data has rows of the same length, and may have only a few examples.
   """
   if seq_len > max(_LONG_ROW, _MOST_COPIES * num_tokens):
     raise DataError(

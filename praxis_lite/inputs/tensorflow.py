@@ -36,7 +36,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 else:
 
-  class _LazyTensorFlow:  # Not a module with a `__getattr__`: pickle looks up names in all modules.
+  class _LazyTensorFlow:  # A module with a `__getattr__` would import TensorFlow when pickle looks up names in modules.
     def __getattr__(self, name: str) -> Any:
       if name.startswith('__'):
         raise AttributeError(name)

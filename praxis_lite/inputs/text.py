@@ -314,7 +314,7 @@ _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache_
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 
 
-@functools.cache  # Training and evaluation inputs both call this, and the sources do not change.
+@functools.cache  # Inputs for training and for evaluation call this, and get the same result, as sources do not change.
 def _stdlib_sources(root: str) -> list[tuple[str, str]]:
   """Returns (path relative to `root`, split) for each source, sorted."""
   sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))

@@ -55,7 +55,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return blank_rows(count, self.example_struct(), self.tokenizer.special_ids[2])
 
   def _forms(self) -> tuple[str, str]:
-    """Returns what error messages call the examples in the field, such as 'a list of dicts', and a single example."""
+    """Returns, for error messages, what the field should hold, such as 'a list of dicts', and what an example is."""
     raise NotImplementedError
 
   def _is_example(self, values: object) -> bool:
@@ -88,7 +88,10 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
     return kept
 
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each example's file, its place there, and its values; without files, the field's name stands for one."""
+    """Yields the file, the place in it, and the values of each example.
+
+    If the examples are in the field instead of files, the field's name takes the place of a file.
+    """
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)
       return

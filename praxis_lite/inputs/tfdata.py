@@ -326,6 +326,6 @@ def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], c
 
 
 def _after(check: Callable[[Any], None], x: tf.Tensor) -> tf.Tensor:
-  """Returns `x` after calling `check` with it, as a NumPy value, which may raise an error."""
+  """Returns `x`, after calling `check` with the NumPy value of `x`; `check` may raise an error."""
   with tf.control_dependencies([tf.numpy_function(check, [x], [])]):
     return tf.identity(x)
