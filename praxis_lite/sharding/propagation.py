@@ -82,7 +82,7 @@ class Site:
     return True
 
   def state(self, old: Sequence[ArraySplit], new: Sequence[ArraySplit]) -> None:
-    """Constrains the arrays to be split as in `new` during the operation; its results are split as in `old` after it.
+    """Constrains all arrays to the splits `new` during the operation, and its results to the splits `old` after it.
 
     All arrays are constrained, even if they are split that way already, because XLA's own propagation might choose
     other splits.
@@ -94,9 +94,10 @@ class Site:
         self._constrain(i, after, before)
 
   def keep(self, number: int, splits: Iterable[ArraySplit]) -> None:
-    """Constrains an array to its present splits, one for each call of the function that contains the operation.
+    """Constrains an array to its present split, so that XLA's own propagation cannot choose another.
 
-    So XLA's own propagation cannot choose others. A dimension whose split differs between calls is left to XLA.
+    `splits` has the split for each call of the function that contains the operation. A dimension whose split differs
+    between calls is left to XLA.
     """
     if number not in self._stated:
       common = tuple(axes[0] if len({*axes}) == 1 else None for axes in zip(*splits))
@@ -142,9 +143,9 @@ class Instance(NamedTuple):
   """An operation with its splits in one call of its function; two calls of the function give two instances."""
 
   site: Site
-  splits: tuple[ArraySplit, ...]  # Of each array: the operands, then the results.
-  compatible: tuple[ArraySplit, ...]  # With these, it would be local to each device, except for sums.
-  sources: tuple[ArraySplit, ...]  # Of operands, before Shardy reshards them; () without `with_sources`.
+  splits: tuple[ArraySplit, ...]  # The split of each array: of the operands, then of the results.
+  compatible: tuple[ArraySplit, ...]  # Splits with which the operation would be local to each device, except for sums.
+  sources: tuple[ArraySplit, ...]  # Splits of the operands before Shardy reshards them; () without `with_sources`.
 
 
 class Propagation:
@@ -156,7 +157,7 @@ class Propagation:
   def __init__(self, module: ir.Module, names: Collection[str], least_rank: int = 0, *, with_sources: bool = False):
     self._module, self._names, self._with_sources = module, names, with_sources
     self.sites: list[Site] = []
-    # Many arrays have the same sharding, and many operations the same list of them.
+    # Many arrays have the same sharding, and many operations have the same list of shardings, so both are read once.
     self._splits: dict[ir.Attribute, ArraySplit] = {}
     self._lists: dict[ir.Attribute, Sequence[ir.Attribute]] = {}
     # An argument that is on no mesh, such as a number, has an empty mesh.
@@ -169,7 +170,7 @@ class Propagation:
       found = operations(module.operation, {*names, 'func.call'})
       callers = {callee(op): op for op in found if op.name == 'func.call'}
       shape_of = functools.cache(lambda type_: tuple(getattr(type_, 'shape', ())))  # () for a type without a shape.
-      manual: dict[object, set[str]] = {}  # By the enclosing operation.
+      manual: dict[object, set[str]] = {}  # The result of `_manual_axes`, by the enclosing operation.
       for op in found:
         if op.name not in names:
           continue

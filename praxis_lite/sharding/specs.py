@@ -25,7 +25,8 @@ from praxis_lite.common.figures import number_of
 from praxis_lite.sharding.weights import DeclaredSplit, SplitDimsMapping
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-# Split mappings by rank: {'map_1d': ..., 'map_2d': ...}. None, also as a mapping, does not constrain tensors.
+# Split mappings by rank: {'map_1d': ..., 'map_2d': ...}. None in place of this dict, or of a mapping in it, constrains
+# nothing.
 MappingsByRank = Mapping[str, SplitDimsMapping] | None
 _MAP_KEY = re.compile(r'map_\d+d')
 
