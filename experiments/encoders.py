@@ -95,7 +95,7 @@ class StdlibBertTiny(StdlibBert):
 def same_dates(split: str = 'train', count: int | None = None) -> list[tuple[str, str, int]]:
   """Returns pairs of dates and whether they are the same day, such as ('3 March 1998', '2041-10-08', 0).
 
-  Half of the pairs are the same day; each other pair has the second date of another pair.
+  In about half of the pairs, both dates are the same day. In the others, the second date comes from another pair.
 
   Args:
     split, count: see `date_pairs`.
