@@ -193,7 +193,7 @@ class Qwen3NextOf80B(_OnSixtyFour):
 
 @registry.register
 class DeepSeekV3(ExpertParallel, _OfFamily):
-  """DeepSeek-V3, 671B parameters and a module for a further token, on 1,024 devices, which exchange tokens by eights."""
+  """DeepSeek-V3, 671B parameters and a module for a further token, on 1,024 devices; groups of 8 exchange tokens."""
 
   ici_mesh_shape = (128, 8, 1)
   batch_size = 1024

@@ -72,7 +72,7 @@ class Execution:
     return key
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Returns variables in a form that layers can read: stacks of layers can be indexed; `read_weight` does the rest."""
+    """Returns variables in a form that layers can read: stacks can be indexed, and `read_weight` does the rest."""
     return variables
 
   def updatable(self, others: NestedDict) -> NestedDict:
