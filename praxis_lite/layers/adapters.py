@@ -99,7 +99,10 @@ class MultitaskResidualAdapter(Layer):
     return self.shard(x + change if add_residual else change)
 
   def _one_hot(self, tasks: jax.Array, num_axes: int) -> jax.Array:
-    """Returns `tasks` [...] as one-hot vectors, [..., 1, ..., 1, K] with `num_axes` dims of size 1; NaN for others."""
+    """Returns `tasks` [...] as one-hot vectors, [..., 1, ..., 1, K] with `num_axes` dims of size 1.
+
+    The vector of a number that is no task is NaN.
+    """
     in_range = (tasks >= 0) & (tasks < self.num_tasks)
     one_hot = jax.nn.one_hot(tasks, self.num_tasks, dtype=self.fprop_dtype)
     one_hot = jnp.where(in_range[..., None], one_hot, jnp.nan)

@@ -218,7 +218,10 @@ class CachedAttention:
     return next(slots // n for n in range(1, slots + 1) if slots % n == 0 and slots // n <= most)
 
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
-    """Whether logits are few enough to compute at once; in a loop, a GPU waits for the host in each iteration."""
+    """Whether logits are few enough to compute at once.
+
+    That is faster than a loop, in each iteration of which a GPU waits for the host.
+    """
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 
   def _has_kernel(self, query_BTNH: jax.Array, cache: KVCache) -> bool:

@@ -118,7 +118,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
   """Returns the results of attention, [B, K, Q, V]."""
   (B, K, Q, H), (_, T, S) = arrays.query.shape, arrays.seen.shape
   V = H if arrays.value is None else arrays.value.shape[4]
-  # A product of float32 is computed from parts of its operands. These take as much memory again: 4 + 4 bytes an entry.
+  # A product of float32 is computed from parts of its operands. An entry takes 4 bytes, and its parts another 4.
   itemsize = 8 if arrays.query.dtype == jnp.float32 else max(arrays.key.dtype.itemsize, arrays.query.dtype.itemsize)
   slot_bytes = max(max(H, V) * itemsize, 0 if arrays.bias is None else 4 * Q)
   C = _heads_at_once(K, slot_bytes, Q * max(H, V), has_scales=arrays.key_scale is not None)
@@ -228,9 +228,10 @@ def _to_slots_last(x_LBKSH: jax.Array) -> jax.Array:
 def _heads_at_once(num_heads: int, slot_bytes: int, queries: int, *, has_scales: bool) -> int:
   """Returns how many kv heads are computed at once: the largest divisor of K for which the chip has room.
 
-  It must have room for 128 slots and the queries of these heads. If it never has, the smallest allowed divisor is
-  returned. A slot of one head has `slot_bytes`, and the queries of a kv head have `queries` entries. The chip stores
-  the scales of a page in tiles of 8 heads; so if entries have scales, only K and multiples of 8 are allowed.
+  The chip needs room for 128 slots and the queries of these heads. If it has room for none of the allowed divisors,
+  returns the smallest of them. A slot of one head has `slot_bytes`, and the queries of a kv head have `queries`
+  entries. The chip stores the scales of a page in tiles of 8 heads. So if entries have scales, only K and multiples of
+  8 are allowed.
   """
   most = min(_MOST_BYTES // (LANES * slot_bytes), _MOST_QUERIES // queries)
   parts = [

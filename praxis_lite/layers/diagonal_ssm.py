@@ -119,7 +119,7 @@ class DiagonalSsm(Mixer):
     return self.shard(self.out(y_BTNH) * jax.nn.sigmoid(self.out_gate(y_BTNH)))
 
   def _matrices(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the logarithm of the decay, [N, S], the decay, and the matrices from inputs and to outputs, complex."""
+    """Returns complex arrays: log a and a, [N, S]; the matrices from inputs, [N, S, H], and to outputs, [N, H, S]."""
     rate_NS = jax.lax.complex(-jnp.exp(self.theta.log_decay), self.theta.frequency)
     log_a_NS = jnp.exp(self.theta.log_step) * rate_NS
     b_NSH, c_NHS = (jax.lax.complex(w[..., 0], w[..., 1]) for w in (self.theta.b, self.theta.c))

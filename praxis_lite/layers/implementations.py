@@ -6,7 +6,7 @@ from praxis_lite.layers.base import Layer
 
 
 def describe_implementations(model: Layer, length: int, packed: bool) -> list[str]:
-  """Returns a line for each choice between implementations in a model, with the layers that made it.
+  """Returns a line for each choice between implementations in a model, with a layer that made it, and how many did.
 
   Sequences have `length` tokens; `packed` says whether a row has several.
   """

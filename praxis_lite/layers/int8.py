@@ -25,7 +25,7 @@ T = TypeVar('T')
 
 
 class Int8Rows(NamedTuple):
-  """An array in int8, and the scales of its rows: the scales have size 1 along dimensions whose entries share one."""
+  """An array in int8, and the scales of its rows, which have size 1 along dimensions whose entries share a scale."""
 
   values: jax.Array
   scale: jax.Array

@@ -180,7 +180,7 @@ def join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def axis_of_slots(rank: int, rank_of_pos: int = 2) -> int:
-  """Returns the dimension of slots in an array of a cache, or of stacked caches, given the ranks of it and `pos`.
+  """Returns the dimension of slots in an array of a cache, or of stacked caches, given its rank and that of `pos`.
 
   In one cache, the arrays are positions [B, S], scales [B, K, S], and vectors [B, K, S, H].
   """

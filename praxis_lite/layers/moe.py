@@ -325,7 +325,7 @@ class MoeFeedForward(Layer):
       in_specs=specs,
       out_specs=(wide, wide, tokens),
       axis_names=split.axes,
-      check_vma=False,  # Values that are replicated over an axis are so by construction.
+      check_vma=False,  # The code itself ensures that values are equal where the specs say that they are replicated.
     )
 
     def equal_parts(spec: PartitionSpec, x: jax.Array) -> jax.Array:

@@ -37,8 +37,8 @@ def num_rows(x: object, where: str) -> int:
 class SideInputs:
   """The arguments of a call besides the first one. Those with a batch dimension are cut into microbatches.
 
-  `names` are the known names of `args`, and `marks` the `Layer.marks_of_padding`. `outer_real` is [B] bool, False for
-  rows that fill up a microbatch of an enclosing pipeline; None if there is no such pipeline.
+  `names` are the names of the positional arguments `args`, and `marks` is the layer's `marks_of_padding`. `outer_real`
+  is [B] bool, False for rows that fill up a microbatch of an enclosing pipeline; None if there is no such pipeline.
   """
 
   def __init__(

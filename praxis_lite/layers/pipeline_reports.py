@@ -75,7 +75,7 @@ def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Cal
     in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side, PartitionSpec(rows)),
     out_specs=TickResults._make((of_queue, whole, whole, whole, whole)),
     axis_names={*axes},
-    check_vma=False,  # Outputs declared as replicated are replicated by construction.
+    check_vma=False,  # The code itself ensures that outputs are equal where the specs say that they are replicated.
   )
 
 

@@ -56,7 +56,7 @@ class _TickInputs(NamedTuple):
   held: jax.Array | None  # [M] bool, False for microbatches that contain only padding; None if nothing marks padding.
   weights: NestedDict  # Trained variables, [S, R, c, ...], in the dtypes that layers use.
   side_rows: list[jax.Array]  # Rows of side inputs, [M, mb, ...].
-  shared: list[jax.Array]  # Side inputs without rows that may have gradients, [S, ...].
+  shared: list[jax.Array]  # Side inputs that have no rows but may have gradients, [S, ...].
 
 
 @dataclasses.dataclass(frozen=True)

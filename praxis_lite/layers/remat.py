@@ -53,7 +53,7 @@ T = TypeVar('T')
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
 # Inputs of attention are kept in the form that its backward pass reads: rotated or normalized.
 _OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
-# See `Remat.fit_to_memory`. The other 35 % of the memory are for logits, the batch and temporaries.
+# See `Remat.fit_to_memory`. The rest of the memory, 35 %, is for logits, the batch and temporaries.
 _KEPT_FOR_A_WEIGHT, _BYTES_OF_A_WEIGHT, _SHARE_OF_GPU = 1.5, 16, 0.65
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
 _SAVED_AS_PRODUCTS = _OF_ATTENTION | {GROUPED_PRODUCT}
@@ -155,7 +155,7 @@ class Remat(NamedTuple):
   def __call__(
     self, fn: Callable[..., T], kind: int = 0, *, in_scan: bool, regathers: bool = False
   ) -> Callable[..., T]:
-    """Returns `fn`, a pure function of arrays, layer number `kind` of the pattern, with rematerialisation.
+    """Returns `fn` with rematerialisation; `fn` is a pure function of arrays, for layer number `kind` of the pattern.
 
     Unless `fn` is the body of a scan, XLA must be prevented from merging the recomputation with the first pass.
     `regathers` says whether the backward pass gathers weights again, instead of keeping those that `fn` has gathered.

@@ -65,7 +65,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
-  """Returns the configs of a stack's first layers and of its pattern; a stack among these counts as its own layers.
+  """Returns the configs of a stack's first layers and of its pattern; a stack among these is replaced by its layers.
 
   A stack is a `Repeat`, or another layer or config with such fields.
   """

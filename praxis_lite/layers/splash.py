@@ -65,7 +65,7 @@ class MaskParts(NamedTuple):
   paddings: list[Paddings]
 
   def compare(self) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Returns (positions of queries, indices of keys) -> whether each pair is allowed; None if all pairs are."""
+    """Returns a function that says whether queries at given positions may attend to given keys; None if all may."""
     behind, ahead = self.offsets.behind, 0 if self.prefix else self.offsets.ahead
     return None if behind is None and ahead is None else functools.partial(_is_within, behind, ahead)
 

@@ -59,7 +59,7 @@ def scan_states_in_parts(decay: jax.Array, inputs: jax.Array, num_parts: int, sh
 
 
 def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, shard: ShardParts) -> jax.Array:
-  """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; arguments: see `scan_in_parts`."""
+  """Returns the outputs of `scan_delta_rule`, [B, T, N, H], from a state of zeros; see also `scan_in_parts`."""
   (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
   wide_BTNC = jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S)))
   parts = _cut_tokens(tokens._replace(value=wide_BTNC), num_parts, shard)

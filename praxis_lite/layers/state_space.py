@@ -42,7 +42,8 @@ class StateTokens(NamedTuple):
   decay: jax.Array  # [B, T, N], at most 0, in the dtype of sums.
   key: jax.Array  # [B, T, G, S].
   query: jax.Array  # [B, T, G, S].
-  starts: jax.Array | None = None  # [B, T] bool, where a segment starts, without the state before; None means nowhere.
+  # [B, T] bool, True where a segment starts, and the state before it is forgotten; None means that this is nowhere.
+  starts: jax.Array | None = None
 
 
 def scan_states(decay: jax.Array, inputs: jax.Array, state: jax.Array | None = None) -> jax.Array:

@@ -212,7 +212,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     self._claim(name, 'create_variable')
     check_weight(weight, f'{self.path_name}.{name}')
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
-    if mapping is None:  # `field` becomes the layer's first mapping, of its main weight, if that is None too.
+    # A user would set the layer's first mapping, which is for its main weight. If that is None too, `field` names it.
+    if mapping is None:
       of_main, mapping_of_main = next(iter(self.split_mappings('weight_split_dims_mapping').items()), (field, None))
       field = of_main if mapping_of_main is None else field
     self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))

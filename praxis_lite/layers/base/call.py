@@ -54,9 +54,9 @@ class SideOutputs(NamedTuple):
 class Exchange(NamedTuple):
   """Communication that a layer programs itself, such as a gather inside `shard_map`."""
 
-  purpose: str  # Why it communicates, in a few words: 'exchange between experts'.
-  field: str  # The field of the layer that causes it: 'expert_axis'.
-  axes: tuple[str, ...]  # The mesh axes that it communicates over.
+  purpose: str  # Why the layer communicates, in a few words: 'exchange between experts'.
+  field: str  # The field of the layer that causes the communication: 'expert_axis'.
+  axes: tuple[str, ...]  # The mesh axes over which the layer communicates.
   # Whether XLA adds the collectives, for example where the layer rolls an array along a split dimension. Otherwise only
   # collectives inside `shard_map` belong to the exchange.
   by_compiler: bool = False
@@ -122,7 +122,7 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-  """Returns `fold_in_path(key, path)` for each path: while tracing, in one operation, which compiles faster."""
+  """Returns `fold_in_path(key, path)` for each path; in a traced program, by one operation, which compiles faster."""
   # With other PRNG implementations, `vmap` may return other keys than `fold_in_path` does for each path.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):

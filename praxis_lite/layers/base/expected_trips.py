@@ -26,7 +26,7 @@ def expected_trips(trips: float) -> AbstractContextManager[None]:
 
 
 def find_expected_trips(program: str) -> list[str]:
-  """Returns the numbers that `expected_trips` gave the loops of a program; its text must have names of operations."""
+  """Returns the numbers that `expected_trips` gave the loops of a program, given its text with names of operations."""
   return sorted(re.findall(rf'{_SCOPE}([^/()"]+)', program))
 
 

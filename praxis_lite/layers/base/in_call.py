@@ -117,9 +117,9 @@ class InCall:
     return real
 
   def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """In a call: returns `paddings` in which the tokens of rows that are not `real_rows` are padding too.
+    """In a call: returns `paddings` in which filler rows, for which `real_rows` is False, are padding too.
 
-    They have the `shape` (B, T), and are nonzero for padding. Here and in the result, None means no padding.
+    `paddings`, of `shape` (B, T), are nonzero for padding. None, here and in the result, means no padding.
     """
     real = self.real_rows(shape[0])
     if real is None:

@@ -17,7 +17,10 @@ from praxis_lite.layers.base.taps import edit_and_tap
 
 
 def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a method that runs in a named scope with its input sharded, except when its own layer calls it."""
+  """Returns a method that constrains its first argument by the layer's mapping, then calls `method` in a named scope.
+
+  If the layer itself calls one of its methods, nothing is added.
+  """
   first = (*inspect.signature(method).parameters, '')[1]  # The name of the parameter after self, or ''.
 
   @functools.wraps(method)
