@@ -88,7 +88,7 @@ class AdversarialModel(BaseModel[AdversarialOutput]):
     return AdversarialOutput(generated, self._logits(generated), self._logits(real))
 
   def generate(self, rows: int, seed_B: jax.Array | None = None) -> jax.Array:
-    """Returns images [rows, H, W, C] of random latents. Equal seeds give equal images; the default is 0, 1, 2, ..."""
+    """Returns images [rows, H, W, C] of random latents. Equal seeds give equal images; None means 0, 1, 2, ..."""
     key = self.next_prng_key()
     shape = (*self._grid, self.latent_dims)
     seeds = jnp.arange(rows) if seed_B is None else seed_B

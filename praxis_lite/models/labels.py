@@ -20,8 +20,8 @@ class IdLimit(NamedTuple):
   size: int  # The number of entries of the table; valid integers are 0 to size - 1.
   what: str  # A description of the table for messages, such as 'the model has classes 0 to 9'.
   counted_by: str = 'weights'  # Name of an array of the batch. Where it is 0, integers are not checked.
-  # Name of an array, [B]: of each row, only this number of first integers is checked. It is used if the batch has no
-  # array `counted_by`.
+  # Name of an array, [B], which says how many integers at the beginning of each row are checked. It is used if the
+  # batch has no array `counted_by`.
   lengths: str | None = None
 
   def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:

@@ -139,7 +139,7 @@ class BeamLoop(Generic[DecodingState]):
   diversity_penalty: float = 0.0
   # (state) -> [R], terms of at most 0, added to the scores of continuations that end now; None adds nothing.
   coverage: Callable[[DecodingState], jax.Array] | None = None
-  # Whether each beam may end at each step, and nothing ends without a stop token; see `FlatBeamSearch`.
+  # Whether a beam can end at any step, but only by a stop token; see `FlatBeamSearch`.
   is_flat: bool = False
 
   def run(self) -> BeamDecoded:
@@ -297,7 +297,8 @@ class BeamLoop(Generic[DecodingState]):
     logits_RV = logits_RV.astype(jnp.float32)
     log_probs_RV = jax.nn.log_softmax(logits_RV)
     ranked_RV = log_probs_RV
-    if self.adjust is not None:  # Adjusted values are not normalised, so tokens that are not excluded keep theirs.
+    # Adjusted values are not normalised again, so tokens that are not excluded keep their probability.
+    if self.adjust is not None:
       adjusted_RV = self._adjust(logits_RV, progress) - jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
       ranked_RV = jnp.minimum(adjusted_RV, 0.0)
     return log_probs_RV, ranked_RV
@@ -321,7 +322,7 @@ class BeamLoop(Generic[DecodingState]):
     return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
 
   def _stop_candidates(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
-    """Returns all pairs of a beam and a stop token; the sums of impossible beams are minus infinity."""
+    """Returns all pairs of a beam and a stop token; the sum of a beam that holds no continuation is minus infinity."""
     B, K, _ = log_probs_BKV.shape
     stops_N = jnp.array(self.stop_ids, jnp.int32)
     scores_BK1 = progress.beams.scores[..., None]

@@ -74,7 +74,7 @@ class LookupDrafter:
       rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
-    # Whether the tokens that end at each index equal the last tokens of the row; False at the last index of the row.
+    # For each index, whether the tokens up to it equal the last tokens of the row; False at the row's last index.
     matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
     for i in range(self.size):
       wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')
@@ -84,7 +84,7 @@ class LookupDrafter:
     end_B1 = jnp.argmax(count_BL * len(place_L) + place_L, axis=1)[:, None].astype(jnp.int32)
     is_found_B = jnp.take_along_axis(count_BL, end_B1, axis=1)[:, 0] > 0
     place_BK = end_B1 + 1 + jnp.arange(self.num_tokens, dtype=jnp.int32)
-    # If the occurrence ends near the end of the row, the guesses repeat the tokens between these two ends.
+    # If fewer than K tokens follow the occurrence that is found, the guesses repeat these tokens.
     period_B1 = jnp.maximum(last_B1 - end_B1, 1)
     place_BK = jnp.where(place_BK > last_B1, end_B1 + 1 + (place_BK - end_B1 - 1) % period_B1, place_BK)
     ids_BK = jnp.take_along_axis(rows.ids, place_BK, axis=1, mode='clip')
