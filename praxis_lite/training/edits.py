@@ -28,7 +28,10 @@ from praxis_lite.layers.base.taps import edit_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Edit:
-  """A change of a value x to x + add, or to `add` if `drops` is True, in these `units` and `layers`; None means all."""
+  """A change of a value x to x + add, or to `add` if `drops` is True.
+
+  It applies to these `units` and these `layers`; None means all of them.
+  """
 
   add: ArrayLike = 0.0
   drops: bool = False

@@ -152,7 +152,7 @@ def summaries() -> Summaries:
 
 
 def _docs_in_sources(folder: str) -> dict[str, str]:
-  """Returns the docstrings of the classes with the decorator `register` in a folder, by module and name."""
+  """Returns, by module and name, the docstrings of the classes in a folder that have the decorator `register`."""
   found: dict[str, str] = {}
   for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
     module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')

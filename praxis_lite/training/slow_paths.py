@@ -123,7 +123,7 @@ def _dtype(equation: core.JaxprEqn) -> str:
 def _products(
   jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str, times: float, inputs: Sequence[Bound]
 ) -> Iterator[tuple[str, core.JaxprEqn, float, float]]:
-  """Yields the products of a program: scopes, equation, FLOPs, and how often each device computes it in a step."""
+  """Yields each product of a program: its scopes, equation and FLOPs, and how often a device computes it in a step."""
   bounds = LoopBounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
     name, repeats = equation.primitive.name, times

@@ -216,7 +216,7 @@ def state_initializer(
 def initialize_partitioned_model_states(
   jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
 ) -> PartitionedModelStates:
-  """Creates a task's train state, sharded and padded on `mesh`, by default the task's; never whole on one device."""
+  """Creates a task's train state, sharded and padded on `mesh`, by default the task's; no device holds all of it."""
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

@@ -141,7 +141,7 @@ class StepTaps:
       raise ConfigError(f'tap {tap.text!r}: {met[0]} is not trained, so it has no {tap.of}')
 
   def check_parts(self, axes: Iterable[str]) -> None:
-    """Raises ConfigError if activations are tapped, and `axes`, over which `shard_map` splits layers, are not empty."""
+    """Raises ConfigError if activations are tapped, and layers are split over `axes` under `shard_map`."""
     if self._activations and (split := sorted(axes)):
       raise ConfigError(
         f"tap {self._activations[0].text!r}: under task.partitioning='shard_map', the results of layers that are split "
@@ -244,7 +244,7 @@ def _statistics_of(taps: Iterable[Tap]) -> tuple[str, ...]:
 
 
 def _is_meant(tap: Tap, name: str) -> bool:
-  """Whether a tap matches a point; a pattern must end with the ending in `_SPECIAL` that the point has, if any."""
+  """Whether a tap matches a point; if the point has an ending in `_SPECIAL`, the pattern must have it too."""
   special = next((end for end in _SPECIAL if name.endswith(end)), '')
   return tap.matches(name) and tap.pattern.endswith(special)
 

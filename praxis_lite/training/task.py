@@ -337,7 +337,7 @@ class SingleTask(Configurable):
 
   @contextlib.contextmanager
   def name_fields(self) -> Iterator[None]:
-    """Inside the block, messages of errors of the model name fields of layers by the paths that `--set` takes."""
+    """Inside the block, the model's error messages name a layer's field by the path that `--set` takes."""
     try:
       yield
     except UserError as error:

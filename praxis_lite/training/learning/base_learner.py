@@ -106,7 +106,7 @@ class BaseLearner:
 class GivenGradients(NamedTuple):
   """The arguments of a step's updates, except the state of the optimizer; see `BoundLearner.update`."""
 
-  gradients: NestedDict  # Of the trained variables.
+  gradients: NestedDict  # Gradients of the trained variables.
   squares: NestedDict  # The squared norm of each gradient, a scalar.
   norm: jax.Array  # The norm of all gradients together.
   losses: Mapping[str, jax.Array]  # The losses by name; see `BoundLearner.paths_by_loss`.

@@ -113,7 +113,7 @@ def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
 
 
 def unit_norms(x: ArrayT, weight: WeightHParams) -> ArrayT:
-  """Returns the norm of each unit of `x`, an array of JAX or NumPy declared by `weight`; reduced dimensions are 1."""
+  """Returns the norm of each unit of `x`, an array of JAX or NumPy; the `unit_axes` of `weight` get size 1."""
   xp: Any = x.__array_namespace__()
   norms: ArrayT = xp.sqrt(xp.sum(xp.square(x), axis=unit_axes(weight), keepdims=True))
   return norms

@@ -64,8 +64,8 @@ def update_averages(
 def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int) -> tuple[np.ndarray, float]:
   """Returns factors of known averages that approximate the average of another width, and the relative error.
 
-  The factors are float64 [n], and sum to 1. The error is |p - sum_i f_i q_i| / |p|, see above. `known` has the step and
-  the relative width of each known average; none of them is after `step`.
+  The factors are float64 [n], and sum to 1. The error is |p - sum_i f_i q_i| / |p|, see the top of this file. `known`
+  has the step and the relative width of each known average; none of them is after `step`.
   """
   steps = np.array([at for at, _ in known], np.float64) / step
   exponents = np.array([exponent_of(each) for _, each in known])

@@ -125,7 +125,7 @@ def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None
 
 
 def _shrink(weights: NestedDict) -> NestedDict:
-  """Returns the declarations with small sizes; equal sizes stay equal, larger ones larger, and 0 and 1 as they are."""
+  """Returns the declarations with small sizes. The order of sizes stays the same, and 0 and 1 do not change."""
   sizes = sorted({size for weight in leaves(weights).values() for size in weight.full_shape if size > 1})
   small = {0: 0, 1: 1} | {size: _SMALLEST + i for i, size in enumerate(sizes)}
 
@@ -401,7 +401,10 @@ def _power(x: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _extreme(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Returns numbers that stand for the maximum or minimum of x and y; the order of many operands does not matter."""
+  """Returns numbers that stand for the maximum or minimum of x and y.
+
+  If it is applied to several operands in turn, the result does not depend on their order.
+  """
   offset = _secret(name)
   return ((x + offset) % _PRIME * ((y + offset) % _PRIME) + (_PRIME - offset)) % _PRIME
 
