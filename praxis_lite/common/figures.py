@@ -12,7 +12,7 @@ def number_of(count: int, noun: str) -> str:
   return f'{count:,} {re.sub(cut, "", noun)}{ending}'
 
 
-# Patterns of nouns, the ending that their plural drops, and the ending that it adds.
+# For each pattern of nouns: the ending that the plural drops, and the ending that the plural adds.
 _PLURALS = (('axis$', 'is$', 'es'), ('[^aeiou]y$', 'y$', 'ies'), ('(s|x|ch|sh)$', '', 'es'), ('', '', 's'))
 
 

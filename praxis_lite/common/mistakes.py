@@ -110,7 +110,7 @@ class _Place(NamedTuple):
 
   @property
   def is_about_arrays(self) -> bool:
-    """Whether this line is in an array library, whose errors are about the arrays it was called with."""
+    """Whether this line is in an array library; an error of such a library is about the arrays that it got."""
     module = str(self.frame.f_globals.get('__name__', ''))
     return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 

@@ -147,7 +147,7 @@ class Config(fdl.Config[T], Generic[T]):
     """Calls the target with the fields of this config, overridden by `fields`.
 
     A `Configurable` gets the configs nested in the fields unbuilt (as copies that share their arrays), because it
-    builds its templates itself. For any other callable, such as an optax transformation, they are built first.
+    builds its templates itself. For other callables, such as optax transformations, nested configs are built first.
 
     Raises:
       ConfigError: a REQUIRED field is not set, or a field of a `Configurable` has a value of another type than its

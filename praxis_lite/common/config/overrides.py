@@ -65,7 +65,7 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     except UnknownFieldError as error:
       raise UnknownFieldError(_suggest_paths(root, segments, str(error))) from None
   for configs in root.values() if isinstance(root, dict) else ():
-    if isinstance(configs, list):  # At the end, so that indices in overrides refer to the original list.
+    if isinstance(configs, list):  # Removes entries only now, so that indices in overrides refer to the original list.
       configs[:] = [config for config in configs if config is not None]
   return root
 

@@ -238,7 +238,7 @@ def _changes(
 
 
 def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping[Any, object]]:
-  """Returns the line of `value` itself, None if it has no line; and the values in it that have lines, by key."""
+  """Returns the line of `value` itself, or None if it has none, and a dict of the values in it that have lines."""
   if isinstance(value, Config):
     return (': ', dotted_name(target(value))), config_values(value)
   if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
