@@ -40,7 +40,7 @@ class Draw(NamedTuple):
 def rand_augment(image: tf.Tensor, seed: tf.Tensor, num_operations: int, magnitude: float) -> tf.Tensor:
   """Returns an image, uint8 [height, width, channels], after `num_operations` random operations; the seed is int64 [2].
 
-  All have the strength `magnitude`: 10 gives the amounts above, and larger values are stronger.
+  All have the strength `magnitude`: 10 gives the amounts at the top of this file, and larger values are stronger.
   """
   for number in range(num_operations):
     of_operation = tf.random.stateless_uniform((4,), seed + tf.constant([0, number + 1], seed.dtype))
