@@ -146,13 +146,13 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, SlotDims]:
-  """Returns the parameter dimensions of each slot's dimensions, found by tracing `init_fn` with distinct sizes.
+  """Returns, for each dimension of each slot, the parameter's dimension from which it comes.
 
-  Returns {} if `init_fn` fails for such sizes.
+  `init_fn` is traced for parameters whose dimensions all have different sizes. Returns {} if it fails for such sizes.
   """
-  # Dimension i of size d becomes d * k + i, with k above any rank. So the order of sizes, on which factoring may
-  # depend, stays the same, ties go to the later dimension, and equal sizes of dimension 0, over which `init_fn` may be
-  # mapped, stay equal.
+  # Dimension i of size d becomes d * k + i, with k above any rank. This keeps the order of sizes, on which factoring
+  # may depend. Of two equal dimensions, the later one becomes the larger one. Equal sizes of dimension 0, over which
+  # `init_fn` may be mapped, stay equal.
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
   def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -176,7 +176,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 def _are_valid(dims: SlotDims, slot_shape: Sequence[int], shape: tuple[int, ...]) -> bool:
   """Whether `dims` agree with the true shape of a slot.
 
-  They may not: they were found with other sizes, which an optimizer may treat differently.
+  They may not agree, because they were found with other sizes, which an optimizer may treat differently.
   """
   used = [dim for dim in dims if dim is not None]
   sizes_agree = all(dim is None or shape[dim] == size for dim, size in zip(dims, slot_shape))

@@ -48,7 +48,7 @@ class Placement:
   pattern: str | None = None  # The pattern of the strategy that matched, if any.
 
   def to_stored(self) -> Placement:
-    """Returns this placement for a stored array. The compiler places no stored array: UNCONSTRAINED becomes None."""
+    """Returns this placement for a stored array. UNCONSTRAINED becomes None, as the compiler places no stored array."""
     why = tuple(
       f'{why} is UNCONSTRAINED, so the stored array is replicated' if entry is UNCONSTRAINED else why
       for entry, why in zip(self.spec, self.why)

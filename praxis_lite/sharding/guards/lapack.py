@@ -44,7 +44,7 @@ def call_one_matrix_at_a_time(
   """
   if jaxlib_release() >= _MENDED:
     return []
-  # A batch size of an exported program may be unknown, which is a negative number.
+  # A batch size of an exported program may be unknown; it then is a negative number.
   calls = [
     op for op in operations(module, {CALL}) if is_lapack(op) and math.prod(max(n, 0) for n in _batch_shape(op)) > 1
   ]
@@ -90,7 +90,7 @@ def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:
 
 
 def _loop(call: ir.Operation, batch: ArraySplit, site: Site | None) -> None:
-  """Replaces a call by a loop in which each device passes it one of its matrices at a time.
+  """Replaces a call by a loop of calls, in each of which a device computes with one of its matrices.
 
   Each batch dimension becomes two: the devices that split it, and the matrices of one device.
   """

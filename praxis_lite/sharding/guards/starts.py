@@ -46,7 +46,10 @@ def clamp_starts(slices: Iterable[ir.Operation]) -> list[ir.Operation]:
 
 
 def _is_inside_another(op: ir.Operation) -> bool:
-  """Whether a slice reads a slice's result, or another update writes an update's result; reshapes may be between."""
+  """Whether `op` is a slice of a slice's result, or an update whose result another update changes.
+
+  There may be reshapes between the two operations.
+  """
   if op.name == UPDATE:
     return any(use.owner.name == UPDATE and use.operand_number == 1 for use in _uses(op.results[0]))
   value = op.operands[0]
