@@ -97,7 +97,7 @@ class DigitsGan(_DigitImages):
   """Generates digits with a convolutional GAN, whose two parts have separate losses and learners; trains in minutes."""
 
   def task(self) -> Config:
-    init = WeightInit.GaussianFanIn(1.4)  # Keeps the variance of activations; with less, all images become the mean.
+    init = WeightInit.GaussianFanIn(1.4)  # Keeps activations' variance; if it shrinks, all images become the mean.
     model = Config(
       AdversarialModel,
       generator_tpl=Config(ImageDecoder, channels=(64, 32), params_init=init),
