@@ -107,8 +107,8 @@ class MultiHeadAttention(AttentionHeads):
       heads. See `context_parallel.py`.
     cache_dtype: dtype of keys and values in the cache; int8 stores a scale with each vector; None means `fprop_dtype`.
     cache_page_size: number of cache slots that decoding reads at once; pages without tokens are not read. On GPU and
-      TPU, where each page takes some 20 small operations, a single token reads up to 4,096 slots at once, and so do
-      several tokens of a prompt if there are at most 2**26 logits.
+      TPU, each page takes some 20 small operations. So there, a single token reads up to 4,096 slots at once. Several
+      tokens of a prompt do so too if there are at most 2**26 logits.
     weight_split_dims_mapping: `wt`, [D, N, H]: how the weights of queries, keys and values are split; the output's
       weight, [N, H, D], is split along the same dimensions.
   """

@@ -65,10 +65,10 @@ class MemoryAttention(MultiHeadAttention):
 
   A row of the data holds several chunks of a text in order. A token attends to the tokens of its chunk up to itself,
   and to the last `memory_length` tokens before the chunk. As in the paper, no gradient flows into the memory: the loss
-  in a chunk has no gradient with respect to earlier inputs, only with respect to the weights that compute keys and
-  values from them. So a stack of these layers computes the same as the recurrence over chunks, but all chunks of a row
-  at once. The memory is empty where a row, or a segment of a packed row, begins. Evaluation and decoding need no
-  gradients, so there the memory is only a mask.
+  in a chunk has no gradient with respect to earlier inputs. It has one with respect to the weights that compute keys
+  and values from these inputs. So a stack of these layers computes the same as the recurrence over chunks, but all
+  chunks of a row at once. The memory is empty where a row, or a segment of a packed row, begins. Evaluation and
+  decoding need no gradients, so there the memory is only a mask.
 
   In training, keys and values of a row are computed twice, once without gradients, and attention is dense.
 

@@ -16,14 +16,14 @@ This takes one more product of x and w than a loss of whole logits. The operands
 the log-sum-exp and dx are in float32. Sums of dw and dx over devices are in their own dtypes, as in other layers.
 
 If a mesh splits the classes into S parts, each part is cut into its own chunks, and step i of the loop computes chunk i
-of every part. So no step moves logits or weights over the mesh axes that split the classes: the only communication is
-of the maxima and sums, [...], once after the loop, and of dx. If the chunks do not divide a part evenly, the last one
-begins earlier, and the repeated classes count once.
+of every part. So no step moves logits or weights over the mesh axes that split the classes. Devices exchange only the
+maxima and sums, [...], once after the loop, and dx. If the chunks do not divide a part evenly, the last one begins
+earlier, and the repeated classes count once.
 
 If a mesh splits the rows, each device adds up a dw of its own rows, and these are summed once after the loop. If it
-splits D of w too (fully sharded), one collective gathers w before the loop, and both passes share the result. But if w
-and dw would take more than half of the memory that chunks save, a collective gathers each chunk in each pass, and
-another one sums its dw.
+splits D of w too (fully sharded), one collective gathers w before the loop, and both passes share the result. But w and
+dw might then take more than half of the memory that chunks save. If so, a collective gathers each chunk in each pass,
+and another one sums its dw.
 
 V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
 """
@@ -47,9 +47,9 @@ from praxis_lite.sharding.padding import pad_to
 from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
 # 'auto' cuts the classes into `_AUTO_CHUNKS` chunks of at least `_AUTO_LEAST` classes, if the logits of a device have
-# at least `_AUTO_BYTES` bytes. A single GPU holds whole logits up to `_SHARE_OF_GPU` of its memory: on an H100, a step
-# of 1.3B parameters was 4 % faster with them, and the further memory that it needed was three quarters of their size;
-# see docs/benchmarks.md.
+# at least `_AUTO_BYTES` bytes. A single GPU computes whole logits if they take at most `_SHARE_OF_GPU` of its memory.
+# On an H100, a step of 1.3B parameters was 4 % faster with them. It needed further memory, three quarters of their
+# size; see docs/benchmarks.md.
 _AUTO_BYTES = 2**28
 _SHARE_OF_GPU = 1 / 12
 _AUTO_CHUNKS = 16
@@ -302,7 +302,7 @@ class _OwnRows(NamedTuple):
     return len(self.parts)
 
   def product(self, gradient: jax.Array, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns the gradient of a chunk of w from the gradient of its logits, [..., S, C], and x, [..., D]."""
+    """Returns the gradient of a chunk of w, given the gradient of the chunk's logits, [..., S, C], and x, [..., D]."""
     _, weights = _layout(self.chunks)
     if not self.parts:
       return jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dtype)

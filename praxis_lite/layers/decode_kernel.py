@@ -1,9 +1,9 @@
 """Attention of one or a few tokens to the slots of a cache on TPUs, by a kernel that reads the pages with tokens once.
 
-The kernel reads the cache in place, also from a stack of layers, with the slots in any order and with gaps, with int8
-entries and their scales, and with keys that are also the values. The seen slots and the bias are arrays, so any mask
-and any bias can be used. For each row, it reads the pages from the first slot that a token sees to the last. (JAX's
-kernels for pages refuse such caches, or need copies of them: docs/planning-figures.md.)
+The kernel reads the cache in place. The cache may be part of a stack of layers; its slots may be in any order and have
+gaps; entries may be int8 with scales; and keys may also be the values. (JAX's kernels for pages refuse such caches, or
+need copies of them: docs/planning-figures.md.) The seen slots and the bias are arrays, so any mask and any bias can be
+used. For each row, the kernel reads the pages from the first slot that a token sees to the last.
 
 TPUs would pad vectors whose dims are no multiple of 128. They store such arrays with the slots as the last dimension
 instead, and the kernel takes them in this layout, so nothing is copied.

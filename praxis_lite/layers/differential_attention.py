@@ -4,7 +4,7 @@
     lambda = exp(lq_1 . lk_1) - exp(lq_2 . lk_2) + lambda_init
 
 Values have 2 H dims, so that there are as many weights, and as large a cache, as with ordinary heads. For masks, caches
-and implementations of attention, both keys are one key of 2 H dims, and a query has zeros in the other half.
+and implementations of attention, both keys are one key of 2 H dims. A query has zeros in the half of the other key.
 
 B batch, T length, S length of keys and values, D model dims, N softmaxes, K keys, H dims per query and key; M = K / 2
 kv heads, G = N / K, J = 2 H.

@@ -117,7 +117,7 @@ def sample(
       'ddim'       x_s = alpha_s x + sigma_s noise                                             (Song et al., 2021)
       'ancestral'  draws x_s given x_t and x, as DDPM does
       'euler'      x_s = x_t + (s - t) dx_t/dt, with dx_t/dt = alpha' x + sigma' noise
-      'heun'       like 'euler', with the mean of dx/dt at t and, after an 'euler' step, at s; the last step is 'euler'
+      'heun'       like 'euler', with the mean of dx/dt at t and dx/dt at s after an 'euler' step; the last is 'euler'
 
   Args:
     predict: (x_t, t scalar) -> what the network predicts, [B, ...].

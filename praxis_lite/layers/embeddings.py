@@ -124,7 +124,10 @@ class LookupExchange(NamedTuple):
 
 
 def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange | None:
-  """Returns how vectors are exchanged; None unless the axes of D are the minor axes of some dimension of the ids."""
+  """Returns how devices exchange vectors; None if they do not.
+
+  They do so only if the mesh axes that split D are the last ones of those that split some dimension of the ids.
+  """
   out, wt = getattr(layer.activation_split_dims_mapping, field), layer.weight_split_dims_mapping.wt
   vectors = layer._resolve(out, f'{layer.path_name}.activation_split_dims_mapping.{field}', rank=ids.ndim + 1)
   table = layer._resolve(wt, f'{layer.path_name}.{_TABLE}', rank=2)

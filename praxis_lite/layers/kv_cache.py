@@ -90,7 +90,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """The number of first slots of this layer to which the last tokens of some row may attend."""
+    """How many of this layer's slots, from the first one on, the last tokens of the rows may attend to."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 

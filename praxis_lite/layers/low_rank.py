@@ -34,7 +34,7 @@ class LowRankUpdate(Layer):
   """y = scale (dropout(x) A) B, which is 0 at first (Hu et al., 2021).
 
   In the update of a table of embeddings, A begins at 0 and B is random, so that a step changes only the rows of the ids
-  that it has seen.
+  in its batch.
 
   Attributes:
     in_shape: trailing dimensions of the input.

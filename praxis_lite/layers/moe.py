@@ -117,8 +117,8 @@ class MoeFeedForward(Layer):
       device computes all experts for its own tokens, and gathers their weights if they are split.
     exchange_factor: for 'dropless' with an `expert_axis`. An all-to-all has a fixed size. With None, it has room even
       if all tokens choose the same device, so that no token is dropped. With a factor, it has room for the factor times
-      the mean, and at least for 128 rows to each device, so that no choice is dropped when small batches are decoded.
-      Choices beyond that are dropped, the last ones first.
+      the mean. Choices beyond that are dropped, the last ones first. There is room for at least 128 rows to each
+      device, so that no choice is dropped when small batches are decoded.
     grouped_matmul: for 'dropless': how the rows of experts are multiplied, 'auto', 'blocks', 'triton' or
       'xla'; see `choose_grouped_matmul`.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0 disables it.

@@ -78,9 +78,9 @@ class MultiTokenPrediction(Layer):
   """The modules of a `TransformerLm` that predict further tokens; they add auxiliary losses in training.
 
   The loss of module k, `loss_k`, is the cross entropy of the tokens k + 1 places later. It is summed over the tokens
-  with such a later token in their row and segment, and divided by the sum of the weights of all labels, as in
-  DeepSeek-V3's report. So it does not depend on how a batch is cut. Labels have the same weights as in the model's
-  loss.
+  with such a later token in their row and segment. As in DeepSeek-V3's report, the sum is divided by the sum of the
+  weights of all labels. So the loss does not depend on how a batch is cut. Labels have the same weights as in the
+  model's loss.
 
   Attributes:
     input_dims: D, set by the `TransformerLm`.

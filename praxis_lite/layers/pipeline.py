@@ -23,11 +23,11 @@ layers outside of the pipeline. A multiplication by 0 would let NaNs pass.
 
 Weights are stored as `Repeat` stores them, so a checkpoint depends neither on stages nor on microbatches. Inside a step
 they have the shape [S, R, c, ...]. If the repetitions do not fill all stages, repetitions with weights of zeros are
-added, whose results are dropped.
+added. Their results are dropped.
 
-The gradient of a weight is a sum over rows, so devices that share the batch have to sum their gradients, and the
-compiler does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its
-own rows of each microbatch, and gradients are summed once, after the loop.
+The gradient of a weight is a sum over rows, so devices with different rows have to sum their gradients. The compiler
+does this in each tick. With `batch_axes`, the loop is in a `shard_map` over these axes: each device has its own rows of
+each microbatch, and gradients are summed once, after the loop.
 
 B batch, M microbatches, mb rows in each, S stages, R rounds, P = repetitions / R, c = P / S rounded up: repetitions in
 a group.
@@ -359,7 +359,7 @@ class Pipelined(Repeat):
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
     named: Layer = self._blocks[0]
-    while isinstance(named, Repeat):  # A `Repeat` takes *args; its layer has their names.
+    while isinstance(named, Repeat):  # A `Repeat` takes *args; the repeated layer names them.
       named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
     for layer in self._layers_in_stages():

@@ -235,7 +235,7 @@ class YarnRotaryScaling(LinearRotaryScaling):
     beta_fast: pairs that turn more often than this keep their rates.
     beta_slow: pairs that turn less often than this are slow.
     attention_factor: factor of queries and of keys, so logits are multiplied by its square; None means
-      0.1 log(factor) + 1.
+      0.1 log(factor) + 1, or 1 if `factor` is at most 1.
     truncate: whether the bounds of the interpolation are rounded outward to whole pairs, as in the authors' code.
   """
 
@@ -288,7 +288,8 @@ class LongRotaryScaling(LinearRotaryScaling):
     long_factors: the factors for longer contexts.
     is_long: whether contexts may be longer than `original_max_len`. transformers decides this by the longest row of
       each call. Here it is fixed, so keys in a cache stay right when a text grows.
-    attention_factor: factor of queries and of keys; None means sqrt(1 + log(factor) / log(original_max_len)).
+    attention_factor: factor of queries and of keys; None means sqrt(1 + log(factor) / log(original_max_len)), or 1 if
+      `factor` is at most 1.
   """
 
   original_max_len: int = REQUIRED

@@ -46,8 +46,8 @@ class QuantizedVectors(NamedTuple):
 class Quantizer(Layer):
   """Base of the quantizers.
 
-  In each call it logs two summaries, the means over the groups: `perplexity`, the exponential of the entropy of the
-  codes, which is V if all are equally frequent; and `usage`, the fraction of the codes that occur.
+  In each call it logs two summaries, each a mean over the groups. `perplexity` is the exponential of the entropy of the
+  codes, so V if all are equally frequent. `usage` is the fraction of the codes that occur.
 
   Attributes:
     activation_split_dims_mapping: `out`, [..., D].
@@ -292,9 +292,9 @@ class VectorQuantizer(_CodebookQuantizer):
 def split_codes(counts_GV: jax.Array, codebook_GVE: jax.Array, share: float) -> tuple[jax.Array, jax.Array]:
   """Returns counts and codebook in which the least used codes are near copies of the most used ones.
 
-  Codes are paired: the least used with the most used, the second least used with the second most used, and so on. If
-  the count of the rarer code is below `share` times the mean count, and the count of the other is not, the rarer one
-  becomes a near copy of the other, and each gets half of the other's count. All other pairs stay as they are.
+  Codes are paired: the least used with the most used, the second least used with the second most used, and so on. A
+  pair changes if only the count of its rarer code is below `share` times the mean count. Then the rarer code becomes a
+  near copy of the other, and each gets half of the other's count.
   """
   V, E = codebook_GVE.shape[1:]
   by_count = jnp.argsort(-counts_GV, axis=-1)

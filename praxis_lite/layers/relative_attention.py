@@ -102,7 +102,7 @@ class RelativeAttention(MemoryAttention):
     pos_BT = jnp.arange(T)[None] if pos_BT is None else pos_BT
     logits_BNTT = self._position_logits(self._position_queries(query_BTNH), pos_BT, pos_BT)
     logits_BNTT = logits_BNTT if bias is None else logits_BNTT + bias
-    logits_BNTS = jnp.concatenate([logits_BNTT] * (S // T), axis=-1)  # The memory has the same position logits.
+    logits_BNTS = jnp.concatenate([logits_BNTT] * (S // T), axis=-1)  # The memory's keys have the same positions.
     heads = query_BTNH + self.theta.content_bias, key_BSKH, value_BSKH
     return super()._attend(heads, mask, pos_BT, dropout, split, logits_BNTS, gate_BTNH)
 

@@ -135,10 +135,10 @@ class Remat(NamedTuple):
   def fit_to_memory(self, x: Any, variables: Any) -> Remat:
     """Returns these policies with 'none' instead of 'auto' if a single GPU can hold all that the backward pass reads.
 
-    Blocks of transformers keep about 1.5 times as many values for a token as they have weights for each of its D dims.
-    A weight of the model takes 16 bytes, with its gradient and the moments of Adam. Several stacks of a model share the
-    rest of the memory in proportion to their weights. `x` is the input of the layers, an array [..., D] or a tree of
-    such arrays; `variables` belong to all layers.
+    A transformer block with W weights keeps about 1.5 W / D values for each token. A weight of the model takes 16
+    bytes, with its gradient and the moments of Adam. Several stacks of a model share the rest of the memory in
+    proportion to their weights. `x` is the input of the layers, an array [..., D] or a tree of such arrays; `variables`
+    belong to all layers.
     """
     if 'auto' not in self.policies or not (memory := memory_of_single_gpu()):
       return self

@@ -1,8 +1,7 @@
 """Splits sequences over a mesh axis: which part each device has, and how the part is cut into blocks.
 
 With a causal mask, the device with the first part of the sequence would have the least work in a ring, and the device
-with the last part the most. So before the ring, each device keeps the first half of its part, and swaps the second half
-with the device that is as far from the other end of the sequence:
+with the last part the most. So before the ring, device i of P swaps the second half of its part with device P - 1 - i:
 
     4 devices, 8 halves      device 0: 0 and 7     device 1: 2 and 5     device 2: 4 and 3     device 3: 6 and 1
 

@@ -228,8 +228,8 @@ def _prepare(
 def largest_splash_block(block_size: int | None, query: jax.Array, soft_cap: float | None) -> int:
   """Returns the largest length of a block of queries and keys, a multiple of 128.
 
-  A core of v4, v5e or v5p has 16 MiB of memory for a kernel. Unless a layer's field limits the `block_size`, blocks are
-  the largest that fit with any mask, because each block of queries reads all keys that it meets from main memory.
+  A core of v4, v5e or v5p has 16 MiB of memory for a kernel. Blocks are the largest that fit with any mask, because
+  each block of queries reads all keys that it meets from main memory. A layer's field may limit the `block_size`.
   """
   size = query.shape[-1] * query.dtype.itemsize
   is_small = size <= 256 and query.dtype.itemsize == 2 and soft_cap is None

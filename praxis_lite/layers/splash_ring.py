@@ -131,7 +131,7 @@ class _Queries:
   ids_BL: jax.Array | None
 
   def meet(self, keys: _Keys, offset: jax.Array) -> Iterator[tuple[SplashCall, SplashArrays]]:
-    """Yields the arguments of the kernels for each run of keys of the device `offset` places before this one."""
+    """Yields the kernels' arguments for the keys of the device `offset` places before this one, once for each run."""
     plan = self.plan
     sizes = plan.block_len(plan.query_len), plan.block_len(plan.key_len)
     query_IQ = jnp.asarray(plan.indices(plan.query_len, plan.device))

@@ -12,9 +12,9 @@ the decay between two tokens as a mask; the state carries the contribution of ea
 where total_i is the sum of the decays up to token i. A segment starts with a state of zeros. Sums are in float32, or in
 float64 for float64 values.
 
-If each entry of a state has a decay of its own, two consecutive steps still combine into one of the same form: the
-decays multiply, and the later decay applies to the earlier input. This is associative, so a tree of log T products
-computes all states (Blelloch, 1990).
+Each entry of a state may have a decay of its own. Two consecutive steps then still combine into one of the same form:
+the decays multiply, and the later decay applies to the earlier input. This operation is associative, so a tree of
+depth log T computes all states (Blelloch, 1990).
 
 B batch, T length, L and M tokens of a chunk, N heads, G groups of heads with the same keys and queries, H dims per
 head, S dims of the state.

@@ -11,8 +11,8 @@ Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `
 and `absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms
 work.
 
-Randomness is derived from paths. A layer's key is the frame's key folded with the layer's path and with the number of
-its draws so far, so adding a layer does not change what the others draw.
+Randomness is derived from paths. For each draw, a layer folds the frame's key with its own path and with the number of
+its draws so far. So adding a layer does not change what the others draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Taps read the values between the layers of a call, and edits change them.
 
-A *point* is a value that one layer gives to another. Its name is the path of the layer, and the name of the method if
-it is not `__call__` or `extend_step`, which takes the place of `__call__` in decoding:
+A *point* is a value that one layer gives to another. Its name is the path of the layer. The name of the method follows
+unless it is `__call__`, or `extend_step`, which decoding calls instead:
 
     lm.transformer.layers.attention         the result of the attention; one point for all layers of a stack
     lm.transformer.layers.attention.in      its first argument
@@ -19,8 +19,8 @@ scan of a stack of layers gives each layer its own:
     units    [k] int32, if only these entries of the last dimension become zeros
     add      any shape that broadcasts to x
 
-Gradients exist only in the backward pass. There, `_watch` computes parts of their statistics, and returns these as the
-gradient with respect to a *probe*: zeros of the same shapes, which are also entries of the variables.
+Gradients exist only in the backward pass. There, `_watch` computes parts of their statistics. It returns these as the
+gradient with respect to a *probe*: zeros of the shapes of the parts. Probes, too, are entries of the variables.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TappedCall(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-  """The points of a call to listen to."""
+  """Which points of a call to report, and what the call has found about them."""
 
   # Given the name of a point, returns what to report of it: names in `STATISTICS`, or `ARRAY`; () reports nothing.
   wanted: Callable[[str], Sequence[str]]
@@ -255,7 +255,7 @@ def _apply(edit: dict[str, jax.Array], x: jax.Array, name: str) -> jax.Array:
 
 
 def raw_name(part: str, statistics: Sequence[str], label: str) -> str:
-  """Returns the name of a summary that holds one part of some statistics of the value `label`."""
+  """Returns the name of a summary with `part` of the value `label`, from which `statistics` will be computed."""
   return f'tap:{part}:{",".join(statistics)}:{label}'
 
 
