@@ -121,8 +121,8 @@ def _unscale(attention: Config, dims_per_head: int) -> None:
   """Removes the scale of attention logits, and changes initial scales so that their initial variance stays 1.
 
   With H dims per head, T5 makes initial query weights H^(1/2) times smaller. Here queries, keys and values share a
-  template, so all three are H^(1/4) times smaller, and the output weights are larger by this factor to make up for the
-  values.
+  template, so the weights of all three become H^(1/4) times smaller. To make up for the smaller values, the output
+  weights become H^(1/4) times larger.
   """
   factor = dims_per_head**0.25
   attention.scale = 1.0

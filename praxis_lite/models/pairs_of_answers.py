@@ -43,8 +43,8 @@ def check_pairs(
 ) -> None:
   """Raises a `ConfigError` if the first batch of an input does not hold pairs of answers that a model can read.
 
-  `field` is the path of the field that sets the size of the vocabulary, `packed` says whether the model takes rows of
-  several segments, and `sides` are the parts of the batch that it reads, such as 'chosen'.
+  `field` is the path of the field that sets the size of the vocabulary. `packed` says whether the model takes rows of
+  several segments. `sides` are the parts of the batch that the model reads, such as 'chosen'.
   """
   for side in sides:
     if not isinstance(batch.get(side), dict):

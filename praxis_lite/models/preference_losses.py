@@ -124,7 +124,7 @@ class Ipo(PreferenceLoss):
   """Identity preference optimization (Azar et al., 2023), whose margins have a finite target.
 
   Attributes:
-    beta: the target of the difference of ratios is 1 / (2 beta).
+    beta: the ratio of the chosen answer should be larger than that of the rejected one by 1 / (2 beta).
     per_token: whether ratios are means over tokens, as in TRL, so that the target suits answers of any length; False
       means sums, as in the paper.
   """
@@ -205,7 +205,7 @@ class SimPo(_SigmoidLoss):
 
   Attributes:
     beta: factor of the rewards.
-    margin: the target of the difference of rewards of chosen and rejected answer, gamma in the paper.
+    margin: how much larger the reward of the chosen answer should be than that of the rejected one, gamma in the paper.
     label_smoothing: see `Dpo`.
   """
 

@@ -144,8 +144,8 @@ class SpeechModel(BaseModel[PredictionsT]):
   ) -> WeightedScalars:
     """Returns `token_error_rate` and, if `space_id` is set, `word_error_rate`.
 
-    An error rate is the number of insertions, deletions and substitutions that turn the transcripts `ids_BT`, of these
-    lengths, into the labels, divided by the number of symbols, or words, of the labels.
+    An error rate is a number of edits divided by the number of symbols, or words, of the labels. The edits are the
+    insertions, deletions and substitutions that turn the transcripts `ids_BT`, of these lengths, into the labels.
     """
     errors_B = edit_distance(ids_BT, lengths_B, *labels)
     metrics = {'token_error_rate': error_rate(errors_B, labels.lengths, weights_B)}

@@ -89,10 +89,10 @@ def set_sharding(
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
-    config: the config of a `LanguageModel` or a `TransformerLm`, of an `EncoderDecoderModel` or its network, of a
-      `MaskedLanguageModel`, a `SequenceClassifier`, a `TextEncoder` or their `TransformerEncoder`, of a
-      `ClassificationModel` with a `VisionTransformer`, a `ResNet` or a `ConvNeXt`, a `DiffusionModel` or one of these
-      networks, of a `MaskedAutoencoder`, of a `TwoTowerModel`, or of a `SpeechModel` or its `ConformerEncoder`.
+    config: the config of a `LanguageModel`, an `EncoderDecoderModel`, a `MaskedLanguageModel`, a `SequenceClassifier`,
+      a `TextEncoder`, a `DiffusionModel`, a `MaskedAutoencoder`, a `TwoTowerModel`, a `SpeechModel`, or a
+      `ClassificationModel` with a `VisionTransformer`, a `ResNet` or a `ConvNeXt`. Except for a `TwoTowerModel`, it may
+      also be the config of the model's network, such as a `TransformerLm` or a `ConformerEncoder`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
     expert_axis: mesh or logical axes, often one of `batch_axes`, over which tokens are exchanged between experts; see
       `MoeFeedForward`. With None, each device computes all experts for its own tokens.

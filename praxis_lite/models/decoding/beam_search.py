@@ -25,9 +25,9 @@ _LEAST_COVERED = float(np.finfo(np.float32).tiny)  # A lower limit: the logarith
 class BeamSearch(Decoder):
   """Settings of beam search.
 
-  The search keeps the `beam_size` most probable beginnings of each prompt's continuation. A continuation is complete
-  when it ends with a stop token that is among the `beam_size` best next tokens of all beams, or when it has as many
-  tokens as the prompt allows. Its score is
+  The search keeps the `beam_size` most probable beginnings of each prompt's continuation. There are two ways for a
+  continuation to be complete: its last token is a stop token that was among the `beam_size` best next tokens of all
+  beams, or it has as many tokens as the prompt allows. Its score is
 
       sum of the log-probabilities of its tokens / ((5 + length) / 6) ** length_penalty
 

@@ -55,7 +55,7 @@ class Bucket(NamedTuple):
 
 
 def chunk_of(slots: int, rows: int = 1) -> int:
-  """Returns the number of tokens of each of `rows` prompts that are read at once, a divisor of `slots`."""
+  """Returns how many tokens of a prompt are read at once, a divisor of `slots`, if `rows` prompts are read together."""
   sizes = _ON_CPU if platform() == 'cpu' else _ELSEWHERE
   limit = sizes.most if sizes.most_of_all_rows is None else min(sizes.most, sizes.most_of_all_rows // rows)
   most = min(max(sizes.least, min(slots // sizes.chunks, limit)), slots)

@@ -35,7 +35,7 @@ class RowSettings(NamedTuple):
   """Lengths, limits and sampling settings of each row."""
 
   lengths: jax.Array  # [B] int32, number of tokens of a row so far. The model has read all but the last one.
-  prompt_lengths: jax.Array  # [B] int32, number of tokens of the prompt of each row.
+  prompt_lengths: jax.Array  # [B] int32, the length of each row's prompt.
   limits: jax.Array  # [B] int32, the largest number of tokens after the prompt; 0 for a row that is not continued.
   temperatures: jax.Array  # [B] float32, see `sample_tokens`.
   keys: jax.Array  # [B], the PRNG key of each row.

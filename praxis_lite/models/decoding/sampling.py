@@ -47,9 +47,8 @@ def sample_tokens(
       et al., 2020); None keeps all.
     min_p: keeps the tokens that are at least min_p times as probable as the most probable one (Nguyen et al., 2024);
       None keeps all.
-    typical_p: keeps the fewest tokens whose probabilities sum to at least typical_p, beginning with those whose
-      log-probability is nearest to the mean log-probability, the negative entropy (Meister et al., 2022); None keeps
-      all.
+    typical_p: keeps tokens until their probabilities sum to at least typical_p (Meister et al., 2022). Those whose
+      log-probability is nearest to the mean log-probability, the negative entropy, come first. None keeps all.
     top_n_sigma: keeps the tokens whose logits are at most this many standard deviations below the largest; the standard
       deviation is over the logits that are not -inf (Tang et al., 2024). None keeps all.
 

@@ -32,8 +32,8 @@ class DecodingSteps(Protocol[DecodingState]):
   without tokens.
 
   A coverage penalty needs steps with a method `coverage(state)`, which returns [B, S] float32 for sources of S tokens:
-  the attention to each token of the source, summed over the target tokens so far, with a sum of 1 over the source for
-  each target token; infinity for padding.
+  the attention to each token of the source, summed over the target tokens so far. The attention of a target token sums
+  to 1 over the source. For padding, the result is infinity.
   """
 
   @property
