@@ -9,8 +9,8 @@ of the microbatches, weighted by w_i:
 If there are several losses, each has its own weights.
 
 The gradients g_i of k microbatches also measure the gradient noise (McCandlish et al., 2018). Let s be the variance of
-the gradient of one row (more exactly, of a weight of 1, such as a token), and G the gradient of infinitely many rows.
-Then, in expectation,
+the gradient of one row, or more exactly, of a weight of 1, such as a token. Let G be the gradient of infinitely many
+rows. Then, in expectation,
 
     P = weighted mean of |g_i|^2 = |G|^2 + k s / W         Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
 
@@ -18,8 +18,8 @@ so s = W (P - Q) / (k - 1) and |G|^2 = (k Q - P) / (k - 1), with means of P and 
 is s / |G|^2: the batch size at which noise and signal are equal.
 
 Inside `shard_map`, each of the n devices along the batch axes has its own rows, of weight w_d. The loss of device d is
-scaled by n w_d / W, where W is the sum of all w_d. Then the means of losses and gradients over devices are exactly the
-loss and gradient of the whole batch, even if devices have rows of unequal weight or only padding.
+scaled by n w_d / W, where W is the sum of all w_d. Then the mean of the scaled losses over devices is exactly the loss
+of the whole batch, and so for gradients. This holds even if devices have rows of unequal weight or only padding.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ def compare_gradients(
 
   Raises:
     NumericsError: a norm differs. The message names the variables, each with its spec.
-    ConfigError: the norms cannot be computed in a second way: one device has too little memory, or there are several
-      hosts, and the other partitioning does not support this task; or the task draws random numbers in 'shard_map'.
+    ConfigError: the norms cannot be computed in a second way. One device cannot compute them if it has too little
+      memory or there are several hosts, and then the other partitioning must support the task. A task that draws random
+      numbers in 'shard_map' cannot be compared at all.
   """
   found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)

@@ -3,7 +3,7 @@
     lm.transformer.*.attention:rms,max     results of each attention layer; '*' stands for any text
     lm.transformer.*.attention.entropy     entropy of the probabilities of each query and head, in nats
     lm.transformer.layers.in:mean          input of a block, its first argument
-    lm.transformer.layers.attention.grad   gradient of the loss by the result, for the whole batch
+    lm.transformer.layers.attention.grad   gradient with respect to the result, for the whole batch
     grad(lm.softmax.*):rms                 gradients of variables, for the whole batch, before clipping
     update(*.w):rms,ratio                  changes of variables in a step; ratio is rms of change / rms of variable
     weight(lm.softmax.w):hist              variables before the step

@@ -178,9 +178,9 @@ class TrainParams(Configurable):
     best_metric_mode: 'min' if lower is better, 'max' if higher is better; 'auto' depends on the name of the metric, and
       is an error if the name does not say which.
     loggers: additional receivers of the metrics: names, such as 'wandb', or configs of loggers; see `runs/loggers`.
-    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run: each complete
-      checkpoint that is kept, and the other files of its directory. If the mirror is newer than the directory, the run
-      resumes from it. None disables it.
+    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that gets a copy of the run's directory,
+      with each complete checkpoint that is kept. If the mirror is newer than the directory, the run resumes from it.
+      None disables it.
     max_skipped_steps: the run ends with an error after this many steps in a row without a finite loss and gradient; 0
       and None set no limit.
     slow_step_factor: a step that takes more than this times the median of the previous steps is reported; None disables

@@ -48,8 +48,8 @@ class Learner(BaseLearner, Configurable):
 
   Attributes:
     optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
-      returns an optax transformation. In this config and configs nested in it, the learner fills in a learning rate, a
-      mask for weight decay, and Muon's axes of matrices, where they are not set.
+      returns an optax transformation. In this config and configs nested in it, the learner sets the learning rate, the
+      mask for weight decay, and Muon's axes of matrices, unless the config has values for them.
     learning_rate: factor of the schedule.
     schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar; or the config of
       such a function.

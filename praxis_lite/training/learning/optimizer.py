@@ -84,8 +84,8 @@ class GroupedOptimizer:
     moments: how moments are stored; see `moments.py`.
 
   `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
-  that are marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of
-  the optimizer must see all layers together while another must see each layer separately.
+  that are marked to skip it, or if the config builds no optax transformation. With `per_layer=None`, they also raise it
+  if one part of the optimizer must see all layers together and another must see each layer separately.
   """
 
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):

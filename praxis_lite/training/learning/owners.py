@@ -82,8 +82,8 @@ Matrices: TypeAlias = dict[str, Arrays]
 Squares: TypeAlias = dict[str, PerSide]
 MatrixDims: TypeAlias = optax.contrib.MuonDimensionNumbers
 
-# If the smaller side m of a matrix is below this, computing the matrix on each device that has it takes less time than
-# sending it: a product takes 2 m FLOPs for each entry, and the exchange 4 bytes.
+# If the smaller side m of a matrix is below this, each device that has the matrix computes its update. This takes less
+# time than an exchange: a product takes 2 m FLOPs for each entry, and an exchange moves 4 bytes.
 LEAST_SIDE = 512
 
 

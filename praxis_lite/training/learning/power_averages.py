@@ -1,7 +1,7 @@
 """Averages of variables over training whose width is a fraction of the run, and how to combine them to other widths.
 
-The weight of step t in the average after T steps is (g + 1) t^g / T^(g + 1) (Karras et al., 2024), so the standard
-deviation of t is a fixed fraction of T, the *relative width*:
+The weight of step t in the average after T steps is (g + 1) t^g / T^(g + 1) (Karras et al., 2024). With these weights,
+the standard deviation of t is a fixed fraction of T, the *relative width*:
 
     width^2 = (g + 1) / ((g + 2)^2 (g + 3))             0.05 -> g = 16.97;  0.1 -> g = 6.94
     average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
@@ -83,7 +83,7 @@ def combine_averages(known: Sequence[tuple[int, float]], width: float, step: int
 
 
 def _inner_products(t_a: np.ndarray, g_a: np.ndarray, t_b: np.ndarray, g_b: np.ndarray) -> np.ndarray:
-  """Returns integrals over t of the products of the weights of averages a and b, after t_a and t_b steps."""
+  """Returns the integral over t of weight_a(t) weight_b(t), for averages a and b after t_a and t_b steps."""
   least, most = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
   size: np.ndarray = (g_a + 1) * (g_b + 1) / (g_a + g_b + 1) / most
   return size * (least / t_a) ** g_a * (least / t_b) ** g_b

@@ -275,7 +275,7 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether the updates of a view equal the view of the updates of whole variables; False if a run is None."""
+  """Whether a run with views of variables updated them like the same views of whole variables; False without a run."""
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -283,7 +283,7 @@ def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run
 
 
 def _are_stacks(small: NestedDict, stacks: _Run | None, layers: _Run | None) -> bool:
-  """Whether each slot of a stack has the shape of the slots of its layers, stacked; False if a run is None.
+  """Whether each slot of a stack has the shape that stacking the slots of its layers gives; False if a run is None.
 
   Scalars, and slots that belong to no stack, are ignored.
   """

@@ -71,8 +71,8 @@ def _name(function: Callable[..., object]) -> str:
 class BaseSchedule(Configurable):
   """A function of the step.
 
-  Raises ConfigError if a number in a field is not finite, not positive although the subclass lists the field in
-  `_positive`, or negative although the subclass lists the field in `_not_negative`.
+  Raises ConfigError if a number in a field is not finite. Numbers in the fields that a subclass lists in `_positive`
+  must be positive, and those in `_not_negative` at least 0.
   """
 
   _positive: ClassVar[tuple[str, ...]] = ()
