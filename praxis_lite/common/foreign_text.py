@@ -1,8 +1,9 @@
 """Text from untrusted sources, and text with secrets: escapes what a terminal would act on, and removes passwords.
 
-A name in a record, a metric, a path or an error may contain escape sequences, which move the cursor, write to the
-clipboard or hide what was printed. `printable` shows them instead. Others may read what is recorded, so
-`remove_secrets` removes passwords from URLs, and the values of fields whose names say that they are secret.
+A name in a record, a metric, a path or an error may contain escape sequences. A terminal that obeys them moves the
+cursor, writes to the clipboard or hides what was printed. `printable` makes them visible characters. Others may read
+what is recorded, so `remove_secrets` removes passwords from URLs, and the values of fields whose names say that they
+are secret.
 """
 
 from __future__ import annotations

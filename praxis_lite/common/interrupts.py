@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt only between two of its own instructions, so a compilation delays it by minutes, and an
 import may swallow it. The operating system writes to a pipe at once, and a thread that reads it ends the process.
-During training, another handler of SIGINT saves first. If that handler has to wait because the main thread compiles,
+During training, another handler of SIGINT saves first. It has to wait while the main thread compiles. In this case,
 the thread that reads the pipe prints a line about it, and ends the process after a second Ctrl-C.
 """
 

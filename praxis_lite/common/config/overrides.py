@@ -288,7 +288,7 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
 def _put(container: object, segments: list[str | int], value: object, path: str, hint: object) -> Any:
   """Returns `container` with `value` set at the path `segments` in it; configs are edited in place, others copied."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
-    container = {}  # For the first entry of a dict that does not exist yet.
+    container = {}  # The override sets the first entry of a new dict.
   if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:
     for index in range(len(container)):
       container = _put(container, [index, *segments[1:]], value, path, hint)
@@ -323,9 +323,9 @@ def _fit(value: object, slot: _Slot, hint: object) -> Any:
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
   """Copies edited fields from `old` to `new`, a config of another class; `untouched` is `old` before it was edited.
 
-  An edited field that `new` lacks is dropped. If both `old` and `new` hold a config in the field, and the edit did not
-  replace the class of the one in `old`, only the fields edited inside are copied into the config in `new`, whatever
-  its class. Any other edited field is copied whole.
+  An edited field that `new` lacks is dropped. The field may hold a config in both `old` and `new`. If the edit did not
+  replace the class of the config in `old`, only that config's edited fields are copied into the config in `new`,
+  whatever its class. Any other edited field is copied whole.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():

@@ -10,8 +10,8 @@ Building a config calls what it names, with arguments from the same file. So onl
     loaded modules        Configurables, such as those of a notebook; nothing is imported
     trusted modules       any class and function that is defined in them
 
-In `module:a.b.c`, a and b must be classes of the named module, and the object found must be defined in the package of
-that module: `praxis_lite.common.importing:os.system` and `my_module:system` are refused.
+In `module:a.b.c`, a and b must be classes of the named module, and c must be defined in the package of that module. For
+example, `praxis_lite.common.importing:os.system` and `my_module:system` are refused.
 """
 
 from __future__ import annotations

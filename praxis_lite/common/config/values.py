@@ -2,8 +2,8 @@
 
 Text is read as a Python literal, in which names inside containers need no quotes: `(data, mdl)` is `('data', 'mdl')`.
 Text that is not a literal is a string. `fit` then converts the value to the annotated type if nothing is lost: an int
-to a float, a list to a tuple, a name to an enum's member, and the name of a class, which is imported, to a config or
-callable.
+to a float, a list to a tuple, and a name to an enum's member. Where the type is a config or a callable, it imports the
+class or function that a text names.
 """
 
 from __future__ import annotations

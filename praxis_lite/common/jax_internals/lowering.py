@@ -2,10 +2,10 @@
 
 lower_with                  lowers a traced program with other rules
 lower_scan_as_loop          JAX's own rule for `scan`, ignoring `unroll`
-lower_call                  a call of a program as a call of a function in the module
-sharding_rule_attribute     a rule of `custom_partitioning` as an attribute
+lower_call                  lowers a call of a program to a call of a function in the module
+sharding_rule_attribute     makes an attribute of a rule of `custom_partitioning`
 pretend_cudnn               lets GPU fused attention be traced without cuDNN
-used_inputs                 which inputs the outputs of a program depend on
+used_inputs                 finds the inputs on which the outputs of a program depend
 export_changed              exports a lowered program after a change
 """
 
