@@ -24,8 +24,8 @@ class ChatInput(AnswersInput):
   Attributes: the same as for `AnswersInput`.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
-      line has none of these forms, has no answer, or is too long.
+    DataError: a path does not exist or cannot be read, or there are no examples. Unless `on_bad_record` is 'skip', also
+      if a line has none of these forms, has no answer, or is too long.
   """
 
   @property

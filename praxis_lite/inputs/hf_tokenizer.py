@@ -36,9 +36,10 @@ _WORD_MARKS = ('\u0120', '\u2581')  # The characters for the space before a word
 class HfTokenizer(BaseTokenizer):
   """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
 
-  The files next to `tokenizer.json`, as transformers writes them, name the tokens that begin and end a document and
-  contain the chat template: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
-  chat_template.jinja. If they name only one of bos and eos, it serves as both; if they name no pad, eos serves as pad.
+  The package transformers writes other files next to `tokenizer.json`: tokenizer_config.json, special_tokens_map.json,
+  generation_config.json, config.json and chat_template.jinja. They name the tokens that begin (bos) and end (eos) a
+  document, and have the chat template. If they name only one of bos and eos, it serves as both; if they name no pad,
+  eos serves as pad.
 
   Attributes:
     path: a folder with `tokenizer.json`, or the path of that file.

@@ -47,12 +47,12 @@ class LabelledTextInput(TextExamplesInput):
     pair_style: 'bert' puts one end token between two texts, and gives the tokens of the second type 1. 'roberta' puts
       two end tokens between them, and gives all tokens type 0.
     truncate: whether to cut the longer text of a row that is too long, instead of treating the row as a bad record.
-    unlabelled: whether the files have texts to classify: lines may lack the class, plain text files are accepted too,
+    unlabelled: whether the texts only get classified. Then lines may lack the class, plain text files are accepted too,
       and each label is 0.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, there are no examples, or, unless `on_bad_record` is 'skip', a
-      line is not an example, is not UTF-8, has an empty text or an unknown class, or is too long.
+    DataError: a path does not exist or cannot be read, or there are no examples. Unless `on_bad_record` is 'skip', also
+      if a line is not an example, is not UTF-8, has an empty text or an unknown class, or is too long.
   """
 
   examples: Labelled | Callable[[], Labelled] | Config | None = None

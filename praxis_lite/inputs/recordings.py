@@ -59,8 +59,8 @@ class RecordingInput(RecordsInput, RandomAccessInput):
       for CTC and transducers.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, there are no recordings, or, unless `on_bad_record` is 'skip', a
-      line is not a recording, a transcript has too many tokens, or a file is not a WAV file or is too long.
+    DataError: a path does not exist or cannot be read, or there are no recordings. Unless `on_bad_record` is 'skip',
+      also if a line is not a recording, a transcript has too many tokens, or a file is not a WAV file or is too long.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED

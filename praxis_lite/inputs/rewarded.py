@@ -64,8 +64,8 @@ class RewardedInput(AnswersInput):
       from the one that sampled the answers; the probability ratios in the loss correct for this.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, there are no prompts, or, unless `on_bad_record` is 'skip', a
-      line has no prompt or one that is too long.
+    DataError: a path does not exist or cannot be read, or there are no prompts. Unless `on_bad_record` is 'skip', also
+      if a line has no prompt or one that is too long.
   """
 
   rewards: dict[str, Reward | Config] = REQUIRED

@@ -25,8 +25,8 @@ def canonical_rows(rows: object, where: str) -> Rows:
 
   `rows` is a mapping, possibly nested, of array-likes with a common dimension 0. Error messages begin with `where`.
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
-  Raises DataError if `rows` is not a mapping or is empty, an entry is a scalar or is not numeric, lengths differ, or
-  values do not fit into 32 bits.
+  Raises DataError if `rows` is not a mapping or is empty, if an entry is a scalar or is not numeric, if lengths differ,
+  or if values do not fit into 32 bits.
   """
   if not isinstance(rows, Mapping):
     raise DataError(f'{where}: expected a dict of arrays, got {type(rows).__name__}')

@@ -87,8 +87,8 @@ class SourceTargetInput(TextExamplesInput):
     truncate: whether to cut sources and targets that are too long, instead of treating them as bad records.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, there are no pairs, or, unless `on_bad_record` is 'skip', a line
-      is not a pair, is not UTF-8, has an empty side, or is too long.
+    DataError: a path does not exist or cannot be read, or there are no pairs. Unless `on_bad_record` is 'skip', also if
+      a line is not a pair, is not UTF-8, has an empty side, or is too long.
   """
 
   pairs: Pairs | Callable[[], Pairs] | Config | None = None
