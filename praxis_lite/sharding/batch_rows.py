@@ -64,8 +64,8 @@ class BatchRows(NamedTuple):
 def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -> tuple[str, ...]:
   """Returns the mesh axes that split the rows of a batch, whose arrays are split by `specs` inside the step.
 
-  These are all axes except those that split another dimension inside the step, such as the length of sequences: devices
-  along such an axis share rows, so a batch may have fewer rows than there are devices.
+  These are all axes except those that split another dimension inside the step, such as the length of sequences. Devices
+  along the excepted axes share rows, so a batch may have fewer rows than there are devices.
   """
   others = {axis for spec in specs for axis in all_axes((spec or ())[1:])}
   return tuple(axis for axis in mesh.axis_names if axis not in others)

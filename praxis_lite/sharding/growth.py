@@ -11,8 +11,8 @@ the smaller model, initial values and updates are multiplied by
 
 (Yang et al., 2022, Tensor Programs V). So activations, and their changes in a step, keep their size in all layers.
 Vectors, such as biases and scales of norms, and tables of embeddings, whose fan in is the number of ids, are inputs.
-In a stack with d times as many layers, branches are multiplied by d^-a, where a is `Growth.depth_exponent`, and updates
-also by d^(a-1) (Yang et al., 2023, Tensor Programs VI; Dey et al., 2025).
+In a stack with d times as many layers, residual branches are multiplied by d^-a, and updates also by d^(a-1). Here a is
+`Growth.depth_exponent` (Yang et al., 2023, Tensor Programs VI; Dey et al., 2025).
 """
 
 from __future__ import annotations

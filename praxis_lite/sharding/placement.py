@@ -7,8 +7,8 @@
 
 The dimensions that a repeating layer adds are split by that layer, even if a strategy decides about the other
 dimensions. If the ops of a pattern include `logical_partitioning`, they also decide about weights whose mapping names
-logical axes: they start from the mesh axes of the mapping, and other ops may act before and after, as in
-'logical_partitioning | fsdp("data")'.
+logical axes. They start from the mesh axes that the mapping names itself. Other ops may act before and after
+`logical_partitioning`, as in 'logical_partitioning | fsdp("data")'.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ traced back to the parameter's:
 
 The shape of a factored slot of a (512, 512) parameter does not show which dimension it has lost. A learner finds it by
 trying its optimizer's update on small variables. If only `init` is given, it is run on shapes whose dimensions all
-differ, where the later of two equal dimensions counts as the larger. If neither is given, the names `v_row` and `v_col`
-of optax's factored RMS are recognized, and otherwise the leftmost match is taken. A wrong guess would cost
+differ. For that, the later one of two equal dimensions is made larger. If neither is given, the names `v_row` and
+`v_col` of optax's factored RMS are recognized, and otherwise the leftmost match is taken. A wrong guess would cost
 communication, but never correctness.
 """
 

@@ -132,8 +132,9 @@ def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], M
 def parse_ops(text: str) -> list[ParsedOp]:
   """Returns the ops in a text, which joins them by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
 
-  Raises OpNameError if an op is not registered, and ShardingError if the text is not a chain of calls with literal
-  arguments, or an op does not accept its arguments.
+  Raises:
+    OpNameError: an op is not registered.
+    ShardingError: the text is not a chain of calls with literal arguments, or an op does not accept its arguments.
   """
   try:
     expression = ast.parse(text.strip(), mode='eval').body

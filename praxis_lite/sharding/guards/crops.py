@@ -13,10 +13,10 @@ from praxis_lite.sharding.guards.arrays import integers, zeros
 def crop_before_convolutions(convolutions: Iterable[ir.Operation]) -> list[ir.Operation]:
   """Replaces negative paddings of convolutions by slices of their operands; returns the changed convolutions.
 
-  With a negative padding, as in the gradient of a convolution that pads by more than its filter reaches, the CPU's
-  convolution in float32 reads past its operand, so that results differ from run to run. Example: `conv(x, w)` of
-  [3, 6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). The result is right in float64, and if the operand is dilated.
-  Test: `test_convolutions_that_crop`.
+  With a negative padding, the CPU's convolution in float32 reads past its operand, so that results differ from run to
+  run. Such a padding occurs in the gradient of a convolution that pads by more than its filter reaches. Example:
+  `conv(x, w)` of [3, 6, 3, 2] and [2, 2, 2, 3] with paddings (-1, 1). The result is right in float64, and if the
+  operand is dilated. Test: `test_convolutions_that_crop`.
   """
   changed = []
   for convolution in convolutions:

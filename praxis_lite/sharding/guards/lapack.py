@@ -35,9 +35,9 @@ def call_one_matrix_at_a_time(
 ) -> list[ir.Operation]:
   """Replaces calls for batches of matrices by loops over the matrices; returns the calls that were replaced.
 
-  In JAX 0.10.0 to 0.11.1, a call for several matrices runs in a thread of the CPU's pool, hands the matrices to other
-  threads of that pool, and waits for them. If as many calls run at once as the pool has threads, on several devices or
-  in one program, all of them wait forever. Calls for one matrix do not wait. Test:
+  In JAX 0.10.0 to 0.11.1, a call for several matrices runs in a thread of the CPU's pool. It hands the matrices to
+  other threads of that pool, and waits for them. If as many calls run at once as the pool has threads, all of them wait
+  forever. The calls may come from several devices, or from one program. Calls for one matrix do not wait. Test:
   `test_calls_of_lapack_are_for_one_matrix`.
 
   `instances` are the operations of the lowered program with their splits on a mesh of `num_devices`.

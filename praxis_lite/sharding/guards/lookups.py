@@ -63,7 +63,7 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
   """Returns the arrays of a correct lookup that XLA might split in another way, and then compute it wrongly.
 
   * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`.
-  * All arrays of a sharded batch of lookups, and of any sharded lookup inside `shard_map`: there, XLA splits the rows
+  * All arrays of a sharded batch of lookups, and of any sharded lookup inside `shard_map`. There, XLA splits the rows
     of each table over axes that are free, or ids and slices over the same axis, and aborts the process. Tests:
     `test_lookups_of_a_batch_in_shard_map`, `test_lookup_in_shard_map_of_arrays_that_are_split`.
   """

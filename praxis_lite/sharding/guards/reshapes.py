@@ -16,9 +16,9 @@ def guard_reshape(reshape: Instance) -> tuple[ArraySplit, ...] | None:
 
   XLA aborts the process in many of these cases. Examples: on a mesh a 3 x b 4, `x.reshape(8, 4, 6, 2)` of x [32, 12]
   over ('a', 'b'), the result over (None, None, 'b'); on a mesh a 2 x b 3, `x.reshape(1, 63)` of x [3, 7, 3] over
-  ('b', 'a'), the result over ('a', 'b'); on a mesh a 2, `x.reshape(5, 5)` of x [25, 1, 1], both over 'a'. If only the
-  first of the dimensions is sharded, as for 6 heads over 4 devices, and no dimension of the array has one entry, XLA is
-  right, and the reshape stays as it is.
+  ('b', 'a'), the result over ('a', 'b'); on a mesh a 2, `x.reshape(5, 5)` of x [25, 1, 1], both over 'a'. XLA is right
+  if only the first of the dimensions is sharded, as for 6 heads over 4 devices, and no dimension of the array has one
+  entry. Then the reshape stays as it is.
   Tests: `test_reshapes_of_several_dimensions_that_do_not_divide`, `test_reshapes_to_one_row`,
   `test_reshapes_of_dimensions_of_one_entry`.
   """

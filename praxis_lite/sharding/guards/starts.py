@@ -19,7 +19,7 @@ def clamp_starts(slices: Iterable[ir.Operation]) -> list[ir.Operation]:
   XLA merges a slice of a slice into one that begins at the sum of both starts, and forgets that each start was clamped.
   Example: `lax.dynamic_slice(lax.dynamic_slice(x, (i,), (4,)), (j,), (2,))` of 5 entries with i = 3. On a mesh, the
   outer slice may be a device's part of the result. The same holds for an update of an update, as in the gradient of
-  such slices. Slices and updates of one entry are clamped only if they are inside another one; a scan has many others.
+  such slices. A scan has many slices and updates of one entry; these are clamped only if they are inside another one.
   A barrier keeps XLA from removing the clamp. Tests: `test_slices_of_slices`, `test_updates_in_updates`,
   `test_slices_of_a_batch_that_are_split`.
   """
