@@ -112,7 +112,7 @@ def _why_no_kernel(case: ProductCase) -> str:
 @functools.cache
 def why_no_kernel_for(chip: str) -> str:
   """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
-  del chip  # It is only a key of the cache: the result depends on the mesh.
+  del chip  # Only a key for `functools.cache`, because the result depends on the mesh.
   if (capability := compute_capability()) is None:
     return "'triton' takes GPUs of NVIDIA"
   if capability < OLDEST_CAPABILITY:

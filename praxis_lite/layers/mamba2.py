@@ -54,7 +54,7 @@ class GatedRMSNorm(Layer):
     self.create_variable('scale', bias_weight(shape, wt, WeightInit.Constant(1.0)))
 
   def __call__(self, x_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
-    """Returns [B, T, N, H] for two arrays of this shape."""
+    """Returns the normalized product of x and silu(gate), [B, T, N, H] like both."""
     x_BTNH = to_sum_dtype(x_BTNH) * jax.nn.silu(to_sum_dtype(gate_BTNH))
     square_BTN = jnp.mean(jnp.square(x_BTNH), axis=-1)
     if self.num_groups == 1:

@@ -225,7 +225,7 @@ def _kernels() -> _Kernels:
 @functools.cache
 def _why_not_traced(chip: str, capability: tuple[int, int]) -> str:
   """Returns why no call of the kernels can be traced for the chips of the ambient mesh; '' if one can."""
-  del chip, capability  # They are only keys of the cache: the trace finds the chip through the ambient mesh.
+  del chip, capability  # These are only keys for `functools.cache`: tracing finds the chip through the ambient mesh.
   shape: Any = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
   heads = Heads(shape, shape, shape)
   formula = Formula(scale=1.0)
