@@ -85,7 +85,7 @@ class BeamSearch(Decoder):
 
   @property
   def state_copies(self) -> int:
-    return 2 * self.beam_size + 1  # Beams are reordered from one copy to another; prompts are read into a third.
+    return 2 * self.beam_size + 1  # Two for reordering the beams, and one for the prompts.
 
   @property
   def needs_coverage(self) -> bool:
