@@ -339,7 +339,7 @@ class GroupedOptimizer:
       for name, value in nested.__arguments__.items():
         if _is_decay(name) and value and not any(mask in parameters for mask in _masks_of(name)):
           instead = 'learner.decoupled_weight_decay'
-          if _name(nested).startswith('schedule_free'):  # Its state has points that the learner cannot decay.
+          if _name(nested).startswith('schedule_free'):  # The learner cannot decay the variables in its state.
             base = 'Config(optax.adamw, b1=0.0, weight_decay=...)'
             instead = f'Config(optax.contrib.schedule_free, base_optimizer={base})'
           raise ConfigError(

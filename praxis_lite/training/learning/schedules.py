@@ -126,7 +126,7 @@ class LinearRamp(BaseSchedule):
     return y0 + self._share(done) * (y1 - y0)
 
   def _share(self, done: jax.Array) -> jax.Array:
-    """Returns the fraction of the value's change after the fraction `done` of the steps; both go from 0 to 1."""
+    """Returns how much of the change is complete after the fraction `done` of the steps; both go from 0 to 1."""
     return done
 
 

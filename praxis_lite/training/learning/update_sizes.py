@@ -35,7 +35,7 @@ _Build = Callable[[float], optax.GradientTransformationExtraArgs]  # (learning r
 
 UPDATE_SIZES = ('auto', 'normalized', 'gradient', 'relative', 'spectral')
 
-# Optimizers whose state contains points of the trajectory; a factor of the updates would make these inconsistent.
+# Optimizers whose state has other values of the variables, such as averages. These would not fit to changed updates.
 _OWN_POINTS = ('schedule_free', 'lookahead', 'prodigy', 'dog', 'dowg', 'mechanize', 'cocob')
 _TIMES = 4.0
 
