@@ -9,7 +9,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-# Indices of two of the arrays of a gather, or of a scatter of one array: the ids, and the rows read or written.
+# The index of the ids, and of the rows read or written, among the arrays of a gather or of a scatter of one array.
 IDS, ROWS = 1, 2
 
 

@@ -116,7 +116,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
         first.setdefault(instance.site, instance.splits)
       wrong = [*_to_change(instances)]
       for (site, before, *_), after in wrong:
-        if round_ == _MAX_ROUNDS - 1:  # The guards do not converge. XLA is right for arrays that are not split.
+        if round_ == _MAX_ROUNDS - 1:  # The guards do not converge, so no array is split.
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
         last[site] = after

@@ -57,7 +57,7 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
     known.update(zip(site.op.results, splits[len(sources) :]))
     for number, source in enumerate(sources):
       operand = site.op.operands[number]
-      # Shardy turns a constraint into a reshard too, whose source is split as before the constraint.
+      # Shardy turns a constraint into a reshard too. The source of this reshard has the split before the constraint.
       before = stated[operand] or splits[number] if operand in stated else source
       # An operand with the result's shape, as in an addition, is needed in the result's split.
       after = splits[-1] if site.shapes[number] == site.shapes[-1] else compatible[number]
