@@ -184,7 +184,7 @@ class LinearRotaryScaling(Configurable):
 
   @property
   def magnitude(self) -> float:
-    """A factor for rotated queries and keys, in addition to the rotation."""
+    """The factor by which rotated queries and keys are multiplied."""
     return 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:

@@ -160,7 +160,7 @@ def add_windows(
   """Returns a pattern of blocks with sliding windows, in the layer at the path `where`.
 
   `windows` are the `sliding_window` of each block, repeated in turn, so that (4096, None) alternates local and global
-  attention. None leaves `layers_tpl` unchanged, which may then be a pattern.
+  attention. With None, `layers_tpl` is unchanged, and may be a pattern.
 
   Raises:
     ConfigError: there are both windows and a pattern, or the tuple of windows is empty.

@@ -19,7 +19,7 @@ class TokenFlops(NamedTuple):
 
 
 class KnobKind(enum.StrEnum):
-  """What changing a knob trades: memory for work, memory for the length of a step, or something else."""
+  """The trade-off of a knob: memory against work, memory against the length of a step, or something else."""
 
   REMATERIALISATION = 'rematerialisation'
   MICROBATCHES = 'microbatches'
@@ -36,7 +36,7 @@ class Knob:
   field: str  # The field of the layer.
   value: Any  # Its value, which is hashable.
   neighbours: Callable[[Any], Sequence[Any]]  # Given a value, returns the values that a search tries next.
-  kind: KnobKind = KnobKind.OTHER  # What a change of the value trades.
+  kind: KnobKind = KnobKind.OTHER  # The trade-off that the value sets.
 
 
 class LayerProblem(NamedTuple):
