@@ -1,4 +1,4 @@
-"""Configs of ConvNeXt, and of classifiers of images with one."""
+"""Configs of ConvNeXts, and of image classifiers with a ConvNeXt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of residual networks, and of classifiers of images with one."""
+"""Configs of residual networks, and of image classifiers with a residual network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of vision transformers, and of classifiers of images with one."""
+"""Configs of vision transformers, and of image classifiers with a vision transformer."""
 
 from __future__ import annotations
 
