@@ -77,7 +77,7 @@ def _mean(total: jax.Array, weight: jax.Array) -> WeightedScalar:
 
 
 def zero_where(condition: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns `x` with zeros where `condition` holds, a boolean array that can be broadcast to the shape of `x`.
+  """Returns `x` with zeros where `condition` is True. The condition is a boolean array that broadcasts to x's shape.
 
   This is `jnp.where(condition, 0, x)`, but it traces, and is differentiated, in a third of the time.
   """
