@@ -93,7 +93,7 @@ class Llama1B(PublishedSize):
 
 @registry.register
 class Llama8B(PublishedSize):
-  """LLaMA style, 8.0B parameters with the sizes of Llama 3 8B, on 64 devices: 16 fully sharded, 4 tensor parallel."""
+  """LLaMA style, 8.0B parameters as in Llama 3 8B, on 64 devices: fully sharded over 16, tensor parallel over 4."""
 
   ici_mesh_shape = (1, 16, 4)
   seq_len = 8192

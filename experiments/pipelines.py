@@ -52,7 +52,7 @@ class GriffinPipelined(GriffinTiny):
 
 @registry.register
 class Gpt3(PublishedSize):
-  """GPT-3 style, 175B parameters, on 512 devices: 16 stages, 16 fully sharded, 2 tensor parallel.
+  """GPT-3 style, 175B parameters, on 512 devices: 16 stages, fully sharded over 16, tensor parallel over 2.
 
   Its batches have 3.1M tokens (Brown et al., 2020). Weights are gathered once in a step. For the backward pass, only
   the inputs of stages are kept, and each stage of six layers is recomputed. The six layers are unrolled, because a loop
