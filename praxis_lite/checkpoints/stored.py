@@ -157,7 +157,9 @@ class StoredCheckpoint:
     return target
 
   def _name_base_from(self, copy: Path, target: Path) -> None:
-    """Writes the path of the base, relative to `target`, into the record of a copy that will be moved to `target`."""
+    """Writes the path of the base into the record of a copied checkpoint, which will be moved to `target`.
+
+    The path is relative to `target`."""
     about = read_checkpoint_record(copy, 'about')
     base = base_of(self.folder, about)
     if base is not None:

@@ -152,7 +152,10 @@ def _name_failing(
 
 
 def _describe_importances(search: Search, ranges: list[SearchRange]) -> Iterator[str]:
-  """Yields a table, if it is known: how much each field matters, also as a bar, and its value in the best trial."""
+  """Yields a table of how much each field matters, with bars, and of the values in the best trial.
+
+  Yields nothing if it is not known how much fields matter.
+  """
   shares, best = search.importances(), search.best()
   if not shares or best is None:
     return

@@ -48,7 +48,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def make_tokenizing_worker(arguments: Sequence[str]) -> Callable[[int], None]:
-  """Returns a function that tokenizes a shard, in another process that has only the arguments of the command."""
+  """Returns a function that tokenizes a shard, for a worker process that gets only the arguments of the command."""
   values = _flags()
   values(['tokenize', *arguments])
   tokenizer = _tokenizer(values)

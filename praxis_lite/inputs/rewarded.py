@@ -232,7 +232,7 @@ def _is_finite(x: object) -> bool:
 
 
 def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the advantage of each answer, [n] float32, and 1 where all rewards of its group are equal, else 0, [n].
+  """Returns two arrays [n]: the advantage of each answer, and 1 or 0 for whether all rewards of its group are equal.
 
       advantage = (reward - mean of the group) / (standard deviation + 1e-4)
 

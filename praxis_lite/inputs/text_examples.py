@@ -90,7 +90,7 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
   def _records(self, names: FieldsT, parsers: Parsers[FieldsT]) -> Iterator[tuple[str, str, Any]]:
     """Yields the file, the place in it, and the values of each example.
 
-    If the examples are in the field instead of files, the field's name takes the place of a file.
+    If there are no files, because the examples are in a field of the config, the name of this field is given instead.
     """
     if self.path is not None:
       yield from read_lines(self, self.path, names, parsers)

@@ -137,7 +137,7 @@ def unblock_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
 
 
 def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
-  """Returns [B, S, K, H] for blocks of keys, [J, B, K, S, H]."""
+  """Returns keys [B, J x S, K, H], given their J blocks of S keys each, [J, B, K, S, H]."""
   return join_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
 
 

@@ -213,7 +213,7 @@ def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: In
 def compute_gradients(
   local: Callable[..., Heads], split: RowSplit | None, residuals: Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
-  """Returns the gradients of the heads, which `local` computes from `residuals` and `do_BTNH`."""
+  """Returns the gradients of queries, keys and values; `local` computes them from `residuals` and `do_BTNH`."""
   heads, integers, *results = residuals
   if split is not None:
     local = split.map_rows(local, heads, integers, backward=True)

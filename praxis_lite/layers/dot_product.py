@@ -376,8 +376,8 @@ def attention_probs(
 
   Args:
     query_BTNH, key_BSKH, sinks, spec: see `dot_product_attention`.
-    mask: bool that broadcasts to [B, N, T, S], with all these dimensions; None means all.
-    bias: added to the logits, with the same dimensions; None adds nothing.
+    mask: bool with four dimensions that broadcast to [B, N, T, S]; None allows all positions.
+    bias: added to the logits, with dimensions like those of `mask`; None adds nothing.
   """
   (B, T, N, H), K = query_BTNH.shape, key_BSKH.shape[2]
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)

@@ -168,7 +168,8 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int) -> Tiles:
   """Returns the sizes of tiles that were fast on an H100, made smaller for small operands.
 
-  An average group has this many rows, the result this many columns, and `summed` dims are summed over.
+  `rows` is the number of rows of an average group, `columns` that of the columns of the result, and `summed` the number
+  of terms of each sum.
   """
   wide = 4 // jnp.dtype(dtype).itemsize
   if rows < 64 or columns <= 128:

@@ -151,7 +151,7 @@ class GroupedMixer(Mixer):
 
 
 def _draw_rates(N: int, step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:
-  """Returns decays from 1 to 16, and biases for steps whose logarithms are uniform in a range."""
+  """Returns decays from 1 to 16, and biases for step sizes; the logarithms of the step sizes are uniform in a range."""
   of_decay, of_step = jax.random.split(key)
   low, high = np.log(step_range)
   step_N = jnp.exp(jax.random.uniform(of_step, (N,), minval=low, maxval=high))

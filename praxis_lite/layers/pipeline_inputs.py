@@ -110,9 +110,9 @@ class SideInputs:
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
     """Returns the arguments of a layer, and which rows are real, [mb] bool; None if all are.
 
-    `rows` are the layer's microbatch of each array that `cut` returns. `shared` are the stage's copies of the arrays in
-    the property `shared`. `at_work` is False in a bubble, and for a layer that only pads its group; then no gradient
-    flows through the arguments.
+    `rows` has the layer's microbatch of each array that `cut` returns, and `shared` the stage's copies of the arrays
+    that the property of this name returns. `at_work` is False in a bubble, and for a layer that only pads its group.
+    Then no gradient flows through the arguments.
     """
     real = None
     if self._says_real:

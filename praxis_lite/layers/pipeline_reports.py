@@ -20,7 +20,9 @@ from praxis_lite.sharding.specs import axes_to_entry
 
 
 class Place(NamedTuple):
-  """What stages do in ticks: arrays [ticks, S] for all ticks, [S] for one tick, or scalars for one stage in a tick."""
+  """The work that a stage does in a tick.
+
+  Fields are scalars for one stage and tick, arrays [S] for all stages in one tick, or [ticks, S] for all ticks."""
 
   stage: jax.Array
   round: jax.Array

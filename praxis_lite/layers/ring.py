@@ -138,7 +138,7 @@ def _unpack_keys(
 
 
 def _send(plan: SequencePlan, tree: T, by: int) -> T:
-  """Returns the arrays of the device `by` places before this one in the ring; each device sends its own, `tree`."""
+  """Returns the arrays of the device that is `by` places before this one in the ring; each device sends its `tree`."""
   if by % plan.devices == 0:
     return tree
   pairs = [(d, (d + by) % plan.devices) for d in range(plan.devices)]

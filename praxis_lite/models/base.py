@@ -294,7 +294,9 @@ def checked_outputs(
 def check_is_trained(
   model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict, name: str = 'loss'
 ) -> None:
-  """Raises ConfigError if the loss, the metric `name`, depends on no trained variable; to be called inside `jax.grad`.
+  """Raises ConfigError if the loss does not depend on any trained variable; to be called inside `jax.grad`.
+
+  `name` is the name of the loss among the metrics.
 
   A value that depends on a trained variable is a tracer of the same class as the variable. Other values are constants
   for the gradient.

@@ -129,7 +129,7 @@ class Agreement:
   # ---------------------------------------------------------------- ways
 
   def list_ways(self, cache_dtype: str | None = None) -> list[Way]:
-    """Returns the built-in ways, and with `cache_dtype` also decoding with caches of this dtype."""
+    """Returns the built-in ways to compute log-probabilities; `cache_dtype` adds decoding with caches of this dtype."""
     plain, exact, in_float32 = self.model, self.exact, self.exact is not self.model
     ways = [Way('one pass, as in evaluation', partial(self.score, plain), partial(self.values_in_one_pass, plain))]
     if in_float32:

@@ -149,10 +149,10 @@ def decode_texts(model: TrainedModel, texts: KnownTexts) -> list[np.ma.MaskedArr
 def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[np.ma.MaskedArray]:
   """Returns the log-probabilities of each continuation, [n], that a batcher reports.
 
-  An entry is masked if the batcher drew another token than the known one.
+  An entry is masked if the batcher drew another token than the one that the continuation has there.
 
-  The batcher reads `chunk` tokens of a context at once. It has two rows, and other requests wait; with an
-  encoder-decoder, each text has a row.
+  The batcher reads `chunk` tokens of a context at once. It has two rows, so that further requests wait for a row; with
+  an encoder-decoder, each text has a row.
   """
   limits = model.layer.score_limits()
   assert limits is not None

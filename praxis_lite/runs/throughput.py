@@ -66,8 +66,7 @@ class Throughput:
   """Measures speed between calls of `rates`.
 
   Args:
-    batch_struct: the shapes of one global batch; if it, or a dict in it, has `ids` [B, T], for B rows of length T,
-      tokens are counted.
+    batch_struct: the shapes of one global batch. Tokens are counted if the batch, or a dict in it, has `ids` [B, T].
     flops_per_step: the model's floating-point operations in one step over all devices; None if unknown.
   """
 

@@ -96,8 +96,8 @@ class Site:
   def keep(self, number: int, splits: Iterable[ArraySplit]) -> None:
     """Constrains an array to its present split, so that XLA's own propagation cannot choose another.
 
-    `splits` has the split for each call of the function that contains the operation. A dimension whose split differs
-    between calls is left to XLA.
+    The array is a result in a function that may be called several times, and `splits` has its split in each call. A
+    dimension whose split differs between calls is left to XLA.
     """
     if number not in self._stated:
       common = tuple(axes[0] if len({*axes}) == 1 else None for axes in zip(*splits))

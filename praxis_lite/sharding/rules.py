@@ -64,7 +64,8 @@ def standard_logical_axis_rules(
     )
   embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
   of_embed = tuple(('embed', axis) for axis in embed)
-  return (  # In T5X's order: if 'embed' is split, it comes after the other split names, otherwise before 'mlp'.
+  # T5X's order: if 'embed' is split, its rule comes after those of the other split names; if not, before that of 'mlp'.
+  return (
     *(override_rules or ()),
     *(('batch', 'data'), ('vocab', 'model')),
     *(of_embed if embed == (None,) else ()),

@@ -157,7 +157,7 @@ class StepTaps:
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    """Returns the surroundings with the taps of values in a call of the model, if there are any.
+    """Returns the context in which the model is called: with the taps of its values, if it has any.
 
     See `Taps` for `probed` and `share`.
     """

@@ -23,7 +23,7 @@ Values = dict[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A `model_type` of transformers, whose models have this `architecture` in config.json."""
+  """A kind of model of the library transformers: its `model_type`, and its `architecture` in config.json."""
 
   model_type: str
   architecture: str

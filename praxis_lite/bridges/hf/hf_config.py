@@ -80,7 +80,7 @@ class HfConfig:
     return value
 
   def check_ids(self, names: str, *ids: object) -> None:
-    """Raises ConfigError, which says `names`, unless all `ids` are integers from 0 to vocab_size - 1."""
+    """Raises ConfigError unless all `ids` are integers from 0 to vocab_size - 1; the message calls them `names`."""
     for value in ids:
       if type(value) is not int or not 0 <= value < self.size('vocab_size'):
         most = self.size('vocab_size')

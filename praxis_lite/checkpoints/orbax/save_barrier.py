@@ -26,7 +26,7 @@ from praxis_lite.common.jax_internals import unless_unknown
 from praxis_lite.common.jax_internals.processes import Client, service_client
 
 _KEY = 'praxis_lite/saves'
-_numbers = itertools.count(1)  # Numbers of this process's saves; the same in all processes.
+_numbers = itertools.count(1)  # Counts saves. All processes save together, so all of them count the same.
 
 
 class SaveBarrier:

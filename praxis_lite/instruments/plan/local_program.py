@@ -106,9 +106,9 @@ def local_program(
 ) -> LocalProgram:
   """Reads a program that was lowered for a mesh, with or without devices.
 
-  `hidden` tells what layers say about work that the program does not show. The compiler of TPUs (`on_tpu`) has a kernel
-  for `jax.lax.ragged_dot`, and its products read a layer's weights directly from their stack. Other compilers multiply
-  every row by the weights of every group, and copy the weights from the stack first.
+  `hidden` is the work of layers that the program does not show. With `on_tpu`, `jax.lax.ragged_dot` is a kernel, and
+  products read a layer's weights directly from the stack of all layers. Other compilers multiply every row by the
+  weights of every group, and first copy the weights from the stack.
   """
   module = lowered.compiler_ir('stablehlo')
   assert module is not None

@@ -323,7 +323,7 @@ class _Liveness:
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Gives each buffer that a loop fills part by part the name of the operation that fills it, and its kind."""
+    """Gives buffers that a loop fills part by part the names and kinds of the operations that fill them."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return

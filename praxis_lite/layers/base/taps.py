@@ -230,7 +230,7 @@ def edit_name(point: str) -> str:
 
 
 def probe_name(point: str) -> str:
-  """Returns the name that the probe of a gradient, `point`, has among the variables of its layer."""
+  """Returns the name of the variable, in a layer, that probes the gradient of the value called `point`."""
   return f'{_PROBE}{point}'
 
 

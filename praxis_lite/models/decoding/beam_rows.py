@@ -195,7 +195,7 @@ def _gather(x: jax.Array, axis: int, parent_BK: jax.Array) -> jax.Array:
 
 
 def keep_places(parent_BK: jax.Array) -> jax.Array:
-  """Returns an order [B, K] of the new beams that puts the first child of each old beam at the index of this beam.
+  """Returns an order [B, K] of the new beams: the first child of each old beam gets the index of its parent.
 
   Other children get the indices of old beams without children. So few rows change, and no row is both read and written.
   """

@@ -99,7 +99,9 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
 
 
 def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
-  """Returns what identifies a file, and its parts of at most `most` rows; the number of its first row is `first`."""
+  """Returns a pair: what identifies the file, and a list of its parts. Each part but the last one has `most` rows.
+
+  `first` is the number of the first row of the file among the rows of all files."""
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines
   with open_input(file) as opened, _one_line_errors(file):

@@ -38,7 +38,7 @@ class LostDirectoryError(UserError):
 
 
 class HeldDirectory:
-  """An existing directory, which is recognized even after it was moved or deleted; a context manager.
+  """An existing directory; notices if it is moved or deleted. A context manager.
 
   If an OSError ends the block and the directory was lost, a LostDirectoryError is raised instead. If the OSError is
   about a file in the directory, a UserError is raised.

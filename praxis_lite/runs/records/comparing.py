@@ -47,8 +47,8 @@ def group_runs(
   Args:
     metric, mode: see `metric_to_compare`; None decides for each group separately.
     sort: 'best', 'name', 'step', 'age' or 'loss', or a field or metric; a '-' in front reverses the order.
-    columns: the fields and metrics to show, by their paths or the ends of these; () shows the fields that differ. If
-      several fields of a run have this end and differ, each gets a column.
+    columns: the fields and metrics to show, each given as a path or as the end of a path; () shows the fields that
+      differ. If an end fits several fields, each of them that differs gets a column.
 
   Raises:
     UserError: no run has the metric or a column; or `sort` is ambiguous.

@@ -83,9 +83,9 @@ def guard_max_pooling_gradient(pooling: Instance) -> tuple[ArraySplit, ...]:
 def guard_windows(pooling: Instance) -> tuple[ArraySplit, ...]:
   """Gathers the dimensions that windows move along.
 
-  XLA would exchange the borders of the parts, which aborts the process for some paddings and sizes. Example: on a mesh
-  a 2, sums over windows of 1 of an array of one row and one row of padding, over 'a'. Test:
-  `test_sums_over_windows_with_padding`.
+  XLA would exchange the borders of the parts, which aborts the process for some paddings and sizes. Example: the
+  axis 'a' has two devices and splits an array of one row, to which one row of padding is added, and windows of one row
+  are summed. Test: `test_sums_over_windows_with_padding`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
   still = _stands_still(op, rank, 'window_dimensions', 'window_strides', 'base_dilations', 'window_dilations')

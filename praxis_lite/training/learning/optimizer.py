@@ -155,7 +155,7 @@ class GroupedOptimizer:
     return any(value for name, value in values if _is_decay(name))
 
   def not_elementwise(self) -> list[str]:
-    """Returns the names of the factories in the config whose updates may be different if they get only shards."""
+    """Returns the names of the factories in the config that may compute other updates if they get only shards."""
     if self._is_known_elementwise or (not self._treats_stacks and is_elementwise(self._build, self._weights)):
       return []
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]

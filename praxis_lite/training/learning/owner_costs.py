@@ -53,8 +53,11 @@ class MatrixTraffic(NamedTuple):
 
   flops: Callable[[int, int], float]  # (m, n) -> FLOPs for one matrix with sides m <= n.
   matrices: tuple[int, int] = (1, 1)  # The numbers of arrays [m, n] that the owner receives, and that it returns.
-  squares: tuple[int, int] = (0, 0)  # The same for square arrays of each side.
-  largest: int = 0  # The size of the largest side that has square arrays.
+  squares: tuple[int, int] = (
+    0,
+    0,
+  )  # The numbers of square arrays that the owner receives, and that it returns, by the length of a side.
+  largest: int = 0  # The length of the largest side for which there are square arrays.
 
 
 def plan_exchanges(

@@ -159,7 +159,9 @@ def shampoo(
 
 
 def shampoo_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
-  """Returns the FLOPs per step of `shampoo` for one matrix: two products with each side, and its root every few steps.
+  """Returns the FLOPs per step of `shampoo` for one matrix.
+
+  Each side takes two products in each step, and a root every few steps.
 
   The root for a side of size m takes an eigendecomposition, about 9 m^3 FLOPs, and a product [m, m].
   """
