@@ -48,8 +48,8 @@ def opt_state_specs(
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; tells apart dimensions of equal size in factored slots.
     axes_fn: returns a list of indices for each slot, by path: for each dimension of the slot, the dimension of the
-      parameter from which it comes. `learner.bind(weights).slot_axes` is such a function. It is called if the shape of a slot differs
-      from that of its parameter.
+      parameter from which it comes. `learner.bind(weights).slot_axes` is such a function. It is called if the shape
+      of a slot differs from that of its parameter.
   """
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None)
   origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)

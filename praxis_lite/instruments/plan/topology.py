@@ -66,8 +66,8 @@ class Topology:
 
   @functools.cached_property
   def places(self) -> np.ndarray:
-    """The location of each device, [devices, 1 + torus dimensions]: first its domain of fast links, then its coordinates
-    in the torus.
+    """The location of each device, [devices, 1 + torus dimensions]: its domain of fast links, then its coordinates in
+    the torus.
 
     Devices are numbered first along the first dimension of the torus.
     """
