@@ -13,6 +13,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Where in the source each operation of a program was called, of which nothing here asks.
 os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
+# TensorFlow imports Keras 3, which takes 1.5 s in each process; the older Keras is not installed.
+os.environ.setdefault('TF_USE_LEGACY_KERAS', '1')
 # Every process that a test starts would compile the package from its source.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
@@ -84,6 +86,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
       seen.add(function)
   slow = {item.path for item in items if item.get_closest_marker('slow')}
   items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_sessionfinish() -> None:
+  """What the tests leave is not looked through for garbage, which Python and pytest do several times while they end.
+
+  After all tests of a worker it would take many seconds, for which pytest waits.
+  """
+  gc.disable()
+  gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
