@@ -279,7 +279,7 @@ class Stuck(registry.get('lm.SyntheticLmTiny')):
 """
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('times', [1, 2])
 def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(times, start, run_here, whole_run, tmp_path):
   (tmp_path / 'stuck.py').write_text(STUCK)
@@ -299,7 +299,7 @@ def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(times, s
     np.testing.assert_array_equal(ours[path], value, err_msg=path)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('first', 'then'),
   [((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (2, 2, 2)), ((2, 2, 2), (1, 3, 1))],

@@ -85,10 +85,10 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
   assert reader.steps() == [15, 18, 20]
 
 
-@pytest.mark.slow
-def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
-  steps = sorted(random.sample(range(2, 19), 2))
-  for kill_at in steps:
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('times', [1, 2])
+def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(times, tmp_path, run_python, whole_run):
+  for kill_at in sorted(random.sample(range(2, 19), times)):
     # It goes on for a batch or two while it is killed, and cannot come to its end however late that is.
     gate = open_gate(tmp_path / 'gate', min(kill_at + 2, 19))
     process = run_python(RUN, str(tmp_path), str(DEVICES), gate, '', devices=DEVICES)
