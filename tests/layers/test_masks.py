@@ -77,7 +77,7 @@ def ints(seed, *shape, high=3):
   return jnp.asarray(np.random.default_rng(seed).integers(0, high, shape), jnp.int32)
 
 
-IDS = jnp.sort(ints(1, B, T), axis=1)
+IDS = jnp.asarray(np.sort(ints(1, B, T), axis=1))
 KINDS = {
   'all': Band(),
   'causal': Causal(),
