@@ -91,7 +91,7 @@ def _describe_law(fitted: FittedLaw) -> Iterator[str]:
 
 
 def _describe_sizes(sizes: list[BestSize], most: float, prices: dict[str, float]) -> Iterator[str]:
-  """Yields a table of the best sizes for more compute, with their cost, and how to plan the last one."""
+  """Yields a table of the best sizes for more compute, and their costs; then a command that plans the last size."""
   from praxis_lite.common.figures import short_number
   from praxis_lite.instruments.explain.explanation import align_columns
 

@@ -74,7 +74,7 @@ def say_left_out(found: FinishedRuns) -> None:
 
 
 def count_active_parameters(task: Config) -> int:
-  """Returns how many parameters of the model of `task` one token uses."""
+  """Returns the number of parameters that one token uses, for the model of `task`."""
   found: int = task.instantiate().model.active_num_params
   return found
 

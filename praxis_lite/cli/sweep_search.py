@@ -121,7 +121,7 @@ def _wait_for_orphans(search: Search, folder: Path) -> None:
 
 
 def _ends(ranges: list[SearchRange]) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields (name, overrides) of points to check before training. Each end of each range is in at least one of them."""
+  """Yields points to check before training, as (name, overrides). Each end of a range is in at least one of them."""
   columns = itertools.zip_longest(*(each.ends() for each in ranges))
   for column in columns:
     chosen = [each.ends()[0] if value is None else value for each, value in zip(ranges, column)]

@@ -69,7 +69,10 @@ TwoTexts = tuple[str, str]
 
 
 def pair_parsers(expected: str) -> dict[str, Callable[[str, TwoTexts], TwoTexts]]:
-  """Returns parsers for `read_lines` of two texts, which error messages call, for example, 'a source and a target'."""
+  """Returns parsers for `read_lines` of lines with two texts.
+
+  `expected` says in error messages what the two are, for example 'a source and a target'.
+  """
 
   def split_two(line: str, fields: TwoTexts) -> TwoTexts:
     one, other = split_tsv(line, fields, f'{expected}, separated by a tab')

@@ -171,7 +171,8 @@ def _next_that_differ(prompts: list[bytes]) -> list[int] | None:
   """Returns, for each prompt, the index of the next prompt that differs, cyclically; None if all prompts are equal."""
   count, other = len(prompts), None
   found: list[int | None] = [None] * count
-  for i in reversed(range(2 * count)):  # The first pass does not know `other` for the last prompts; the second does.
+  # Two passes from the end: for the last prompts, only the second one knows which prompt comes next.
+  for i in reversed(range(2 * count)):
     after = (i + 1) % count
     if prompts[after] != prompts[i % count]:
       other = after

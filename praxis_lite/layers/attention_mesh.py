@@ -119,9 +119,9 @@ class AttentionMesh:
   def pass_split(
     self, is_sequence_split: bool, num_heads: int, num_kv_heads: int, num_rows: int | None = None
   ) -> tuple[RowSplit | None, str]:
-    """Returns the result of `kernel_split` if the length is not split; otherwise None and an obstacle.
+    """Returns the result of `kernel_split` if the length is not split. Otherwise returns a pair: None, and an obstacle.
 
-    This obstacle is '' if `blnh` is set.
+    If the length is split, the only obstacle is that `blnh` is not set; if it is set, the obstacle is ''.
     """
     if not is_sequence_split:
       return self.kernel_split(num_heads, num_kv_heads, num_rows)

@@ -153,9 +153,10 @@ def group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | Non
 
 
 def sink_gradients(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-  """Returns the gradient of each head's sink, [N]; None without sinks. The logits `sinks` broadcast to `lse`.
+  """Returns the gradient of each head's sink, [N]; None without sinks.
 
-  `lse` includes the sinks. `delta`, of the shape of `lse`, is the product of each query's result and its gradient.
+  `sinks` are logits that can be broadcast to `lse`, which includes them. `delta`, in the shape of `lse`, is the product
+  of each query's result and its gradient.
   """
   if sinks is None:
     return None
@@ -228,7 +229,7 @@ def _compute_gradients(
 
 
 def _skip_empty(pairs: BlockPairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
-  """Returns `leave(*args)` if pair n is empty because of data; otherwise `attend(*args)`."""
+  """Returns `leave(*args)` if the data mask all of pair n, so that it is empty; otherwise `attend(*args)`."""
   return attend(*args) if pairs.flags is None else jax.lax.cond(pairs.flags[n], attend, leave, *args)
 
 

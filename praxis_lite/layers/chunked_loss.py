@@ -69,7 +69,7 @@ class ClassChunks:
   """How classes are cut into chunks, and how logits are processed."""
 
   num_classes: int  # V.
-  chunk_size: int  # Classes of a chunk; cut down to K in `size`.
+  chunk_size: int  # The largest number of classes in a chunk; `size` is smaller if a part has fewer classes.
   axes: tuple[str, ...] = ()  # Mesh axes that split the classes.
   dims_axes: tuple[str, ...] = ()  # Mesh axes that split dimension D of w.
   rows: tuple[object, ...] | None = None  # How the leading dimensions of logits are split; None leaves it to XLA.
@@ -114,7 +114,10 @@ class ClassChunks:
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def holds_whole(self, w: jax.Array, num_rows: int) -> bool:
-    """Whether devices may gather w, cut into parts, along D: it is small compared to the logits, or D is not split."""
+    """Whether each device may hold its part of the classes of w for all of D, instead of gathering a chunk at a time.
+
+    It may if D is not split, or if this part of w is small compared to the logits.
+    """
     if not self.dims_axes:
       return True
     own_rows = num_rows // _num_parts(tuple(axis for entry in self.rows or () for axis in unmapped_mesh_axes(entry)))
@@ -292,7 +295,10 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 class _OwnRows(NamedTuple):
-  """Computes gradients of w from each device's rows, [*P, S, D, C] or [*P, S, C, D]; `parts`, P, are `row_parts`."""
+  """Computes a gradient of w for each part of the rows, from its own rows: [*P, S, D, C] or [*P, S, C, D].
+
+  P are the `parts`, see `row_parts`.
+  """
 
   chunks: ClassChunks
   parts: tuple[int, ...]
@@ -333,7 +339,10 @@ def _add_up(parts: jax.Array, rank: int) -> jax.Array:
 
 
 def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
-  """Returns the first class of each chunk, and its first class that no earlier chunk has, counted within the part."""
+  """Returns two arrays with an entry for each chunk: its first class, and its first class that no earlier chunk has.
+
+  Classes are counted from the start of the part. The last chunk may overlap the one before.
+  """
   return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
 
 

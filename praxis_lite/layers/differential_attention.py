@@ -34,9 +34,9 @@ class DifferentialAttention(MultiHeadAttention):
   """Attention whose heads subtract the results of two softmaxes; see the top of this file.
 
   Attributes:
-    num_heads: N, the number of softmaxes, twice the number of differences. Query heads that share a value form a group
-      of 2 G; in a group, head G + g is subtracted from head g.
-    num_kv_heads: K, the number of keys: a divisor of N, and even; None means N.
+    num_heads: N, the number of softmaxes, twice the number of differences. 2 G = 2 N / K query heads share a value; of
+      these, the result of head G + g is subtracted from that of head g.
+    num_kv_heads: K, the number of keys: even, and a divisor of N. None means N.
     dims_per_head: H; None means D / N.
     lambda_init: the part of lambda that is not learned. The paper uses 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1, ...,
       and finds 0.8 equally good.

@@ -36,8 +36,8 @@ class GatedDeltaNet(GroupedMixer):
   Attributes: the same as for `GroupedMixer`, and
     key_dims: S.
     norm_tpl: template of the child `norm`, over H.
-    activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, with S more
-      columns, and states pass from part to part, see `state_parts.py`.
+    activation_split_dims_mapping: if `blnh` splits the length, each device scans its part of the sequence, and states
+      pass from part to part. The scan then has S more columns per head; see `state_parts.py`.
   """
 
   _passes_states = True

@@ -39,7 +39,7 @@ from praxis_lite.sharding.mesh import device_kind, platform
 
 ProductMethod = Literal['xla', 'blocks', 'triton']
 IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
-# Tags the results for rematerialisation, because a loop in a jaxpr does not look like a product.
+# The tag by which policies of rematerialisation know the results: in a jaxpr, a loop does not look like a product.
 GROUPED_PRODUCT = 'grouped_product'
 # The fewest and the most rows of a block, by platform. Within these limits, a block is as large as an average group:
 # small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop
@@ -112,7 +112,7 @@ def _why_no_kernel(case: ProductCase) -> str:
 @functools.cache
 def why_no_kernel_for(chip: str) -> str:
   """Returns why no kernel can be lowered for the chips of the ambient mesh, of kind `chip`; '' if one can."""
-  del chip  # Only a key for `functools.cache`, because the result depends on the mesh.
+  del chip  # Only a key of the cache: the result depends on the chips of the mesh, which is not an argument.
   if (capability := compute_capability()) is None:
     return "'triton' takes GPUs of NVIDIA"
   if capability < OLDEST_CAPABILITY:
@@ -149,8 +149,8 @@ def grouped_matmul(
     weights_GKN: floats; 8-bit integers and floats, as in quantized weights, are converted to the dtype of the rows.
     sizes_G: integers, the number of rows in each group; at most M in sum.
     implementation: one of `IMPLEMENTATIONS`.
-    stage_axes: in the stages of a pipeline, which are mapped by the innermost `vmap`, the mesh axes that split them,
-      evenly.
+    stage_axes: the mesh axes that split the stages of a pipeline evenly, if this is called in a stage. The innermost
+      `vmap` is then the one over the stages.
 
   Raises:
     ConfigError: there is no such implementation.
@@ -225,7 +225,8 @@ class _Groups(NamedTuple):
     """
     counts = self.counts()
     ends, M, G = jnp.cumsum(counts), self.num_rows // V, len(counts) // V
-    filled = min(M, G)  # A group of n rows needs (n - 1) // rows + 1 blocks; the sum is largest without empty groups.
+    # A group of n > 0 rows needs (n - 1) // rows + 1 blocks. The total is largest with as few empty groups as possible.
+    filled = min(M, G)
     most = V * ((M - filled) // self.rows + filled)
     block = jnp.arange(most, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(block[:, None] >= ends, axis=1, dtype=jnp.int32), V * G - 1)
@@ -244,7 +245,7 @@ class _Form(NamedTuple):
   # reads the weights of a group once, so blocks can be smaller.
   fixed_trips: bool
   transposed: bool = False  # Whether weights are [V, G, N, K].
-  stage_axes: tuple[str, ...] = ()  # Mesh axes that split the dimension of a `vmap`, evenly.
+  stage_axes: tuple[str, ...] = ()  # Mesh axes that split the mapped dimension of a `vmap` evenly.
 
 
 def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Array, *, form: _Form) -> jax.Array:
@@ -335,7 +336,7 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
   """Returns the result of `run`. Under `vmap`, the mapped dimension becomes a part of V.
 
-  So the loops of the products run one after another, not in lockstep.
+  Without this, `vmap` would run the loops of all products in lockstep. Now they run one after another.
   """
 
   @custom_vmap

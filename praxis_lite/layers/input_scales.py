@@ -1,4 +1,4 @@
-"""Scales of inputs: weights are multiplied by the scale of their input before rounding, and the layer divides inputs.
+"""Scales of inputs: before rounding, weights are multiplied by their input's scale; the layer divides inputs by it.
 
     y = sum_i (x_i / s_i) (s_i w_i)
 
@@ -8,8 +8,8 @@
     SmoothQuant    s_i = sqrt(max |x_i| / max_o |w_io|) makes inputs and weights equally large, so that both can be
                    rounded to int8 (Xiao et al., 2023, with their alpha = 0.5)
 
-For SmoothQuant, an input that is always 0, or has no weights but 0, has the scale 1. Without rows, all scales are 1.
-Squared errors need G = sum x x' only: for d = w - rounded w, they are sum_o d_o' G d_o.
+For SmoothQuant, an input that is always 0, or whose weights are all 0, has the scale 1. Without rows, all scales are 1.
+The squared errors depend on the rows only through G = sum x x': for d = w - rounded w, they are sum_o d_o' G d_o.
 
 In `_I` and `_IO`, I stands for all inputs of a weight and O for all its outputs, each in one dimension. In the shape of
 a weight, [*J, I, *O], I is the last input dimension, *J are the other input dimensions, and *O the output dimensions.

@@ -1,7 +1,7 @@
 """KV caches: keys and values of the tokens so far, for decoding.
 
-    growing   every row takes the next T slots. Padding leaves slots empty; the next tokens take the slots that are
-              empty in all rows
+    growing   every row takes the next T slots; the slot of a padding token stays empty. If the last of the T columns
+              are padding in all rows, they take no slots
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
     placed    the token at position p is in slot p of its row, even with a window. So rows may have different lengths,
               and a row may go back: new tokens replace those of their positions, and do not see later ones
@@ -33,12 +33,13 @@ class KVCache(NamedTuple):
   key: jax.Array  # [B, K, S, H], in the dtype of the cache.
   value: jax.Array | None  # [B, K, S, H]; None means that the values are the keys.
   pos: jax.Array  # [B, S] int32 position of the token in each slot; -1 for an empty slot.
-  # In a growing cache, the number of slots that are taken. In a placed cache, [B]: the last tokens of a row may attend
-  # to this number of its first slots. None for new tokens.
+  # In a growing cache, the number of slots that are taken. In a placed cache, [B]: the number of slots, from the first
+  # one on, that the last tokens of a row may attend to. None for new tokens, which are in no cache yet.
   slot: jax.Array | None = None
   key_scale: jax.Array | None = None  # [B, K, S] float32, factors of int8 entries; None for other dtypes.
   value_scale: jax.Array | None = None
-  turn: jax.Array | None = None  # int32, the layer's number in a loop; all arrays then begin with L. None elsewhere.
+  # int32, the layer's number in a loop over layers: then all arrays have L as first dimension. None outside of a loop.
+  turn: jax.Array | None = None
 
   def unstack(self) -> KVCache:
     """Returns the cache of this layer, taken from the stack if it is in one."""
@@ -90,7 +91,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """How many of this layer's slots, from the first one on, the last tokens of the rows may attend to."""
+    """The number n for this layer: the last tokens of the rows may attend to the first n slots only."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 
@@ -119,7 +120,7 @@ def _quantize(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def append_tokens(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache; columns of padding at the end take no slots.
+  """Writes tokens to the next slots of a growing cache; columns at the end with only padding take no slots.
 
   In a placed cache, it writes them to the slots of their positions.
   """
@@ -180,9 +181,10 @@ def join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def axis_of_slots(rank: int, rank_of_pos: int = 2) -> int:
-  """Returns the dimension of slots in an array of a cache, or of stacked caches, given its rank and that of `pos`.
+  """Returns which dimension of an array of a cache has the slots, given the ranks of the array and of `pos`.
 
-  In one cache, the arrays are positions [B, S], scales [B, K, S], and vectors [B, K, S, H].
+  In one cache, the arrays are positions [B, S], scales [B, K, S], and vectors [B, K, S, H]. In a stack of caches, these
+  have further dimensions in front.
   """
   stacked = rank_of_pos - 2
   return stacked + min(rank - stacked - 1, 2)

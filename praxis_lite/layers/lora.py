@@ -77,7 +77,10 @@ class Adapter(LayerPatterns):
 
 
 class AdaptedLayer(Layer):
-  """Base of the layers with an adapter. Their first base is the class without an adapter, so they keep its defaults."""
+  """Base of the layers with an adapter.
+
+  The first base of such a layer is the layer's class without an adapter, so the layer keeps the defaults of that class.
+  """
 
   @classmethod
   def base_class(cls) -> type[Layer]:
@@ -115,7 +118,7 @@ class AdaptedLayer(Layer):
     return nest(merged)
 
   def merge_weight(self, name: str, w: jax.Array, parts: Sequence[jax.Array], sign: int = 1) -> jax.Array:
-    """Returns w, the weight called `name`, with its adapter, in float32 or the wider dtype of the adapter.
+    """Returns w, the weight called `name`, with its adapter: in the dtype of the adapter, but at least float32.
 
     `parts` are the values of the variables that `adapted_weights[name]` lists; for `sign`, see `merge_variables`.
     """

@@ -325,8 +325,8 @@ class Pipelined(Repeat):
       side=side,
       surroundings=self._surroundings_of_rows(axes),
       bubble=BUBBLE,
-      # The decision must not depend on the mesh, so that keys are the same on all meshes: a mesh that pads the batch
-      # makes several microbatches from one row.
+      # Random keys must be the same on all meshes, so this must not depend on the mesh. M does: a mesh that pads the
+      # batch makes several microbatches from one row.
       folds_microbatch=M > 1 or (trains and self.num_microbatches != 1),
       unroll=self._unroll_count(training=False),
       constrain=self._constrain_to_stages,
@@ -336,7 +336,8 @@ class Pipelined(Repeat):
     run = map_over_rows(ticks.run, axes)
     # Each stage gets a copy of its own, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
-    # Finding the microbatches that contain only padding takes an all-reduce, so it is done only if layers report.
+    # Computing `held` takes an all-reduce, which the compiler leaves out if nothing uses `held`. So only updates of
+    # variables get it.
     of_updates = held if leaves(others) else None
     of_ticks = map_with_path(lambda path, x: self._probe_of_ticks(path, x, schedule, devices), probes)
     of_ticks = self._fill_in_blocks(of_ticks)
@@ -471,9 +472,10 @@ class Pipelined(Repeat):
     return Summary(stacked.reshape(self._repetitions, *x.shape[3:]), summary.kind)
 
   def _combine_parts(self, kind: PartKind, x: jax.Array, real: jax.Array, round_: jax.Array) -> jax.Array:
-    """Combines parts of statistics of ticks and stages, [ticks, S, c, ...], into those of layers, [repetitions, ...].
+    """Returns the statistics of each layer, [repetitions, ...], from their parts `x`, [ticks, S, c, ...].
 
-    `real` and `round_`, [ticks, S], say whether a stage has a microbatch in a tick, and its round.
+    In each tick, each stage gives one part for each of its c layers. `real` and `round_`, [ticks, S], say whether the
+    stage has a microbatch in the tick, and in which round the microbatch is.
     """
     R = self.circular_repeat
     here = real[..., None] & (jnp.arange(R) == round_[..., None])
@@ -482,10 +484,11 @@ class Pipelined(Repeat):
     return stacked.reshape(self._repetitions, *x.shape[3:])
 
   def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
-    """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], for a probe [repetitions, ...] of gradients.
+    """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], in place of a probe, [repetitions, ...].
 
-    The gradients with respect to these zeros are parts of statistics. The backward pass combines those of real
-    microbatches into the gradient of the probe, and drops those of bubbles.
+    The gradient with respect to a probe is no gradient, but statistics of gradients. In the backward pass, each tick
+    gives a part of them as the gradient with respect to its zeros. The parts of real microbatches are combined into the
+    gradient of the probe; those of bubbles are dropped.
     """
     microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
     real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)

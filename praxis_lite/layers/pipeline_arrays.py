@@ -27,7 +27,10 @@ class Stacks(NamedTuple):
   gradients: Any  # The same values again, through which gradients flow; None for arrays without gradients.
 
   def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
-    """Returns the entries at an index, and the `gradients` to pass to the next `read`; none flow if `real` is False."""
+    """Returns a pair: the entries at an index, and the `gradients` of the stacks for the next `read`.
+
+    If `real` is False, no gradient flows from these entries to the stacks.
+    """
 
     def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
       return (entry_at(value, index), None) if gradient is None else _read(value, gradient, index, real)

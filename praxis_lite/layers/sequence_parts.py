@@ -66,7 +66,8 @@ class SequencePlan:
   block_size: int  # Largest number of queries or keys in a block.
   devices: int  # P.
   zigzag: bool  # Whether devices swap the second halves of their parts.
-  first: int  # A device attends to the parts of the devices that are `first`, ..., `last` before it in the ring.
+  # Device i attends to the parts of the devices i - first, i - first - 1, ..., i - last in the ring.
+  first: int
   last: int
   lanes: int = 1  # Lengths of blocks are multiples of this.
 
@@ -124,7 +125,7 @@ class SequencePlan:
     return sum(count_pairs(mask, *pair) for pair in pairs) / len(pairs)
 
   def exchange(self, half: jax.Array) -> jax.Array:
-    """Returns the `half` of the device that is as far from the end of the sequence as this one is from the start."""
+    """Swaps halves of parts between devices i and P - 1 - i: returns the array `half` of the other device."""
     return jax.lax.ppermute(half, self.split.axis, [(d, self.devices - 1 - d) for d in range(self.devices)])
 
   def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:

@@ -26,7 +26,7 @@ _stages: contextvars.ContextVar[Stages | None] = contextvars.ContextVar('praxis_
 
 @contextlib.contextmanager
 def building_stages(stages: Stages) -> Iterator[None]:
-  """Inside the block, layers that are built know `stages`, over which they will be mapped."""
+  """A context: layers that are built in it see `stages`, the stages over which `vmap` will map them."""
   outer = _stages.get()  # Nested stages count as 1 stage, which no axis splits, so that no kernel is mapped over them.
   token = _stages.set(stages if outer is None else Stages(1, (*outer.axes, *stages.axes)))
   try:

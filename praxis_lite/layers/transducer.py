@@ -87,7 +87,7 @@ class JointSplit(ActivationSplit):
 
 
 class PathLogProbs(NamedTuple):
-  """Log probabilities of the blank and of the next label, in frame t after u labels, [B, T, U] float32."""
+  """The log probabilities of the blank and of the next label, in frame t after u labels: [B, T, U] float32 each."""
 
   blank: jax.Array
   label: jax.Array

@@ -104,9 +104,9 @@ class StackedTransformer(Layer):
 class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables.
 
-  It computes the same as `StackedTransformer`, and compiles faster. If blocks mix their values with those of the first
-  block (`ValueResidual`), the first block is `first_tpl[0]`; if `first_tpl` is empty, it is made from `layers_tpl`,
-  which must then be a single template.
+  It computes the same as `StackedTransformer`, and compiles faster. With `ValueResidual`, attention mixes its values
+  with those of the first block, so the first block is outside of the scan. It is `first_tpl[0]`; if `first_tpl` is
+  empty, it is made from `layers_tpl`, which must then be a single template.
 
   Attributes: the same as for `Repeat`, and
     sliding_windows: see `add_windows`.

@@ -191,7 +191,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return None
 
   def prompt_limits(self) -> PromptLimits | None:
-    """Returns what `decode` accepts if one program serves all lengths; None if it is compiled for each length."""
+    """Returns the limits of prompts, if one program decodes prompts of all lengths.
+
+    None means that a program is compiled for each length.
+    """
     return None
 
   def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
@@ -298,8 +301,8 @@ def check_is_trained(
 
   `name` is the name of the loss among the metrics.
 
-  A value that depends on a trained variable is a tracer of the same class as the variable. Other values are constants
-  for the gradient.
+  There, a value that depends on a trained variable is a tracer of the same class as the variable. Other values are
+  constants for the gradient. `name` is the metric that is the loss.
   """
   kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
   if not kinds or isinstance(loss, kinds):

@@ -25,9 +25,9 @@ RuleT = TypeVar('RuleT', bound=LayerPatterns)
 
 
 class ModelEdits:
-  """Edits of the layers below the model at `path`, which messages call `name`; see `ChildEdits`.
+  """Edits of the layers below a model; see `ChildEdits`. The model is at `path`, and messages call it `name`.
 
-  A rule of `quantized` without regexes does not apply to `plain_children` of the model.
+  A rule of `quantized` that has no regexes leaves out the `plain_children` of the model.
 
   Raises:
     ConfigError: an adapter or a rule is not valid.
@@ -134,7 +134,7 @@ class _Rules(Generic[RuleT]):
   def check(self, i: int, why: str) -> None:
     """Raises ConfigError if a regex of rule `i` matches no layer, or matches a layer to which no rule applies.
 
-    `why` is the end of the latter message.
+    In the second case, the message ends with `why`.
     """
     for pattern in self.rules[i].patterns:
       field = f'{self.field}[{i}].layers'

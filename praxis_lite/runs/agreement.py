@@ -63,7 +63,7 @@ class WayResult(NamedTuple):
   """The result of comparing a way with the reference.
 
   Attributes:
-    num_tokens: how many tokens were compared. A way that is checked and computes no token is wrong.
+    num_tokens: how many tokens were compared. If there were none, a way that is checked counts as wrong.
     difference: the largest difference of log-probabilities, in nats; infinity if one is not finite.
     tolerance: the largest difference that counts as equal; None if the way is shown but not checked.
     first: (text, index) of the first token that differs; None if none does.

@@ -62,7 +62,10 @@ class HostSpeeds:
     self.own, self.slowest = 0.0, (0, 1.0)
 
   def compare(self) -> str:
-    """Measures and compares; returns a line about a host that is slow for the third time in a row, else ''."""
+    """Measures the speed of this host, and compares it with the speeds of the others.
+
+    Returns a line if a host is slow for the third time in a row, otherwise ''.
+    """
     self.own = self._probe.seconds()
     products = np.asarray(multihost_utils.process_allgather(np.asarray(self.own, np.float32)))
     self.slowest, line = self._judge(products.tolist())

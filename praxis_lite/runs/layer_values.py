@@ -199,7 +199,10 @@ def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
 
 
 def map_over_mesh(tasks: TaskOnMesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a jitted form of `fn(variables, *arguments, surroundings)`, called with (stored variables, *arguments)."""
+  """Returns a jitted function of `(variables, *arguments)`, with the variables as they are stored on the mesh.
+
+  It returns `fn(variables, *arguments, surroundings=...)`, where the variables have their true shapes.
+  """
   surroundings = CompilerPlaced(tasks.jax_task, tasks.layout).surroundings
 
   def run(variables: NestedDict, *arguments: Any) -> Any:

@@ -30,7 +30,7 @@ _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 def power_average(
   directory: str | os.PathLike[str], learner: Config, variables: NestedDict, width: float, step: int
 ) -> NestedDict:
-  """Returns the variables of a checkpoint, each replaced by its average if checkpoints have averages of it.
+  """Returns the variables of a checkpoint, and in place of each variable that has averages in checkpoints its average.
 
   Args:
     variables: the variables of the checkpoint of `step`, on a mesh.

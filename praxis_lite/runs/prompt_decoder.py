@@ -49,9 +49,9 @@ class _DecodeCall(NamedTuple):
 
   Attributes:
     bucket: the sizes of the program; None if the model has a `decode` without buckets.
-    sources: whether prompts are sources of an encoder-decoder. Then tokens after the length of a source are the
-      beginning of its target, so a further call can continue it.
-    most: the largest number of tokens in a prompt, to which padding is cut; None without a limit.
+    sources: whether prompts are sources of an encoder-decoder. The tokens of a prompt after its source are then the
+      beginning of the target, so a further call can continue the target.
+    most: the largest number of tokens in a prompt; padding beyond it is cut off. None without a limit.
   """
 
   tasks: TaskOnMesh
@@ -79,7 +79,8 @@ class _DecodeCall(NamedTuple):
     Args:
       prompts: tokens; in further calls, they end with the tokens that earlier calls added.
       max_tokens, num_drawn, row: see `fit_to_bucket`, which calls the last one `first_row`.
-      lengths: how many tokens at the start of each prompt are its source; None if prompts are only sources.
+      lengths: for each prompt, how many tokens at its start are its source, while the others begin the answer; None
+        if prompts are only sources.
       adapters: the number of the adapter of each prompt of the call, see `numbers_of_adapters`.
     """
     if lengths is not None and self.sources:
@@ -281,7 +282,7 @@ class PromptDecoder:
     return _DecodeCall(tasks, bucket, max_tokens, as_set.stop_ids)
 
   def _check_length(self, length: int, tasks: TaskOnMesh, max_tokens: int | None) -> tuple[PromptLimits | None, int]:
-    """Returns the limits of prompts (None if the model has none), and how many tokens may follow a prompt.
+    """Returns a pair: the limits of prompts, or None if the model has none; and how many tokens may follow a prompt.
 
     Raises:
       ConfigError: a prompt of `length` tokens is too long.

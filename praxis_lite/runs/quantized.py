@@ -1,6 +1,9 @@
-"""quantize_run: stores the weights of a run in few bits, in a new run; streams them, so it needs little memory.
+"""quantize_run: makes a new run that has the weights of another run in few bits.
 
-checkpoint -> weights of some outputs of a layer, with all inputs -> integers and scales -> checkpoint
+It needs little memory, because it reads and writes a part of a layer's weights at a time: those of some outputs, for
+all inputs.
+
+checkpoint -> such a part -> integers and scales -> checkpoint
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _FILE = 'search.json'
 _KINDS = ('log', 'uniform', 'int', 'log_int')
 _RANGE = re.compile(r'\s*([^=\s]+)\s*=\s*(\w+)\(([^,()]+),([^,()]+)\)\s*')
 _MOST_CHECKED = 16  # A range with at most this many integers is checked completely before anything is trained.
-_FIRST_WHOLE = 4  # The first trials, this many, are never pruned, so that others can be compared with them.
+_FIRST_WHOLE = 4  # The number of first trials that are never pruned, so that others can be compared with them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Trial:
   """A point of a search.
 
   Attributes:
-    values: the values by path of the field; a choice as its text.
+    values: the value of each field, by the field's path. The value of a choice is its text.
     state: 'running', 'complete', 'pruned' or 'failed'.
     reached: the best value of the metric, negated if the metric is maximized, so smaller is better; None if unknown.
   """

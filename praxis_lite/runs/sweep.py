@@ -106,7 +106,7 @@ class FinishedPoints:
         self._own = digests
 
   def has(self, point: Point, config: str) -> bool:
-    """Whether a point is finished with this config, given as text."""
+    """Whether a point has finished with this config (the text of the config)."""
     return self._digests.get(point.name) == digest_of(config)
 
   def add(self, point: Point, config: str) -> None:

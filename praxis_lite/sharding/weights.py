@@ -161,7 +161,9 @@ class WeightInit:
   def XavierWithFixupParams(
     cls, scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
   ) -> WeightInit:
-    """Returns Xavier at scale * depth^(-1 / (2 * layers_per_residual_block)), for residual nets without norms.
+    """Returns Xavier for residual nets without norms, with the scale of a single block made smaller by the depth.
+
+    Its scale is scale * depth^(-1 / (2 * layers_per_residual_block)).
 
     Args:
       scale: scale of a single block.
@@ -184,7 +186,7 @@ class JointInit:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-  """How a weight differs from its counterpart in a smaller model, whose hyperparameters are used; see `growth.py`."""
+  """How a weight differs from its counterpart in the smaller model whose hyperparameters are used; see `growth.py`."""
 
   base_shape: tuple[int, ...]  # The shape of the weight in one layer of the smaller model.
   depth: float = 1.0  # The ratio of the number of layers in the stacks around the weight to that in the smaller model.

@@ -88,11 +88,17 @@ class Execution:
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Returns sums over whole variables, given sums over this device's shards; each is a scalar or [layers, 1, ...]."""
+    """Returns sums over whole variables, given sums over this device's shards.
+
+    Each sum is a scalar, or [layers, 1, ...] for a stack of layers.
+    """
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    """Returns an array, in its true shape, given this device's shard; the array is split like the variable `path`."""
+    """Returns the whole array, in its true shape, of which `part` is this device's shard.
+
+    The array is split like the variable `path`.
+    """
     return part
 
 
@@ -204,7 +210,7 @@ class ShardMapped(Execution):
     return fold_rng_over_axis(key, self.batch_axes)
 
   def readable(self, variables: NestedDict) -> NestedDict:
-    """Returns variables that are whole along the leading dimensions that repeating layers index."""
+    """Returns variables that are whole along the dimensions that repeating layers add, which those layers index."""
 
     def readable(path: Path, x: jax.Array) -> jax.Array:
       weight = self._weights[path]

@@ -171,7 +171,7 @@ class PartitionedTask:
 
   @property
   def _train_outputs(self) -> Any:
-    """A prefix tree of a `TrainStepOutput`: shardings of the state, and one for all arrays of each other field."""
+    """Shardings for a `TrainStepOutput`: one for each array of the state, and one for each other field as a whole."""
     return steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
 
   @functools.cached_property
@@ -299,8 +299,10 @@ class PartitionedTask:
   def _inference_step(self, step: Callable[..., _OutT], by_row: str, name: str = '') -> PartitionedStep[_OutT]:
     """Returns a step that takes the model's variables instead of a train state.
 
-    The output `by_row` has arrays with the batch as dimension 0. In profiles, the program is called `name`, or by
-    default like `step`, a function of `steps`.
+    Args:
+      step: the function of `steps` that computes the step.
+      by_row: the field of the step's result whose arrays have the batch as dimension 0.
+      name: the program's name in profiles; '' takes the name of `step`.
     """
     rows = self.inference_rows
     shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))

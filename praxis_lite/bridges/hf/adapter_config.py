@@ -118,8 +118,8 @@ def make_config(
 ) -> dict[str, object]:
   """Returns the content of adapter_config.json for a model with adapters.
 
-  `weights` are all weights of its `network` that can have adapters, and `adapted` those that do. `declared` are the
-  declarations of the variables, and `base` names the checkpoint without adapters.
+  `weights` are all weights of its `network` that can have adapters; `adapted` are those that have one. `declared` are
+  the declarations of the variables, and `base` names the checkpoint without adapters.
   """
   of_weights = {weight: modules_of(weight, declared) for weight in weights}
   modules = {module: weight for weight in adapted for module in of_weights[weight]}
@@ -174,10 +174,14 @@ def adapters_of(
   modules: Mapping[AdaptableWeight, Sequence[str]],
   config: Mapping[str, Any],
 ) -> Iterator[Config]:
-  """Yields the configs of our adapters that equal those in a file.
+  """Yields configs of our adapters that compute the same as the adapters in a file.
 
-  `shapes` has the shape of the first part of each weight's adapter, `names` the paths of the weights' layers, and
-  `modules` the names of the modules with each weight. `config` is the content of adapter_config.json.
+  Args:
+    kind: the kind of the adapters.
+    shapes: for each weight with an adapter, the shape of the adapter's first part.
+    names: for each weight, the path of its layer.
+    modules: for each weight, the names of the modules that have it.
+    config: the content of adapter_config.json.
 
   Raises:
     ConfigError: IA3 of experts or of tables of embeddings; or ranks or alphas that differ within one layer.

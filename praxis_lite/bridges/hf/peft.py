@@ -1,6 +1,6 @@
 """Reads and writes adapters in the format of the package peft: adapter_config.json and adapter_model.safetensors.
 
-`adapter_config.py` handles the first file; `adapter_weights.py` says which tensors of the second store which adapter.
+`adapter_config.py` handles the first file. For the second, `adapter_weights.py` says which adapter each tensor is of.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def write_adapter(
     dtype: dtype to write, such as 'bfloat16'; None keeps the dtypes of the variables.
 
   Raises:
-    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express the adapters. They may be of
-      several kinds, or belong to weights that the family stores in a tensor that peft cannot adapt. Or the family joins
-      several weights with adapters in one tensor, for example queries, keys and values.
+    ConfigError: the model belongs to no family, or has no adapters; or peft cannot express the adapters. It cannot if
+      they are of several kinds, if the family stores their weights in a tensor that peft cannot adapt, or if it joins
+      several weights that have adapters in one tensor, for example queries, keys and values.
   """
   family, values = describe_model(model)
   network = family.network_in(model)
@@ -202,7 +202,7 @@ def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict
 
 
 def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns the norm |W| of a weight over the inputs of each output, float32 [*stack, *O]."""
+  """Returns the norm of a weight's entries for each output, over all inputs: float32 [*stack, *O]."""
   path = weight.weight_path
   if (w := node_at(variables, path)) is None:
     raise ConfigError(
@@ -248,7 +248,7 @@ def _check_not_shared(found: Mapping[Path, Sequence[Piece]]) -> None:
 
 
 def _copies_of_tables(modules: Modules, declared: NestedDict, stored: Stored) -> set[str]:
-  """Returns the names that peft gives to copies of embedding tables with adapters; checks the shapes of the copies."""
+  """Returns the names of the copies that peft stores of embedding tables which have adapters; checks their shapes."""
   found = set()
   for weight, names in modules.items():
     shape = tuple(node_at(declared, weight.weight_path).full_shape)

@@ -38,7 +38,7 @@ from praxis_lite.sharding.weights import WeightHParams
 class Extent(NamedTuple):
   """One factor of the size of a tensor's dimension: entries of the variable, and how many others surround them."""
 
-  # The dimension of the variable; None if the variable has only one entry here, and no dimension for it.
+  # The dimension of the variable; None if it has no such dimension, and so only one entry.
   axis: int | None
   before: int = 0  # The number of entries of other variables that come before the variable's own.
   after: int = 0  # The number of entries of other variables that come after them.
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
   theirs: str  # Name of the tensor, with {layer} for the number of its layer, and {expert} for the number of an expert.
   ours: str  # Path of the variable below the network, without the number of the layer.
-  # The variable's dimensions, and the tensor's dimensions made of them, in the notation above; '' if they are the same.
+  # How the tensor's dimensions are made of the variable's, in the notation above; '' if they are the same.
   axes: str = ''
 
 
@@ -128,7 +128,7 @@ class View:
     return self._ours(_part(split, (slice(*self._bounds(extent, whole)) for extent in self._extents)))
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
-    """Returns `split`, an array with one dimension for each extent, as a view with the variable's dimensions."""
+    """Returns a view of `split`, which has a dimension for each extent; the view has the variable's dimensions."""
     axes = [extent.axis for extent in self._extents]
     whole = _part(split, (0 if axis is None else slice(None) for axis in axes))
     kept = [axis for axis in axes if axis is not None]
@@ -136,7 +136,7 @@ class View:
 
   @property
   def _seen(self) -> tuple[int, ...]:
-    """The shape of the variable, with the dimension `parted` split into groups and entries of a group."""
+    """The shape of the variable; the dimension `parted` counts as two, the groups and the entries of a group."""
     if self.parted is None:
       return self.shape
     at, size = self.parted, self.num_in_group

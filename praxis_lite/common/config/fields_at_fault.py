@@ -46,10 +46,10 @@ def name_field_at_fault(
 
 
 def name_config(error: UserError, config: fdl.Config, where: str) -> None:
-  """Adds the path `where` of a config, and the line of the user's code that sets a field, to a message about the field.
+  """Adds to an error about a field the path `where` of its config, and the line of the user's code that sets the field.
 
-  The message of the error, raised while an object was built from `config`, begins with the field, perhaps after the
-  class or the path of the config; other messages do not change.
+  The error was raised while an object was built from `config`. Its message begins with the path or the class of the
+  config and the name of the field, such as `Linear.input_dims: ...`. Other messages do not change.
   """
   text, kind = str(error), getattr(config.__fn_or_cls__, '__qualname__', where)
   found = re.match(rf'(?:{re.escape(where)}|{re.escape(kind)})\.(\w+)(?=[: .\[])', text)

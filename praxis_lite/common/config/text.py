@@ -58,7 +58,7 @@ def to_text_of_changes(config: object, name: str = '') -> str:
 
 
 def changed_fields(config: object) -> dict[str, tuple[str, str]]:
-  """Returns, by path, (value, default) of each line of `to_text_of_changes`, as texts; '' if a line has no default."""
+  """Returns what the lines of `to_text_of_changes` say: by path, the value and the default, or '' without a default."""
   return {path: (entry[1], default) for path, entry, default in _changes(config, '', is_root=True)}
 
 
@@ -116,7 +116,7 @@ def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str
 
 
 def _fold(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
-  """Returns `entries`, in which each config that is not in `others` is one entry with its number of fields."""
+  """Returns `entries`, shortened: a config that `others` lacks is one entry, with the number of its fields."""
   kept: dict[str, _Entry] = {}
   below: dict[str, list[str]] = {}
   folding: str | None = None
@@ -238,7 +238,7 @@ def _changes(
 
 
 def _parts(value: object, is_root: bool = False) -> tuple[_Entry | None, Mapping[Any, object]]:
-  """Returns the line of `value` itself, or None if it has none, and a dict of the values in it that have lines."""
+  """Returns a pair: the line of `value` itself, or None without one; and a dict of the values in it that have lines."""
   if isinstance(value, Config):
     return (': ', dotted_name(target(value))), config_values(value)
   if type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):

@@ -52,7 +52,7 @@ T = TypeVar('T')
 
 
 def scan_sizes(equation: JaxprEqn) -> ScanSizes:
-  """Returns how many operands of a `scan` are constants, carried values and scanned arrays."""
+  """Counts the operands of a `scan`: constants, carried values and scanned arrays."""
   params = equation.params
   with reading("scan's parameters"):
     if 'num_consts' in params:
@@ -64,7 +64,7 @@ def scan_sizes(equation: JaxprEqn) -> ScanSizes:
 
 
 def while_sizes(equation: JaxprEqn) -> WhileSizes:
-  """Returns how many operands of a `while` are constants of its condition or of its body, and carried values."""
+  """Counts the operands of a `while`: constants of its condition, constants of its body, and carried values."""
   params = equation.params
   with reading("while's parameters"):
     cond, body = params['cond_nconsts'], params['body_nconsts']

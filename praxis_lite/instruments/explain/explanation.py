@@ -175,7 +175,7 @@ class Explanation:
 
   @property
   def wasted_bytes(self) -> int:
-    """The bytes of padding in one copy of the array, on all devices that share it."""
+    """The bytes of padding in one copy of the array, summed over the devices that hold a part of it."""
     return (math.prod(self.padded_shape) - math.prod(self.shape)) * self.dtype.itemsize
 
   @property
@@ -190,7 +190,11 @@ class Explanation:
 
   @property
   def why(self) -> str:
-    """What decided the dimensions that are split, or else the last dimension; for a scalar, its first remark."""
+    """What decided how the array is split.
+
+    For an array that is split, this is what decided the dimensions that are; for another one, what decided its last
+    dimension; for a scalar, its first remark.
+    """
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
@@ -223,8 +227,8 @@ class Explanation:
 class ShardingReport:
   """An `Explanation` of every array of a task: activations in the order of the train step, the rest in tree order.
 
-  Activations and inputs are empty if the shapes of a batch are not known. `exchanges` maps the path of a
-  field to the communication that its layer declares there.
+  Activations and inputs are empty if the shapes of a batch are not known. `exchanges` has the communication that layers
+  declare, by the path of the field that causes it.
   """
 
   mesh_sizes: Mapping[str, int]
@@ -333,7 +337,7 @@ def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) ->
 def format_counts(variables: Sequence[Explanation]) -> str:
   """Returns '5,916 parameters, all trained', or how many parameters are trained, frozen and not trainable.
 
-  If a token uses only some of the parameters, as with experts, the text also gives their number.
+  If a token uses only some of the parameters, as with experts, the text also says how many it uses.
   """
   counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
   params = [math.prod(e.shape) if e.num_params is None else e.num_params for e in variables]

@@ -11,8 +11,8 @@ from praxis_lite.training.task import EmergencyCopiesParams, copies_kept
 def format_copies(plan: Plan, copies: EmergencyCopiesParams) -> str:
   """Returns a line about the emergency copies of a run; '' if it makes none, or if the time of its steps is unknown.
 
-  A device copies its part of the state to the host while the step waits. Replicas within a host are counted once for
-  each device, so the bytes of a host are an upper bound.
+  A device copies its part of the state to the host while the step waits. If several devices of a host have the same
+  part, it is counted for each of them, so the bytes of a host are an upper bound.
   """
   if copies.every_n_steps is None or not plan.is_time_known:
     return ''

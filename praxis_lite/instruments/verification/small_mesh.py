@@ -48,7 +48,7 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> di
       f'task.ici_mesh_shape: {len(names)} axes of more than one device need at least {2 ** len(names)} simulated '
       f'devices to be verified, and {most_devices} are allowed; pass --devices={2 ** len(names)}'
     )
-  # All meshes of at most that many devices, with axes from size 2 up to their real sizes.
+  # All meshes of at most `most_devices` devices, with axes from size 2 up to their real sizes.
   largest = most_devices // 2 ** (len(names) - 1)
   every = itertools.product(*(range(2, min(size, largest) + 1) for size in real))
   candidates = (small for small in every if math.prod(small) <= most_devices)

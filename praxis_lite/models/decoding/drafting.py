@@ -74,7 +74,8 @@ class LookupDrafter:
       rows = rows._replace(ids=ids_BL, lengths=rows.lengths + self.source_ids_BS.shape[1])
     place_L = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
     last_B1 = rows.lengths[:, None] - 1
-    # For each index, whether the tokens up to it equal the last tokens of the row; False at the row's last index.
+    # For each index, whether the i + 1 tokens that end there are also the last i + 1 tokens of the row, and the largest
+    # such number of tokens. The row's last index does not count.
     matches_BL, count_BL = place_L < last_B1, jnp.zeros(rows.ids.shape, jnp.int32)
     for i in range(self.size):
       wanted_B1 = jnp.take_along_axis(rows.ids, last_B1 - i, axis=1, mode='clip')
@@ -96,7 +97,8 @@ class LookupDrafter:
 class ModelDrafter(Generic[DecodingState]):
   """A `Drafter` that continues rows with a smaller model.
 
-  First it reads the last two tokens of the row, because the smaller model never reads the last guess of a draft.
+  For each draft, it first reads the last two tokens of the row: the smaller model has not read the last guess of the
+  draft before, which may be one of them.
   Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
   """
 

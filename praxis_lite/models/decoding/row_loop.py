@@ -59,7 +59,7 @@ class RowLoop(Generic[DecodingState]):
   steps: DecodingSteps[DecodingState]  # The model.
   # (logits [B, V], keys [B], temperatures [B], top_ps [B]) -> tokens [B].
   draw: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-  adjust: LogitProcessor | None  # See `DecodingLoop`; it depends on the lengths of the prompts of the rows.
+  adjust: LogitProcessor | None  # See `DecodingLoop`. Its result depends on the lengths of the rows' prompts.
   stop_ids: tuple[int, ...]  # Tokens that end a row.
   num_tokens: int  # N.
   num_top: int = 0  # K.

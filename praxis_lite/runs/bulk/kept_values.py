@@ -26,7 +26,7 @@ def check_keep(keep: Sequence[str], what: str) -> None:
 
 
 def refuse_name(name: str, what: str = '') -> UserError:
-  """Returns the error about a value to keep that has the same name as a value in the results."""
+  """Returns the error for a value that `--keep` names if the results have a value of the same name."""
   return UserError(
     f'--keep={name}: results{what and f" of --what={what}"} have a value {name!r} themselves; give that of the rows '
     'another name'

@@ -48,7 +48,7 @@ class Blame:
 
 
 def recorded_evidence(events: Sequence[RunEvent], places: list[int]) -> list[Evidence]:
-  """Returns the evidence of slow hosts in the history of an attempt; `places` has the place of each process."""
+  """Returns the evidence of slow hosts in the history of an attempt. `places[i]` is the place of process i."""
   found = []
   for event in events:
     process = event.about.get('process')
@@ -69,9 +69,9 @@ def last_quarantined(directory: Path | None) -> list[FaultyDevice]:
 
 
 def corrupt_places(directory: Path | None, places: list[int]) -> list[Evidence]:
-  """Returns the evidence of the last corruption of a run: the places of the devices that it quarantined.
+  """Returns evidence against the places whose devices a run quarantined at its last corruption.
 
-  `launch` gives each process its place, which is the slot of its devices.
+  A device's record names the place of its process in the field `slot`.
   """
   found = {each.slot: each.device.partition(' (')[0] for each in last_quarantined(directory) if each.slot in places}
   return [Evidence(place, f'its {device} is quarantined', _ENOUGH) for place, device in found.items()]

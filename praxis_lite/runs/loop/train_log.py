@@ -67,7 +67,8 @@ class TrainLog(Observer):
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
-    self._unlogged: tuple[_Step, bool] | None = None  # The last step, if it is not logged, and whether it was skipped.
+    # The last step, and whether it was skipped; None if the last step is in the log.
+    self._unlogged: tuple[_Step, bool] | None = None
     self._rows_after = rows_after
     self._observers = observers or Observers(Observer())
     learner, limit = partitioned.jax_task.learner, settings.max_skipped_steps

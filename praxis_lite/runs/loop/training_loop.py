@@ -74,7 +74,8 @@ class TrainingLoop:
 
     Raises:
       NumericsError, CorruptionError: see `TrainOptions.verify_numerics`, `check_determinism` and `check_replicas`.
-      NonFiniteError: see `run_train`; or a step was not finite, and `TrainOptions.debug_nans` is set.
+      NonFiniteError: for the reasons that `run_train` lists, or because a step with `TrainOptions.debug_nans` had a
+        NaN or an infinity.
     """
     for observer in self.observers:
       observer.on_ready(run)

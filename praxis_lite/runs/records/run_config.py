@@ -56,7 +56,10 @@ def check_seed(seed: int) -> None:
 
 
 def check_count(where: str, value: Any, least: int = 1, kind: Any = int) -> None:
-  """Raises ConfigError unless a setting is a number of at least `least`; with `kind=int | None`, it may be None."""
+  """Raises ConfigError if the value of the setting `where` is no number, or less than `least`.
+
+  With `kind=int | None`, the value may be None.
+  """
   with prefix_errors(where):
     fit(value, kind, None)
   if value is not None and value < least:

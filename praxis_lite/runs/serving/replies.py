@@ -119,7 +119,10 @@ class Replies:
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self._find_bytes(token))
 
   def _offset(self, token: int) -> int:
-    """Returns the number of characters before the text of the next `token`: equal for all parts of one character."""
+    """Returns the number of characters before the text of `token`, the next token of the reply.
+
+    If several tokens are parts of one character, the number is the same for all of them.
+    """
     offset = self._num_characters
     if self._tokenizer is not None:
       text = self._tokenizer.decode(ids := [*self._incomplete, token])

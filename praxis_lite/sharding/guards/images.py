@@ -119,7 +119,7 @@ def _whole_along(operation: Instance, still: np.ndarray) -> tuple[ArraySplit, ..
 
 
 def _stands_still(op: ir.Operation, rank: int, *names: str) -> np.ndarray:
-  """Returns, for each dimension, whether all attributes with these names are 1, and windows have no padding there."""
+  """Returns, for each dimension, whether the windows have no padding, and the attributes `names` are all 1, there."""
   still = np.all([np.array(integers(op, name, [1] * rank)) == 1 for name in names], axis=0)
   if 'padding' in op.attributes:
     still &= (np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) == 0).all(axis=1)

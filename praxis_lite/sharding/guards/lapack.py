@@ -14,7 +14,10 @@ CALL, _FRONTEND = 'stablehlo.custom_call', 'mhlo.frontend_attributes'
 
 
 def guard_lapack(call: Instance) -> tuple[ArraySplit, ...] | None:
-  """Returns even splits of only the batch dimensions, the same in all arrays; None if the call is not of LAPACK."""
+  """Returns a split for each array: all split the batch dimensions in the same way, evenly, and no other dimension.
+
+  Returns None if the call is not of LAPACK.
+  """
   if not is_lapack(call.site.op):
     return None
   number = len(_batch_shape(call.site.op))

@@ -214,7 +214,8 @@ class _OneOptimizer(BoundLearner):
     gradients, history = self._clipping.clip(gradients, given.norm, variables, self._declared, given.sum_parts, history)
     if learner.l2_regularizer_weight:
       gradients = self._plus(gradients, learner.l2_regularizer_weight, variables)
-    # The optimizer's updates may contain a weight decay, to which the factors of the updates must not apply.
+    # The optimizer's updates may contain a weight decay, which the factors of the updates must not change. So it gets
+    # variables that are divided by the factors.
     decayed = self._times_factors(variables, -1) if self._optimizer.decays else variables
     updates, states = self._optimizer.update(gradients, opt_states, decayed, rate, loss, given.splits)
     updates = self._times_factors(updates)

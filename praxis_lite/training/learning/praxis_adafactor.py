@@ -42,7 +42,7 @@ def adafactor(
     multiply_by_parameter_scale: multiplies the update by the RMS of the variable.
     epsilon1_grad_sq_reg: added to the squares of the gradient.
     epsilon2_param_scale_reg: lower limit of the RMS of the variable.
-    weight_decay: adds this times learning rate times the variable to what is subtracted.
+    weight_decay: each step also subtracts weight_decay * learning rate * variable from the variable.
     mask: the variables to which weight decay applies; filled in by a learner.
   """
   parts = [

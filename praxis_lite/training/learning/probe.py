@@ -48,7 +48,8 @@ from praxis_lite.sharding.weights import WeightHParams
 
 # (learning rate) -> the transformation
 _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
-# (path, declaration, array of a variable) -> the variable's entry in a tree: the array, a part of it, or its layers.
+# A function of a variable's path, declaration and array. It returns what a tree has for the variable: the array itself,
+# a part of it, or a dict of its layers.
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
@@ -275,7 +276,10 @@ def _train(
 
 
 def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run | None) -> bool:
-  """Whether a run with views of variables updated them like the same views of whole variables; False without a run."""
+  """Whether two runs agree: `seen`, with views of the variables, and `whole`, with the variables themselves.
+
+  They agree if the updates in `seen` equal the same views of the updates in `whole`. False if a run is None.
+  """
   if whole is None or seen is None:
     return False
   expected = [map_with_path(view, small, tree) for tree in whole.updates]
@@ -283,9 +287,10 @@ def _is_same_view(small: NestedDict, view: _View, whole: _Run | None, seen: _Run
 
 
 def _are_stacks(small: NestedDict, stacks: _Run | None, layers: _Run | None) -> bool:
-  """Whether each slot of a stack has the shape that stacking the slots of its layers gives; False if a run is None.
+  """Whether the slots of a stack have the shapes of stacks: those of the slots of its layers, stacked.
 
-  Scalars, and slots that belong to no stack, are ignored.
+  `stacks` is a run with stacks, and `layers` one with their layers; False if a run is None. Scalars, and slots that
+  belong to no stack, are ignored.
   """
   if stacks is None or layers is None:
     return False
