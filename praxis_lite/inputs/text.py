@@ -65,8 +65,9 @@ class TextInput(RecordsInput, RandomAccessInput):
     test_fraction: the fraction for test; 0 means no test text; None uses `heldout_fraction`.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, the text
-      is not UTF-8 and the tokenizer is not byte-level, or it has bytes 0, which the tokenizer uses as special ids.
+    DataError: a path does not exist or cannot be read, no file matches, or the files or their split have no text. Or
+      the tokenizer cannot read the text: the text has a byte 0, which a byte-level tokenizer with the special id 0 does
+      not take; or the text is not UTF-8, and the tokenizer is not byte-level.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED

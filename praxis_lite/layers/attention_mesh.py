@@ -83,7 +83,7 @@ class AttentionMesh:
   def row_split(self, num_rows: int, num_kv_heads: int) -> RowSplit | None:
     """Returns how the mesh splits rows and heads; None unless every mesh axis splits rows or heads evenly.
 
-    With None, devices do not know which blocks are empty in all their rows, so blocks are not skipped because of data.
+    If it is None, devices do not know which blocks the data mask in all of their rows, so they do not skip such blocks.
     """
     split, _ = self.kernel_split(num_kv_heads, num_kv_heads, num_rows)
     return split if split and {*split.batch_axes, *split.head_axes} == {*unmapped_axes()} else None

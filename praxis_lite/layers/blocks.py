@@ -127,7 +127,10 @@ def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array
 
 
 def add_sinks(sums: Sums, sinks: jax.Array) -> Sums:
-  """Returns the sums with a key of value 0 added, whose logits `sinks` broadcast to `sums.m`; see `group_sinks`."""
+  """Returns the sums with one more key, whose value is 0. Its logits are `sinks`, broadcast to the shape of `sums.m`.
+
+  See `group_sinks`.
+  """
   sinks = sinks.astype(sums.m.dtype)
   m = jnp.maximum(sums.m, sinks)
   kept = jnp.exp(sums.m - m)

@@ -48,8 +48,8 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, axes_to_entry, spec_axes
 
 # 'auto' cuts the classes into `_AUTO_CHUNKS` chunks of at least `_AUTO_LEAST` classes, if the logits of a device have
 # at least `_AUTO_BYTES` bytes. A single GPU computes whole logits if they take at most `_SHARE_OF_GPU` of its memory.
-# On an H100, a step of 1.3B parameters was 4 % faster with them. It needed further memory, three quarters of their
-# size; see docs/benchmarks.md.
+# On an H100, a step of 1.3B parameters was 4 % faster with whole logits, and took more memory: three quarters of the
+# size of the logits. See docs/benchmarks.md.
 _AUTO_BYTES = 2**28
 _SHARE_OF_GPU = 1 / 12
 _AUTO_CHUNKS = 16

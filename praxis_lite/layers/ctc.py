@@ -91,7 +91,7 @@ def ctc_alignment(
     is_frame_B1 = is_frame_B[:, None]
     return jnp.where(is_frame_B1, next_BS, score_BS), jnp.where(is_frame_B1, step_BS, 0).astype(jnp.int8)
 
-  # Before the first frame, a path is one step in front of the first blank, or two in front of the first label.
+  # Paths begin in a state before all others: the first blank is one state after it, and the first label two states.
   B, S = states_BS.shape
   start_BS = jnp.full((B, S + 1), _IMPOSSIBLE).at[:, 0].set(0.0)
   states_BS, skips_BS = (jnp.pad(x, ((0, 0), (1, 0))) for x in (states_BS, skips_BS))

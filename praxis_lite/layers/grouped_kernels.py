@@ -1,8 +1,8 @@
 """Grouped products by kernels in Pallas, which JAX compiles by Triton, for NVIDIA GPUs.
 
-Each program of a kernel computes a tile of the result. In `multiply`, a tile has rows of one group. A table says which
-ones, so the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax 0.0.12;
-docs/benchmarks.md compares the times of both. The kernels of tokamax 0.0.17 need other packages.
+Each program of a kernel computes a tile of the result. In `multiply`, a tile has rows of one group, and a table says
+which rows. So the number of programs grows with the rows, and not with rows times groups as in the kernels of tokamax
+0.0.12; docs/benchmarks.md compares the times of both. The kernels of tokamax 0.0.17 need other packages.
 
 JAX 0.12 deprecates the part of Pallas that compiles by Triton. On a release without it, 'blocks' is used instead, and
 the reason says so.
@@ -135,8 +135,9 @@ def _sum_tile(left: Any, right: Any, start: Any, end: Any, out: Any, *, tiles: T
 def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
   """Returns the row and the column of the tile that a program computes, in a grid of rows x columns tiles.
 
-  Programs run in order, some hundred at a time. Each `_TILES_TOGETHER` rows of tiles are computed column by column, so
-  that programs that run together read the same operands, from the cache of the chip.
+  Programs run in order, about a hundred of them at the same time. Tiles are computed in bands of `_TILES_TOGETHER`
+  rows, and in a band column by column. So programs that run at the same time read the same operands, from the chip's
+  cache.
   """
   several, rest = jnp.divmod(program, _TILES_TOGETHER * columns)
   height = jnp.minimum(rows - several * _TILES_TOGETHER, _TILES_TOGETHER)

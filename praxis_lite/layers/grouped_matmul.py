@@ -346,7 +346,7 @@ def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> 
   @folding.def_vmap
   def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
     batch = [x if split else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, split in zip(arrays, in_batched)]
-    if {*unmapped_axes()} - {*form.stage_axes}:  # The mesh may split the new dimension, which a reshape would hide.
+    if {*unmapped_axes()} - {*form.stage_axes}:  # The mesh may split the new dimension; a reshape would hide that.
       return jax.vmap(functools.partial(run, form=form._replace(method='blocks', fixed_trips=True)))(*batch), True
 
     def run_batch(*batch: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ class Adapter(LayerPatterns):
     return {}
 
   def is_for(self, name: str, config: Config) -> bool:
-    """Whether the layer with this path, `name`, and this config gets this adapter."""
+    """Whether this adapter is for the layer with the path `name` and this config."""
     kind = target(config)
     if kind not in self.adapted:
       return False

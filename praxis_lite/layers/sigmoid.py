@@ -14,7 +14,9 @@ from praxis_lite.layers.softmax import ClassLogits, SoftmaxOutput
 
 
 class SigmoidCrossEntropy(ClassLogits):
-  """logits = x w (+ b), and the sum over classes of the cross entropy of each class's sigmoid with its own label.
+  """logits = x w (+ b), and a loss that treats each class as a yes-or-no question of its own.
+
+  The loss is the sum of the cross entropies of all classes, each between the class's sigmoid and its target:
 
       xent = sum_v log(1 + exp(logits_v)) - target_v logits_v
 

@@ -42,7 +42,7 @@ class StateTokens(NamedTuple):
   decay: jax.Array  # [B, T, N], at most 0, in the dtype of sums.
   key: jax.Array  # [B, T, G, S].
   query: jax.Array  # [B, T, G, S].
-  # [B, T] bool, True where a segment starts, and the state before it is forgotten; None means that this is nowhere.
+  # [B, T] bool, True where a segment starts, so that the state before it is forgotten; None means False everywhere.
   starts: jax.Array | None = None
 
 

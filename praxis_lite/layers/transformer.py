@@ -134,7 +134,9 @@ class RepeatedTransformer(Repeat):
     return super().extend_step(x, *args, **kwargs, **self._first_values(x))
 
   def _make_first(self) -> None:
-    """Makes the first block not mix its values; without a `first_tpl`, takes the first block out of the scan.
+    """Changes `first_tpl` so that the first block does not mix its values.
+
+    If `first_tpl` is empty, this makes one from `layers_tpl`, which takes the first block out of the scan.
 
     Raises ConfigError if there is no `first_tpl`, and the blocks alternate in a pattern.
     """

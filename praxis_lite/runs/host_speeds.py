@@ -19,7 +19,7 @@ from praxis_lite.common.figures import duration
 from praxis_lite.runs.records.status import ratio_to_others
 
 _PRODUCTS, _TIMES = 8, 3  # The number of products of the test, and how often it is timed.
-# A host is slow if its test takes this many times as long as the median of the others, this often in a row.
+# A host is slow if its test takes more than `SLOW` times the median of the others, `_IN_A_ROW` times in a row.
 SLOW, _IN_A_ROW = 1.5, 3
 
 

@@ -49,8 +49,8 @@ class LayerDifference(NamedTuple):
   """The first layer whose values differ.
 
   Attributes:
-    point: the path of the layer, with the method if it is not the main one. If it ends with '.in', the input of the
-      layer differs, but no layer before it.
+    point: the path of the layer, with the method if it is not the main one. If it ends with '.in', the layer's input
+      differs, although no layer before it does.
     layer: the number of the layer in its stack; None outside of stacks.
     row, token: the first text whose values differ, and the index of the first such token.
   """

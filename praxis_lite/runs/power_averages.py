@@ -21,8 +21,8 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, map_with_path, ne
 from praxis_lite.training.learning.multi_learner import nested_learners, nested_rules
 from praxis_lite.training.learning.power_averages import check_widths, combine_averages
 
-# An average weights the steps of a run. This is the largest error of the combined average's weights that is accepted,
-# relative to the norm of the wanted weights.
+# An average gives a weight to each step of a run. If it is combined from others, its weights differ somewhat from the
+# wanted ones. This is the largest norm of the difference that is accepted, relative to the norm of the wanted weights.
 _MOST_MISSED = 0.2
 _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 

@@ -140,7 +140,10 @@ def _rule_of_method(rule: Config, method: str) -> Config:
 
 
 def _rules_of_training(model: Config) -> tuple[Config, ...]:
-  """Returns rules that store weights as they were rounded in training; raises ConfigError if they were not rounded."""
+  """Returns rules that store weights in the formats to which training rounded them.
+
+  Raises ConfigError if training did not round weights.
+  """
   rules = (model.quantized,) if isinstance(model.quantized, Config) else tuple(model.quantized)
   if not rules or not all(rule.trained for rule in rules):
     raise ConfigError(

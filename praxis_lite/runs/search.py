@@ -38,7 +38,7 @@ _FIRST_WHOLE = 4  # The number of first trials that are never pruned, so that ot
 
 @dataclasses.dataclass(frozen=True)
 class SearchRange:
-  """The values of a field: `low` to `high` with a kind of `_KINDS`, or the texts `choices` with the kind 'choice'."""
+  """The values of a field. With a kind of `_KINDS`, they are `low` to `high`; with 'choice', the texts `choices`."""
 
   path: str
   kind: str

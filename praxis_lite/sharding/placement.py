@@ -1,14 +1,14 @@
 """Decides where each variable is stored if an experiment declares it in several ways, and records what decided.
 
     mapping on the weight     ('data', None)      wins
-    logical names and rules   ('embed', 'mlp')    for dimensions that the mapping names; its mesh axes are taken first
+    logical names and rules   ('embed', 'mlp')    for dimensions that have a name; mesh axes in the mapping go first
     strategy                  [('.*', ...)]       for weights that declare no mapping
     otherwise                                     replicated
 
 The dimensions that a repeating layer adds are split by that layer, even if a strategy decides about the other
-dimensions. If the ops of a pattern include `logical_partitioning`, they also decide about weights whose mapping names
-logical axes. They start from the mesh axes that the mapping names itself. Other ops may act before and after
-`logical_partitioning`, as in 'logical_partitioning | fsdp("data")'.
+dimensions. A strategy also decides about a weight whose mapping has logical names, if the ops of the pattern that
+matches the weight include `logical_partitioning`. These ops start from the mesh axes in the mapping. Other ops may act
+before and after `logical_partitioning`, as in 'logical_partitioning | fsdp("data")'.
 """
 
 from __future__ import annotations

@@ -321,9 +321,9 @@ def get_fan_in_fan_out(
 ) -> tuple[int | None, int | None]:
   """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
 
-  If the axes of both are given, a fan is the product of the sizes of its axes. Otherwise, as in convolutions, axis -2
-  is the input, axis -1 the output, and the other axes, the receptive field, multiply both. A vector is its own fan in
-  and fan out.
+  If `fan_in_axes` and `fan_out_axes` are both given, a fan is the product of the sizes of its axes. Otherwise, as in
+  convolutions, axis -2 is the input, axis -1 the output, and the other axes are the receptive field, whose size
+  multiplies both fans. The size of a vector is its fan in and its fan out.
   """
   if not shape:
     return None, None

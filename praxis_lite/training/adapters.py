@@ -1,4 +1,4 @@
-"""train_adapters: makes a task train only adapters of its model; and a warning if a model with adapters trains more."""
+"""train_adapters: makes a task train only the adapters of its model. Also warns of training that is rarely meant."""
 
 from __future__ import annotations
 

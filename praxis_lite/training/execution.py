@@ -272,7 +272,7 @@ class ShardMapped(Execution):
     return ShardedParam(part, axes[cut:], shape[cut:]).gather(dtype)
 
   def _take_own_update(self, path: Path, value: jax.Array) -> jax.Array:
-    """Returns this device's shard of the new value of a non-trained variable, averaged over devices."""
+    """Averages the new value of a non-trained variable over devices, and returns this device's shard of the average."""
     value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
     return value if _keeps_split(self._weights[path]) else take_own_part(value, self._specs[path])
 

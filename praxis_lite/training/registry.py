@@ -168,9 +168,10 @@ def full_name(experiment: type) -> str:
 
 
 def short_name(name: str, among: Iterable[str] | None = None) -> str:
-  """Returns the shortest ending of a full name that no other name in `among` has, by default the registered names.
+  """Returns the shortest ending of a full name that belongs to no other name in `among`.
 
-  The ending has at least a module and a class. If no ending is unique, it is the full name.
+  `among` are by default the registered names. The ending has at least a module and a class. If no ending is unique, it
+  is the full name.
   """
   parts = name.split('.')
   endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))

@@ -219,9 +219,9 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns the alpha of a weight's adapter in these modules, one for each layer or expert.
+  """Returns the one alpha of the adapters of a weight in `modules`, of which each layer or expert has one.
 
-  Raises ConfigError if their alphas differ.
+  Raises ConfigError if the modules have different alphas.
   """
   patterns = config.get('alpha_pattern')
   own = [*patterns.items()] if isinstance(patterns, dict) else []

@@ -98,7 +98,10 @@ _ENTRY = re.compile(r'(\w+)_\d+')
 
 
 def _is_set_below(error: RangeError, value: object) -> bool:
-  """Whether a config in `value` sets the field at fault, so that the wrong value does not come from a parent."""
+  """Whether `value` contains a config that sets the field at fault to the wrong value itself.
+
+  If it does, no parent passed the wrong value on.
+  """
   if isinstance(value, fdl.Config):
     field = error.field.partition('[')[0]
     is_this = any(_is_same(x, error.value) for x in _numbers(value.__arguments__.get(field)))

@@ -55,9 +55,10 @@ def add_flags(given: str, wanted: Mapping[str, object]) -> str:
 
 
 def add_needed_flags() -> None:
-  """Adds to XLA_FLAGS the flags that this release needs to avoid ending the process. The user's own values win.
+  """Adds to XLA_FLAGS the flags without which this release may end the process. The user's own values win.
 
-  This has an effect until JAX starts its backends. XLA rejects these flags as options of a single program.
+  To have an effect, it must be called before JAX starts its backends. XLA does not accept these flags as options of a
+  single program.
   """
   release = _release()
   needed = {name: value for name, (value, first, last) in _NEEDED.items() if first <= release <= last}

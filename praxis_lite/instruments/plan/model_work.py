@@ -66,7 +66,10 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
 
 
 def _repeats(path: tuple[str, ...], weights: Mapping[tuple[str, ...], WeightHParams]) -> int:
-  """Returns how often a layer is repeated: the stack size of the nearest weights below or around it, by default 1."""
+  """Returns how often a layer is repeated, 1 if it has no weights and nothing around it has.
+
+  This is the number of layers in the stack of the nearest weights: those below the layer, or else around it.
+  """
   for length in range(len(path), 0, -1):
     near = next((w for p, w in weights.items() if p[:length] == path[:length]), None)
     if near is not None:

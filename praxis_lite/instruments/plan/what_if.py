@@ -6,8 +6,8 @@
     less waiting    if communication is exposed, the neighbouring mesh with the least time
     more chips      if no such setting fits, twice as many chips, doubled again until the step fits
 
-The difference between the compiled program of the plan and its estimate corrects all estimates. If the compiler refused
-the step, the memory in its error message corrects them.
+All estimates are corrected by one difference: that between the compiled program of the plan and the estimate for the
+same step. If the compiler refused this step, the memory in its error message is used.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class KeptValues:
     self._kinds: dict[str, str] = {}
 
   def select(self, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a row to keep, by name, except missing ones; raises DataError if one cannot be written."""
+    """Returns those `values` of a row that are to be kept, by name, as far as the row has them.
+
+    Raises DataError if one of them cannot be written.
+    """
     kept = {name: values[name] for name in self._keep if name in values}
     for name, value in kept.items():
       if self._format == 'jsonl':

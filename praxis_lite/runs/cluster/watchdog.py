@@ -268,8 +268,8 @@ class Watchdog:
   def give_up(self, reason: str, *, needs_stacks: bool = True) -> NoReturn:
     """Prints the reason, tells the other hosts, writes the stacks of all threads, and ends the process.
 
-    With this exit code, launchers restart the job, unless the run's directory was lost. If another host has reported
-    why it ended, stacks are of no use, and `needs_stacks` is False.
+    The exit code makes launchers restart the job, unless the run's directory was lost. If another host has reported why
+    it ended, stacks are of no use, and `needs_stacks` is False.
     """
     if not self._ending.acquire(blocking=False):
       time.sleep(20 * self._interval)  # Another thread is already ending the process.

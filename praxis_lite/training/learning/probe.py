@@ -84,9 +84,9 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
   """Whether the update of a variable, or of a layer in a stack, depends on other variables or layers.
 
   The answer is found with small variables, even if the optimizer runs another program for large ones; it is False if
-  the optimizer cannot be traced. That is safe, because no layout depends on the answer. It only serves to refuse an
-  optimizer whose statistics of all variables would become statistics of each layer. So a global norm before an
-  Adafactor is found; only an optimizer that mixes large variables, but no small ones, is missed.
+  the optimizer cannot be traced. A wrong answer is harmless, because no layout depends on it: the answer only serves to
+  refuse an optimizer whose statistics of all variables would become statistics of each layer. A global norm before an
+  Adafactor is found. An optimizer is missed only if it mixes large variables but not small ones.
   """
   small = _shrink(weights)
   runs = [_train(build, small, _deal, changed) for changed in (None, 0, 1)]
@@ -248,8 +248,8 @@ def _train(
   Args:
     build, small: the transformation, and the declarations of small variables.
     view: converts each variable to what the transformation gets.
-    changed: 0 or 1: gives other numbers to every second array, beginning with this index; None changes no array.
-    num_steps: number of steps. The factor of a slot that starts at zero only has an effect from the second step on.
+    changed: 0 gives other numbers to the arrays 0, 2, 4, ..., and 1 to the arrays 1, 3, 5, ...; None changes no array.
+    num_steps: number of steps. The factor of a slot that starts at zero has an effect only from the second step on.
   """
 
   def struct(path: Path, weight: WeightHParams) -> Any:
