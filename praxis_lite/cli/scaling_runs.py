@@ -21,7 +21,7 @@ from praxis_lite.runs.records.record import read_record
 from praxis_lite.runs.records.runs import RunState, find_runs, read_run
 
 _TRAIN_LOSS = 'train/loss'
-_END = 0.1  # The training loss is the mean over this share of the steps, the last ones.
+_END = 0.1  # The training loss is the mean over the last steps, this share of all steps.
 _VOCABULARY = 'task.model.vocab_size'
 
 

@@ -96,11 +96,11 @@ def make_ladder(model: Config, factors: Sequence[float], fields: Sequence[str] =
   """Returns a ladder for the config of a model.
 
   Args:
-    model: the config. If it has `mup`, the base of `mup` has factor 1, and the fields in which model and base differ
-      are widths, except `num_layers`.
+    model: the config. If it has `mup`, the model with factor 1 is the base of `mup`. The widths are then the fields in
+      which model and base differ, except `num_layers`.
     factors: see `Ladder`.
-    fields: with `mup`, paths of further fields that are widths; without `mup`, paths of all widths, where () means all
-      integers named `*_dims` except `input_dims`, which usually depends on the data.
+    fields: with `mup`, the paths of further fields that are widths. Without `mup`, the paths of all widths; () then
+      means all integers named `*_dims`, except `input_dims`, which usually depends on the data.
 
   Raises:
     ConfigError: there are fewer than two different factors, a factor is not positive, or there are no widths.

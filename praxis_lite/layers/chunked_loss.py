@@ -396,9 +396,9 @@ def _logits(
 
 
 def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
-  """Returns, for each part [..., S], the logit of `label`, [..., 1, 1]; 0 if the label is not in the part's chunk.
+  """Returns the logit of `label`, [..., 1, 1], in each part: [..., S]. It is 0 in a part whose chunk lacks the label.
 
-  It also is 0 if an earlier chunk had the label, because each class counts once.
+  It is also 0 if an earlier chunk had the label, because each class counts once.
   """
   if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, a lookup might gather logits.
     return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)

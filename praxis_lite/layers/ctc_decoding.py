@@ -25,7 +25,8 @@ class CtcHypotheses(NamedTuple):
       `ctc_greedy_decode`.
     lengths: [B, K] int32, the number of labels; [B] from `ctc_greedy_decode`.
     log_probs: [B, K] float32, the logarithm of the probability of the labels, or a lower bound of it if the beam is
-      narrow; -inf where there are fewer hypotheses. From `ctc_greedy_decode`, [B], for the path instead of the labels.
+      narrow; -inf where there are fewer hypotheses. From `ctc_greedy_decode`, this is [B], the logarithm of the
+      probability of the best path.
   """
 
   ids: jax.Array

@@ -3,8 +3,9 @@
     out_n  = norm(softmax(q_n1 . k_n1 / sqrt(H)) v_n - lambda softmax(q_n2 . k_n2 / sqrt(H)) v_n) (1 - lambda_init)
     lambda = exp(lq_1 . lk_1) - exp(lq_2 . lk_2) + lambda_init
 
-Values have 2 H dims, so that there are as many weights, and as large a cache, as with ordinary heads. For masks, caches
-and implementations of attention, both keys are one key of 2 H dims. A query has zeros in the half of the other key.
+Values have 2 H dims, so that there are as many weights, and as large a cache, as with ordinary heads. To masks, caches
+and implementations of attention, the two keys of a head look like one key of 2 H dims. A query for one of the two keys
+has zeros in the half that belongs to the other.
 
 B batch, T length, S length of keys and values, D model dims, N softmaxes, K keys, H dims per query and key; M = K / 2
 kv heads, G = N / K, J = 2 H.

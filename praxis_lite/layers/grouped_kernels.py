@@ -169,8 +169,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def _tiles_for(dtype: jax.typing.DTypeLike, rows: int, columns: int, summed: int) -> Tiles:
   """Returns the sizes of tiles that were fast on an H100, made smaller for small operands.
 
-  `rows` is the number of rows of an average group, `columns` that of the columns of the result, and `summed` the number
-  of terms of each sum.
+  The result of an average group has `rows` rows and `columns` columns; each entry is a sum over `summed` products.
   """
   wide = 4 // jnp.dtype(dtype).itemsize
   if rows < 64 or columns <= 128:

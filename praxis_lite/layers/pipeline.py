@@ -439,9 +439,7 @@ class Pipelined(Repeat):
     return map_with_path(place_in_stages, variables)
 
   def _to_stages(self, x: jax.Array) -> jax.Array:
-    """Returns an array of layers, [repetitions, ...], by stage, as [S, R, c, ...].
-
-    With more than one round, the given array is [R, P, ...]."""
+    """Converts an array from [repetitions, ...], or with several rounds [R, P, ...], to [S, R, c, ...]."""
     S, R, c = self.num_stages, self.circular_repeat, self._in_group
     if R == 1:
       x = x[None]

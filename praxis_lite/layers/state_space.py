@@ -1,4 +1,4 @@
-"""Linear recurrences: with one decay per head and token, in chunks by matrix products; with any decays, by a tree.
+"""Linear recurrences. With one decay per head and token, matrix products compute a chunk; with any decays, a tree does.
 
     state_t = exp(decay_t) state_(t-1) + value_t key_t^T          [H, S]
     out_t   = state_t query_t                                     [H]
@@ -105,7 +105,10 @@ def scan_chunks(
 
 
 class ChunkDecay(NamedTuple):
-  """Factors that describe how decay inside a chunk reduces the parts of a state; 0 across segments."""
+  """Factors in a chunk: how much of what was in the state, or was written to it, remains later after decay.
+
+  A factor is 0 if a new segment has started in between.
+  """
 
   between_BNLM: jax.Array  # What remains at token L of what token M has written; 0 if M is later than L.
   from_before_BLN: jax.Array  # What remains, at each token, of the state before the chunk.

@@ -25,9 +25,13 @@ T = TypeVar('T')
 
 
 def size_stack(stack: Config, model: Any, num_layers: int, *, causal: bool) -> Config:
-  """Returns the config of a stack of `num_layers` blocks with the sizes of a model; `causal` sets their attention.
+  """Returns the config of a stack of `num_layers` blocks that have the sizes of a model.
 
-  `model` is the layer with `model_dims`, `hidden_dims` (None means 4 D), `use_bias`, and the fields of `HEADS`.
+  Args:
+    stack: the config of the stack, whose sizes are replaced.
+    model: the layer that has the sizes: `model_dims`, `hidden_dims` (None means 4 D), `use_bias` and those in `HEADS`.
+    num_layers: the number of blocks.
+    causal: whether the self-attention of the blocks is causal.
   """
   stack = stack.clone(num_layers=num_layers)
   sizes = {'input_dims': model.model_dims, **{field: getattr(model, field) for field in HEADS}}
@@ -159,10 +163,10 @@ class RepeatedTransformer(Repeat):
 def add_windows(
   layers_tpl: Config | tuple[Config, ...], windows: Sequence[int | None] | None, where: str
 ) -> tuple[Config, ...]:
-  """Returns a pattern of blocks with sliding windows, in the layer at the path `where`.
+  """Returns a pattern of blocks with sliding windows; `where` is the path of their stack, for messages.
 
-  `windows` are the `sliding_window` of each block, repeated in turn, so that (4096, None) alternates local and global
-  attention. With None, `layers_tpl` is unchanged, and may be a pattern.
+  `windows` has the `sliding_window` of each block, and the pattern repeats: (4096, None) alternates local and global
+  attention. If `windows` is None, `layers_tpl` is unchanged, and may be a pattern.
 
   Raises:
     ConfigError: there are both windows and a pattern, or the tuple of windows is empty.

@@ -249,7 +249,10 @@ class TransformerLm(Layer):
 
 
 def logits_at(last_B: jax.Array, x_BTD: jax.Array, get_logits: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """Returns the logits of token `last_B` of each row, [B, V]; if `last_B` is [B, N], of N tokens of each, [B, N, V]."""
+  """Returns the logits of one token of each row, [B, V]; `last_B` has the token's index in each row.
+
+  If `last_B` is [B, N], returns the logits of N tokens of each row, [B, N, V].
+  """
   last_BN = last_B if last_B.ndim == 2 else last_B[:, None]
   logits_BNV = get_logits(jnp.take_along_axis(x_BTD, last_BN[..., None], axis=1))
   return logits_BNV if last_B.ndim == 2 else logits_BNV[:, 0]

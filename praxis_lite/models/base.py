@@ -51,8 +51,8 @@ class ScoreLimits(NamedTuple):
   vocab_size: int  # V; labels are from 0 to V - 1.
   max_positions: int | None  # The largest number of tokens in a row; None means any number.
   takes_prefixes: bool  # Whether a batch has `prefix_lengths`, [B] int32.
-  # For an encoder-decoder, whose contexts are in `source_ids` and `source_segment_ids`, [B, S]: the token of `ids` that
-  # comes before a continuation. None means that a row of `ids` holds both a context and its continuation.
+  # For an encoder-decoder: the token of `ids` that comes before a continuation. Contexts are then in `source_ids` and
+  # `source_segment_ids`, [B, S]. None means that a row of `ids` holds both a context and its continuation.
   start_id: int | None = None
   source_end_id: int | None = None  # The token that ends a source; None means that there is no such token.
 

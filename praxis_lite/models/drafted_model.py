@@ -104,5 +104,8 @@ _WAYS_TO_DECODE = (LanguageModel.decode, EncoderDecoderModel.decode)
 
 
 def _reads(model: LanguageModel) -> tuple[Any, bool]:
-  """Returns values that are equal for two models only if both read prompts, both read sources, or both read audio."""
+  """Returns a value for the kind of input that a model reads: prompts, sources or audio.
+
+  Two models with equal values read the same kind.
+  """
   return type(model).decode, model.prompts_are_sources

@@ -124,7 +124,10 @@ class _Rules(Generic[RuleT]):
     self._kinds: dict[str, str] = {}  # Class names of layers that a regex may match, by path.
 
   def choose(self, name: str, kind: str, is_for: Callable[[RuleT], bool]) -> int | None:
-    """Returns the index of the first rule for which `is_for` is true, or None; notes the layer's `name` and `kind`."""
+    """Returns the index of the first rule for which `is_for` is true, or None if there is none.
+
+    Records the layer's `name` and `kind` for `check`.
+    """
     self._kinds[name] = kind
     i = next((i for i, rule in enumerate(self.rules) if is_for(rule)), None)
     if i is not None:

@@ -82,7 +82,10 @@ def tokens_of_pairs(segment_ids_BT: jax.Array, num_pairs: int) -> jax.Array:
 
 
 def sum_by_pair(x_BT: jax.Array, segment_ids_BT: jax.Array, weights_shape: Sequence[int]) -> jax.Array:
-  """Returns the sum over the tokens of each segment, [B, S], or, if weights of pairs are [B], of each row, [B]."""
+  """Returns the sum over the tokens of each pair, in the shape of the weights of the pairs, `weights_shape`.
+
+  If this is [B, S], a pair is a segment of a row; if it is [B], a pair is a row.
+  """
   if len(weights_shape) == 1:
     return jnp.sum(x_BT, axis=1)
   return jnp.sum(jnp.where(tokens_of_pairs(segment_ids_BT, weights_shape[1]), x_BT[:, :, None], 0), axis=1)

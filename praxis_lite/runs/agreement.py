@@ -91,14 +91,14 @@ class Agreement:
     texts: what to compare; see `texts_of_batch`.
 
   Attributes:
-    model, exact: the model without label smoothing and with room for all tokens in its experts, in its own dtype and in
-      float32.
+    model: the user's model without label smoothing, and with experts that have room for all tokens.
+    exact: the same model, but computing in float32.
     drops_tokens: whether experts of the user's model skip tokens beyond their capacity; `model` skips no tokens.
     note: how the reference differs from the training step; '' if it does not.
     reference, exact_reference: the log-probabilities of each continuation in the training step, in `dtype` and in
       float32.
     rounding: the largest change of a log-probability from computing in bfloat16 instead of float32, in nats.
-    rounding_of_dtype: the same change, from computing in `dtype`.
+    rounding_of_dtype: the largest change from computing in `dtype` instead of float32.
     sensitivity: the largest change of a log-probability when weights change by a rounding error of float32, in nats.
 
   Raises:
@@ -224,7 +224,7 @@ class Agreement:
     return max(4 * scaled, 8 * self.sensitivity, 32 * largest * _epsilon('float32'))
 
   def _measure_sensitivity(self) -> float:
-    """Returns by how many nats a log-probability changes at most if weights change by a rounding error of float32."""
+    """Returns the largest change of a log-probability, in nats, if weights change by a rounding error of float32."""
     expected, stored = self.score(self.exact), self.exact.stored_variables
     floats = [x.dtype for x in jax.tree.leaves(stored) if jnp.issubdtype(x.dtype, jnp.floating)]
     coarsest = max((_epsilon(dtype.name) for dtype in floats), default=_epsilon('float32'))

@@ -188,7 +188,7 @@ def first_layer_difference(
 def _groups(values: Mapping[str, PointValues]) -> Iterator[list[str]]:
   """Yields groups of successive points.
 
-  A group has the points of stacks with equally many layers, or one other point.
+  A group is either one point that is in no stack, or points in stacks that have the same number of layers.
   """
   sizes = {name: len(point.values) if point.is_stacked else name for name, point in values.items()}
   for _, group in itertools.groupby(values, sizes.__getitem__):

@@ -85,7 +85,7 @@ def _factors(known: Sequence[tuple[int, float]], width: float, step: int) -> lis
 def _averages_in(
   checkpointer: Checkpointer, step: int, widths: Mapping[str, tuple[float, ...]]
 ) -> dict[str, tuple[Path, float]]:
-  """Returns the variable and the width of each average in a checkpoint, by the name of its array."""
+  """Returns the averages in a checkpoint, by the name of the array: the variable's path, and the average's width."""
   averages = {}
   for name in checkpointer.about(step)['variables']:
     match = _NAME.fullmatch(name)

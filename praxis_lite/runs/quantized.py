@@ -58,8 +58,8 @@ def quantize_run(
     calibration: how the values are chosen by data; None rounds to nearest.
 
   Raises:
-    UserError: a rule is not valid, rules are given although the run has some already, its checkpoint does not exist or
-      has NaN, or `out` cannot be used.
+    UserError: a rule is not valid, rules are given although the model of the run has rules already, the checkpoint does
+      not exist or has NaN, or `out` cannot be used.
   """
   quantized = dataclasses.replace(config, task=config.task.clone())
   given, rules = rules, rules or _rules_of_training(config.task.model)

@@ -189,7 +189,8 @@ class Growth:
   """How a weight differs from its counterpart in the smaller model whose hyperparameters are used; see `growth.py`."""
 
   base_shape: tuple[int, ...]  # The shape of the weight in one layer of the smaller model.
-  depth: float = 1.0  # The ratio of the number of layers in the stacks around the weight to that in the smaller model.
+  # How many times as many layers the stacks around the weight have as those in the smaller model.
+  depth: float = 1.0
   depth_exponent: float = 0.5  # The branches of residual layers are multiplied by depth^-depth_exponent.
 
 

@@ -217,7 +217,10 @@ class PartitionedTask:
     return self._inference_step(functools.partial(steps.decode_step, method='sample'), 'decoded', 'sample_step')
 
   def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
-    """Returns `steps.gradient_norms` on the mesh, with the arguments and, by default, the execution of `train_step`."""
+    """Returns `steps.gradient_norms` on the mesh; it takes the arguments of `train_step`.
+
+    It is executed like `train_step`, unless `execution` is given.
+    """
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
     return PartitionedStep(fn, arguments, self._train_outputs, mesh=self.mesh, flags=self._flags)
 

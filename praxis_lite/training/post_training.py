@@ -89,8 +89,8 @@ def train_rewards(task: Config[TaskT]) -> Config[TaskT]:
 def to_class(model: Config, kind: type, without: Collection[str] = ()) -> Config:
   """Returns the config of a model of another class, with all fields that both classes have.
 
-  Raises ConfigError if the model is not a language model, or if the other class lacks a field that is not at its
-  default. Fields named by `without` may be lost.
+  Raises ConfigError if the model is not a language model, or if the other class lacks a field whose value is not the
+  default. The other class may lack the fields in `without`; their values are lost.
   """
   check_is_language_model('task.model', model)
   known = set(field_names(Config(kind)) or ())

@@ -36,7 +36,10 @@ from praxis_lite.sharding.weights import WeightHParams
 
 
 class Extent(NamedTuple):
-  """One factor of the size of a tensor's dimension: entries of the variable, and how many others surround them."""
+  """One of the dimensions that are joined in a dimension of a tensor.
+
+  It has the entries of a dimension of the variable, between entries of other variables.
+  """
 
   # The dimension of the variable; None if it has no such dimension, and so only one entry.
   axis: int | None
@@ -61,8 +64,8 @@ class View:
   groups: tuple[tuple[Extent, ...], ...]  # For each dimension of the tensor, its extents, outermost first.
   # For each dimension of the tensor, how many entries come before and after all of its extents; () if none do.
   around: tuple[tuple[int, int], ...] = ()
-  # The dimension of the variable that extents count as two: the groups, and the entries in a group. None if there is
-  # none.
+  # The dimension of the variable that is split into two for the extents: the groups, and the entries in a group. None
+  # if there is no such dimension.
   parted: int | None = None
   num_in_group: int = 1  # How many entries of that dimension form a group.
 
@@ -236,7 +239,7 @@ def add_copies(found: dict[Path, list[Piece]], copies: Mapping[str, str]) -> dic
 class _LayerOrder(NamedTuple):
   """The order of layers: `first_0`, ...; then `layers_0`, ..., which may be stacks; then `rest_0`, ..."""
 
-  # For each of these names, the number of its first layer; also for `layers`, the name of a single stack.
+  # For each of these names, the number of its first layer. If there is a single stack, its name is `layers`.
   start: dict[str, int]
   period: int  # The difference of the numbers of successive layers in one of the stacks `layers_0`, ...
 

@@ -23,7 +23,8 @@ def name_field_at_fault(
   if not isinstance(error, RangeError) or _is_set_below(error, list(values.values())):
     return
   field, bracket, _ = error.field.partition('[')
-  # The message already names an entry of the field, or begins with the object's own name and the field.
+  # In these cases the message is clear already: it names an entry of the field, or begins with the object's name and
+  # the field.
   if field in values and (bracket or str(error).startswith(f'{values.get("name")}.{field}:')):
     return
   changed = {

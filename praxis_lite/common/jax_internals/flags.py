@@ -32,8 +32,8 @@ _UNTIL: Mapping[str, tuple[int, int] | None] = {
   'xla_enable_hlo_sharding_v3': None,
   'xla_force_host_platform_device_count': None,
 }
-# Flags without which some releases of jaxlib end the process on programs that other releases compile. A value has the
-# flag's value, and the first and the last of these releases. See section 20 of docs/xla-partitioner-faults.md.
+# Flags without which some releases of jaxlib end the process on programs that other releases compile. For each flag:
+# its value, and the first and the last release that needs it. See section 20 of docs/xla-partitioner-faults.md.
 _NEEDED: Mapping[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
   'xla_enable_hlo_sharding_v3': ('false', (0, 11), (0, 12)),
 }

@@ -21,7 +21,7 @@ from praxis_lite.common.jax_internals import UnknownJax, reading
 
 
 class ScanSizes(NamedTuple):
-  """How many operands of a scan are constants, carried, and sliced, in this order."""
+  """Numbers of operands of a `scan`, in order: constants, carried values, sliced arrays."""
 
   consts: int
   carry: int
@@ -29,7 +29,7 @@ class ScanSizes(NamedTuple):
 
 
 class WhileSizes(NamedTuple):
-  """How many operands of a while are constants of its condition, constants of its body, and carried, in this order."""
+  """Numbers of operands of a `while`, in order: constants of its condition, constants of its body, carried values."""
 
   cond_consts: int
   body_consts: int

@@ -173,7 +173,10 @@ def _places(operations: Iterable[Operation], collectives: Iterable[Communication
 
 
 def _schedule(spans: Sequence[Span], places: Mapping[str, int], live: Mapping[str, int]) -> list[list[object]]:
-  """Returns a row for each span: [index or name, start, end, live bytes], and for a loop [..., iterations, rows]."""
+  """Returns a row for each span: [index or name, start, end, live bytes].
+
+  The row of a loop has two more entries: the number of iterations, and the rows of the spans inside.
+  """
   found: list[list[object]] = []
   for span in spans:
     row: list[object] = [places.get(span.name, span.name), span.start, span.end, live.get(span.name, 0)]

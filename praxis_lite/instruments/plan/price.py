@@ -10,7 +10,7 @@ from praxis_lite.instruments.plan.goodput import EXPECTED, ExpectedGoodput, Inte
 from praxis_lite.instruments.plan.planning import Plan
 
 CHINCHILLA = 20  # Tokens per parameter that give the best model at a given training cost (Hoffmann et al., 2022).
-_NEARLY_ALL = 0.9995  # If a larger share of the time is useful work, failures are not mentioned.
+_NEARLY_ALL = 0.9995  # Failures are mentioned only if the share of the time that is useful work is smaller.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class RowReader(Generic[DecodingState]):
   def read(
     self, ids_BM: jax.Array, number: jax.Array, done_B: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the last tokens of each row that fit in the slots, into the state that `start` returned.
+    """Reads the last tokens of each row, as many as there are slots, into `state`, which `start` returned.
 
     `ids_BM` are the continuations so far, of `number` tokens each. Rows that are done are not read.
 

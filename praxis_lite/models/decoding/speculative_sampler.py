@@ -30,8 +30,8 @@ class SpeculativeSampler(DrawingDecoder):
   """Settings of speculative decoding: one pass of the model checks cheap guesses, and accepts those before a wrong one.
 
   It draws from the distribution of a `Sampler` with the same settings; guesses only change the time. Greedy tokens are
-  the same as those of a `Sampler`. With `lookup`, so are random tokens; a draft model or heads of the model use other
-  random numbers.
+  the same as those of a `Sampler`. Random tokens are the same with `lookup`. With a draft model or own heads they
+  differ, because other random numbers are drawn.
 
   Attributes: the same as for `Sampler`, and
     draft_tokens: K, the largest number of tokens that are guessed at a time.

@@ -99,9 +99,10 @@ def list_inputs(paths: Sequence[str]) -> list[str]:
 
 
 def cut_file(file: str, first: int, most: int) -> tuple[InputFile, list[Part]]:
-  """Returns a pair: what identifies the file, and a list of its parts. Each part but the last one has `most` rows.
+  """Returns a pair: what identifies a file, and the file's parts of at most `most` rows.
 
-  `first` is the number of the first row of the file among the rows of all files."""
+  `first` is the number of the file's first row among all rows of the input.
+  """
   before = stamp_of(file)
   cut = _cut_table if file.endswith(_TABLE) else _cut_lines
   with open_input(file) as opened, _one_line_errors(file):

@@ -126,7 +126,7 @@ class Watchdog:
     """Also watches progress while the block runs; reports an error in the block to the other hosts.
 
     If another host has caused the error, this waits until the watchdog names that host and ends the process. `why_lost`
-    returns the error for a run directory that is no longer at its path, or None. A run without its directory is not
+    returns an error if the run's directory is no longer at its path, otherwise None. A run without its directory is not
     restarted, because it would start at step 0.
     """
     self.directory, self._state, self._why_lost = directory, 'running', why_lost

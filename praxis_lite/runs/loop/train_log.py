@@ -44,8 +44,8 @@ class TrainLog(Observer):
   If several steps in a row are skipped, the console shows the first one, and then only their number.
 
   Args:
-    rows_after: returns the number of rows in the batch that follows a state of the input; None if all batches are
-      equal.
+    rows_after: returns the number of rows in the next batch, given the state of the input before it; None if all
+      batches have the same number of rows.
     observers: notified of a step's metrics once these are computed; their figures are logged with the metrics.
   """
 

@@ -43,7 +43,7 @@ def _split_key(seed: int) -> RunKeys:
 
 
 def split_key(key: jax.Array) -> RunKeys:
-  """Returns the keys of a run whose seed has this key."""
+  """Returns the keys of a run, given the key that was made from the run's seed."""
   return RunKeys(*jax.random.split(key, 3))
 
 

@@ -113,7 +113,7 @@ def guard_pad(pad: Instance) -> tuple[ArraySplit, ...]:
 
 
 def _whole_along(operation: Instance, still: np.ndarray) -> tuple[ArraySplit, ...]:
-  """Returns the compatible splits without the dimensions for which `still` is False."""
+  """Returns the compatible splits, changed so that dimensions with a False in `still` are whole on each device."""
   moved = np.flatnonzero(~still)
   return tuple(whole(split, moved) if split else split for split in operation.compatible)
 

@@ -93,9 +93,9 @@ def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:
 
 
 def _loop(call: ir.Operation, batch: ArraySplit, site: Site | None) -> None:
-  """Replaces a call by a loop of calls, in each of which a device computes with one of its matrices.
+  """Replaces a call by a loop of calls. In each iteration, each device computes with one of its matrices.
 
-  Each batch dimension becomes two: the devices that split it, and the matrices of one device.
+  For this, each batch dimension becomes two: the devices that split it, and the matrices of one device.
   """
   shape = _batch_shape(call)
   parts = [count_parts(axes) for axes in batch]

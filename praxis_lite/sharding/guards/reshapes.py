@@ -47,7 +47,10 @@ def _is_uneven(shape: Sequence[int], split: ArraySplit, dims: Sequence[int]) -> 
 
 
 def factor_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-  """Yields the smallest groups of dimensions, before and after a reshape, that hold the same entries."""
+  """Yields pairs of groups of dimensions, one before and one after a reshape, that hold the same entries.
+
+  The groups are as small as possible.
+  """
   i = j = 0
   while i < len(before) or j < len(after):
     first, second = i, j

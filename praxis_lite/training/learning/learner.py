@@ -60,10 +60,10 @@ class Learner(BaseLearner, Configurable):
       norm of the unit's weights (adaptive gradient clipping); 0 disables it, 0.01 is usual.
     clip_gradient_z_score: a global gradient norm that is more than this many standard deviations above the mean of past
       steps is reduced (ZClip); 0 disables it, 2.5 is usual. The optimizer's state then has the mean and the variance.
-    l2_regularizer_weight: adds this times the variable to its gradient; 0 disables it.
-    decoupled_weight_decay: subtracts learning rate times this times the variable from the variable; 0 disables it.
-    independent_weight_decay: subtracts the schedule's factor, without the learning rate, times this times the variable
-      from the variable (Wortsman et al., 2023); 0 disables it.
+    l2_regularizer_weight: a factor c; c * variable is added to the gradient of the variable. 0 disables it.
+    decoupled_weight_decay: a factor c; each step also subtracts learning rate * c * variable. 0 disables it.
+    independent_weight_decay: a factor c; each step also subtracts schedule * c * variable, where the schedule's factor
+      is not multiplied by the learning rate (Wortsman et al., 2023). 0 disables it.
     bprop_variable_inclusion: regexes that match whole paths of the variables to train; empty trains all.
     bprop_variable_exclusion: regexes that match whole paths of variables that are not trained, and have no slots.
     ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0

@@ -72,7 +72,10 @@ def is_stackable(build: _Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: _Build, weights: NestedDict) -> bool:
-  """Whether a part of a variable is updated in the same way without the rest; False if random numbers are drawn."""
+  """Whether a part of a variable gets the same update if the rest of the variable is missing.
+
+  False if the transformation draws random numbers.
+  """
   small = _shrink(weights)
   whole, part = _train(build, small, _whole), _train(build, small, _part)
   if whole is None or whole.programs.draws:
@@ -98,11 +101,11 @@ def looks_at_all(build: _Build, weights: NestedDict) -> bool:
 
 
 def slot_axes(build: _Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
-  """Returns, by the path of each slot, the axes of its variable along which the dimensions of the slot run.
+  """Returns a tuple for each slot, by its path: for each dimension of the slot, the matching axis of its variable.
 
-  A slot's dimension runs along an axis if the slot varies along this dimension after a step with variables that vary
-  only along that axis. The entry is None for a dimension that does not run along exactly one axis. Slots without such
-  axes are left out.
+  An axis matches a dimension of the slot if the slot varies along the dimension after a step with variables that vary
+  only along the axis. The entry is None for a dimension that matches no axis, or several. Slots without any matching
+  axis are left out.
   """
   small, found = _shrink(weights), dict[Path, list[list[int]]]()
   if not _acts_alike(build, weights, small):
@@ -142,7 +145,7 @@ def _whole(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
 
 
 def _part(path: Path, weight: WeightHParams, x: np.ndarray) -> np.ndarray:
-  """Returns a variable without one index of each dimension, like a shard; dimensions of size 1 are never split."""
+  """Returns a part of a variable, like a shard: leaves out one index of each dimension that has more than one."""
   for dim, size in enumerate(x.shape):
     x = np.delete(x, _secret(path, dim) % size, dim) if size > 1 else x
   return x
