@@ -1,10 +1,10 @@
 """Which pairs of a block of queries and a block of keys attention has to compute.
 
-The mask says which pairs of blocks are empty, that is, fully masked; see `masks.py`. A pair that is empty because of
-its indices is not in the table of pairs, so it costs nothing. A pair that is empty because of data, such as segment
-ids, has the flag False in the table, and a branch skips it. If even the indices of blocks depend on data, such as the
-index of the device, then so do the table and the number of iterations. If no pair is partly masked, no mask is
-computed.
+The mask says which pairs of blocks are empty, that is, fully masked; see `masks.py`. If the positions of its blocks
+alone make a pair empty, it is not in the table of pairs, so it costs nothing. If data, such as segment ids, make a pair
+empty, it is in the table with the flag False, and a branch skips it. If even the positions of blocks depend on data,
+such as the index of the device, then so do the table and the number of iterations. If no pair is partly masked, no mask
+is computed.
 
 I, J numbers of blocks of queries and of keys, Q queries and S keys of a block.
 """
@@ -28,7 +28,7 @@ class BlockPairs(NamedTuple):
 
   table: jax.Array  # [P, 2], P pairs (i, j); only the first `used` count.
   used: int | jax.Array
-  flags: jax.Array | None = None  # [P], False for pairs that are empty because of data; None if no pair can be.
+  flags: jax.Array | None = None  # [P], False for pairs that data make empty; None if data cannot make a pair empty.
   masked: bool = True  # Whether a pair may be partly masked.
   expected: float | None = None  # The mean of `used` over the devices, if `used` is traced; see `expected_trips`.
 

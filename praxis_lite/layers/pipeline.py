@@ -85,7 +85,7 @@ class Pipelined(Repeat):
 
   The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are copies of other
   rows, and are dropped at the end. Sums and means over rows in a layer must leave these rows out; see
-  `Layer.real_rows`. Side inputs with a name in the layers' `marks_of_padding` mark these rows as padding.
+  `Layer.real_rows`. A side input whose name is in the layers' `marks_of_padding` marks these rows as padding.
 
   In contrast to `Repeat`, a layer sees one microbatch at a time. Floating scalar summaries are averaged over
   microbatches, and other summaries have the value of the last microbatch. Each microbatch in turn updates non-trainable
@@ -102,10 +102,10 @@ class Pipelined(Repeat):
     microbatch_size: number of rows of a microbatch on all devices together.
     circular_repeat: R, the number of groups of layers in each stage, a divisor of the number of repetitions.
     batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows; see the top of
-      this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. If a layer does not
-      complete a mean over rows with `surroundings.sum_over_rows`, the result is the mean of the devices' means. Devices
-      draw different random numbers. Weights that are split over these axes are gathered before the loop. None means
-      that layers see whole microbatches.
+      this file. As under `partitioning='shard_map'`, a layer then sees the rows of one device. A layer that computes a
+      mean over rows must use `surroundings.sum_over_rows`; otherwise the result is the mean of the devices' means.
+      Devices draw different random numbers. Weights that are split over these axes are gathered before the loop. None
+      means that layers see whole microbatches.
     gather_axes: mesh or logical axes over which weights are gathered once, before the loop. Each device then holds the
       weights of its stages whole, in the dtype in which layers compute. Weights without a declared split are gathered
       over all axes except the stage axis. None means that weights are gathered in each tick.

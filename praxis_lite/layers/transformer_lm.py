@@ -209,12 +209,14 @@ class TransformerLm(Layer):
   def extend_further(
     self, number: int, hidden_BTD: jax.Array, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Appends tokens to the caches of a module of `mtp`; returns its logits [B, V] at `last_B`, and its h_k [B, T, D].
+    """Appends tokens to the caches of a module of `mtp`.
+
+    Returns the module's logits [B, V] for token `last_B`, and its h_k [B, T, D], see `multi_token.py`.
 
     Args:
-      number: the number of the module, from 0.
-      hidden_BTD: h_{k-1} of tokens, from the previous module, or from `extend_with_hidden` for the first one.
-      ids_BT: int32, for each of these tokens, the token `number` + 1 positions later.
+      number: the number of the module, from 0; k = number + 1.
+      hidden_BTD: h_{k-1} of the tokens, from the previous module, or from `extend_with_hidden` for the first one.
+      ids_BT: int32, the tokens that are k positions after these tokens.
       pos_BT: int32 position of each token; -1 is padding.
       last_B: int32 index in [0, T).
     """

@@ -316,7 +316,10 @@ class PromptDecoder:
     return [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
 
   def _note_short_context(self, seen: int | None, most: int) -> None:
-    """Prints a note, once, if the model sees fewer tokens, `seen`, than a prompt and its continuation may have, `most`."""
+    """Prints a note, once, if a prompt and its continuation may have more tokens than the model sees.
+
+    `most` is the largest number of tokens that they may have, and `seen` the number that the model sees.
+    """
     if seen is not None and most > seen and not self._has_noted and is_primary_process():
       self._has_noted = True
       print(f'note: the model sees only the last {seen} of up to {most} tokens', file=sys.stderr)

@@ -63,7 +63,7 @@ class LossSpikeParams(Configurable):
   """Detection of spikes of the training loss, and the reaction to them.
 
   Attributes:
-    factor: a loss is too high if it exceeds this times the median of the previous losses; None disables detection.
+    factor: a loss is too high if it exceeds factor * median of the previous losses; None disables detection.
     steps: how many losses in a row must be too high.
     window: the number of losses for the median, not counting those that are too high.
     action: with 'rollback', the run goes back to the last checkpoint before the spike, and skips the batches of the
@@ -183,8 +183,8 @@ class TrainParams(Configurable):
       None disables it.
     max_skipped_steps: the run ends with an error after this many steps in a row without a finite loss and gradient; 0
       and None set no limit.
-    slow_step_factor: a step that takes more than this times the median of the previous steps is reported; None disables
-      the reports.
+    slow_step_factor: a step is reported if it takes longer than slow_step_factor * median of the previous steps; None
+      disables the reports.
     max_rollbacks: how many times a run may go back because of a step that is not finite, or a spike of the loss.
     loss_spike, early_stopping, emergency_copies, init_from: see the classes.
   """

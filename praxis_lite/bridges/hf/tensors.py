@@ -10,9 +10,9 @@ letters only name dimensions. Several variables may share a tensor. Numbers coun
     'D N H -> 7|(N H)|9 D'      7 entries come before all heads and dims per head, and 9 after them
     'D (G R=2) H -> (G 1+R H) D'    the heads form groups of two, and the entries of one other head precede each group
 
-The stacked variables of a repeated layer have a tensor for each `{layer}`, and so do the variables of `layers_0`,
-`layers_1`, ... If these layers form a repeated pattern, each of them is a stack. The layers before the stacks are then
-`first_0`, `first_1`, ..., and the layers after them are `rest_0`, `rest_1`, ...
+Each `{layer}` has its own tensor, whether the layers are one stack or the children `layers_0`, `layers_1`, ... If the
+layers repeat in a pattern, each of these children is a stack. The layers before the stacks are `first_0`, `first_1`,
+..., and those after them `rest_0`, `rest_1`, ...
 If a dimension stands before a colon, each of its entries, an `{expert}`, has its own tensor:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')

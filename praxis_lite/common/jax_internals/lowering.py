@@ -3,7 +3,7 @@
 lower_with                  lowers a traced program with other rules
 lower_scan_as_loop          JAX's own rule for `scan`, ignoring `unroll`
 lower_call                  lowers a call of a program to a call of a function in the module
-sharding_rule_attribute     makes an attribute of a rule of `custom_partitioning`
+sharding_rule_attribute     converts a rule of `custom_partitioning` to an attribute
 pretend_cudnn               lets GPU fused attention be traced without cuDNN
 used_inputs                 finds the inputs on which the outputs of a program depend
 export_changed              exports a lowered program after a change

@@ -66,7 +66,7 @@ def muon(
     eps: added to the norm of the direction; also Adam's epsilon.
     weight_decay, weight_decay_mask: for matrices. A learner fills in this mask and the one of AdamW.
     nesterov: whether the direction is the momentum after one more step.
-    consistent_rms: if given, updates are multiplied by this times sqrt(max(rows, columns)), instead of
+    consistent_rms: if given, updates are multiplied by consistent_rms * sqrt(max(rows, columns)), instead of
       sqrt(max(1, columns / rows)); 0.2 makes them as large as AdamW's.
     adam_b1, adam_b2, adam_weight_decay, adam_weight_decay_mask: arguments of AdamW, for variables that are not
       matrices.

@@ -191,7 +191,7 @@ class _Programs(NamedTuple):
 def _trace(
   build: _Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
 ) -> _Programs | None:
-  """Returns the programs for a tree of shapes; None if the transformation cannot be traced for this tree."""
+  """Returns the programs of a transformation for variables with these shapes; None if it cannot be traced for them."""
   tree, scalar = jax.tree.unflatten(structure, shapes), jax.ShapeDtypeStruct((), jnp.float32)
   try:
     init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
