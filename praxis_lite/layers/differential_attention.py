@@ -36,7 +36,7 @@ class DifferentialAttention(MultiHeadAttention):
 
   Attributes:
     num_heads: N, the number of softmaxes, twice the number of differences. 2 G = 2 N / K query heads share a value; of
-      these, the result of head G + g is subtracted from that of head g.
+      these, the result of head G + g is subtracted from that of head g, for g = 0, ..., G - 1.
     num_kv_heads: K, the number of keys: even, and a divisor of N. None means N.
     dims_per_head: H; None means D / N.
     lambda_init: the part of lambda that is not learned. The paper uses 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1, ...,

@@ -336,7 +336,7 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
   """Returns the result of `run`. Under `vmap`, the mapped dimension becomes a part of V.
 
-  Without this, `vmap` would run the loops of all products in lockstep. Now they run one after another.
+  So the loops of the products run one after another. Otherwise `vmap` would run all of them in lockstep.
   """
 
   @custom_vmap

@@ -90,9 +90,9 @@ def other_rows(x_B: jax.Array, weights_B: jax.Array) -> jax.Array:
 
 
 def _boxes(key: jax.Array, share_B: jax.Array, height: int, width: int) -> jax.Array:
-  """Returns bool [B, h, w], True in a box of each image. The box has a random center, and is cropped to the image.
+  """Returns bool [B, h, w], True in a box of each image, at a random center.
 
-  Before that, its area is 1 - share of the area of the image.
+  The area of the box is 1 - share of the area of the image. Where it reaches beyond the image, it is cropped.
   """
   middles_B2 = jax.random.uniform(key, (*share_B.shape, 2))  # A row's numbers do not depend on later rows.
   half_B = jnp.sqrt(1 - share_B) / 2

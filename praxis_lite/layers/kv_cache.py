@@ -91,7 +91,7 @@ class KVCache(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """The number n for this layer: the last tokens of the rows may attend to the first n slots only."""
+    """The number of this layer's slots, from the first one on, that the last tokens of the rows may attend to."""
     assert self.slot is not None
     return jnp.max(self.slot if self.turn is None else self.slot[self.turn])
 

@@ -484,9 +484,9 @@ class Pipelined(Repeat):
   def _probe_of_ticks(self, path: Path, probe: jax.Array, schedule: PipelineSchedule, devices: int) -> jax.Array:
     """Returns zeros for each tick and layer, [devices, ticks, S, c, ...], in place of a probe, [repetitions, ...].
 
-    The gradient with respect to a probe is no gradient, but statistics of gradients. In the backward pass, each tick
-    gives a part of them as the gradient with respect to its zeros. The parts of real microbatches are combined into the
-    gradient of the probe; those of bubbles are dropped.
+    Layers report statistics of gradients as the gradient with respect to a probe. Here, each tick reports a part of the
+    statistics as the gradient with respect to its zeros. The backward pass combines the parts of real microbatches, and
+    returns the result as the gradient of the probe; it drops the parts of bubbles.
     """
     microbatch, round_ = (np.concatenate([x] * devices) for x in schedule.work())
     real = (microbatch >= 0) & (microbatch < schedule.num_microbatches)

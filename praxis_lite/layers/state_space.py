@@ -1,4 +1,4 @@
-"""Linear recurrences. With one decay per head and token, matrix products compute a chunk; with any decays, a tree does.
+"""Linear recurrences: in chunks of matrix products if a head has one decay per token, otherwise by a tree.
 
     state_t = exp(decay_t) state_(t-1) + value_t key_t^T          [H, S]
     out_t   = state_t query_t                                     [H]
@@ -105,7 +105,7 @@ def scan_chunks(
 
 
 class ChunkDecay(NamedTuple):
-  """Factors in a chunk: how much of what was in the state, or was written to it, remains later after decay.
+  """Factors in a chunk: how much is left, after decay, of the state before it and of what its tokens have written.
 
   A factor is 0 if a new segment has started in between.
   """

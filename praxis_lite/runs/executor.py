@@ -91,8 +91,8 @@ def run_train(
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     LossSpikeError: the loss jumped, and `task.train.loss_spike` says to raise, or the run went back too often.
     NonFiniteError: a step was not finite, and the learner is set to raise; that step is not saved. Or too many steps
-      in a row were not finite; the last step is saved. `max_skipped_steps` are too many. At the end of training, so are
-      more than half of the steps since this call began, if they are the last ones.
+      in a row were not finite; the last step is saved. Too many means `max_skipped_steps`; at the end of
+      training, it also means more than half of the steps since this call began.
     Exception: the error of a hook, with a note that names the hook; the state has been saved. With several processes,
       the other processes return with ended_by='SIGTERM'.
   """

@@ -30,7 +30,7 @@ _NAME = re.compile(r'opt_states\.((?:\w+\.)?)averages\.(\d+)\.(.+)')
 def power_average(
   directory: str | os.PathLike[str], learner: Config, variables: NestedDict, width: float, step: int
 ) -> NestedDict:
-  """Returns the variables of a checkpoint, and in place of each variable that has averages in checkpoints its average.
+  """Returns the variables of a checkpoint. If checkpoints have averages of a variable, its average takes its place.
 
   Args:
     variables: the variables of the checkpoint of `step`, on a mesh.

@@ -219,7 +219,7 @@ def _escape(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _alpha(weight: AdaptableWeight, modules: Sequence[str], config: Mapping[str, Any]) -> float:
-  """Returns the one alpha of the adapters of a weight in `modules`, of which each layer or expert has one.
+  """Returns the alpha of a weight's adapters. `modules` are the modules with this weight, one for each layer or expert.
 
   Raises ConfigError if the modules have different alphas.
   """

@@ -202,7 +202,7 @@ def _shapes_in_file(kind: AdapterKind, modules: Modules, stored: Stored) -> dict
 
 
 def _lengths(weight: AdaptableWeight, variables: NestedDict, declared: NestedDict) -> np.ndarray:
-  """Returns the norm of a weight's entries for each output, over all inputs: float32 [*stack, *O]."""
+  """Returns the norm of the weights of each output, taken over all inputs: float32 [*stack, *O]."""
   path = weight.weight_path
   if (w := node_at(variables, path)) is None:
     raise ConfigError(

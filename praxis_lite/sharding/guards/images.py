@@ -52,9 +52,9 @@ def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumb
   Example: x and a 1 x 1 filter w, both over (None, None, None, 'a'). Test:
   `test_grouped_convolution_that_is_a_product`.
 
-  The gradient of a filter is a sum over rows. XLA wrongly sums it also over axes that do not split the rows, where all
-  devices have the same summands. Examples: x over ('a', None, None, None) on a mesh a 2 x b 2; a gradient whose users
-  are split over part of an axis. So the rows are split over all axes and parts of axes. Tests:
+  The gradient of a filter is a sum over rows. XLA also sums it, wrongly, over axes that do not split the rows: all
+  devices along them have the same summands. Examples: x over ('a', None, None, None) on a mesh a 2 x b 2; a gradient
+  whose users are split over part of an axis. So the rows are split over all axes and parts of axes. Tests:
   `test_filter_gradient_of_a_grouped_convolution`, `test_filter_gradient_that_is_split_by_part_of_an_axis`.
   """
   rows: tuple[Axis, ...]
@@ -119,7 +119,7 @@ def _whole_along(operation: Instance, still: np.ndarray) -> tuple[ArraySplit, ..
 
 
 def _stands_still(op: ir.Operation, rank: int, *names: str) -> np.ndarray:
-  """Returns, for each dimension, whether the windows have no padding, and the attributes `names` are all 1, there."""
+  """Returns, for each dimension, whether windows stand still: it has no padding, and all attributes `names` are 1."""
   still = np.all([np.array(integers(op, name, [1] * rank)) == 1 for name in names], axis=0)
   if 'padding' in op.attributes:
     still &= (np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) == 0).all(axis=1)

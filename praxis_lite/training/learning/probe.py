@@ -49,7 +49,7 @@ from praxis_lite.sharding.weights import WeightHParams
 # (learning rate) -> the transformation
 _Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 # A function of a variable's path, declaration and array. It returns what a tree has for the variable: the array itself,
-# a part of it, or a dict of its layers.
+# a part of it, or a list of its layers.
 _View = Callable[[Path, WeightHParams, np.ndarray], Any]
 
 _PRIME = 2**31 - 1  # The product of two numbers fits in 64 bits.
