@@ -336,8 +336,8 @@ class Pipelined(Repeat):
     run = map_over_rows(ticks.run, axes)
     # Each stage gets a copy of its own, so that gradients are masked before they are summed over stages.
     shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
-    # Computing `held` takes an all-reduce, which the compiler leaves out if nothing uses `held`. So the loop gets it only
-    # if layers update variables.
+    # Computing `held` takes an all-reduce, which the compiler leaves out if nothing uses `held`. So the loop gets it
+    # only if layers update variables.
     of_updates = held if leaves(others) else None
     of_ticks = map_with_path(lambda path, x: self._probe_of_ticks(path, x, schedule, devices), probes)
     of_ticks = self._fill_in_blocks(of_ticks)
