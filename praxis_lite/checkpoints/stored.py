@@ -159,7 +159,8 @@ class StoredCheckpoint:
   def _name_base_from(self, copy: Path, target: Path) -> None:
     """Writes the path of the base into the record of a copied checkpoint, which will be moved to `target`.
 
-    The path is relative to `target`."""
+    The path is relative to `target`.
+    """
     about = read_checkpoint_record(copy, 'about')
     base = base_of(self.folder, about)
     if base is not None:

@@ -22,7 +22,8 @@ from praxis_lite.sharding.specs import axes_to_entry
 class Place(NamedTuple):
   """The work that a stage does in a tick.
 
-  Fields are scalars for one stage and tick, arrays [S] for all stages in one tick, or [ticks, S] for all ticks."""
+  Fields are scalars for one stage and tick, arrays [S] for all stages in one tick, or [ticks, S] for all ticks.
+  """
 
   stage: jax.Array
   round: jax.Array

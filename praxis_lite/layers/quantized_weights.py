@@ -175,7 +175,8 @@ class QuantizedWeight:
   def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
     """Returns the arrays of a quantized weight by the names of their variables: those of `parts`, and the input scales.
 
-    `parts` is the result of `WeightFormat.quantize`."""
+    `parts` is the result of `WeightFormat.quantize`.
+    """
     scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
     return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
 

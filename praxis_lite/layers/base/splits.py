@@ -128,7 +128,8 @@ class MappedSplits(InCall):
   def _resolve_axes(self, field: str) -> tuple[str, ...]:
     """Returns the mesh axes in a field that contains a single entry of a mapping.
 
-    Returns () if the entry is None or axes have no names."""
+    Returns () if the entry is None or axes have no names.
+    """
     entry = getattr(self, field)
     placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)
     return () if placement is None else tuple(all_axes(placement.spec))
