@@ -71,7 +71,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 class StoredArray(StreamedArray):
-  """An array of a checkpoint, without the padding it is stored with; messages call it `where`."""
+  """An array of a checkpoint. It is stored with padding, but read without it. Error messages call it `where`."""
 
   def __init__(self, store: ts.TensorStore, shape: tuple[int, ...], where: str):
     self.shape, self.dtype = shape, np.dtype(store.dtype.numpy_dtype)
@@ -107,8 +107,9 @@ class CastArray(StreamedArray):
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 
-  A stored chunk that is larger than the parts to read stays in memory until another chunk is read. `folder` has the
-  arrays of a step, and `shapes` the true shape of each array by its name; None takes the stored shape, with padding.
+  If a stored chunk is larger than the parts that are read, it stays in memory until another chunk is read. `folder` has
+  the arrays of a step. `shapes` has the true shape of each array by its name; None stands for the stored shape, which
+  includes padding.
 
   Raises:
     CheckpointError: the checkpoint has no such array, or it cannot be read.

@@ -69,9 +69,10 @@ def read_adapters(
 
 
 def identities_of_adapters(folders: Mapping[str, str]) -> dict[str, Any]:
-  """Returns what identifies the content of each folder, by `adapters.NAME`: the seal of a checkpoint, or a hash.
+  """Returns a dict whose entry `adapters.NAME` identifies the content of a folder.
 
-  For a run, `steps_of_adapters.NAME` is the step of its newest checkpoint.
+  It is the identity of a run's newest checkpoint (see `checkpoint_identity`), or a hash of a folder of peft. For a run,
+  there is also the entry `steps_of_adapters.NAME`, the step of this checkpoint.
 
   Raises:
     UserError: a folder is neither a run with a checkpoint nor one of peft.

@@ -55,8 +55,8 @@ def compute_shards(
 
   Args:
     command, values: the name of the command, and its flags, which other processes get too.
-    run: computes the shards with these numbers in this process; the second argument, which it calls repeatedly, ends
-      the process if its parent has ended.
+    run: computes shards in this process. The first argument has the numbers of the shards. The second is a function
+      that `run` calls repeatedly; it ends the process if the parent process has ended.
     make_worker: returns a function that computes a shard; called in each actor of Ray, so it must be picklable.
     uses_gpus: whether each process or actor needs a GPU of its own, if there are GPUs.
 

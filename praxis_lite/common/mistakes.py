@@ -56,7 +56,8 @@ class NotALayerError(ConfigError, TypeError):
   """Something that is not a layer was called like one."""
 
 
-# Errors about traced arrays: their class, or a regex for the message of a TypeError; what Python needs, and a remedy.
+# Errors about traced arrays. The key is the class of the error, or a regex for the message of a TypeError. The value is
+# a pair: what Python needs, and a remedy.
 _AT_THE_RUN = 'which is known only when the compiled step runs'
 _TRACED: Mapping[type[Exception] | str, tuple[str, str]] = {
   jax.errors.UnexpectedTracerError: (
@@ -227,7 +228,10 @@ def _is_of_user(layer: object) -> bool:
 
 
 def _field_of_size(layer: object, size: int) -> tuple[str, int | tuple[int, ...]] | None:
-  """Returns the field of a layer that decides its inputs, and its value; None if it is not clear which field does."""
+  """Returns a pair: the name of the field that sets the size of a layer's inputs, and the field's value.
+
+  Returns None if it is not clear which field this is.
+  """
   names = getattr(type(layer), '__dataclass_fields__', {}) if isinstance(layer, Configurable) else {}
   fields = {name: getattr(layer, name, None) for name in names}
   found = {name: value for name, value in fields.items() if value == size}
@@ -254,7 +258,10 @@ def name_method(layer: object, path: str, method: str) -> str:
 
 
 def missing_return_hint(method: Callable[..., object]) -> str:
-  """Returns the end of a message whose subject is a method that returned None: what it did, and where its code is."""
+  """Returns the second half of a message about a method that returned None, and says where the method's code is.
+
+  The caller's message begins with the name of the method.
+  """
   return f'returned None; does it lack a return? {defined_at(method)}'
 
 

@@ -130,7 +130,7 @@ def merge(*trees: Any) -> Any:
 
 
 def select(tree: Any, keep: Callable[[Path], bool], path: Path = ()) -> Any:
-  """Returns the part of a nested dict whose leaves have paths that `keep` accepts, without empty dicts."""
+  """Returns a nested dict with only the leaves whose paths `keep` accepts; dicts that would be empty are left out."""
   selected = {}
   for name, node in tree.items():
     at = (*path, name)

@@ -163,7 +163,7 @@ def _to_bytes(image: tf.Tensor) -> tf.Tensor:
 
 
 def _middle(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Returns the (row, column) of the middle: half the distance between the first and the last pixels."""
+  """Returns the (row, column) of the middle of an image, which may lie between two pixels."""
   height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32) - 1.0)
   return height / 2, width / 2
 

@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 def is_tfrecord(file: str) -> bool:
-  """Whether a file's name has neither an ending of ArrayRecord files nor the ending of Parquet files."""
+  """Whether a file is read as TFRecord: its name has no ending of ArrayRecord or Parquet files."""
   return not file.endswith((*_ARRAY_RECORD, _PARQUET))
 
 

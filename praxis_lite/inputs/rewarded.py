@@ -232,7 +232,9 @@ def _is_finite(x: object) -> bool:
 
 
 def group_advantages(rewards: np.ndarray, group: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns two arrays [n]: the advantage of each answer, and 1 or 0 for whether all rewards of its group are equal.
+  """Returns a pair of float32 arrays [n], with an entry for each answer: its advantage, and whether its group is equal.
+
+  The second entry is 1 if all rewards of the answer's group are equal; then the advantage is 0. Otherwise it is 0, and
 
       advantage = (reward - mean of the group) / (standard deviation + 1e-4)
 

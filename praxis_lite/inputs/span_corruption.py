@@ -114,7 +114,10 @@ class SpanCorruptionInput(TextInput):
     return batch
 
   def _corrupt(self, tokens: np.ndarray, random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns source and target of a text, without end tokens; `random`, [2, L], decides where the spans are."""
+    """Returns the source and the target of a text, both without end tokens.
+
+    The random numbers `random`, [2, L], decide where the spans are.
+    """
     noise, spans = self._counts(len(tokens))
     kept = partition(len(tokens) - noise, spans, random[0])
     lost = partition(noise, spans, random[1])

@@ -52,10 +52,10 @@ def put_block(blocks: T, block: T, i: jax.Array) -> T:
 
 @functools.cache
 def _put_entry(dim: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Returns a function that puts an entry at an index of dimension `dim`, also under `vmap` with an unbatched index.
+  """Returns a function that puts an entry at an index of dimension `dim`.
 
-  There, JAX would make a `dynamic_update_index_in_dim` a scatter, which the partitioner cannot split in a `shard_map`
-  over only some mesh axes.
+  It never becomes a scatter under a `vmap` with one index for all. JAX would make a scatter of a
+  `dynamic_update_index_in_dim` there, which the partitioner cannot split in a `shard_map` over only some mesh axes.
   """
 
   @jax.custom_batching.custom_vmap

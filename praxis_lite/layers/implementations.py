@@ -6,7 +6,9 @@ from praxis_lite.layers.base import Layer
 
 
 def describe_implementations(model: Layer, length: int, packed: bool) -> list[str]:
-  """Returns a line for each choice between implementations in a model, with a layer that made it, and how many did.
+  """Returns a line for each choice of an implementation in a model.
+
+  The line names one of the layers that made this choice, and says how many others did.
 
   Sequences have `length` tokens; `packed` says whether a row has several.
   """

@@ -156,7 +156,7 @@ class MultiTokenPrediction(Layer):
       module.init_decode_state(batch_size, max_len)
 
   def extend_step(self, number: int, hidden_BTD: jax.Array, embedded_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-    """Returns h_k for the next tokens, of module k = `number` + 1; see `MultiTokenModule.extend_step`."""
+    """Returns h_k for the next tokens, where k is `number` + 1; see `MultiTokenModule.extend_step`."""
     return self.modules[number].extend_step(hidden_BTD, embedded_BTD, pos_BT)
 
 

@@ -55,7 +55,9 @@ class TickResults(NamedTuple):
 
 
 def map_over_rows(run: Callable[..., TickResults], axes: tuple[str, ...]) -> Callable[..., TickResults]:
-  """Returns `run`, which runs all ticks, in a `shard_map` over `axes`: each device has its own rows of a microbatch.
+  """Returns the function `run`, which runs all ticks, wrapped in a `shard_map` over `axes`.
+
+  So each device has its own rows of a microbatch. Without axes, returns `run` itself.
 
   Gradients of values that are the same on all devices, such as weights, are summed where they enter the `shard_map`.
   """

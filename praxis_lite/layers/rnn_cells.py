@@ -120,8 +120,8 @@ class LstmCellSimple(RnnCell):
   """An LSTM (Hochreiter and Schmidhuber, 1997), with Praxis's options.
 
   Attributes:
-    num_hidden_nodes: H, if the variable `w_proj` projects the output of the cell to O (Sak et al., 2014); 0 means that
-      H is O, without a projection.
+    num_hidden_nodes: H. The variable `w_proj` then projects the output of the cell from H to O (Sak et al., 2014). 0
+      means that there is no projection, and H is O.
     cell_value_cap: c is clipped to [-cap, cap]; None does not clip it.
     forget_gate_bias: constant that is added to f.
     output_nonlinearity: whether m is computed from tanh(c); False uses c itself.

@@ -4,8 +4,9 @@
     before_(p+1) = kept_p before_p + last_p                                    states only, on each device
     out_t += contribution of before_p at token t
 
-where kept_p maps the state before part p to its contribution to the state after part p. It is a factor. For the gated
-delta rule it is a matrix [S, S], and the scan computes it because its first state has a unit matrix as further columns.
+where kept_p says how much of the state before part p is left after part p. For state space models and RG-LRU, it is a
+factor. For the gated delta rule, it is a matrix [S, S]; to compute it, the scan starts from a state with a unit matrix
+as further columns.
 So the devices exchange one state per part, whatever the length. Parts are a dimension P of the arrays, which the mesh
 axis splits; the compiler inserts the gather of states.
 
@@ -63,7 +64,8 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
   (_, T, N, H), S, sums = tokens.value.shape, tokens.key.shape[-1], sum_dtype(tokens.value)
   wide_BTNC = jnp.pad(tokens.value, ((0, 0), (0, 0), (0, 0), (0, S)))
   parts = _cut_tokens(tokens._replace(value=wide_BTNC), num_parts, shard)
-  # The first states are H columns of zeros, which become the part's own state, and a unit matrix, which becomes kept_p.
+  # Each part is scanned from a state of H + S columns. The H columns of zeros become last_p, the part's own state. The
+  # other S columns are a unit matrix, and become kept_p.
   first_SC = jnp.concatenate([jnp.zeros((S, H), sums), jnp.eye(S, dtype=sums)], axis=1)
   first_BNSC = jnp.broadcast_to(first_SC, (len(tokens.value), N, *first_SC.shape))
   scan = jax.vmap(lambda part: scan_delta_rule(part, first_BNSC, chunk), in_axes=1, out_axes=1)
@@ -86,7 +88,7 @@ def scan_delta_rule_in_parts(tokens: DeltaTokens, chunk: int, num_parts: int, sh
 def _cut_tokens(tokens: _TokensT, num_parts: int, shard: ShardParts) -> _TokensT:
   """Returns the tokens in parts, [B, P, L, ...], split over the mesh."""
   parts = {name: _cut(x, num_parts) for name, x in tokens._asdict().items() if x is not None}
-  head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3, which is '' for keys and queries.
+  head = {'value': 'N', 'decay': 'N', 'rate': 'N'}  # The letter of dimension 3; keys and queries have '' there.
   letters = {name: ('B', 'P', '', head.get(name, ''), '')[: x.ndim] for name, x in parts.items()}
   return tokens._replace(**{name: shard(x, letters[name]) for name, x in parts.items()})
 

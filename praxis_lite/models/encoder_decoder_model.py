@@ -159,11 +159,11 @@ class EncoderDecoderModel(LanguageModel):
 
     Args:
       batch: `source_ids` [B, S] int32, and `source_lengths` or `source_segment_ids`; if rows are packed, only the first
-        source of each is used. `ids` [B, P] and `prompt_lengths` [B] int32, which may be 0, are given beginnings of the
-        targets. If there are no `source_ids`, then `ids` and `prompt_lengths` are the sources, and `target_ids` and
-        `target_lengths` the beginnings. Rows without a source get no tokens. `max_tokens`, `row` and `num_drawn` are
-        the same as for `LanguageModel.decode`. `labels` and `weights` [B, T], as in training, add `exact_match` to the
-        result.
+        source of each row is used. A target may have a given beginning: its tokens are in `ids` [B, P], and their
+        number, which may be 0, in `prompt_lengths` [B] int32. If there are no `source_ids`, then `ids` and
+        `prompt_lengths` are the sources, and `target_ids` and `target_lengths` the beginnings. Rows without a source
+        get no tokens. `max_tokens`, `row` and `num_drawn` are the same as for `LanguageModel.decode`. With `labels` and
+        `weights` [B, T], as in training, the result also has `exact_match`.
 
     Returns:
       Metrics: `decoded_length`, tokens per row; `log_prob`, nats per token; and with labels `exact_match`, the fraction
@@ -328,7 +328,7 @@ def _tokens_of_sources(batch: NestedDict) -> tuple[jax.Array, jax.Array | None]:
 def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | None) -> tuple[jax.Array, jax.Array]:
   """Returns prompts as sources, and an int32 mask of their tokens.
 
-  `end_id` is appended to each prompt that is not empty, unless it is None.
+  If `end_id` is not None, it is appended to each prompt that is not empty.
   """
   if end_id is not None:
     ids_BP = jnp.pad(ids_BP, ((0, 0), (0, 1)))

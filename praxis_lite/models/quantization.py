@@ -22,8 +22,8 @@ def quantize_weights(model: Config[ModelT], *rules: Config) -> Config[ModelT]:
 
       quantize_weights(model, Config(QuantizedWeights, format='int4', group_size=64))
 
-  A weight `w` becomes the variables `w`, integers, and `w_quantized_scale`, which are split over the mesh like the
-  weight. Both are frozen, but adapters on them can be trained (QLoRA; Dettmers et al., 2023).
+  A weight `w` becomes two variables: `w`, which now has integers, and `w_quantized_scale`. Both are split over the mesh
+  like the weight. They are frozen, but adapters on them can be trained (QLoRA; Dettmers et al., 2023).
 
   Args:
     model: the config.
@@ -81,7 +81,9 @@ def _store(layer: Layer, variables: NestedDict) -> NestedDict:
 
 
 def dequantize_variables(model: Layer, variables: NestedDict) -> NestedDict:
-  """Returns plain variables, in their declared dtypes; with them, the model without quantization computes the same.
+  """Returns plain variables, in their declared dtypes.
+
+  With them, the model without quantization computes what the quantized model computes.
 
   Args:
     model: the built model with quantized weights.

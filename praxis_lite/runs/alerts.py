@@ -106,7 +106,10 @@ class Alerts(Observer):
 
 @contextlib.contextmanager
 def alerts_of_run(command: str | None, directory: Path) -> Iterator[Sequence[Alerts]]:
-  """Yields the alerts of a call that trains in a directory, and reports an error that ends it; () without a command."""
+  """A context manager around a call that trains in a directory; yields a tuple with the call's alerts.
+
+  Without a command, the tuple is empty. If an error ends the call, the alerts report it.
+  """
   if command is None:
     yield ()
     return

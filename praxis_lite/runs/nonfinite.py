@@ -81,7 +81,7 @@ class SkippedSteps:
 
   @property
   def most_steps(self) -> bool:
-    """Whether the current row of skipped steps is more than half of this process's steps; False without a `limit`."""
+    """Whether the latest steps, skipped in a row, are more than half of this process's steps; False without `limit`."""
     return bool(self.limit) and 2 * self.in_a_row > self._step - self.first_step
 
   def add(self, step: int, metrics: DeviceMetrics) -> bool:
@@ -155,7 +155,7 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
 
 
 def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
-  """Returns hints about what is wrong with the batch, on the host, of a step that was not finite."""
+  """Returns hints about what is wrong with the batch of a step that was not finite; the batch is on the host."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
   if bad := [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]:
     return Hints(f'The last batch has values in {", ".join(map(repr, bad))} that are not finite')

@@ -121,7 +121,9 @@ class Observer:
     """
 
   def find_copy(self, checkpoint: int, shapes: TrainState, true_shapes: TrainState) -> tuple[StateCopy | None, str]:
-    """Returns the newest copy of the state that this observer has kept, or None, and a line about rejected copies.
+    """Returns a pair: the newest copy of the state that this observer has kept (or None), and a text.
+
+    The text is a line about copies that were rejected; '' if there are none.
 
     Args:
       checkpoint: the step of the newest checkpoint, 0 if there is none. Only newer copies count.
@@ -143,7 +145,7 @@ class Observer:
     return contextlib.nullcontext()
 
   def while_training(self, stop: StopSignals) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that is entered for the whole training, while `stop` catches signals."""
+    """Returns a context manager. It is entered for the whole training; during this time, `stop` catches signals."""
     return contextlib.nullcontext()
 
   def on_start(self, run: Run) -> None:

@@ -63,10 +63,10 @@ def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
 
 
 def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedDict]:
-  """Returns the integer, scale and zero point of each entry of weights in few bits, in trees of `SpreadPart`.
+  """Returns the parts of weights in few bits, each spread out to an array with an entry for each entry of the weight.
 
-  The trees are 'integers', which begin at -2^(b-1) for b bits; 'scale'; and 'zero', in the same range as the integers,
-  if some weights have zero points.
+  The result has up to three trees of `SpreadPart`, by name: 'integers', from -2^(b-1) on for b bits; 'scale'; and, if
+  some weights have zero points, 'zero', in the same range as the integers.
   """
   variables = leaves(streamed)
   found: dict[str, dict[tuple[str, ...], StreamedArray]] = {'integers': {}, 'scale': {}, 'zero': {}}
@@ -225,9 +225,10 @@ def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
 def _outputs_within(
   form: WeightFormat, weight: Sequence[int], sizes: Sequence[int], part_bytes: int
 ) -> tuple[int, ...]:
-  """Returns a shape to read: all inputs of one layer, and as many outputs as `part_bytes` allow.
+  """Returns the shape of the parts in which an array is read: all inputs of one layer, and as many outputs as fit.
 
-  `weight` is the shape of the plain weight, and `sizes` the shape of the array to read.
+  A part of the plain weight, in float32, has at most `part_bytes`. `weight` is the shape of the plain weight, and
+  `sizes` the shape of the array to read.
   """
   first, last = _dims_of_inputs(form, len(weight))
   shape = [*[1] * first, *sizes[first:last], *[1] * (len(sizes) - last)]

@@ -153,9 +153,10 @@ def evaluate_questions(
 
 
 def _choose(model: TrainedModel, questions: Sequence[Question], batch_size: int) -> Iterator[tuple[float, float]]:
-  """Yields for each question whether its most probable choice is right, and whether the most probable per byte is.
+  """Yields a pair for each question: whether the most probable choice is right, and the same for a second ranking.
 
-  Each is 1 or 0. Both are NaN if a log-probability is NaN.
+  The second ranking divides each log-probability by the bytes of the choice. Both values are 1 or 0, or NaN if a
+  log-probability is NaN.
   """
   pairs = [(question.prompt, choice) for question in questions for choice in question.choices]
   scores = iter(model.score([prompt for prompt, _ in pairs], [choice for _, choice in pairs], batch_size=batch_size))

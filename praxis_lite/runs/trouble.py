@@ -41,7 +41,7 @@ from praxis_lite.training.task import LossSpikeParams
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 # Once this many troubles are recorded, only those for which the run went back are added: the run needs all of these.
 _MOST_RECORDED = 1000
-# Metrics are read some steps after their step. So the batches of this many steps are remembered besides a jump's own.
+# A step's metrics are read some steps later. So besides the batches of a jump, those of this many steps are remembered.
 _IN_FLIGHT = 16
 # The smallest number of losses with a meaningful median, and the number of losses kept for a restart.
 _FEWEST, _KEPT = 20, 2000
@@ -135,7 +135,7 @@ class LossSpikes:
     self._in_a_row = 0
 
   def add(self, step: int, loss: float) -> str | None:
-    """Adds the loss of the next step; returns a message if it completes a jump, otherwise None."""
+    """Adds the loss of the next step. If it is the last of the losses that form a jump, returns a message."""
     median = statistics.median(self._recent) if len(self._recent) >= min(_FEWEST, self._recent.maxlen or 0) else None
     if median is None or self._factor is None or not loss > self._factor * median > 0:
       self._recent.append(loss)

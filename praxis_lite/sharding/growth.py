@@ -25,7 +25,7 @@ from praxis_lite.sharding.weights import Growth, WeightHParams, WeightHParamsCol
 
 
 class FanGrowth(NamedTuple):
-  """The growth of the fans of a weight: their ratios to those of the smaller model."""
+  """How much a weight's fan in and fan out have grown: each divided by that of the same weight in the smaller model."""
 
   fan_in: float
   fan_out: float
@@ -39,7 +39,7 @@ class FanGrowth(NamedTuple):
 
 
 def fan_growth(weight: WeightHParams) -> FanGrowth:
-  """Returns the growth of a weight's fans compared with the smaller model; 1 and 1 if there is no smaller model."""
+  """Returns how much a weight's fans have grown since the smaller model; 1 and 1 if there is no smaller model."""
   if weight.growth is None or weight.growth.base_shape == weight.shape:
     return FanGrowth(1.0, 1.0)
   here, there = fan_sizes(weight)

@@ -52,7 +52,8 @@ class Trace:
   def __init__(self, root: str = ''):
     # The first operations where non-finite values appear, in order. Some may be intended, such as in masks.
     self.origins: list[Origin] = []
-    # By the path of a layer, in the order of the computation; paths end in ~ for the backward pass.
+    # Statistics by the path of their layer, in the order of the computation. A path that ends in ~ is for the backward
+    # pass.
     self.layers: dict[str, Statistics] = {}
     self._root = root
 

@@ -179,7 +179,7 @@ class StepTaps:
     return _statistics_of(tap for tap in self._activations if _is_meant(tap, name))
 
   def check_seen(self) -> None:
-    """Raises ConfigError if a tap matched no activation in the step just traced, or only ones that cannot be tapped."""
+    """Raises ConfigError if a tap matched nothing in the step just traced, or only arrays that cannot be tapped."""
     for tap in self._activations:
       met = {name: problem for name, problem in self.seen.items() if _is_meant(tap, name)}
       if not met:
@@ -233,7 +233,7 @@ class StepTaps:
 def step_taps(jax_task: SingleTask, taps: Sequence[str] | str, *, trains: bool = True) -> StepTaps:
   """Returns the taps of a task's steps, parsed from texts such as 'lm.transformer.*:rms'.
 
-  Raises ConfigError if a text has another form, or matches nothing.
+  Raises ConfigError if a text does not have this form, or matches nothing.
   """
   parsed = [Tap.parse(text) for text in ((taps,) if isinstance(taps, str) else taps)]
   return StepTaps(parsed, jax_task.model.abstract_init(), jax_task.bind_learner().is_trained if trains else None)
@@ -293,7 +293,7 @@ def is_tapped(name: str) -> bool:
 
 
 def raw_name_of(name: str) -> tuple[str, tuple[str, ...], str]:
-  """Returns the parts of the name of a tapped summary."""
+  """Returns (part, statistics, label), the arguments from which `raw_name` made the name of a tapped summary."""
   raw = read_raw_name(name)
   assert raw is not None
   return raw
@@ -307,9 +307,9 @@ class TappedParts:
     self._last: dict[str, Summary] = {}
 
   def add(self, summaries: Mapping[str, Summary]) -> None:
-    """Adds the summaries of a batch that are parts of statistics.
+    """Adds those summaries of a batch from which the statistics of taps are computed, and ignores the others.
 
-    The summaries of a batch are only read in the next call, so that this call does not wait for a device.
+    They are only read from the devices in the next call, so that this call does not wait for a device.
     """
     self._read_last()
     self._last = {name: s for name, s in summaries.items() if is_tapped(name) and s.kind != ARRAY}

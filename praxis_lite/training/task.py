@@ -113,9 +113,10 @@ class EmergencyCopiesParams(Configurable):
 
 
 def copies_kept(peers: int) -> int:
-  """Returns the most emergency copies of a part of the state in the first directory of each process that keeps it.
+  """Returns how many copies of the same part of the state a process keeps at most in its first directory.
 
-  These are the last complete copy and one that is being written; with peers, also one that is not on all peers.
+  These are the part in the last complete emergency copy, and the part that is being written. With peers, there may also
+  be a part of a copy that is not on all peers.
   """
   return 3 if peers else 2
 

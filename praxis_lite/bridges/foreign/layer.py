@@ -35,7 +35,7 @@ from praxis_lite.sharding.weights import DeclaredSplit, JointInit, WeightHParams
 
 VariableValues = dict[Path, jax.Array]
 
-# The end of the error message about a class of another package, by the package.
+# For an error message about a class of another package: the package, and the advice with which the message ends.
 _LAYER_OF = {
   'flax.linen': 'use LinenLayer',
   'flax.nnx': 'use NnxLayer',
@@ -94,8 +94,8 @@ class Variables(Layer):
       self.update_var(path[0], value)
 
 
-# Modules have an argument that says whether this is training. For each common name of it, this is the field of
-# `ExampleInputs` to set to that name.
+# Many modules have an argument that says whether this is training. The keys are common names of this argument, and the
+# values are the fields of `ExampleInputs` that a user sets to the name.
 _MODE_ARGUMENTS = {
   **dict.fromkeys(('train', 'training', 'is_training'), 'train_argument'),
   **dict.fromkeys(('deterministic', 'use_running_average', 'eval', 'inference'), 'eval_argument'),
@@ -288,7 +288,7 @@ class ForeignLayer(Layer):
     return {path: split for path, split in found.items() if split is not None}
 
   def _patterns(self, field: str) -> list[tuple[int, str, Sequence[Any] | None]]:
-    """Returns (index, pattern, mapping) of each entry of `variable_splits`; raises ConfigError for other entries."""
+    """Returns (index, pattern, mapping) of each entry of `variable_splits`; raises ConfigError if one is not a pair."""
     entries: list[tuple[int, str, Sequence[Any] | None]] = []
     for i, entry in enumerate(self.variable_splits):
       is_pair = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
@@ -330,7 +330,7 @@ class ExampleInputs(ForeignLayer):
   eval_argument: str = ''
 
   def examples(self) -> list[jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the examples; raises ConfigError if the fields have another form."""
+    """Returns the shape and dtype of each example argument; raises ConfigError if a field has the wrong form."""
     field = f'{self.path_name}.example_shapes'
     for i, shape in enumerate(self.example_shapes):
       if not isinstance(shape, tuple | list) or not all(isinstance(n, int) and n > 0 for n in shape):

@@ -94,7 +94,7 @@ class PureLayer:
       method: which method of the layer to call.
 
     Raises:
-      ConfigError: an axis of the mesh of `jax.set_mesh` is Explicit.
+      ConfigError: the mesh that `jax.set_mesh` has set has an Explicit axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit]

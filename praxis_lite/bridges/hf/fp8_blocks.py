@@ -25,7 +25,7 @@ _DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
 def block_of(quantization: object) -> tuple[int, int] | None:
-  """Returns the shape of the blocks of a `quantization_config` of config.json; None if it has another format."""
+  """Returns the shape of the blocks that a `quantization_config` of config.json sets; None for other formats."""
   if not isinstance(quantization, dict) or quantization.get('quant_method') != 'fp8':
     return None
   block = quantization.get('weight_block_size')

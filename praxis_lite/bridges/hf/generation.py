@@ -16,8 +16,8 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding import BeamSearch, Decoder, Sampler
 
 GENERATION_FILE = 'generation_config.json'
-# Settings with the same meaning in a `Sampler`, and transformers' defaults. `_SAMPLED` have an effect only if tokens
-# are sampled.
+# Settings with the same meaning in a `Sampler`, and their defaults in transformers. Those in `_SAMPLED` have an effect
+# only if tokens are sampled.
 _SAMPLED: dict[str, Any] = {'temperature': 1.0, 'top_k': 50, 'top_p': 1.0, 'min_p': None, 'typical_p': 1.0}
 _ALWAYS: dict[str, Any] = {
   'repetition_penalty': 1.0,

@@ -283,7 +283,11 @@ def _z_major(whole: Sides, part: Sides) -> Sides | None:
 
 
 def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
-  """Returns the factors of one side: (tiles or hosts, tiles on a host, hosts in a tile, devices)."""
+  """Returns four factors whose product is one side of the box of devices, which is cut into tiles.
+
+  They are (tiles, 1, hosts in a tile, devices of a host) if a tile is at least as long as a host, and otherwise
+  (hosts, tiles on a host, 1, devices of a tile).
+  """
   if part >= host and part % host == 0:
     return whole // part, 1, part // host, host
   if part < host and host % part == 0 and whole % host == 0:

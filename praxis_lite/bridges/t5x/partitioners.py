@@ -76,8 +76,8 @@ _NOT_GIVEN = object()  # The default of arguments for which None has a meaning.
 class PjittedFnWithContext(Generic[T]):
   """A partitioned function, traced with its mesh as the ambient mesh and its logical axis rules as the current rules.
 
-  `PjittedFnWithContext(fn, mesh)` and `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as in T5X, accept a
-  function that is already jitted, or that needs no specs: its arguments are passed on unchanged.
+  As in T5X, the specs may be left out: `PjittedFnWithContext(fn, mesh)`, or with `logical_axis_rules` as the third
+  argument. `fn` is then a function that is already jitted or needs no specs. Its arguments are passed on unchanged.
 
   Args:
     fn, mesh: a function of arrays with true shapes, and the mesh.
@@ -160,7 +160,7 @@ class PjittedFnWithContext(Generic[T]):
     return jax.tree.map(lambda s: NamedSharding(self.mesh, stored_spec(s or PartitionSpec())), specs, is_leaf=is_spec)
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
-    """Applies `fn` to each non-static argument and its number among the non-static arguments."""
+    """Returns the arguments, each non-static one replaced by `fn(number, argument)`; numbers skip static arguments."""
     static = static_positions(self._static, len(args))
     dynamic = len(args) - len(static)
     if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
@@ -288,11 +288,14 @@ class BasePartitioner(abc.ABC):
   # ---------------------------------------------------------------- state
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
-    """Returns the train state with the `AxisNames` of each array, or None if its axes have no names."""
+    """Returns the tree of the train state with `AxisNames` in place of each array; None if its axes have no names."""
     return jax.tree.map(lambda _: None, train_state)
 
   def get_mesh_axes(self, train_state: TrainState) -> TrainState[PartitionSpec]:
-    """Returns the train state with the full-rank PartitionSpec of each array, or None if its axes have no names."""
+    """Returns the tree of the train state with a PartitionSpec in place of each array.
+
+    A spec has an entry for each dimension. Arrays whose axes have no names have None instead of a spec.
+    """
 
     def resolve_names(path: Path, names: AxisNames) -> PartitionSpec:
       return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).to_stored().spec
@@ -307,7 +310,7 @@ class BasePartitioner(abc.ABC):
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state that `init_fn(*args)` makes in true shapes, now split and padded; see `place_params`.
+    """Calls `init_fn(*args)`, which makes a state in true shapes; returns it split and padded, see `place_params`.
 
     `train_state` has declarations and shapes for the same state; `args`, such as a PRNG key, are replicated.
     """
@@ -327,7 +330,7 @@ class BasePartitioner(abc.ABC):
   def move_params_to_devices(
     self, train_state: TrainState[jax.Array], train_state_axes: TrainState[PartitionSpec]
   ) -> TrainState[jax.Array]:
-    """Returns the train state, padded, on the mesh. The given arrays may be there already, or on the host unpadded."""
+    """Returns the train state on the mesh, padded. The given arrays are padded on the mesh, or unpadded on the host."""
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 
   # ---------------------------------------------------------------- functions
@@ -370,8 +373,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
   A train state is a `TrainState`, or an object with a method `as_logical_axes()` that returns its AxisNames. The
   `mdl_vars` of a `TrainState` are weight declarations that name logical axes (or mesh axes), or arrays in Flax boxes
-  that do (`LogicallyPartitioned`). Its other arrays are given as shapes; a state for inference lacks them. Optimizer
-  slots inherit the names of their variable if they have its shape, and are replicated otherwise.
+  that name such axes (`LogicallyPartitioned`). Its other arrays are given as shapes; a state for inference lacks them.
+  Optimizer slots inherit the names of their variable if they have its shape, and are replicated otherwise.
 
   Args:
     *args, **mesh: as for `BasePartitioner`.
@@ -416,5 +419,8 @@ class PjitPartitioner(BasePjitPartitioner):
     return put_into_boxes(train_state, state_axis_names(bare, self._params_overrides, self._state_overrides, kept))
 
   def _kept_names(self, opt_states: object) -> KeptNames:
-    """Returns a function from the path of a slot to the names that it keeps if its shape is not its parameter's."""
+    """Returns a function that maps the path of a slot to names of axes.
+
+    These are the names that the slot keeps if it does not have the shape of its parameter.
+    """
     return lambda path: ()

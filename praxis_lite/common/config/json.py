@@ -80,8 +80,7 @@ def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
   """Returns what `to_json` writes, with defaults, as nested lists and dicts.
 
   REQUIRED replaces values that could not be read back. It also replaces large arrays, because a config is not a place
-  for data.
-  Secrets are replaced by `***`. `lost` receives the reason for each field that was replaced, by its path.
+  for data. Secrets are replaced by `***`. `lost` receives the reason for each field that was replaced, by its path.
   """
   return _Writer(lost).write_roots(roots)
 
@@ -102,8 +101,8 @@ def decode(
   Args:
     encoded: the JSON, possibly written by anyone.
     trusted: as for `from_json`.
-    edited: paths of the fields whose values were not defaults. Other fields may be missing in today's classes. None
-      means that all fields were edited.
+    edited: paths of the fields whose values were not defaults. Today's classes must have these fields, but may lack the
+      others. None means that all fields were edited.
 
   Raises:
     UntrustedError, ConfigError: as `from_json`.

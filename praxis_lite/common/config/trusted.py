@@ -136,7 +136,7 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
 
 
 def _is_module_class(found: object, module: str) -> bool:
-  """Whether an object is a class of modules or initializers that the package of `module` itself defines."""
+  """Whether an object is a subclass of `Module`, or an initializer, that the package of `module` itself defines."""
   package = module.partition('.')[0]
   bases = found.__mro__ if isinstance(found, type) and _is_in(_home(found), {package}) else ()
   is_initializer = bool(bases) and module == 'haiku.initializers'

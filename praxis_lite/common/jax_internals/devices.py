@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 _PLATFORMS = ('cpu', 'gpu', 'tpu')
-# How device kinds begin, for platforms whose kinds are names of chips.
+# On these platforms, the kind of a device is the name of a chip. These are the first words of such names.
 _KINDS = {'nvidia': 'gpu', 'tesla': 'gpu', 'geforce': 'gpu', 'quadro': 'gpu', 'amd': 'gpu', 'instinct': 'gpu'}
 
 

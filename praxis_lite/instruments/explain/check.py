@@ -303,7 +303,10 @@ def _padding(explained: Sequence[Explanation], limits: WarningLimits) -> Iterato
 
 
 def _batch_padding(inputs: Sequence[Explanation], task: PartitionedTask, limits: WarningLimits) -> Iterator[Problem]:
-  """Yields a problem if too many rows of a batch are padding: one for the whole batch, whose arrays have equal rows."""
+  """Yields a problem if too many rows of a batch are padding.
+
+  It yields only one problem for the whole batch, because all arrays of a batch have the same number of rows.
+  """
   if e := next((e for e in inputs if e.wasted_fraction > limits.wasted_fraction), None):
     size, rows = e.dims[0].size, e.dims[0].padded
     parts, microbatches = task.row_parts, task.jax_task.learner.num_microbatches

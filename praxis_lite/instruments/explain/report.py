@@ -161,7 +161,7 @@ def trace_task(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
   def listener(constraint: SplitConstraint) -> None:
     key = (constraint.field, constraint.shape, str(constraint.dtype))
-    if constraint.remark or key not in found:  # If one field splits several arrays, keep the array with a remark.
+    if constraint.remark or key not in found:  # If one field splits several arrays, the one with a remark is kept.
       found[key] = constraint
 
   jaxpr = task.trace_train_step(listener)

@@ -90,7 +90,10 @@ def _rules(task: SingleTask, variables: Sequence[Explanation]) -> list[str]:
 
 
 def _multipliers(task: SingleTask) -> list[str]:
-  """Returns the factors that a `Mup` adds to computations; the parameter table has the factors of variables."""
+  """Returns a line for each factor with which a `Mup` multiplies a computation.
+
+  The factors with which it multiplies variables are in the parameter table.
+  """
   return [
     f'{layer.path_name} multiplies {what} by {factor:.3g}'
     for layer in task.model.descendants()

@@ -23,7 +23,10 @@ LocalShape = tuple[int, ...]
 def explain_compiled(
   activations: Iterable[Explanation], program: CompiledProgram, names: LayerNames
 ) -> list[Explanation]:
-  """Returns activations with the shape that each device holds in a program, or unchanged if no shape is found."""
+  """Returns the activations, each with the shape that a device holds in the compiled program.
+
+  An activation is returned unchanged if the program has no shape that fits it.
+  """
   results: dict[str, collections.Counter[LocalShape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:

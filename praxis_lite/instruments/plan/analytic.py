@@ -50,7 +50,7 @@ def analytic_memory(
 ) -> Memory:
   """Returns the estimated memory of a step on each device.
 
-  `needs` are the bytes that the step needs, according to a compiler that refused it; None if they are not known.
+  `needs` is the number of bytes that the step needs, if a compiler that refused the step has reported it, else None.
   `state` are the arrays among the arguments of the step.
   """
   kinds = [FILLED_IN.get(names.phase(b.loop), 'temporaries') if b.loop else 'temporaries' for b in program.peak.buffers]

@@ -218,7 +218,7 @@ def read_measurements(file: Path, parse: Callable[[Any], T], flag: str) -> dict[
   """Returns the entries of a file that `praxis-lite plan` writes with `flag`; {} if there is no file.
 
   Raises:
-    UserError: the file has another format, or `parse` raises ValueError or TypeError for an entry.
+    UserError: the file has the wrong format, or `parse` raises ValueError or TypeError for an entry.
   """
   if not file.is_file():
     return {}

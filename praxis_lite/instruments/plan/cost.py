@@ -81,7 +81,7 @@ class Reason(enum.StrEnum):
 
   @property
   def expected(self) -> bool:
-    """Whether the communication or work follows from the declarations; if not, it is a surprise."""
+    """Whether the communication or work follows from what the config and the layers declare; else it is a surprise."""
     return list(Reason).index(self) <= list(Reason).index(Reason.OTHER)
 
 
@@ -229,8 +229,8 @@ def cost_of(
 ) -> Cost:
   """Returns the cost of a compiled step on the chips of `target`.
 
-  The devices of the program are in the order of `mesh`, the size of each mesh axis. `layers` finds the layers of
-  operations, and `hidden` the work that the program does not show.
+  `mesh` has the size of each mesh axis; the program numbers its devices in the order of these axes. `layers` finds the
+  layer of an operation, and `hidden` finds work that the program does not show.
   """
   model = _CostModel(program, target, links, mesh or {}, layers or LayerNames(()), hidden or HiddenWork())
   step = model.timeline(program.entry)
@@ -380,7 +380,7 @@ class _CostModel:
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
-    """Adds an operation that begins at the time `begins`, by default the end of `line`. Returns its seconds."""
+    """Adds an operation to `line`, and returns its seconds. It begins at `begins`; None is the end of `line` so far."""
     products = list(products_of(instruction, computation, self.program, self.hidden))
     moved = bytes_of(instruction, computation, self.program)
     if not products and not moved:
@@ -397,7 +397,10 @@ class _CostModel:
     return seconds
 
   def _name(self, instruction: Instruction, computation: Computation) -> str:
-    """Returns the name of an operation; if XLA dropped it, the name of an operand in the loop, or of the loop."""
+    """Returns the name of an operation. If XLA dropped it, returns the name of an operand, or else that of the loop.
+
+    The name of an operand is used only if the operand is in the same loop.
+    """
     name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
     of_loop = not loop or name.startswith(loop.rpartition('/')[0])
     return name if instruction.op_name or of_loop else loop

@@ -294,7 +294,7 @@ def parse(compiled: jax.stages.Compiled | str) -> CompiledProgram:
 
 
 def _strip_streams(result: str, opcode: str) -> tuple[str, str]:
-  """Returns result and opcode of the start or the end of an asynchronous fusion, as if the fusion ran in order.
+  """Returns (result, opcode) for the start or the end of an asynchronous fusion, as if it were a plain fusion.
 
   XLA for GPUs runs some fusions on separate streams, `((operands), result, u32[]) fusion-start(...)`. They compete for
   memory bandwidth with the operations that run at the same time, so plans assume that this saves no time.
@@ -327,7 +327,10 @@ def _integers(text: str) -> list[int]:
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
-  """Returns the groups of a collective (one of all devices if it names no groups), or pairs (from, to) of a permute."""
+  """Returns the groups of devices of a collective, or for a permute the pairs (from, to) of devices.
+
+  If the instruction names no groups, there is one group of all devices.
+  """
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = _integers(iota[1]), _integers(iota[2])
     return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))

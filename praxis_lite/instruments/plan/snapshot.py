@@ -171,7 +171,7 @@ def read(path: Path) -> Snapshot:
   """Returns the snapshot in a file.
 
   Raises:
-    ConfigError: the file is missing or a line has another format; the message names the line.
+    ConfigError: the file is missing, or a line has the wrong format; the message names the line.
   """
   try:
     lines = read_plain(path).decode().splitlines()

@@ -80,7 +80,7 @@ _parent: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_l
 
 
 class ChildEdits(Protocol):
-  """Edits of all layers below a layer: they change configs before layers are built, and how weights are stored."""
+  """Edits of all layers below a layer. They change a layer's config before it is built, and how weights are stored."""
 
   def edit(self, path: Path, config: Config) -> Config:
     """Returns the config from which the layer at `path` is built: `config` itself, or an edited copy."""
@@ -199,7 +199,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     """Declares the layer's variables and children. Override it; do not call it."""
 
   def _child_edits(self) -> ChildEdits | None:
-    """Returns the edits of all layers below this one; None leaves them to the layers above."""
+    """Returns the edits of the configs of all layers below this one; None if only layers above edit them."""
     return None
 
   def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
@@ -212,7 +212,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     self._claim(name, 'create_variable')
     check_weight(weight, f'{self.path_name}.{name}')
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
-    # A user would set the layer's first mapping, which is for its main weight. If that is None too, `field` names it.
+    # A variable without a mapping, in an error message: users set the layer's first mapping, which is for its main
+    # weight. So if that mapping is None too, the message names its field.
     if mapping is None:
       of_main, mapping_of_main = next(iter(self.split_mappings('weight_split_dims_mapping').items()), (field, None))
       field = of_main if mapping_of_main is None else field
@@ -456,5 +457,5 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
 
 def _overrides_a_setup(cls: type[Layer]) -> bool:
-  """Whether the `setup` of a class overrides one that declares something."""
+  """Whether a class overrides the `setup` of a base class other than `Layer`, whose `setup` declares nothing."""
   return 'setup' in vars(cls) and any('setup' in vars(base) for base in cls.__mro__[1:] if base is not Layer)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from praxis_lite.common.foreign_text import printable
 
-# A host that has lost power closes nothing. After this many seconds without traffic, its system is asked for a sign.
+# A host that has lost power closes no connection. So after this many seconds without traffic, its system is probed.
 _KEEPALIVE = {'TCP_KEEPIDLE': 60, 'TCP_KEEPINTVL': 60, 'TCP_KEEPCNT': 5}
 _SEND_S = 1.0
 _MOST_LINE = 1 << 16
@@ -60,7 +60,7 @@ class Connections:
     return len(self._open)
 
   def listen(self, seconds: float) -> None:
-    """Waits for messages and ends of connections for at most `seconds`, and notes them."""
+    """For at most `seconds`, waits until messages arrive or connections are closed; notes both."""
     if not self._open or not self._lock.acquire(blocking=False):
       time.sleep(seconds)
       return

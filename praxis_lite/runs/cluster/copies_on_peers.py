@@ -31,13 +31,13 @@ _MOST_HELD = 2000
 
 
 class CopiesOnPeers:
-  """The parts that this process sends to its peers, `receivers`, and those that it gets from others after a restart.
+  """Sends this process's part of each emergency copy to its peers, and after a restart gets the part that it lacks.
 
-  In `folder`, this process keeps its own part and the parts that it receives.
+  The peers are the processes `receivers`. In `folder`, this process keeps its own part and the parts that it receives.
 
   Attributes:
-    unsent: why a peer does not have the last part; '' if all peers have it.
-    rates: bytes per second at which each peer has received the last part that it has.
+    unsent: why a peer has not received the newest part of this process; '' if all peers have it.
+    rates: how fast the last part that a peer received was sent, in bytes per second, for each peer.
   """
 
   def __init__(self, folder: Path, network: Peers, receivers: Sequence[int]):
@@ -62,8 +62,8 @@ class CopiesOnPeers:
     """Gets this process's part of the newest copy whose parts are all on some host; returns what failed.
 
     A process takes its part from its own host if the part is there, and otherwise from any host that has it. `copies`
-    has, by step, the copies whose part for this process is on this host; a fetched copy is added to it. Copies of steps
-    up to `oldest` are ignored.
+    has copies by step: those of which this host has this process's part. A fetched copy is added to them. Copies of
+    steps up to `oldest` are ignored.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):
@@ -109,13 +109,18 @@ class CopiesOnPeers:
 def join_peers(
   folder: Path, lineage: int, count: int, failure_domain: int, part_bytes: int
 ) -> tuple[CopiesOnPeers | None, str, int]:
-  """Connects the processes that send parts of `part_bytes` to each other; all processes call this.
+  """Connects the processes, so that each can send its part, of `part_bytes`, to peers. All processes call this.
 
-  `count` and `failure_domain` are `peers` and `failure_domain` of `EmergencyCopiesParams`.
+  Args:
+    count, failure_domain: `peers` and `failure_domain` of `EmergencyCopiesParams`.
 
-  Returns three values: the copies on peers, None if all processes have the same folder; a line about the network
-  traffic and memory that they take; and the most bytes that the processes with this folder keep together. Raises
-  UserError if there are not enough failure domains.
+  Returns:
+    Three values. The first is a `CopiesOnPeers`, or None if all processes have the same folder. The second is a line
+    about the network traffic and the memory that the copies take. The third is the largest number of bytes that the
+    processes with this folder keep together.
+
+  Raises:
+    UserError: there are not enough failure domains.
   """
   process, folders = jax.process_index(), folders_of_all(folder)
   if len(set(folders)) == 1:
@@ -167,9 +172,10 @@ def receivers_of(domains: Sequence[int], count: int) -> list[list[int]]:
 
 
 def failure_domains(folders: Sequence[str], size: int) -> list[int]:
-  """Returns a number for each process, equal for processes that may be lost together.
+  """Returns the number of each process's failure domain. Processes that may be lost together have the same number.
 
-  These are `size` successive processes, and all others that share a folder with one of them; see `folders_of_all`.
+  A domain consists of `size` successive processes. Domains with processes that share a folder become one; see
+  `folders_of_all`.
   """
   found: list[int] = []
   of_folder: dict[str, int] = {}

@@ -2,9 +2,9 @@
 
     launch --- environment and output, over a socket ---> the importing process, which touches no device
        |                                                        | fork
-       |                                                  one that ends at once, so that its child becomes launch's
+       |                                                  a process that ends at once, so that launch adopts its child
        |                                                        | fork
-       +--- signals, waits for -------------------------> runs the module
+       +--- signals, waits for -------------------------> the child, which runs the module
 
 So a launch waits for the imports once, instead of in each process of each attempt. This needs Linux.
 """

@@ -46,7 +46,7 @@ class Logger(Configurable):
     raise NotImplementedError
 
   def save(self, step: int, folder: Path) -> None:
-    """Takes the checkpoint of a step, which is a complete folder; called only with `checkpoints`."""
+    """Takes the checkpoint of a step, a complete folder. Called only if the attribute `checkpoints` is True."""
     raise NotImplementedError
 
   def finish(self, *, failed: bool) -> None:

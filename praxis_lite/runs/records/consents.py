@@ -39,7 +39,10 @@ def consented_files(record: str) -> dict[str, bool]:
 
 
 def files_changed_since_training(record: str) -> list[str]:
-  """Returns this user's files that a run names and that have changed since it was trained, whether trusted or not."""
+  """Returns the files of this user that a run's config names and that have changed since the run was trained.
+
+  It does not matter whether this user has trusted a file again since then.
+  """
   return sorted(file for file, digests in _read(record).items() if [_digest_of(file)] != digests[:1])
 
 

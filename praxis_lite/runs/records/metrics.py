@@ -168,8 +168,8 @@ class SummaryWriter:
 
     Args:
       metrics: numbers, or arrays whose leading dimensions are layers, for which `name` becomes `name/0`, `name/1`, ...
-      summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
-        kinds only to the event files.
+      summaries: summaries added by layers, with values on the host or the device. Scalars are written to metrics.jsonl
+        and to the event files, other kinds only to the event files.
     """
     if not self._enabled:
       return

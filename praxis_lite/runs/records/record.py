@@ -120,15 +120,18 @@ class RunRecord:
     return roots if isinstance(roots, dict) else {}, other
 
   def consented_files(self) -> set[str]:
-    """Returns this user's files that the run names and that are unchanged; empty if another user trained the run."""
+    """Returns the unchanged files of this user that the run's config names; empty if another user trained the run."""
     return {file for file, is_same in consented_files(self._digest).items() if is_same}
 
   def files_changed_since_training(self) -> list[str]:
-    """Returns this user's files that the run names and that have changed since its training."""
+    """Returns the files of this user that the run's config names and that have changed since the run was trained."""
     return files_changed_since_training(self._digest)
 
   def renew_consent(self) -> None:
-    """Records that this user has named the run's changed files again; does nothing if another user trained the run."""
+    """Records that this user trusts the run's changed files, by naming them again.
+
+    Does nothing if another user trained the run.
+    """
     renew_consent(self._digest)
 
   def unchanged_defaults(self, text: str) -> set[str]:
@@ -326,7 +329,9 @@ def _configs(entries: object) -> list[Config]:
 
 
 def _leave_out_functions_of_scripts(encoded: Any, path: str, lost: dict[str, str]) -> Any:
-  """Returns the JSON of datasets with REQUIRED for functions of a script, which are needed only to read the data.
+  """Returns the JSON of datasets, in which REQUIRED replaces functions of a script.
+
+  These functions are needed only to read the data.
 
   Args:
     encoded: the JSON, which is untrusted.

@@ -1,4 +1,4 @@
-"""The guard of reshards: an operation needs an operand in another split than the one in which it was computed."""
+"""The guard of reshards. A reshard changes the split of an operand that was computed in another split than needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OUTER = {'builtin.module', 'func.func', 'sdy.mesh', 'func.return', 'stablehlo.r
 def reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...]]:
   """Makes reshards over many axes in two steps: gather along the axes that move, then split again.
 
-  Returns the operations whose operands it reshards, with the splits of their arrays.
+  Returns a dict: its keys are the operations whose operands it reshards, its values the splits of their arrays.
 
   XLA aborts the process for some reshards that change four dimensions. Examples: x [16, 4, 2, 4] from ('d', ('a', 'b'))
   to (None, 'b', ('c', 'd'), 'a') on a mesh a 2 x b 2 x c 2 x d 2; x [4, 4, 2, 24] from (None, 'b', None, 'c') to
@@ -72,9 +72,10 @@ def _reshard_in_two_steps(module: ir.Module) -> dict[Site, tuple[ArraySplit, ...
 
 
 def _go_through_common_axes(site: Site, number: int, reshards: Sequence[tuple[ArraySplit, ArraySplit]]) -> None:
-  """If one reshard of an operand may abort XLA, does all reshards of the operand in two steps, first a gather.
+  """If one reshard of an operand may abort XLA, makes all reshards of this operand in two steps, first a gather.
 
-  `reshards` has the splits before and after, for each call of the function of the operation.
+  An operation in a function that is called several times has several reshards of an operand. `reshards` has a pair for
+  each call: the split before the reshard, and the split after it.
   """
   if not any(map(_may_abort, reshards)):
     return

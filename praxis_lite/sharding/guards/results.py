@@ -1,4 +1,4 @@
-"""The guard of a program's results, which lets JAX read the part of each device."""
+"""The guard of a program's results: makes their splits such that JAX can say which part of an array a device has."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[ArraySplit])
 
   If `out_shardings` does not say how a result is split, XLA may split an uneven dimension over a part of an axis, which
   a `NamedSharding` cannot express. Since release 0.11, JAX then compiles the program and raises an internal error;
-  earlier releases took the result for replicated. Example: on a mesh a 4, a program that ends with
-  `with_sharding_constraint(x, P('a'))` of 2 rows. Test: `test_results_that_do_not_divide`.
+  earlier releases treated the result as replicated. Example: on a mesh a 4, a program that ends with
+  `with_sharding_constraint(x, P('a'))`, where x has 2 rows. Test: `test_results_that_do_not_divide`.
   """
   return tuple(tuple(map(_that_divide, shape, split)) for shape, split in zip(shapes, splits))
 

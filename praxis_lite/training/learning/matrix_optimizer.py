@@ -30,7 +30,7 @@ PLACEMENTS = ('auto', 'owner', 'split')
 
 
 class MatrixOptimizer(optax.GradientTransformationExtraArgs):
-  """A transformation whose `update` takes `splits`, and that knows what its matrices cost on a mesh.
+  """An optax transformation whose `update` also takes `splits`, and which knows what its matrices cost on a mesh.
 
   `exchanges` returns the exchange of each group of matrices, and `square_specs` returns the specs of the square arrays
   of each variable, by path. Both functions take variables or the shapes of variables.
@@ -107,9 +107,10 @@ def dims_by_path(matrices: DimsFunction | None, params: object) -> dict[Path, Ma
 def square_arrays(
   params: object, dims: dict[Path, MatrixDims], largest: int, fill: Callable[[tuple[int, ...]], jax.Array]
 ) -> PerSide:
-  """Returns square arrays for the sides of each matrix, or `optax.MaskedNode` for sides larger than `largest`.
+  """Returns a square array for each side of each matrix, or an `optax.MaskedNode` if the side is larger than `largest`.
 
-  `dims` has the dimensions of rows and columns of each matrix, by path; `fill` makes an array of a shape [..., m, m].
+  `dims` says, by path, which dimensions of a variable are the rows and the columns of its matrices. `fill` makes an
+  array of a given shape [..., m, m].
   """
 
   def make(path: Path, x: jax.Array, side: int) -> Any:
