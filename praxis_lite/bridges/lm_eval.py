@@ -177,7 +177,10 @@ class RunLM(LM):
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-  """Returns a pair in which spaces at the context's end begin the continuation, as for all models of `lm_eval`."""
+  """Returns (context, continuation), with spaces at the end of the context moved to the start of the continuation.
+
+  `lm_eval` does the same for its own models.
+  """
   kept = context.rstrip()
   return (context, continuation) if not kept else (kept, context[len(kept) :] + continuation)
 

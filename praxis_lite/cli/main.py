@@ -265,7 +265,7 @@ def _one_line(error: Exception, command: str) -> str:
 
 
 def _misplaced_flag(name: str) -> str:
-  """Returns the message about a flag of `train` among those of `launch`; '' if `train` has no such flag."""
+  """Returns the message if a flag of `train` was given among the flags of `launch`; '' if `train` has no such flag."""
   if name == 'num_processes':
     return 'launch has no flag --num_processes, which it sets in each process; --processes=2 says how many to start'
   if name not in COMMANDS['train'].flags:

@@ -29,7 +29,8 @@ _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|i
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
 _MAX_OPERANDS = 8
-# Python's messages about arguments that do not fit a method, and the functions between the call and the method.
+# Python's messages about arguments that do not fit a method. To find the caller of the method, the functions in
+# `_OWN_FRAMES` are skipped on the stack.
 _SIGNATURE = re.compile(r'(?:\w+\.)*(\w+)\(\) (got an unexpected .*|missing \d+ required .*|takes .* given)')
 _OWN_FRAMES = ('_wrong_signature', 'explain_error', 'run')
 

@@ -84,7 +84,7 @@ def is_named_box(x: object) -> bool:
 
 
 def put_into_boxes(boxed: object, tree: object) -> Any:
-  """Returns `tree` with each leaf in the box that `boxed` has at its path, if it has one there."""
+  """Returns `tree` with boxes around its leaves: where the tree `boxed` has a box, the leaf is put into such a box."""
 
   def put(x: Any, leaf: object) -> object:
     return x.replace_boxed(leaf) if is_named_box(x) else leaf

@@ -126,10 +126,10 @@ def messages_of(value: object, name: str) -> ChatMessages:
 
 
 def said_of(values: Mapping[str, Any], of_prompt: str, of_answer: str) -> tuple[Said, Said]:
-  """Returns the prompt and the answer in an object, given the names of their fields: both texts, or both messages.
+  """Returns (prompt, answer), read from the fields of an object: two texts, or two lists of messages.
 
-  A text in the field of the answer becomes a message if the prompt is messages. Raises ValueError if one is missing, or
-  the prompt is a text and the answer is messages.
+  If the prompt is messages and the answer a text, the text becomes a message. Raises ValueError if a field is missing,
+  or if the prompt is a text and the answer is messages.
   """
   prompt, answer = values.get(of_prompt), values.get(of_answer)
   for name, value in ((of_prompt, prompt), (of_answer, answer)):

@@ -161,10 +161,10 @@ class FullSoftmax(ClassLogits):
   Attributes: those of `ClassLogits`, and
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
-    chunk_size: number of classes of each device for which the cross entropy is computed at a time, so that the logits
-      of all classes are never in memory. None computes all classes at once, which takes less time. 'auto' uses about 16
-      chunks if the logits of all classes would take 256 MiB or more on each device, or on a single GPU a twelfth of its
-      memory.
+    chunk_size: the number of classes in a chunk. Each device computes the cross entropy chunk by chunk, so that the
+      logits of all classes are never in memory. None computes all classes at once, which takes less time. 'auto' uses
+      about 16 chunks if the logits of all classes would take 256 MiB or more on each device. On a single GPU, it does
+      so if they would take a twelfth of its memory or more.
     activation_split_dims_mapping: `out`: logits, [..., V]; it applies to the logits of a chunk too.
   """
 

@@ -1,4 +1,4 @@
-"""TransformerBlock: attention and a feed-forward layer on a residual stream; and the fields that models set in blocks.
+"""TransformerBlock: attention and a feed-forward layer on a residual stream. Also what models need to set up blocks.
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))

@@ -172,7 +172,7 @@ class StepsWithHidden(CachedSteps):
 
 
 class OwnHeads:
-  """`FurtherHeads` of a network, in a call of its parent: the state is the caches of the heads."""
+  """The `FurtherHeads` of a network; made in a call of the network's parent. The state is the caches of the heads."""
 
   def __init__(self, lm: TransformerLm):
     self._lm = lm

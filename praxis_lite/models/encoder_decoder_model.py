@@ -174,7 +174,7 @@ class EncoderDecoderModel(LanguageModel):
     return self.decode_with(batch, None)
 
   def decode_with(self, batch: NestedDict, draft: LanguageModel | None) -> tuple[WeightedScalars, NestedDict]:
-    """Writes a target for each source like `decode`; `draft`, an encoder-decoder in the same call, guesses tokens."""
+    """Writes a target for each source, like `decode`. The encoder-decoder `draft`, in the same call, guesses tokens."""
     assert draft is None or isinstance(draft, EncoderDecoderModel)
     guesses = None if draft is None else draft._steps_of(*draft._sources_to_decode(batch)[:2])
     source_BS, is_token_BS, batch = self._sources_to_decode(batch)
@@ -339,7 +339,7 @@ def _prompts_as_sources(ids_BP: jax.Array, lengths_B: jax.Array, end_id: int | N
 
 
 def _are_labels(ids_BM: jax.Array, lengths_B: jax.Array, batch: NestedDict, packed: bool) -> jax.Array:
-  """Returns [B] bool: whether the decoded tokens equal the labels of each row, or if packed, of its first target."""
+  """Returns [B] bool: whether the decoded tokens of a row equal its labels; if packed, those of its first target."""
   is_label_BT = weights_of_tokens(batch) > 0
   if packed and batch.get('segment_ids') is not None:
     is_label_BT &= batch['segment_ids'] == 1

@@ -29,7 +29,8 @@ def tokenizer_in(folder: str | os.PathLike[str], path: str | os.PathLike[str] | 
   """Returns the config of the tokenizer whose files are in a folder; None if there is none.
 
   Args:
-    path: the folder that the config names, if the files are to be copied there from `folder`.
+    path: the folder that the config names; None means `folder`. Use it if the files will be copied from `folder` to
+      another folder.
   """
   named = os.fspath(folder if path is None else path)
   if os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):

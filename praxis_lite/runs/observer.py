@@ -115,7 +115,7 @@ class Observer:
   """
 
   def open(self, on_damage: OnDamage) -> None:
-    """Called once this process owns the run's directory, before it reads anything in it.
+    """Called as soon as this process owns the run's directory, before it reads anything in it.
 
     `on_damage` says what to do if the newest checkpoint is damaged; see `TrainOptions`.
     """
@@ -135,7 +135,7 @@ class Observer:
     """Called every `emergency_copies.every_n_steps` steps; `snapshot` is the content of an emergency copy."""
 
   def remove_copies(self, run: Run) -> None:
-    """Called once the checkpoint of the last step is complete: copies of the state are no longer needed."""
+    """Called when the checkpoint of the last step is complete, so copies of the state are no longer needed."""
 
   def while_running(self, why_lost: Callable[[], UserError | None]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager for the time from restoring to the end; it sees the error that ends the run.
@@ -161,7 +161,7 @@ class Observer:
     """
 
   def on_metrics(self, step: int, metrics: DeviceMetrics) -> None:
-    """Called once the metrics of a step are computed, some steps later; not called if the step was not finite."""
+    """Called when the metrics of a step are known, some steps later; not called if the step was not finite."""
 
   def on_nonfinite(self, step: int, what: str) -> None:
     """Called for a step that was not finite and follows a finite one; `what` says what was not finite."""
@@ -176,7 +176,7 @@ class Observer:
     """Called after an input was evaluated or decoded."""
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
-    """Called once the checkpoint of `step` is complete in `folder`, some steps after that step."""
+    """Called when the checkpoint of `step` is complete in `folder`. The run is then some steps further."""
 
   def on_end(self, run: Run) -> None:
     """Called once, after the last step is saved; not called if an error ends the run."""
@@ -197,7 +197,9 @@ class Observer:
     return {}
 
   def failure(self, run: Run) -> Callable[[Hints], Exception] | None:
-    """Returns a function that makes the error with which the run must end once its state is saved; None to go on.
+    """Returns None if the run can go on. Otherwise, the run must end with an error once its state is saved.
+
+    Then this returns a function that makes the error.
 
     Some failures are decided only when the run is over.
     """

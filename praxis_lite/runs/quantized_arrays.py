@@ -133,7 +133,10 @@ class _Part(StreamedArray):
     return w
 
   def _choose(self, w: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """Returns this part of one weight in a stack or among experts, or of some of its outputs, [*J, I, *O]."""
+    """Returns this part of the values `w`, [*J, I, *O]: of one layer of a stack, and of one expert.
+
+    `index` is the number of the layer and of the expert. `w` may have only some of the outputs.
+    """
     assert self.choice is not None
     scale: jax.Array = jnp.ones(())
     if self.stored.has_input_scale:
@@ -158,7 +161,7 @@ class _OfParts(StreamedArray):
 
   @abc.abstractmethod
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Computes a part of the array from `parts` of the variables, which contain all inputs of some outputs."""
+    """Computes a part of the array: some outputs, with all their inputs. `parts` has the same part of each variable."""
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -217,7 +220,7 @@ class SpreadPart(_OfParts):
 
 
 def _dims_of_inputs(form: WeightFormat, rank: int) -> tuple[int, int]:
-  """Returns the range of the input dimensions of a weight of this rank: the first one, and the one after the last."""
+  """Returns the range (first, last + 1) of the dimensions of inputs, for a weight of this rank."""
   last = rank - form.num_outputs
   return last - form.num_inputs, last
 

@@ -34,7 +34,7 @@ class SizedSteps:
     return task.train_step.put_inputs(batch)
 
   def taking(self, batch: NestedDict) -> PartitionedTask:
-    """Returns the task whose step takes this batch, which is on the mesh."""
+    """Returns the task whose step takes this batch. The batch is on the mesh."""
     if len(self._tasks) == 1:
       return self._tasks[0]
     return next(task for task in self._tasks if _rows(task) == batch_size(batch))

@@ -97,7 +97,8 @@ class StepTaps:
 
   Attributes:
     trains: whether the steps train.
-    seen: for each point of activations in the step that was traced last, '' or why it cannot be tapped.
+    seen: the names of all points of the step that was traced last, that is, of the activations that layers offer to
+      taps. The value is '', or the reason why a point cannot be tapped.
     left_out: lines about points that match a pattern but cannot be tapped, set when the step is traced.
     wants_gradients: the text of the first tap of gradients of activations; '' if there is none.
 
@@ -157,7 +158,7 @@ class StepTaps:
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    """Returns the context in which the model is called: with the taps of its values, if it has any.
+    """Returns `Surroundings` for a call of the model, with the taps of its values; as before if no activation is tapped.
 
     See `Taps` for `probed` and `share`.
     """

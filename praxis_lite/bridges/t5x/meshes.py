@@ -271,7 +271,10 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
-  """Returns the order of sides in which z varies more slowly than y or x, if the submesh allows it; None otherwise."""
+  """Returns an order of the sides x, y, z and core in which z comes before y or x; None if the submesh allows none.
+
+  With this order, z varies more slowly than y or x.
+  """
   (gx, gy, gz, gc), (mx, my, mz, mc) = whole, part
   if mc != gc:
     return None

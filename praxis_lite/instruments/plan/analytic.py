@@ -80,7 +80,10 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
 def _set_exposed(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
-  """Returns the collectives with their exposed time; in a loop, this is the time beyond the work that may overlap."""
+  """Returns the collectives with their exposed time.
+
+  For collectives that may overlap with the work of their loop, this is the time that exceeds the time of this work.
+  """
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
   for local, op in zip((*program.products, *program.fusions), operations):
     work[local.loop] += op.count * op.seconds

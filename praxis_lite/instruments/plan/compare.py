@@ -86,9 +86,9 @@ _LIMITS = {
 
 
 def _most_waiting(won: Plan, lost: Plan) -> str:
-  """Returns text that names the kind of collectives whose exposed time the better plan shortens most, with both times.
+  """Returns text about the kind of collectives with which the better plan saves the most exposed time.
 
-  Returns '' if the times are equal.
+  The text names the kind, and its exposed time in both plans. It is '' if the times are equal.
   """
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')

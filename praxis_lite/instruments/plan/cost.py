@@ -145,7 +145,7 @@ class Communication:
 
   @property
   def expected(self) -> bool:
-    """Whether the declarations ask for this collective; True if its cause is not known."""
+    """Whether this collective follows from what the config and the layers declare; True if its cause is not known."""
     return self.cause is None or self.cause.expected
 
   @property

@@ -64,7 +64,7 @@ class LoweredSteps:
     self._steps: list[tuple[StepKey, LoweredStep]] = []
 
   def find(self, key: StepKey | None, lower: Callable[[], LoweredStep]) -> LoweredStep:
-    """Returns the step of a key; calls `lower` to make it if the key is new or None. A step for None is not kept."""
+    """Returns the step of a key. Makes it by `lower` if the key is new, or None; with None, the step is not kept."""
     if key is None:
       return lower()
     known = next((step for other, step in self._steps if key.is_same_step(other)), None)

@@ -51,8 +51,8 @@ class FurtherHeads(Protocol[HeadState]):
   ) -> tuple[jax.Array, jax.Array, HeadState]:
     """Reads tokens with head `number` + 1; returns its logits [B, V] at `last_B`, its outputs [B, T, D], and the state.
 
-    `hidden_BTD` are the outputs of the previous head, or of the model. `ids_BT` are the tokens `number` + 1 positions
-    after each of `pos_BT`, which are -1 for padding. `last_B` are indices in [0, T).
+    `hidden_BTD` are the outputs of the previous head, or of the model. `pos_BT` are positions, -1 for padding, and
+    `ids_BT` are the tokens `number` + 1 places after them. `last_B` are indices in [0, T).
     """
     ...
 

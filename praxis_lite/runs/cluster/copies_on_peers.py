@@ -26,7 +26,7 @@ from praxis_lite.runs.cluster.peers import PeerError, Peers
 from praxis_lite.training.task import copies_kept
 
 Judge = Callable[[EmergencyCopy], str]  # Returns why a run cannot use a copy; '' if it can.
-# The most bytes of a process's list of the parts that it holds.
+# The largest size, in bytes, of the list in which a process says which parts it holds.
 _MOST_HELD = 2000
 
 

@@ -62,7 +62,7 @@ def _is_number(value: object) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# For each field, a predicate of valid values, and their description in messages.
+# For each field, a pair: a function that says whether a value is valid, and how messages describe valid values.
 _Check = tuple[Callable[[Any], bool], str]
 _TOKENS: _Check = (lambda x: _is_int(x) and 1 <= x < 2**63, 'an integer of at least 1')
 _COUNT: _Check = (lambda x: _is_int(x) and x >= 0, 'an integer of at least 0')
