@@ -219,7 +219,7 @@ def _meant_by(rest: Sequence[str], values: flags.FlagValues, command: Command) -
 
 
 def _written_as_flags(words: Sequence[str], values: flags.FlagValues, command: Command) -> str:
-  """Returns 'flags are written --name=value, as in ...', with each word written as the flag that may be meant."""
+  """Returns 'flags are written --name=value, as in ...'. The dots stand for the words, written as the flags meant."""
   free = [name for name in ('exp', 'job_log_dir') if name in command.flags and not values[name].present]
   written = []
   for word in words:
@@ -244,7 +244,7 @@ def _flag_of(word: str, command: Command, free: Sequence[str]) -> str:
 
 def _one_line(error: Exception, command: str) -> str:
   text = ' '.join(str(error).split())
-  # For these mistakes, absl passes on Python's own message or an incomplete one.
+  # These messages of absl are replaced: Python's own messages, which absl passes on, and an incomplete one.
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)

@@ -246,7 +246,10 @@ _REMEDIES = {
 
 
 def file_error(error: OSError) -> UserError | None:
-  """Returns the error that names the file of an OSError, what is wrong and what to do; None if it is about no file."""
+  """Returns an error that says which file an OSError is about, what is wrong, and what to do.
+
+  Returns None if the OSError is not about a file.
+  """
   named = [os.fsdecode(f) for f in (error.filename2, error.filename) if isinstance(f, str | bytes | os.PathLike)]
   file = named[0] if named else ''
   if not file and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # The error of a failed write names no file.

@@ -50,7 +50,7 @@ def path_matches(pattern: str, path: Path) -> bool:
 
 
 def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
-  """Returns the end of a message about a regex that matches no whole name in `names`, with a suggestion."""
+  """Returns a suggestion for a regex that matches no whole name in `names`, as the end of a message."""
   names, inner = list(names), f'({pattern})' if '|' in pattern else pattern
   for match, wider in ((re.match, f'{inner}.*'), (re.search, f'.*{inner}.*')):
     if any((found := match(pattern, name)) and found[0] for name in names):

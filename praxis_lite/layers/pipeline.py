@@ -251,7 +251,7 @@ class Pipelined(Repeat):
         dimension 0. Scalars, and values that are not arrays, are passed to all layers unchanged.
 
     Raises:
-      DataError: an array has another dimension 0.
+      DataError: dimension 0 of an array is neither the batch nor 1.
     """
     return super().__call__(x, *args, **kwargs)
 

@@ -43,7 +43,7 @@ class ValueResidual(Layer):
     """Returns the mixed values, [B, S, K, H].
 
     Raises:
-      ConfigError: the values of the first layer have another shape.
+      ConfigError: the values of the first layer have a different shape.
     """
     if first_BSKH.shape != own_BSKH.shape:
       raise ConfigError(

@@ -158,7 +158,7 @@ class VisionTransformer(Layer):
     """Returns the states of the tokens, [B, T, D]; the class token comes first.
 
     Raises:
-      ConfigError: the images have another size.
+      ConfigError: the images do not have the size `image_size`.
     """
     return self.encode_tokens(self.embed(image_BhwC))
 
@@ -166,7 +166,7 @@ class VisionTransformer(Layer):
     """Returns the tokens with their positions, [B, T, D], before the blocks; the class token is the first.
 
     Raises:
-      ConfigError: the images have another size.
+      ConfigError: the images do not have the size `image_size`.
     """
     if image_BhwC.shape[1:3] != tuple(self.image_size):
       raise ConfigError(

@@ -65,7 +65,7 @@ class EncoderDecoderModel(LanguageModel):
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id is not in the vocabulary or sources are missing.
 
-    It also does so if the data has another start id of targets, or another end id of sources, than the model.
+    It also does so if the data and the model do not have the same start id of targets or the same end id of sources.
     """
     super().check_input(data, batch)
     if 'source_ids' not in batch and 'prompt_lengths' not in batch:

@@ -30,7 +30,7 @@ POOLINGS = ('first', 'mean')
 
 
 class SequenceClassifier(Classifier):
-  """A classifier of texts, or of pairs of texts that token types tell apart.
+  """A classifier of texts, or of pairs of texts. Token types say which text of a pair a token belongs to.
 
   Attributes: the same as for `Classifier`, and
     encoder_tpl: config of the child `encoder`.

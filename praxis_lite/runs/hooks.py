@@ -44,7 +44,7 @@ class Hook:
     """Called after each pass over an input; `split` is 'eval/<input>' or 'decode/<input>', `metrics` are numbers."""
 
   def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-    """Called when the checkpoint of `step` is complete in the folder `path`. The run is then some steps further."""
+    """Called when the checkpoint of `step` is complete in the folder `path`. The run may then be some steps further."""
 
 
 def check_hooks(hooks: object) -> None:

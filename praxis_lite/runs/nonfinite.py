@@ -23,7 +23,7 @@ from praxis_lite.models import BaseModel
 from praxis_lite.models.labels import labels_in
 from praxis_lite.runs.records.metrics import DeviceMetrics
 
-# The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.
+# The name of a metric of the learner: 1 if a step's update was skipped because the loss or a gradient was not finite.
 SKIPPED = 'skipped'
 _LIMIT = 'task.train.max_skipped_steps'
 

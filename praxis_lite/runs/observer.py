@@ -176,7 +176,7 @@ class Observer:
     """Called after an input was evaluated or decoded."""
 
   def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
-    """Called when the checkpoint of `step` is complete in `folder`. The run is then some steps further."""
+    """Called when the checkpoint of `step` is complete in `folder`. The run may then be some steps further."""
 
   def on_end(self, run: Run) -> None:
     """Called once, after the last step is saved; not called if an error ends the run."""

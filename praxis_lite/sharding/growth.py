@@ -50,7 +50,7 @@ def fan_growth(weight: WeightHParams) -> FanGrowth:
 
 
 def fan_sizes(weight: WeightHParams) -> tuple[tuple[int, int], tuple[int, int]]:
-  """Returns (fan in, fan out) of a weight, and (fan in, fan out) of the same weight in the smaller model."""
+  """Returns two pairs (fan in, fan out): one of a weight, and one of the same weight in the smaller model."""
   shapes = (weight.shape, weight.shape if weight.growth is None else weight.growth.base_shape)
   axes_in, axes_out = _fan_axes(weight)
   here, there = ((math.prod(s[a] for a in axes_in), math.prod(s[a] for a in axes_out)) for s in shapes)

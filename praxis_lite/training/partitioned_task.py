@@ -244,7 +244,7 @@ class PartitionedTask:
     them on one device.
 
     Raises:
-      ShardingError: an array has another shape than the state of this task.
+      ShardingError: an array does not have the shape that it has in the state of this task.
     """
     return self._layout_of(state).to_host(state)
 

@@ -363,7 +363,7 @@ def arrays_by_path(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str,
 
 
 def finish_summaries(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
-  """Returns the summaries of a step, with statistics in place of the parts of statistics."""
+  """Returns the summaries of a step, with the statistics of taps in place of the sums from which they are computed."""
   parts = TappedParts()
   parts.add(summaries)
   return {**{name: s for name, s in summaries.items() if not is_tapped(name)}, **parts.statistics()}

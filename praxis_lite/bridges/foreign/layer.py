@@ -195,7 +195,7 @@ class ForeignLayer(Layer):
   # ---------------------------------------------------------------- building the module
 
   def build_module(self, **given: Any) -> Any:
-    """Returns the module of `module_tpl`, built with the arguments in `given` that it takes."""
+    """Builds the module of `module_tpl`, and returns it. It gets only those arguments in `given` that it takes."""
     self._check_library()
     known = field_names(self.module_tpl)
     return self.module_tpl.instantiate(**{k: v for k, v in given.items() if known is None or k in known})

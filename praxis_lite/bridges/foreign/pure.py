@@ -59,7 +59,7 @@ class PureLayer:
 
     Raises:
       ConfigError: the layer has no `mesh_axis_names`.
-      ShardingError: a mapping names an unknown axis, or has another number of entries than the array has dimensions.
+      ShardingError: a mapping names an unknown axis, or does not have one entry for each dimension of the array.
     """
     axes, rules = self.layer.mesh_axis_names, self.layer.logical_axis_rules
     if axes is None:

@@ -77,7 +77,7 @@ class StoredTensor(NamedTuple):
     return np.array(np.memmap(self.file, np.uint8, 'r', self.offset, self.shape)[index])
 
   def read_integers(self, index: tuple[slice, ...]) -> np.ndarray:
-    """Like `read`, for a tensor of signed integers; raises CheckpointError if it has another dtype."""
+    """Like `read`, for a tensor of signed integers; raises CheckpointError for other dtypes."""
     if self.kind not in _INTEGERS:
       raise CheckpointError(f'{self.file}: {self.name} has dtype {self.kind}; expected {" or ".join(_INTEGERS)}')
     return np.array(np.memmap(self.file, _INTEGERS[self.kind], 'r', self.offset, self.shape)[index])

@@ -108,7 +108,7 @@ def set_transcription(model: Config[SpeechToTextModel], generation: Mapping[str,
 
 _GIVEN = {'lang': '<|en|>', 'task': 'transcribe'}
 _SUPPRESSED = {'suppressed_ids': 'suppress_tokens', 'first_suppressed_ids': 'begin_suppress_tokens'}
-# Fields of generation_config.json for transcription, for timestamps, which are not generated, and for other languages.
+# Fields of generation_config.json about transcription, other languages, and timestamps (which are not generated).
 TRANSCRIPTION_FIELDS = frozenset(
   {
     *('lang_to_id', 'task_to_id', 'is_multilingual', 'no_timestamps_token_id', 'forced_decoder_ids', 'max_length'),

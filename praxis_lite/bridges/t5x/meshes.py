@@ -66,7 +66,7 @@ class DescribedDevice:
 
 Device: TypeAlias = 'jax.Device | DescribedDevice'
 Sides = tuple[int, ...]
-Submesh: TypeAlias = Sequence[int] | None  # Sides of the box of devices in one row of 'model'; None if not given.
+Submesh: TypeAlias = Sequence[int] | None  # The devices in a row of 'model' form a box with these sides.
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:

@@ -9,9 +9,9 @@
     splash        the kernels of splash attention, forward and backward apart
     processes     the service that connects the processes of a run, and the clusters that JAX knows
 
-Each function supports the forms in all supported releases, and raises `UnknownJax` if JAX has another form, lacks what
-is needed, or rejects the program. Code that only advises or explains catches that error by `unless_unknown`, so a new
-release may cost an explanation, but not a training run.
+Each function supports the forms in all supported releases, and raises `UnknownJax` if JAX has an unknown form, lacks
+what is needed, or rejects the program. Code that only advises or explains catches that error by `unless_unknown`, so a
+new release may cost an explanation, but not a training run.
 """
 
 from __future__ import annotations

@@ -435,7 +435,7 @@ class _CostModel:
 
 
 def axes_between(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the mesh axes along which the members of groups of devices differ; () if the mesh lacks some of them."""
+  """Returns the mesh axes along which the members of groups of devices differ; () if the mesh lacks a device."""
   sizes = tuple(mesh.values())
   if max(map(max, groups), default=0) >= math.prod(sizes) or not sizes:
     return ()

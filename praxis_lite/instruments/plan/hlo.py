@@ -45,7 +45,7 @@ _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloArray:
-  """An array of a program on one device. `space` is the number of its memory; 0 is main memory."""
+  """An array of a program on one device. `space` is the number of the memory that holds it; 0 is main memory."""
 
   dtype: str
   dims: tuple[int, ...]

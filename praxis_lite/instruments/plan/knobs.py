@@ -124,7 +124,7 @@ def overrides_of(knobs: Sequence[SharedKnob], setting: Setting) -> list[str]:
 
 
 def _moved_factors(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """Returns the shapes in which a prime factor of one size has moved to another size."""
+  """Returns all shapes that result from `shape` if a prime factor is moved from one size to another."""
   found = []
   for source, size in enumerate(shape):
     primes = [n for n in range(2, size + 1) if size % n == 0 and all(n % m for m in range(2, n))]

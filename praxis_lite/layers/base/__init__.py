@@ -112,7 +112,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
 
   # Whether `__call__` takes the keyword `paddings`, [B, T], which is nonzero for padding tokens.
   takes_paddings: ClassVar[bool] = False
-  # For arguments of a call, by name: the value that marks a padding token or row.
+  # Names of arguments of a call, and for each the value that marks a padding token or row.
   marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
 
   name: str = ''
@@ -405,7 +405,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       The method's result and the call's `SideOutputs`.
 
     Raises:
-      ConfigError: a variable has another shape than the layer declares. Only a call that is not nested is checked.
+      ConfigError: a variable does not have the shape that the layer declares. Nested calls are not checked.
     """
     if not isinstance(variables, dict):
       raise ConfigError(

@@ -109,6 +109,6 @@ class Connections:
         self.closed[index] = time.monotonic()
 
   def _close_copies(self) -> None:
-    """Closes the copies of the connections in a forked process, which may outlive this one."""
+    """Called in a forked process, which may outlive this one: closes its copies of the connections."""
     for connection in self._open.values():
       connection.close()

@@ -140,7 +140,7 @@ class RunRecord:
     return {path for path, value in before.items() if path not in (self._edited or ()) and now.get(path) == value}
 
   def _refusal(self, error: UntrustedError) -> str:
-    """Returns a message: why the record is refused, with a changed file as the first reason, and what to do."""
+    """Returns a message that says why the record is refused, and what to do. A changed file is the first reason."""
     module = error.module
     changed = sorted(file for file, is_same in consented_files(self._digest).items() if not is_same)
     code = next((file for file in changed if Path(file).stem == module), module)
