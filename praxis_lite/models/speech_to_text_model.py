@@ -67,7 +67,7 @@ class SpeechToTextModel(EncoderDecoderModel):
         raise ConfigError(f'{self.path_name}.{name}: {bad[0]} is not a token; they are 0 to {self.lm.vocab_size - 1}')
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if audio is missing, transcripts have another prefix, or an id is out of range."""
+    """Raises a `ConfigError` if audio is missing, an id is out of range, or the prefixes of data and model differ."""
     LanguageModel.check_input(self, data, batch)
     if 'audio' not in batch:
       raise ConfigError(
