@@ -158,7 +158,7 @@ class StepTaps:
     probed: dict[str, Path] | None = None,
     share: jax.Array | None = None,
   ) -> Surroundings:
-    """Returns `Surroundings` for a call of the model, with the taps of its values; as before if no activation is tapped.
+    """Returns `surroundings` with the taps of values in a call of the model; unchanged if no activation is tapped.
 
     See `Taps` for `probed` and `share`.
     """
