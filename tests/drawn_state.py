@@ -19,9 +19,11 @@ def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:
     assert weight.init is not None
     if isinstance(weight.init, JointInit) and weight.as_struct().dtype.itemsize == 1:  # A weight in few bits.
       dtype = np.iinfo(weight.as_struct().dtype)
-      return np.random.default_rng(seed + 1).integers(dtype.min, dtype.max, weight.full_shape, dtype.dtype)
+      low, high = (112, 118) if path[-1].endswith('_quantized_scale') else (dtype.min, dtype.max)
+      drawn = np.random.default_rng(seed + 1).integers(low, high, weight.full_shape, dtype.dtype)
+      return np.where(drawn == 127, 126, drawn).astype(dtype.dtype)  # 127 is NaN in e4m3.
     if isinstance(weight.init, JointInit):
-      size = 0.01 if path[-1].endswith('_quantized_scale') else 0.1
+      size = {'scale': 0.01, 'tensor_scale': 1e-4}.get(path[-1].partition('_quantized_')[2], 0.1)
       return np.asarray(size * rng.standard_normal(weight.full_shape), weight.as_struct().dtype)
     start = weight.init.scale if weight.init.method == 'constant' else 0.0
     drawn = start + 0.1 * rng.standard_normal(weight.full_shape)

@@ -29,6 +29,8 @@ RULES = {
   'int4, groups of 32': Config(QuantizedWeights, format='int4', group_size=32),
   'int4, groups of 32, not symmetric': Config(QuantizedWeights, format='int4', group_size=32, symmetric=False),
   'nf4, groups of 64': Config(QuantizedWeights, format='nf4', group_size=64),
+  'mxfp8': Config(QuantizedWeights, format='mxfp8'),
+  'nvfp4': Config(QuantizedWeights, format='nvfp4'),
   'int2, groups of 32': Config(QuantizedWeights, format='int2', group_size=32),
 }
 CALIBRATED = ('int4', 'int4, groups of 32', 'int2, groups of 32')

@@ -58,7 +58,7 @@ def _flags() -> CommandFlags:
   values = run_flags(restores=True)
   values.add_text('out', 'Directory of the new run.', 'runs/int4')
   form = 'Format of the weights; by default the one with which the run trained, if it trained with rounded weights.'
-  values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4', 'float'], 'int4')
+  values.add_choice('format', form, ['int8', 'int4', 'int2', 'nf4', 'mxfp8', 'nvfp4', 'float'], 'int4')
   values.add_integer(
     'group_size', 'Number of inputs that share a scale; by default all inputs of an output.', 64, least=1
   )
@@ -82,7 +82,7 @@ COMMAND = Command(
   'quantize',
   'store the weights of a run in 8, 4 or 2 bits',
   'make a run from another one, whose weights of linear layers, projections and experts are stored as integers of few '
-  'bits, or as NF4, with scales. It can be evaluated, decoded, exported and fine-tuned with adapters.',
+  'bits, as NF4, or as small floats, with scales. It can be evaluated, decoded, exported and fine-tuned with adapters.',
   'praxis-lite quantize --job_log_dir=runs/llama --out=runs/llama-int4 --format=int4 --group_size=64',
   _flags(),
   _run,

@@ -15,7 +15,7 @@ from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention_mesh import AttentionMesh
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.base.facts import Exchange
+from praxis_lite.layers.base.facts import Exchange, InputSource
 from praxis_lite.layers.normalizations import Norm
 from praxis_lite.layers.positions import RotaryPositions
 from praxis_lite.layers.precision import to_sum_dtype
@@ -223,6 +223,15 @@ class AttentionHeads(Layer):
     if gate_BTNH is not None:
       context_BTNH = (gate_BTNH * context_BTNH).astype(context_BTNH.dtype)
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
+
+  def input_readers(self) -> tuple[str, ...]:
+    gate = ('output_gate',) if self.gate_output else ()
+    return (*(('qkv',) if self.combine_qkv else ('query', 'key', 'value')), *gate)
+
+  def input_sources(self) -> tuple[InputSource, ...]:
+    if self.combine_qkv or self.value_residual_tpl is not None:
+      return ()
+    return (InputSource('value', ('out',), self.num_heads // self._kv_heads[0]),)
 
   def exchanges(self) -> list[Exchange]:
     axes = self._resolve_axes('context_axis')

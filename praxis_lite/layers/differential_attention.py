@@ -23,7 +23,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_heads import QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec
-from praxis_lite.layers.base.facts import TokenFlops
+from praxis_lite.layers.base.facts import InputSource, TokenFlops
 from praxis_lite.layers.normalizations import Norm, RMSNorm
 from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.sharding.weights import WeightHParams, WeightInit
@@ -60,6 +60,9 @@ class DifferentialAttention(MultiHeadAttention):
       self.create_variable(name, WeightHParams((2, H), WeightInit.Gaussian(_LAMBDA_STD)))
     self.create_child('head_norm', self.head_norm_tpl.clone(dims=2 * H))
     return N // 2, 2 * H
+
+  def input_sources(self) -> tuple[InputSource, ...]:
+    return ()  # A norm lies between values and outputs.
 
   def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
     # The scale is explicit, because queries have H more dims, which are zeros.

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.common.config import REQUIRED, Config, child, template
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.base import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.base.facts import InputSource
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear
 from praxis_lite.sharding.weights import SplitDimsMapping, WeightInit
@@ -74,6 +75,9 @@ class FeedForward(Layer):
     self.create_child('dropout', self.dropout_tpl)
     self.create_child('down', down)
 
+  def input_readers(self) -> tuple[str, ...]:
+    return self._inward
+
   def _compute_hidden(self, x: jax.Array) -> jax.Array:
     """Returns [..., F], before dropout."""
     up = checkpoint_name(self.shard(self.up(x), 'hidden'), 'ffn_up')
@@ -97,6 +101,9 @@ class GatedFeedForward(FeedForward):
   use_bias: bool = False
 
   gate: Linear = child()
+
+  def input_sources(self) -> tuple[InputSource, ...]:
+    return (InputSource('up', ('down',)),)
 
   def _compute_hidden(self, x: jax.Array) -> jax.Array:
     gate = checkpoint_name(self.shard(self.gate(x), 'hidden'), 'ffn_gate')

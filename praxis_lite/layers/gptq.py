@@ -50,7 +50,9 @@ def compensation(gram_II: np.ndarray) -> Compensation:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> dict[str, jax.Array]:
+def quantize_in_turn(
+  form: WeightFormat, w: jax.Array, errors: Compensation, largest: jax.Array | None = None
+) -> dict[str, jax.Array]:
   """Returns the arrays of `form.quantize` for a weight [*J, I, *O], with values that GPTQ chooses."""
   num_outputs = int(np.prod(w.shape[w.ndim - form.num_outputs :]))
 
@@ -60,7 +62,7 @@ def quantize_in_turn(form: WeightFormat, w: jax.Array, errors: Compensation) -> 
     q_IO = _choose_in_order(form, w_IO, scale_IO, zero_IO, jnp.asarray(errors.upper))
     return jnp.zeros_like(q_IO).at[errors.order].set(q_IO).reshape(w.shape)
 
-  return form.quantize(w, choose)
+  return form.quantize(w, choose, largest)
 
 
 def _choose_in_order(

@@ -28,7 +28,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.attention_heads import QueryKeyValue
 from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec
-from praxis_lite.layers.base.facts import TokenFlops
+from praxis_lite.layers.base.facts import InputSource, TokenFlops
 from praxis_lite.layers.cached_attention import CachedAttention
 from praxis_lite.layers.kv_cache import KVCache
 from praxis_lite.layers.masks import AttentionMask
@@ -69,6 +69,12 @@ class LatentAttention(MultiHeadAttention):
   query_latent_norm: Norm = child()
   latent: Projection = child()
   latent_norm: Norm = child()
+
+  def input_readers(self) -> tuple[str, ...]:
+    return ('latent', 'query' if self.query_latent_dims is None else 'query_latent')
+
+  def input_sources(self) -> tuple[InputSource, ...]:
+    return ()
 
   def _create_projections(self, D: int, N: int, K: int, H: int) -> tuple[int, int]:
     self._check_latent(N, K, H)

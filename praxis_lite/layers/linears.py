@@ -65,6 +65,9 @@ class Linear(Layer):
     if self.use_bias:
       self.create_variable('b', bias_weight(self.output_dims, None if wt is None else wt[-1:]))
 
+  def output_factors(self) -> Mapping[str, float]:
+    return dict.fromkeys(self._weights, 0.0)
+
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] for x [..., I]."""
     y = multiply_by_w(self, x, 1, self.matmul)

@@ -5,7 +5,7 @@ B batch, T length, D normalized dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ class Norm(Layer):
       )
       self.create_variable(name, variable, trainable=not averages)
 
+  def output_factors(self) -> Mapping[str, float]:
+    return {name: 0.0 for name in ('scale', 'bias') if 'scale' in self._weights and name in self._weights}
+
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] for x [..., D]."""
     return self._output(self._normalize(to_sum_dtype(x)))
@@ -73,6 +76,9 @@ class RMSNorm(Norm):
 
   def setup(self) -> None:
     self._declare(scale=0.0 if self.zero_centered else 1.0)
+
+  def output_factors(self) -> Mapping[str, float]:
+    return {'scale': 1.0 if self.zero_centered else 0.0}
 
   def _normalize(self, x32: jax.Array) -> jax.Array:
     return x32 * _inverse_root_mean_square(x32, -1, self.epsilon)

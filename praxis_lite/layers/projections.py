@@ -56,6 +56,9 @@ class Projection(Layer):
     if self.use_bias:
       self.create_variable('b', bias_weight(self.out_shape, self.weight_split_dims_mapping.bias))
 
+  def output_factors(self) -> Mapping[str, float]:
+    return dict.fromkeys(self._weights, 0.0)
+
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] for x [..., *in_shape]."""
     y = multiply_by_w(self, x, len(self.in_shape), self.matmul)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.layer_patterns import LayerPatterns
-from praxis_lite.layers.weight_formats import BITS, SCALE, VALUES, ZERO, WeightFormat, quantize
+from praxis_lite.layers.weight_formats import BITS, BLOCKS, SCALE, TENSOR, VALUES, ZERO, WeightFormat, quantize
 from praxis_lite.sharding.weights import (
   DeclaredSplit,
   JointInit,
@@ -30,8 +31,14 @@ from praxis_lite.sharding.weights import (
 )
 
 INPUT_SCALE = 'input scale'
-SUFFIXES = {VALUES: '', SCALE: '_quantized_scale', ZERO: '_quantized_zp', INPUT_SCALE: '_quantized_input_scale'}
-"""How the names of stored variables end, after the name of the weight; as in Praxis, which has no scales of inputs."""
+SUFFIXES = {
+  VALUES: '',
+  SCALE: '_quantized_scale',
+  ZERO: '_quantized_zp',
+  TENSOR: '_quantized_tensor_scale',
+  INPUT_SCALE: '_quantized_input_scale',
+}
+"""How the names of stored variables end, after the name of the weight; the first three as in Praxis."""
 
 
 class QuantizedWeights(LayerPatterns):
@@ -41,13 +48,13 @@ class QuantizedWeights(LayerPatterns):
     layers: a regex, or several, that match whole paths of layers below the model, such as r'lm\\..*\\.ff\\..*'; every
       layer that they match must be a linear layer, a projection of attention or experts. None means all of these.
       Tables of embeddings, the softmax, norms, biases, routers and adapters are never quantized.
-    format: 'int8', 'int4', 'int2' or 'nf4'; see `weight_formats.py`.
+    format: 'int8', 'int4', 'int2', 'nf4', 'mxfp8' or 'nvfp4'; see `weight_formats.py`.
     group_size: number of inputs that share a scale, along the last dimension of the inputs: in the projection from
       heads back to model dims, a group stays within one head. None gives each output one scale. NF4 is meant for
-      groups of 64.
+      groups of 64, and 'mxfp8' and 'nvfp4' have groups of 32 and 16.
     symmetric: whether integers have no zero points.
     percentile: a scale covers this percentage of its weights, more than 50 and at most 100; larger weights are clipped.
-    scale_dtype: storage dtype of scales.
+    scale_dtype: storage dtype of scales; 'mxfp8' and 'nvfp4' have their own.
     kept: (n, m), such as (2, 4): of each m neighbouring inputs of an output, only the n with the largest |w| are kept,
       and the others are 0 (structured sparsity). None keeps all. With the format 'float', for training only, kept
       weights are not rounded.
@@ -81,8 +88,16 @@ class QuantizedWeights(LayerPatterns):
     check_range('QuantizedWeights.group_size', self.group_size, least=1)
     if not 50 < self.percentile <= 100:
       raise ConfigError(f'QuantizedWeights.percentile: expected a number above 50, at most 100, got {self.percentile}')
-    if self.format == 'nf4' and not self.symmetric:
-      raise ConfigError("QuantizedWeights.symmetric: only integers have zero points; leave it True for 'nf4'")
+    if not (self.format.startswith('int') or self.symmetric):
+      raise ConfigError(
+        f'QuantizedWeights.symmetric: only integers have zero points; leave it True for {self.format!r}'
+      )
+    if (block := BLOCKS.get(self.format)) is not None:
+      if self.group_size not in (None, block):
+        raise ConfigError(f'QuantizedWeights.group_size: {self.format} has groups of {block}; leave it None')
+      if self.percentile != 100 or np.dtype(self.scale_dtype) != np.float32:
+        field = 'scale_dtype' if self.percentile == 100 else 'percentile'
+        raise ConfigError(f'QuantizedWeights.{field}: {self.format} says how its scales are stored; leave it out')
     if self.input_scale and self.trained:
       raise ConfigError('QuantizedWeights.input_scale: weights that are trained have none; leave it False')
     if not is_dtype(self.scale_dtype, jnp.floating):
@@ -100,7 +115,7 @@ class QuantizedWeights(LayerPatterns):
       raise ConfigError(f'{layer.path_name}.{name}: a tensor-parallel layer has only a part of this weight')
     num_inputs, num_outputs = _count_axes(weight)
     kept = None if self.kept is None else (self.kept[0], self.kept[1])
-    scales = self.group_size, self.symmetric, self.percentile, self.scale_dtype
+    scales = self.group_size or BLOCKS.get(self.format), self.symmetric, self.percentile, self.scale_dtype
     form = WeightFormat(self.format, num_inputs, num_outputs, *scales, kept, self.mask_stays)
     if self.trained:
       return RoundedWeight(name, weight, form)
@@ -156,21 +171,18 @@ class QuantizedWeight:
     shape, form = self.weight.shape, self.format
     declared = {
       VALUES: self._part(VALUES, form.values_shape(shape), form.values_dtype),
-      SCALE: self._part(SCALE, form.scale_shape(shape), form.scale_dtype),
+      SCALE: self._part(SCALE, form.scale_shape(shape), form.stored_scale_dtype),
     }
     if form.has_zeros:
       declared[ZERO] = self._part(ZERO, form.scale_shape(shape), 'uint8')
+    if form.has_tensor_scale:
+      declared[TENSOR] = self._part(TENSOR, form.tensor_scale_shape(shape), 'float32')
     if self.has_input_scale:
-      declared[INPUT_SCALE] = self._part(INPUT_SCALE, self.input_scale_shape(shape), 'float32')
-    return {self._name_of(kind): part for kind, part in declared.items()}
-
-  def input_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a weight's input scales: the weight's shape with 1 for each dimension of outputs."""
-    num_outputs = self.format.num_outputs
-    return (*shape[: len(shape) - num_outputs], *(1,) * num_outputs)
+      declared[INPUT_SCALE] = self._part(INPUT_SCALE, form.input_scale_shape(shape), 'float32')
+    return {self.name_of(kind): part for kind, part in declared.items()}
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    return self.name_parts(quantize(self.format, w), jnp.ones(self.input_scale_shape(w.shape)))
+    return self.name_parts(quantize(self.format, w), jnp.ones(self.format.input_scale_shape(w.shape)))
 
   def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
     """Returns the arrays of a quantized weight by the names of their variables: those of `parts`, and the input scales.
@@ -178,7 +190,7 @@ class QuantizedWeight:
     `parts` is the result of `WeightFormat.quantize`.
     """
     scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
-    return {self._name_of(kind): part for kind, part in {**parts, **scales}.items()}
+    return {self.name_of(kind): part for kind, part in {**parts, **scales}.items()}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
     dtype, by_kind = dtype or self.weight.dtype, self._parts_by_kind(parts)
@@ -211,9 +223,10 @@ class QuantizedWeight:
     return self.weight.shape[self.format.group_axis(len(self.weight.shape))]
 
   def _parts_by_kind(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {kind: parts[name] for kind in SUFFIXES if (name := self._name_of(kind)) in parts}
+    return {kind: parts[name] for kind in SUFFIXES if (name := self.name_of(kind)) in parts}
 
-  def _name_of(self, kind: str) -> str:
+  def name_of(self, kind: str) -> str:
+    """Returns the name of a variable of the weight; `kind` is a key of `SUFFIXES`."""
     return self.name + SUFFIXES[kind]
 
   def _part(self, kind: str, shape: tuple[int, ...], dtype: DTypeLike) -> WeightHParams:
@@ -230,7 +243,7 @@ class QuantizedWeight:
       shape=shape,
       dtype=dtype,
       tensor_split_dims_mapping=split,
-      init=JointInit((self._name_of(kind),), self._draw),
+      init=JointInit((self.name_of(kind),), self._draw),
       fan_in_axes=None,
       fan_out_axes=None,
       collections=self.weight.collections

@@ -20,7 +20,7 @@ from praxis_lite.common.config import REQUIRED, Config, child, field_names, targ
 from praxis_lite.common.errors import ConfigError, check_choice
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.base.facts import LayerProblem
+from praxis_lite.layers.base.facts import InputSource, LayerProblem
 from praxis_lite.layers.dropout import Dropout, StochasticResidual
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
@@ -134,6 +134,16 @@ class TransformerBlock(Layer):
         'that knows what comes next, and decoding differs from training',
         "set it to 'token'",
       )
+
+  def input_sources(self) -> tuple[InputSource, ...]:
+    if not self._norms_inputs:
+      return ()
+    children = dict(self.named_children())
+    return tuple(
+      InputSource(f'{name}_norm', tuple(f'{name}.{reader}' for reader in children[name].input_readers()))
+      for name in ('attention', 'mixer', 'ff')
+      if name in children and children[name].input_readers()
+    )
 
   @property
   def _norms_inputs(self) -> bool:

@@ -1,14 +1,21 @@
-"""Formats of weights in few bits: integers with scales, and the 16 values of NF4, as pure functions of arrays.
+"""Formats of weights in few bits: integers, the 16 values of NF4, and small floats, with scales, as pure functions.
 
     integers    w ~ s q            q in -2^(b-1) ... 2^(b-1) - 1, s = max |w| / (2^(b-1) - 0.49)
                 w ~ s (q - z)      q, z in 0 ... 2^b - 1, s = (max(w, 0) - min(w, 0)) / (2^b - 1)      not symmetric
     NF4         w ~ s c[q]         c: 16 quantiles of a normal distribution, s = max |w|      (Dettmers et al., 2023)
+    mxfp8       w ~ s q            q in e4m3, s = 2^(floor(log2 max |w|) - 8)     of 32 inputs  (OCP Microscaling, 2023)
+    nvfp4       w ~ t s q          q in e2m1, s = max |w| / (6 t) in e4m3         of 16 inputs  (NVIDIA, 2025)
+                                   t = max |w| / (6 * 448), of the whole weight
 
-A scale belongs to an output, or to an output and a group of inputs. It is stored rounded up. Rounding is off by at most
-0.51 s; for NF4, by at most 0.152 s; at the ends of a range that is not symmetric, by at most s. The term 0.49 keeps the
-largest |w| / s away from the middle between two integers, where the result would depend on the device. Values of fewer
-than 8 bits are packed into bytes, along the last input dimension, with the first value in the lowest bits. Bits that
-fill up the last byte are zero.
+e4m3 are floats of 8 bits, up to 448, and e2m1 are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Both are rounded to
+the nearest value, and to the even one of two equally near; larger weights get the largest value. Exponents of mxfp8 are
+at least -126, and s of nvfp4 is at least 2^-9, so that no scale is 0.
+
+Other scales belong to an output, or to an output and a group of inputs. They are stored rounded up. Rounding is then
+off by at most 0.51 s; for NF4, by at most 0.152 s; at the ends of a range that is not symmetric, by at most s. The
+term 0.49 keeps the largest |w| / s away from the middle between two integers, where the result would depend on the
+device. Values of fewer than 8 bits are packed into bytes, along the last input dimension, with the first value in the
+lowest bits. Bits that fill up the last byte are zero.
 
 With `kept=(n, m)`, of each m neighbouring inputs of an output, the n with the largest |w| are kept, and the others are
 set to 0 before rounding (structured sparsity; Mishra et al., 2021). Of equal ones, the first are kept. The last group
@@ -17,7 +24,9 @@ may be smaller. The format 'float' only does this: kept weights are not rounded.
     values  [*stack, *J, ceil(I b / 8), *O]     int8 for symmetric integers of 8 bits, otherwise uint8
     scale   [*stack, *J, ceil(I / g), *O]       for groups of g inputs
             [*stack, *1, 1, *O]                 for a whole output
+                                                uint8 for mxfp8 (the exponent + 127) and nvfp4 (the bits of e4m3)
     zero    shaped like scale, uint8            if not symmetric
+    tensor  [*stack, *1, 1, *1]                 t of nvfp4, float32
 
 I the last dimension of the inputs, J their other dimensions, O outputs, g inputs of a group, b bits.
 """
@@ -42,8 +51,12 @@ NF4 = (
   *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
   *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-BITS = {'int8': 8, 'int4': 4, 'int2': 2, 'nf4': 4}
-VALUES, SCALE, ZERO = 'values', 'scale', 'zero'
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LARGEST_E4M3 = 448.0
+BITS = {'int8': 8, 'int4': 4, 'int2': 2, 'nf4': 4, 'mxfp8': 8, 'nvfp4': 4}
+BLOCKS = {'mxfp8': 32, 'nvfp4': 16}
+"""Formats that define how many inputs share a scale, and how scales are stored."""
+VALUES, SCALE, ZERO, TENSOR = 'values', 'scale', 'zero', 'tensor'
 # (weight, scale of each entry, zero point of each entry or None) -> the values of all entries, as they are stored.
 Chooser = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
@@ -69,9 +82,22 @@ class WeightFormat:
     return BITS[self.name]
 
   @property
+  def is_integer(self) -> bool:
+    return self.name.startswith('int')
+
+  @property
   def has_zeros(self) -> bool:
     """Whether there are zero points."""
-    return self.name != 'nf4' and not self.symmetric
+    return self.is_integer and not self.symmetric
+
+  @property
+  def has_tensor_scale(self) -> bool:
+    """Whether there is a scale for the whole weight."""
+    return self.name == 'nvfp4'
+
+  @property
+  def stored_scale_dtype(self) -> np.dtype:
+    return np.dtype(np.uint8 if self.name in BLOCKS else self.scale_dtype)
 
   @property
   def values_dtype(self) -> np.dtype:
@@ -94,27 +120,46 @@ class WeightFormat:
     first = axis + 1 - self.num_inputs
     return (*shape[:first], *(1,) * self.num_inputs, *shape[axis + 1 :])
 
+  def input_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of one scale for each input of a weight of this shape: with 1 for each dimension of outputs."""
+    return (*shape[: len(shape) - self.num_outputs], *(1,) * self.num_outputs)
+
+  def tensor_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of one scale for each weight in a stack or among experts, where all of them have this shape."""
+    own = self.num_inputs + self.num_outputs
+    return (*shape[: len(shape) - own], *(1,) * own)
+
   # ---------------------------------------------------------------- from a weight, and to it
 
-  def quantize(self, w: jax.Array, choose: Chooser | None = None) -> dict[str, jax.Array]:
-    """Returns 'values', 'scale' and perhaps 'zero' of a floating weight [*stack, *J, I, *O].
+  def quantize(
+    self, w: jax.Array, choose: Chooser | None = None, largest: jax.Array | None = None
+  ) -> dict[str, jax.Array]:
+    """Returns 'values', 'scale' and perhaps 'zero' and 'tensor' of a floating weight [*stack, *J, I, *O].
 
-    Where all weights of a scale are 0, the scale is 1.
+    Where all weights of a scale are 0, the scale is 1, or for mxfp8 and nvfp4 the smallest one.
 
     Args:
       w: the weight.
       choose: returns the values of all entries, given the weight in float32, and the scale and the zero point of each
         entry; None rounds each entry to the nearest value.
+      largest: max |w| of the whole weight for nvfp4, if `w` has only some of its outputs; None takes that of `w`.
     """
     w = self.prune(w)
     groups = self._groups(w.astype(jnp.float32))
     low, high = self._range(groups)
-    most, zero = 2**self.bits - 1, None
+    most, zero, tensor = 2**self.bits - 1, None, None
     if self.has_zeros:
       scale = self._usable(jnp.maximum(high, 0) - jnp.minimum(low, 0), most)
       zero = jnp.clip(jnp.round(-jnp.minimum(low, 0) / scale), 0, most)
+      stored_scale = scale.astype(self.scale_dtype)
+    elif self.name in BLOCKS:
+      if self.has_tensor_scale:
+        tensor = self._tensor_scale(w, largest)
+      stored_scale = self._encode_scale(high, tensor)
+      scale = self.decode_scale(stored_scale, tensor)
     else:
       scale = self._usable(high, 1.0 if self.name == 'nf4' else 2 ** (self.bits - 1) - 0.49)
+      stored_scale = scale.astype(self.scale_dtype)
     if choose is None:
       q = self._join_groups(self.round_values(groups, scale, zero), w.shape)
     else:
@@ -123,10 +168,11 @@ class WeightFormat:
         return self._join_groups(jnp.broadcast_to(x, groups.shape), w.shape)
 
       q = choose(w.astype(jnp.float32), entries(scale), None if zero is None else entries(zero))
-    stored_scale = scale.reshape(self.scale_shape(w.shape)).astype(self.scale_dtype)
-    parts = {VALUES: self._pack(q), SCALE: stored_scale}
+    parts = {VALUES: self._pack(q), SCALE: stored_scale.reshape(self.scale_shape(w.shape))}
     if zero is not None:
-      parts[ZERO] = zero.reshape(stored_scale.shape).astype(jnp.uint8)
+      parts[ZERO] = zero.reshape(parts[SCALE].shape).astype(jnp.uint8)
+    if tensor is not None:
+      parts[TENSOR] = tensor.reshape(self.tensor_scale_shape(w.shape))
     return parts
 
   def round_values(self, w: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
@@ -136,13 +182,21 @@ class WeightFormat:
     if self.name == 'nf4':
       middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(NF4)], np.float32)
       return jnp.searchsorted(middle, w / scale, method='compare_all')
+    if self.name == 'mxfp8':
+      return jax.lax.bitcast_convert_type(_to_e4m3(w / scale), jnp.uint8)
+    if self.name == 'nvfp4':
+      return _e2m1_codes(w / scale)
     half = 2 ** (self.bits - 1)
     return jnp.clip(jnp.round(w / scale), -half, half - 1) + self._stored_zero
 
   def restore_values(self, q: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
     """Returns the float32 entries that stored values q represent; the inverse of `round_values`, up to rounding."""
     if self.name == 'nf4':
-      return _nf4_values(q) * scale
+      return _look_up(NF4, q) * scale
+    if self.name == 'mxfp8':
+      return jax.lax.bitcast_convert_type(q.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    if self.name == 'nvfp4':
+      return _look_up((*_E2M1, *(-x for x in _E2M1)), q) * scale
     return (q.astype(jnp.float32) - (self._stored_zero if zero is None else zero.astype(jnp.float32))) * scale
 
   @property
@@ -156,13 +210,13 @@ class WeightFormat:
     It is computed in float32, and then cast to `dtype`, if that is not None.
     """
     zero = self._spread(parts[ZERO], num_last) if self.has_zeros else None
-    scale = self._spread(parts[SCALE].astype(jnp.float32), num_last)
+    scale = self._spread(self.decode_scale(parts[SCALE], parts.get(TENSOR)), num_last)
     return self.restore_values(self._unpack(parts[VALUES], num_last), scale, zero).astype(dtype or jnp.float32)
 
   @property
   def scales_outputs(self) -> bool:
     """Whether a weight is integers times one scale per output, so that `multiply` is possible."""
-    return self.name != 'nf4' and self.symmetric and self.group_size is None
+    return self.is_integer and self.symmetric and self.group_size is None
 
   def multiply(self, x: jax.Array, parts: Mapping[str, jax.Array], num_last: int) -> jax.Array:
     """Returns x [..., *J, I] times the weight [*J, I, *O], [..., *O]; only if `scales_outputs`.
@@ -275,6 +329,31 @@ class WeightFormat:
     scale = jnp.where(scale.astype(jnp.float32) < exact, above, scale)
     return jnp.where(scale > 0, scale, 1).astype(jnp.float32)
 
+  def _tensor_scale(self, w: jax.Array, largest: jax.Array | None) -> jax.Array:
+    """Returns t of nvfp4, which broadcasts with the groups of w."""
+    if largest is None:
+      own = tuple(range(w.ndim - self.num_inputs - self.num_outputs, w.ndim))
+      largest = jnp.max(jnp.abs(w.astype(jnp.float32)), own, keepdims=True)
+    largest = jnp.expand_dims(jax.lax.stop_gradient(largest), self.group_axis(w.ndim))
+    return jnp.where(largest > 0, largest / (_E2M1[-1] * _LARGEST_E4M3), 1)
+
+  def _encode_scale(self, largest: jax.Array, tensor: jax.Array | None) -> jax.Array:
+    """Returns the stored scales of blocks, uint8, given max |w| of each."""
+    largest = jax.lax.stop_gradient(largest)
+    if tensor is None:  # The exponent of a float32 is in 8 of its bits, with 127 added.
+      exponent = (jax.lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)
+      return jnp.maximum(exponent - 8, 1).astype(jnp.uint8)
+    scale = _to_e4m3(largest / _E2M1[-1] / tensor)
+    return jnp.maximum(jax.lax.bitcast_convert_type(scale, jnp.uint8), 1)
+
+  def decode_scale(self, stored: jax.Array, tensor: jax.Array | None) -> jax.Array:
+    """Returns scales in float32, as they are stored or, for mxfp8 and nvfp4, from their bits."""
+    if self.name not in BLOCKS:
+      return stored.astype(jnp.float32)
+    if tensor is None:
+      return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << 23, jnp.float32)
+    return jax.lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.float32) * tensor
+
   def _spread(self, scale: jax.Array, num_last: int) -> jax.Array:
     """Returns scales [..., groups, *O] such that they broadcast with weights [..., I, *O]; I is `num_last`."""
     axis = self.group_axis(scale.ndim)
@@ -316,6 +395,18 @@ quantize = jax.jit(WeightFormat.quantize, static_argnums=0)
 """`WeightFormat.quantize`, compiled once for all weights of a shape."""
 
 
-def _nf4_values(q: jax.Array) -> jax.Array:
-  """Returns c[q], the values of NF4 at the indices q, float32."""
-  return jnp.asarray(NF4, jnp.float32).at[q].get(mode='promise_in_bounds')
+def _look_up(values: tuple[float, ...], q: jax.Array) -> jax.Array:
+  """Returns values[q], float32."""
+  return jnp.asarray(values, jnp.float32).at[q].get(mode='promise_in_bounds')
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+  return jnp.clip(x, -_LARGEST_E4M3, _LARGEST_E4M3).astype(jnp.float8_e4m3fn)
+
+
+def _e2m1_codes(x: jax.Array) -> jax.Array:
+  """Returns the 4 bits of the nearest e2m1: a sign, then the number of its magnitude."""
+  size = jnp.minimum(jnp.abs(x), _E2M1[-1])
+  step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+  index = jnp.searchsorted(jnp.asarray(_E2M1), jnp.round(size / step) * step, method='compare_all')
+  return jnp.where(x < 0, 8 + index, index)

@@ -5,6 +5,8 @@ I input dims, O output dims.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,9 @@ class _NormalizedLinear(Linear):
   def _normalize(self, w: jax.Array) -> jax.Array:
     """Returns the weight [I, O] that multiplies the input; w is float32."""
     raise NotImplementedError
+
+  def output_factors(self) -> Mapping[str, float]:
+    return {}  # Norms of weights do not change when the weights are multiplied.
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] for x [..., I]."""

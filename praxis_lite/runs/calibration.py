@@ -35,7 +35,7 @@ from praxis_lite.layers.base.taps import TappedCall, Taps, raw_name
 from praxis_lite.layers.gptq import compensation, quantize_in_turn
 from praxis_lite.layers.input_scales import awq_scales, smooth_scales
 from praxis_lite.layers.quantized_weights import QuantizedWeight
-from praxis_lite.layers.weight_formats import quantize
+from praxis_lite.layers.weight_formats import WeightFormat, quantize
 from praxis_lite.models import BaseModel
 from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.programs import TaskOnMesh
@@ -86,17 +86,24 @@ class CalibratedWeight:
   method: str
   inputs: Mapping[str, np.ndarray]
 
-  def input_scale(self, w: np.ndarray, index: tuple[int, ...]) -> jax.Array:
-    """Returns the scales of inputs, [*J, I, *1], for the weight [*J, I, *O] at `index` in a stack or among experts."""
-    form, whole = self.stored.format, jnp.asarray(w)
-    if self.method == 'smooth':
-      return smooth_scales(form, whole, self._inputs_at('max_abs', index))
-    return awq_scales(form, whole, self._inputs_at('sum_abs', index), self._inputs_at('gram', index))
+  def input_scale(
+    self, forms: tuple[WeightFormat, ...], weights: Sequence[jax.Array], index: tuple[int, ...], repeats: int
+  ) -> jax.Array:
+    """Returns the scales of the inputs, [I], of weights [*J, I, *O] at `index` in a stack or among experts.
 
-  def quantize(self, w: jax.Array, index: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Returns 'values', 'scale' and, if the format has it, 'zero' of one weight, or of some of its outputs."""
+    All of these weights read the inputs that this one reads; see `layers/input_scales.py`.
+    """
+    if self.method == 'smooth':
+      return smooth_scales(forms, weights, self._inputs_at('max_abs', index), repeats=repeats)
+    inputs = self._inputs_at('sum_abs', index), self._inputs_at('gram', index)
+    return awq_scales(forms, weights, *inputs, repeats=repeats)
+
+  def quantize(self, w: jax.Array, index: tuple[int, ...], largest: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the parts of one weight, or of some of its outputs; for `largest`, see `WeightFormat.quantize`."""
     form = self.stored.format
-    return quantize_in_turn(form, w, self._compensation(index)) if self.method == 'gptq' else quantize(form, w)
+    if self.method == 'gptq':
+      return quantize_in_turn(form, w, self._compensation(index), largest)
+    return quantize(form, w, largest=largest)
 
   def _inputs_at(self, part: str, index: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(self.inputs[part][index], jnp.float32)

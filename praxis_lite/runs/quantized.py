@@ -131,10 +131,10 @@ def _rule_of_method(rule: Config, method: str) -> Config:
   """Returns a rule adapted to a method of calibration; raises ConfigError if they do not fit together."""
   if rule.format == 'float' or (method == 'gptq' and rule.kept is not None):
     raise ConfigError(f'method: {method} does not know which weights are kept; round to nearest, or keep all')
-  if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format != 'nf4'):
+  if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format.startswith('int')):
     raise ConfigError(
-      'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; leave out '
-      'the group size, zero points and nf4, or choose awq or gptq'
+      'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; choose int8, '
+      'int4 or int2 without a group size and zero points, or choose awq or gptq'
     )
   return rule.clone(input_scale=method in SCALES_INPUTS)
 

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
+from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes, whole_box
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.quantized_weights import QuantizedWeight, RoundedWeight
-from praxis_lite.layers.weight_formats import WeightFormat
+from praxis_lite.layers.weight_formats import WeightFormat, quantize
 from praxis_lite.models import BaseModel
 from praxis_lite.runs.calibration import CalibratedWeight
+from praxis_lite.runs.shared_scales import InputScales, shared_inputs
 
 
 def quantize_streamed(
@@ -30,7 +31,11 @@ def quantize_streamed(
     streamed: the variables of the model with plain weights.
     calibrated: the weights whose values are chosen by data, by path; others are rounded to nearest.
   """
-  variables = leaves(streamed)
+  variables, chosen = leaves(streamed), calibrated or {}
+  scales: dict[Path, InputScales] = {}
+  for shared in shared_inputs(model):
+    readers = [path for path in shared.readers if path in chosen]
+    scales |= dict.fromkeys(readers, InputScales([(variables[path], chosen[path]) for path in readers], shared.repeats))
   for layer in model.descendants():
     for name, stored in layer._stored.items():
       path = layer.path[len(model.path) :]
@@ -38,10 +43,13 @@ def quantize_streamed(
         variables[*path, name] = _Pruned({name: variables[*path, name]}, stored)
         continue
       assert isinstance(stored, QuantizedWeight)
-      weight, choice = variables.pop((*path, name)), (calibrated or {}).get((*path, name))
-      scales: dict[tuple[int, ...], jax.Array] = {}
+      weight, choice = variables.pop((*path, name)), chosen.get((*path, name))
+      if choice is not None:
+        scales.setdefault((*path, name), InputScales([(weight, choice)]))
+      where, of_inputs = f'{layer.path_name}.{name}', scales.get((*path, name))
+      largest: dict[tuple[int, ...], jax.Array] = {}
       for part in stored.parts:
-        variables[*path, part] = _Part(weight, stored, part, f'{layer.path_name}.{name}', choice, scales)
+        variables[*path, part] = _Part(weight, stored, part, where, choice, of_inputs, largest)
   return nest(variables)
 
 
@@ -66,7 +74,8 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
   """Returns the parts of weights in few bits, each spread out to an array with an entry for each entry of the weight.
 
   The result has up to three trees of `SpreadPart`, by name: 'integers', from -2^(b-1) on for b bits; 'scale'; and, if
-  some weights have zero points, 'zero', in the same range as the integers.
+  some weights have zero points, 'zero', in the same range as the integers. Scales of inputs are ignored;
+  `fold_input_scales` makes them 1.
   """
   variables = leaves(streamed)
   found: dict[str, dict[tuple[str, ...], StreamedArray]] = {'integers': {}, 'scale': {}, 'zero': {}}
@@ -77,11 +86,6 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
         raise ConfigError(
           f'{layer.path_name}.{name} is stored as it is trained; `praxis-lite quantize` without a format stores it in '
           'few bits'
-        )
-      if stored.has_input_scale:
-        raise ConfigError(
-          f'{layer.path_name}.{name} has scales of its inputs, which this format does not have; leave out --quantized, '
-          'or make the run by `praxis-lite quantize` with --method=gptq'
         )
       parts = {part: variables[*path, part] for part in stored.parts}
       for kind in ('integers', 'scale', *(['zero'] if stored.format.has_zeros else [])):
@@ -96,7 +100,8 @@ class _Part(StreamedArray):
   Attributes:
     weight: the weight [*stack, *I, *O].
     choice: chooses the values by data; None rounds to nearest.
-    scales: a cache, shared by all parts, of the input scales of each layer of the stack and each expert read so far.
+    scales: the scales of inputs, which all parts of all weights that read these inputs share; None without `choice`.
+    largest: a cache, shared by all parts, of the largest |w| of each layer of the stack and each expert read so far.
   """
 
   weight: StreamedArray
@@ -104,7 +109,8 @@ class _Part(StreamedArray):
   part: str
   where: str
   choice: CalibratedWeight | None
-  scales: dict[tuple[int, ...], jax.Array]
+  scales: InputScales | None
+  largest: dict[tuple[int, ...], jax.Array]
 
   @property
   def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -119,7 +125,7 @@ class _Part(StreamedArray):
     """Returns the entries at the indices `box`; raises CheckpointError if the weight has NaN or infinities there."""
     first, last = _dims_of_inputs(self.stored.format, len(self.weight.shape))
     w = self._read_finite((*box[:first], *whole_box(self.weight.shape)[first:last], *box[last:]))
-    if self.choice is None:
+    if self.choice is None and not self.stored.format.has_tensor_scale:
       whole = np.asarray(self.stored.store(jnp.asarray(w))[self.part])
     else:
       each = [self._choose(w[at], tuple(b.start + i for b, i in zip(box, at))) for at in np.ndindex(w.shape[:first])]
@@ -133,20 +139,26 @@ class _Part(StreamedArray):
     return w
 
   def _choose(self, w: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """Returns this part of the values `w`, [*J, I, *O]: of one layer of a stack, and of one expert.
-
-    `index` is the number of the layer and of the expert. `w` may have only some of the outputs.
-    """
-    assert self.choice is not None
-    scale: jax.Array = jnp.ones(())
-    if self.stored.has_input_scale:
-      if index not in self.scales:
-        all_outputs = whole_box(self.weight.shape)[len(index) :]
-        whole = self._read_finite((*(slice(i, i + 1) for i in index), *all_outputs))
-        self.scales[index] = self.choice.input_scale(whole[(0,) * len(index)], index)
-      scale = self.scales[index]
-    parts = self.choice.quantize(jnp.asarray(w, jnp.float32) * scale, index)
+    """Returns this part of one weight in a stack or among experts, or of some of its outputs, [*J, I, *O]."""
+    form = self.stored.format
+    scale = jnp.ones(form.input_scale_shape(w.shape))
+    if self.scales is not None and self.stored.has_input_scale:
+      scale = self.scales.at(*index).reshape(scale.shape)
+    scaled = jnp.asarray(w, jnp.float32) * scale
+    largest = self._find_largest(index, scale) if form.has_tensor_scale else None
+    parts = (
+      quantize(form, scaled, largest=largest) if self.choice is None else self.choice.quantize(scaled, index, largest)
+    )
     return np.asarray(self.stored.name_parts(parts, scale)[self.part])
+
+  def _find_largest(self, index: tuple[int, ...], scale: jax.Array) -> jax.Array:
+    """Returns max |w| of one weight, [*1, 1, *1], with the scales of its inputs; reads the weight in parts."""
+    if index not in self.largest:
+      box = (*(slice(i, i + 1) for i in index), *whole_box(self.weight.shape)[len(index) :])
+      parts = boxes(box, self.part_shape([b.stop - b.start for b in box]))
+      largest = max(float(jnp.max(jnp.abs(self._read_finite(part) * scale))) for part in parts)
+      self.largest[index] = jnp.full((1,) * scale.ndim, largest)
+    return self.largest[index]
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     return _outputs_within(self.stored.format, self.weight.shape, sizes, part_bytes)
@@ -173,8 +185,8 @@ class _OfParts(StreamedArray):
     first, last = _dims_of_inputs(self.stored.format, len(box))
     parts = {}
     for name, part in self.parts.items():
-      whole = whole_box(part.shape)
-      parts[name] = jnp.asarray(part.read((*box[:first], *whole[first:last], *box[last:])))
+      outputs = [b if size > 1 else slice(0, 1) for b, size in zip(box[last:], part.shape[last:])]
+      parts[name] = jnp.asarray(part.read((*box[:first], *whole_box(part.shape)[first:last], *outputs)))
     w = np.asarray(self._compute(parts))
     return w[(*[slice(None)] * first, *box[first:last])]
 

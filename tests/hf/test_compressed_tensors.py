@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import IDS
+from checkpoints import IDS, make
 from drawn_state import drawn_variables
 
 from praxis_lite.bridges.hf import export_run, import_run, read_model, write_model
@@ -15,8 +15,11 @@ from praxis_lite.bridges.hf.files import Declared, read_folder, write_folder
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError
 from praxis_lite.common.trees import leaves
+from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.layers import MoeFeedForward, QuantizedWeights
 from praxis_lite.models import dequantize_variables, quantize_variables, quantize_weights, transformer_lm
+from praxis_lite.runs import open_run
+from praxis_lite.runs.calibration import Calibration
 from praxis_lite.runs.quantized import quantize_run
 from praxis_lite.runs.records.record import read_record
 
@@ -80,6 +83,42 @@ def test_an_export_is_read_again_with_the_same_values(name, experts, tmp_path):
   for path, value in leaves(expected).items():
     # The file keeps scales, and so weights, in their dtype.
     np.testing.assert_allclose(found[path], value, rtol=0.01 if name == 'int4' else 1e-6, atol=1e-7)
+
+
+def calibrated(tmp_path, family, method, rule):
+  """Returns the config of a run whose weights in few bits have scales of inputs."""
+  import_run(make(tmp_path / 'hf', family), tmp_path / 'run')
+  config = read_record(tmp_path / 'run').config
+  config.datasets = [Config(SyntheticLMInput, vocab_size=37, seq_len=8, batch_size=4)]
+  quantize_run(config, tmp_path / 'run', tmp_path / 'few', rule, calibration=Calibration(method, 1))
+  return read_record(tmp_path / 'few').config
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+  'family, method, rule',
+  [('llama_with_biases', 'awq', RULES['not symmetric']), ('gemma2', 'smooth', RULES['int8'])],
+)
+def test_scales_of_inputs_move_into_the_layers_before(family, method, rule, tmp_path):
+  config = calibrated(tmp_path, family, method, rule)
+  few = open_run(tmp_path / 'few').load()
+  scales = [x for path, x in leaves(few.variables).items() if path[-1].endswith('input_scale')]
+  assert scales and all(np.ptp(x) > 0.01 for x in scales)
+  logits = [few.layer.lm.apply(few.variables['lm'], IDS, do_eval=True, method='logits')[0]]
+  for quantized in (False, True):
+    export_run(config, tmp_path / 'few', tmp_path / f'out-{quantized}', quantized=quantized)
+    again = read_model(tmp_path / f'out-{quantized}')
+    logits.append(again.model.lm.apply(again.variables['lm'], IDS, do_eval=True, method='logits')[0])
+  for found in logits[1:]:
+    np.testing.assert_allclose(found, logits[0], atol=2e-5 * np.abs(logits[0]).max())
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('family, layer', [('mixtral', r'ff\.gate'), ('olmo2', r'attention\.query\.w')])
+def test_scales_of_inputs_that_no_layer_takes(family, layer, tmp_path):
+  config = calibrated(tmp_path, family, 'awq', RULES['not symmetric'])
+  with pytest.raises(ConfigError, match=rf'--quantized: .*{layer}.*cannot be moved into the layer before'):
+    export_run(config, tmp_path / 'few', tmp_path / 'out', quantized=True)
 
 
 @pytest.mark.slow

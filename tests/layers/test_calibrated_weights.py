@@ -18,6 +18,8 @@ FORMS = [
   WeightFormat('int2'),
   WeightFormat('int4', group_size=7, symmetric=False),
   WeightFormat('nf4', group_size=64),
+  WeightFormat('mxfp8', group_size=32),
+  WeightFormat('nvfp4', group_size=16),
 ]
 
 
@@ -36,15 +38,16 @@ def restored(form, parts, inputs):
 def gptq_by_hand(form, w, gram):
   """The loop of the paper, with the inverse of the products of the inputs that are left computed anew for each."""
   w, size = w.astype(np.float64).copy(), len(w)
-  nearest = {k: np.asarray(v, np.float32) for k, v in form.quantize(jnp.asarray(w, jnp.float32)).items()}
+  nearest = form.quantize(jnp.asarray(w, jnp.float32))
+  scales = np.asarray(form.decode_scale(nearest['scale'], nearest.get('tensor')))
   group = form.group_size or size
   diagonal = np.diag(gram).copy()
   h = gram.astype(np.float64) + np.diag(np.where(diagonal > 0, 0.01 * diagonal[diagonal > 0].mean(), 1))
   left, found = list(np.argsort(-diagonal, kind='stable')), np.zeros_like(w)
   while left:
     i, inverse = left[0], np.linalg.inv(h[np.ix_(left, left)])
-    scale = nearest['scale'][i // group]
-    zero = nearest['zero'][i // group] if form.has_zeros else None
+    scale = scales[i // group]
+    zero = np.float32(nearest['zero'][i // group]) if form.has_zeros else None
     row = jnp.asarray(w[i], jnp.float32)
     found[i] = form.restore_values(form.round_values(row, scale, zero), scale, zero)
     w[left] -= np.outer(inverse[:, 0], (w[i] - found[i]) / inverse[0, 0])
@@ -83,33 +86,51 @@ def test_without_rows_everything_is_rounded_to_nearest():
     found = quantize_in_turn(form, w, compensation(np.zeros((21, 21))))
     for name, part in nearest.items():
       np.testing.assert_array_equal(found[name], part)
-    assert (np.asarray(awq_scales(form, w, jnp.zeros(21), jnp.zeros((21, 21)))) == 1).all()
-    assert (np.asarray(smooth_scales(form, w, jnp.zeros(21))) == 1).all()
+    assert (np.asarray(awq_scales((form,), [w], jnp.zeros(21), jnp.zeros((21, 21)))) == 1).all()
+    assert (np.asarray(smooth_scales((form,), [w], jnp.zeros(21))) == 1).all()
 
 
 @pytest.mark.parametrize('form', FORMS, ids=lambda form: form.name)
 def test_awq_takes_the_power_with_the_smallest_error(form):
   x, w = rows_and_weight(unused=(3,))
+  other = WeightFormat('int8')  # Another weight that reads the same inputs, such as the keys beside the queries.
   means = np.abs(x).sum(0)
   relative = np.maximum(means / means.max(), 1e-4)
+
+  def error(s):
+    read = (form, w), (other, w[:, :2] ** 3)
+    return sum(np.square(x @ (restored(f, quantize(f, w * s), 21) / s - w)).sum() for f, w in read)
+
   errors = {}
   for power in np.linspace(0, 1, 21):
     s = relative**power
     s = (s / np.sqrt(s.max() * s.min())).astype(np.float32)[:, None]
-    errors[np.square(x @ (restored(form, quantize(form, w * s), 21) / s - w)).sum()] = s
-  found = np.asarray(awq_scales(form, w, means, x.T @ x))
-  chosen = np.square(x @ (restored(form, quantize(form, w * found), 21) / found - w)).sum()
-  np.testing.assert_allclose(chosen, min(errors), rtol=1e-3)
+    errors[error(s)] = s
+  found = np.asarray(awq_scales((form, other), [w, w[:, :2] ** 3], means, x.T @ x))[:, None]
+  np.testing.assert_allclose(error(found), min(errors), rtol=1e-3)
   np.testing.assert_allclose(found, errors[min(errors)], rtol=2e-2)
 
 
 def test_smooth_scales_make_inputs_and_weights_equally_large():
   x, w = rows_and_weight(unused=(3,))
   w[5] = 0
-  s = np.asarray(smooth_scales(WeightFormat('int8'), w, np.abs(x).max(0)))
+  form, other = WeightFormat('int8'), 2 * np.flip(w)
+  other[5] = 0
+  s = np.asarray(smooth_scales((form, form), [w, other], np.abs(x).max(0)))
   assert s[3] == s[5] == 1
   used = np.delete(np.arange(21), [3, 5])
-  np.testing.assert_allclose(np.abs(x / s[:, 0]).max(0)[used], np.abs(w * s).max(1)[used], rtol=1e-5)
+  both = np.concatenate([w, other], axis=1) * s[:, None]
+  np.testing.assert_allclose(np.abs(x / s).max(0)[used], np.abs(both).max(1)[used], rtol=1e-5)
+
+
+def test_heads_that_read_one_head_of_values_share_their_scales():
+  x, w = rows_and_weight(24, 5)
+  form = WeightFormat('int8', num_inputs=2)
+  most = np.abs(x).max(0).reshape(2, 3, 4).max(1), np.abs(w).reshape(2, 3, 4, 5).max((1, 3))
+  s = np.asarray(smooth_scales((form,), [w.reshape(6, 4, 5)], np.abs(x).max(0), repeats=3)).reshape(2, 3, 4)
+  np.testing.assert_allclose(s, np.repeat(np.sqrt(most[0] / most[1])[:, None], 3, axis=1), rtol=1e-6)
+  by_mean = np.asarray(awq_scales((form,), [w.reshape(6, 4, 5)], np.abs(x).mean(0), x.T @ x, repeats=3))
+  assert (by_mean.reshape(2, 3, 4)[:, :1] == by_mean.reshape(2, 3, 4)).all()
 
 
 @pytest.mark.parametrize('fields', [{'format': 'int8'}, {'format': 'int4', 'group_size': 4}])
@@ -125,7 +146,7 @@ def test_a_layer_divides_by_the_scales_of_its_inputs(fields, matmul):
   x, w = rows_and_weight()
   model = quantize_weights(Config(Net, name='net'), Config(QuantizedWeights, input_scale=True, **fields)).instantiate()
   stored = model.layer._stored['w']
-  s = np.asarray(smooth_scales(stored.format, w, np.abs(x).max(0)))
+  s = np.asarray(smooth_scales((stored.format,), [w], np.abs(x).max(0)))[:, None]
   variables = stored.name_parts(quantize(stored.format, w * s), s)
   assert {name: part.shape for name, part in stored.parts.items()} == {n: v.shape for n, v in variables.items()}
   y = model.layer.apply(variables, x)[0]

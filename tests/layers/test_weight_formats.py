@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -12,7 +13,7 @@ from drawn_state import drawn_variables
 from praxis_lite.common.config import REQUIRED, Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import FeedForward, Linear, Lora, MoeFeedForward, Projection, QuantizedWeights
-from praxis_lite.layers.weight_formats import NF4, WeightFormat, quantize
+from praxis_lite.layers.weight_formats import BLOCKS, NF4, WeightFormat, quantize
 from praxis_lite.models import (
   BaseModel,
   add_adapters,
@@ -75,6 +76,50 @@ def test_every_format_is_its_formula(shape):
     assert parts['values'].shape == form.values_shape(shape) and parts['scale'].shape == form.scale_shape(shape)
 
 
+def small_floats_by_hand(w, name):
+  """A weight [I, O] after rounding, with the casts of ml_dtypes."""
+  expected, tensor = np.zeros_like(w), np.float32(np.abs(w).max() / (6 * 448)) or np.float32(1)
+  for out in range(w.shape[1]):
+    for start in range(0, len(w), BLOCKS[name]):
+      x = w[start : start + BLOCKS[name], out]
+      most = np.abs(x).max()
+      if name == 'mxfp8':
+        scale = np.float32(2.0 ** (np.floor(np.log2(most)) - 8 if most else -126))
+        scale = scale.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        q = np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+      else:
+        scale = np.float32(most / 6 / tensor).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        scale = tensor * np.maximum(scale, np.float32(2**-9))
+        q = np.clip(x / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+      expected[start : start + BLOCKS[name], out] = scale * q.astype(np.float32)
+  return expected
+
+
+@pytest.mark.parametrize('name', BLOCKS)
+def test_small_floats_are_their_formulas(name):
+  w = random(70, 6) * np.float32([1, 1e-3, 1e3, 1, 1, 1])  # The second output has the smallest scales of nvfp4.
+  w[16:48, 3], w[:, 4] = 0, 0
+  form = WeightFormat(name, group_size=BLOCKS[name])
+  expected = small_floats_by_hand(w, name)
+  parts = quantize(form, w)
+  np.testing.assert_array_equal(dequantize(form, parts, 70), expected)
+  assert parts['scale'].dtype == np.uint8 and parts['values'].shape == form.values_shape(w.shape)
+  for whole in (np.zeros_like(w), w * np.float32(1e-30)):
+    np.testing.assert_array_equal(dequantize(form, quantize(form, whole), 70), small_floats_by_hand(whole, name))
+  ties = np.float32([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -5, 17, 19, 460, 2**-10])
+  dtype = {'mxfp8': ml_dtypes.float8_e4m3fn, 'nvfp4': ml_dtypes.float4_e2m1fn}[name]
+  largest = float(ml_dtypes.finfo(dtype).max)
+  found = form.restore_values(form.round_values(ties, np.float32(1), None), np.float32(1), None)
+  np.testing.assert_array_equal(found, np.clip(ties, -largest, largest).astype(dtype).astype(np.float32))
+  heads = WeightFormat(name, num_inputs=2, group_size=BLOCKS[name])  # A stack, each of 2 heads of 35 dims.
+  stacked = heads.quantize(np.stack([w, 3 * w]).reshape(2, 2, 35, 6))
+  again = np.asarray(heads.dequantize(stacked, 35)).reshape(2, 2, 35, 6)
+  for one, scaled in zip(again, (w, 3 * w)):
+    largest = np.abs(scaled).max(keepdims=True)
+    for head, x in zip(one, scaled.reshape(2, 35, 6)):
+      np.testing.assert_array_equal(head, form.dequantize(form.quantize(x, largest=largest), 35))
+
+
 @pytest.mark.parametrize('name, steps', [('int8', 0.51), ('int4', 0.51), ('int2', 0.51), ('nf4', 0.152)])
 @pytest.mark.parametrize('scale_dtype', ['float32', 'bfloat16', 'float16'])
 def test_rounding_is_off_by_half_a_step(name, steps, scale_dtype):
@@ -85,11 +130,11 @@ def test_rounding_is_off_by_half_a_step(name, steps, scale_dtype):
   assert (np.abs(dequantize(form, parts, 33) - w) <= scales * (steps + 5e-5)).all()
 
 
-@pytest.mark.parametrize('name', ['int8', 'int4', 'nf4'])
+@pytest.mark.parametrize('name', ['int8', 'int4', 'nf4', 'mxfp8', 'nvfp4'])
 def test_zeros_stay_zero_and_other_dtypes_are_taken(name):
   form = WeightFormat(name, group_size=2, scale_dtype='bfloat16')
   parts = form.quantize(np.zeros((5, 2), np.float32))
-  assert parts['scale'].dtype == 'bfloat16' and not np.any(form.dequantize(parts, 5))
+  assert parts['scale'].dtype == form.stored_scale_dtype and not np.any(form.dequantize(parts, 5))
   w = jax.numpy.asarray(random(5, 2), 'bfloat16')
   again = form.dequantize(form.quantize(w), 5, 'bfloat16')
   assert again.dtype == 'bfloat16' and np.abs(again - w).max() < 0.5
@@ -161,12 +206,11 @@ EXPERTS = Config(MoeFeedForward, num_experts=3)
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize('experts', [None, EXPERTS])
-def test_a_model_computes_with_the_rounded_weights(experts):
-  rules = (
-    Config(QuantizedWeights, layers=r'.*\.(query|up|ff)', format='int4', group_size=4),
-    Config(QuantizedWeights, format='nf4', scale_dtype='bfloat16'),
-  )
+@pytest.mark.parametrize('experts, formats', [(None, ('int4', 'nf4')), (EXPERTS, ('nvfp4', 'mxfp8'))])
+def test_a_model_computes_with_the_rounded_weights(experts, formats):
+  own = {'int4': {'group_size': 4}, 'nf4': {'scale_dtype': 'bfloat16'}}
+  first, other = (Config(QuantizedWeights, format=name, **own.get(name, {})) for name in formats)
+  rules = first.set(layers=r'.*\.(query|up|ff)'), other
   plain, model = lm(experts=experts).instantiate(), lm(*rules, experts=experts).instantiate()
   variables = drawn_variables(plain.abstract_init())
   stored = quantize_variables(model, variables)
@@ -198,6 +242,10 @@ def test_the_weight_of_a_projection_is_the_rounded_one():
     ({'group_size': 0}, 'group_size.*at least 1'),
     ({'percentile': 30.0}, 'percentile: expected a number above 50'),
     ({'format': 'nf4', 'symmetric': False}, 'symmetric: only integers have zero points'),
+    ({'format': 'nvfp4', 'symmetric': False}, "leave it True for 'nvfp4'"),
+    ({'format': 'mxfp8', 'group_size': 16}, 'group_size: mxfp8 has groups of 32'),
+    ({'format': 'nvfp4', 'scale_dtype': 'bfloat16'}, 'scale_dtype: nvfp4 says how its scales are stored'),
+    ({'format': 'mxfp8', 'percentile': 99.0}, 'percentile: mxfp8 says'),
     ({'scale_dtype': 'int8'}, 'scale_dtype: expected a floating dtype'),
     ({'layers': '('}, 'not a regular expression'),
     ({'layers': r'.*\.querry'}, r'quantized\[0\].layers: .* matches no layer with weights'),

@@ -60,11 +60,17 @@ RULES = (
 )
 
 
+SMALL_FLOATS = (
+  Config(QuantizedWeights, layers=r'.*\.(query|ff)', format='nvfp4'),
+  Config(QuantizedWeights, format='mxfp8'),
+)
+
+
 @pytest.mark.slow_cases
-@pytest.mark.parametrize('part_bytes', [PART_BYTES, 200])
-def test_weights_are_converted_part_by_part(part_bytes):
+@pytest.mark.parametrize('rules, part_bytes', [(RULES, PART_BYTES), (RULES, 200), (SMALL_FLOATS, 200)])
+def test_weights_are_converted_part_by_part(rules, part_bytes):
   experts = Config(MoeFeedForward, num_experts=3)
-  plain, model = lm(experts=experts).instantiate(), quantize_weights(lm(experts=experts), *RULES).instantiate()
+  plain, model = lm(experts=experts).instantiate(), quantize_weights(lm(experts=experts), *rules).instantiate()
   variables = drawn_variables(plain.abstract_init())
   streamed = quantize_streamed(model, _in_memory(variables))
   expected = quantize_variables(model, variables)

@@ -80,6 +80,8 @@ WHOLE_OUTPUTS = Config(
 OTHERS = (
   Config(QuantizedWeights, layers=r'.*\.ff', format='nf4', group_size=8, scale_dtype='bfloat16'),
   Config(QuantizedWeights, layers=r'.*\.(query|out)', symmetric=False),
+  Config(QuantizedWeights, layers=r'.*\.key', format='mxfp8'),
+  Config(QuantizedWeights, layers=r'.*\.value', format='nvfp4'),
 )
 TWO_OF_FOUR = Config(QuantizedWeights, format='float', kept=(2, 4), trained=True)
 # Builds a model, the arguments of set_sharding, the adapters, and the batch.

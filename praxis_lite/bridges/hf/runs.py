@@ -75,6 +75,7 @@ from praxis_lite.runs.quantized_arrays import dequantize_streamed, spread_stream
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import read_record, write_record
 from praxis_lite.runs.records.run_config import job_directory
+from praxis_lite.runs.shared_scales import fold_input_scales
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.experiment import ExperimentConfig
 from praxis_lite.training.learning import Learner, LinearWarmupCosine
@@ -319,6 +320,8 @@ def export_run(
       f'--quantized: tensors of {family.model_type} have their inputs first, and compressed-tensors their outputs, so '
       'weights of this family cannot be written in few bits; leave out --quantized'
     )
+  if quantized:
+    whole = fold_input_scales(model, whole)
   spread = {kind: family.part_of(tree) for kind, tree in spread_streamed(model, whole).items()} if quantized else {}
   if model.quantized:
     whole, model = dequantize_streamed(model, whole), remove_quantization(config.task.model).instantiate()

@@ -66,6 +66,17 @@ class PositionGrid(NamedTuple):
   others: int = 0  # Tokens before the patches, such as a class token.
 
 
+class InputSource(NamedTuple):
+  """Layers whose inputs are proportional to the outputs of another layer, entry by entry.
+
+  Dividing the outputs of `source` by numbers divides the inputs of all `readers` by them, and changes nothing else.
+  """
+
+  source: str  # The path of the layer, such as 'attention.value', from the layer that says so.
+  readers: tuple[str, ...]  # The paths of the layers that read it.
+  repeats: int = 1  # How many successive heads of the readers' inputs come from one head of the source.
+
+
 class Facts:
   """The fields and methods of a `Layer` that tools read. A layer overrides those whose defaults are wrong for it.
 
@@ -114,6 +125,21 @@ class Facts:
     """Returns the grids of learned positions below this layer, by the table's path from this layer, e.g. `position.w`.
 
     A warm start resamples such a table if the table of the other run has another grid.
+    """
+    return {}
+
+  def input_readers(self) -> Sequence[str]:
+    """Returns the children that multiply the inputs of this layer; () if anything else is computed from the inputs."""
+    return ()
+
+  def input_sources(self) -> Sequence[InputSource]:
+    """Returns where inputs of weights below this layer come from; the layers are this layer's children, or theirs."""
+    return ()
+
+  def output_factors(self) -> Mapping[str, float]:
+    """Returns variables [..., *O], and a number for each, such that outputs [..., *O] are linear in variable + number.
+
+    {} if there are no such variables.
     """
     return {}
 
